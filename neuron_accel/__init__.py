@@ -1,0 +1,43 @@
+"""Train your own PyTorch loop sharded on AWS Trainium, and on anything else, through pluggable strategies.
+
+Importing this package is cheap: names are resolved when they are first used, because importing Accelerate settles which
+device it will use, and because nobody should pay for what they do not use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from neuron_accel.accelerator import NeuronAccelerator as NeuronAccelerator
+    from neuron_accel.engine.errors import NeuronAccelError as NeuronAccelError
+    from neuron_accel.engine.plugin import StrategyPlugin as StrategyPlugin
+    from neuron_accel.engine.registry import register_plugin as register_plugin
+    from neuron_accel.strategies.data_parallel import DataParallelPlugin as DataParallelPlugin
+    from neuron_accel.strategies.model_parallelism import ModelParallelismPlugin as ModelParallelismPlugin
+    from neuron_accel.strategies.sequence_parallel import SequenceParallelPlugin as SequenceParallelPlugin
+    from neuron_accel.strategies.zero1 import Zero1Plugin as Zero1Plugin
+
+_WHERE = {
+    "NeuronAccelerator": "neuron_accel.accelerator",
+    "NeuronAccelError": "neuron_accel.engine.errors",
+    "StrategyPlugin": "neuron_accel.engine.plugin",
+    "register_plugin": "neuron_accel.engine.registry",
+    "DataParallelPlugin": "neuron_accel.strategies.data_parallel",
+    "ModelParallelismPlugin": "neuron_accel.strategies.model_parallelism",
+    "SequenceParallelPlugin": "neuron_accel.strategies.sequence_parallel",
+    "Zero1Plugin": "neuron_accel.strategies.zero1",
+}
+
+__all__ = list(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(_WHERE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})

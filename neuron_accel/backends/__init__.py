@@ -1,0 +1,1 @@
+"""How collectives and devices are done: one small interface, several implementations."""

@@ -1,0 +1,198 @@
+"""The interface between strategies and the machine.
+
+Strategies see devices and collectives only through a :class:`Backend`. Collectives are functional: they return their
+result and leave their input alone unless they say otherwise, because a lazy device has no other way. They are not
+differentiable; :mod:`neuron_accel.backends.autograd` builds the differentiable ones once on top.
+
+Every collective of a group of one rank is the identity and sends nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+ReduceOp = Literal["sum", "max", "min"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that take part in a collective with this rank.
+
+    Args:
+        ranks: their global ranks, ascending.
+        index: this rank's position among them.
+        partition: all groups of the same kind over all ranks, this one included.
+        name: what the group is for, in messages: ``"tp"``, ``"dp x tp"``.
+        handle: the implementation's own object; None for a group of one.
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    partition: tuple[tuple[int, ...], ...]
+    name: str
+    handle: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Pending(ABC):
+    """A collective under way."""
+
+    @abstractmethod
+    def wait(self) -> torch.Tensor:
+        """Waits for the collective and returns its result."""
+
+
+class Done(Pending):
+    """A collective that is complete already."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> torch.Tensor:
+        return self._result
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective as it was issued: ``sent`` is the number of bytes that this rank had to send."""
+
+    op: str
+    group: str
+    size: int
+    sent: int
+
+
+@dataclass
+class Traffic:
+    """The collectives issued while recording, in order."""
+
+    transfers: list[Transfer] = field(default_factory=list)
+
+    def sent(self, *, op: str | None = None, group: str | None = None) -> int:
+        """Bytes sent by this rank, of one kind of collective or group only where given."""
+        return sum(t.sent for t in self._select(op, group))
+
+    def count(self, *, op: str | None = None, group: str | None = None) -> int:
+        """Number of collectives, of one kind or group only where given."""
+        return len(self._select(op, group))
+
+    def _select(self, op: str | None, group: str | None) -> list[Transfer]:
+        return [t for t in self.transfers if op in (None, t.op) and group in (None, t.group)]
+
+
+class Backend(ABC):
+    """A device and the collectives between its ranks."""
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._recordings: list[Traffic] = []
+
+    # ---- who and where ---------------------------------------------------------------------------------------------
+    @property
+    @abstractmethod
+    def rank(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> frozenset[str]:
+        """What strategies may count on. ``"host-reads"``: reading a tensor's value costs nothing, so control flow may
+        depend on it. ``"async"``: ``start_*`` really overlaps. ``"point-to-point"``: ranks can send and receive."""
+
+    # ---- groups ----------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def new_group(self, partition: Sequence[Sequence[int]], name: str) -> Group:
+        """Makes every group of ``partition`` (which covers all ranks) and returns this rank's. Collective."""
+
+    # ---- collectives on tensors ------------------------------------------------------------------------------------
+    def all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> torch.Tensor:
+        """The element-wise reduction over the group, same shape, on every rank. **May reuse the input's memory**: the
+        caller gives ``tensor`` up."""
+        return self.start_all_reduce(tensor, group, op).wait()
+
+    def all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
+        """The concatenation along ``dim`` of the group's tensors, which have equal shapes."""
+        return self.start_all_gather(tensor, group, dim).wait()
+
+    def reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
+        """This rank's chunk along ``dim`` of the sum over the group; ``group.size`` divides the dim."""
+        return self.start_reduce_scatter(tensor, group, dim).wait()
+
+    @abstractmethod
+    def start_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> Pending: ...
+
+    @abstractmethod
+    def start_all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending: ...
+
+    @abstractmethod
+    def start_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending: ...
+
+    @abstractmethod
+    def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
+        """Sends chunk i along ``split_dim`` to the i-th rank, returns what was received along ``concat_dim``."""
+
+    @abstractmethod
+    def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
+        """What the rank ``shift`` positions before this one in the group's ring holds."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
+        """The tensor of the rank at position ``source``; shapes and dtypes agree on all ranks."""
+
+    @abstractmethod
+    def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
+        """This rank's of ``group.size`` equal chunks along ``dim``; no communication. On a lazy device the rank is data,
+        not a constant, so that all ranks trace the same graph."""
+
+    # ---- collectives on objects ------------------------------------------------------------------------------------
+    @abstractmethod
+    def all_gather_object(self, value: Any, group: Group) -> list[Any]:
+        """Every rank's picklable ``value``, in the order of the group."""
+
+    @abstractmethod
+    def broadcast_object(self, value: Any, group: Group, source: int = 0) -> Any:
+        """The ``value`` of the rank at position ``source``."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Returns once every rank has called it."""
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+    def step_boundary(self) -> None:
+        """A training step is complete; a lazy device executes what it has collected."""
+
+    def shutdown(self) -> None:
+        """Releases groups and connections. Idempotent."""
+
+    # ---- counting --------------------------------------------------------------------------------------------------
+    @contextmanager
+    def record(self) -> Iterator[Traffic]:
+        """Counts the collectives issued inside the context."""
+        traffic = Traffic()
+        self._recordings.append(traffic)
+        try:
+            yield traffic
+        finally:
+            self._recordings.remove(traffic)
+
+    def _note(self, op: str, group: Group, sent: int) -> None:
+        for traffic in self._recordings:
+            traffic.transfers.append(Transfer(op=op, group=group.name, size=group.size, sent=sent))

@@ -1,0 +1,120 @@
+"""The mesh of ranks: pure arithmetic from axes to rank groups.
+
+Ranks are laid out row-major over the axes, outer to inner: stages, data, sequence, model (pp, dp, cp, tp), so that the
+axis that talks most has neighbouring ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from neuron_accel.engine.errors import PlanError
+from neuron_accel.engine.plugin import AxisKind, AxisSpec
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """An immutable mesh.
+
+    Args:
+        axes: outer to inner; their degrees multiply to the number of ranks.
+    """
+
+    axes: tuple[AxisSpec, ...]
+
+    @classmethod
+    def build(cls, axes: Iterable[AxisSpec], world_size: int) -> Mesh:
+        """The mesh of ``world_size`` ranks with ``axes`` and, for the ranks that are left over, the data axis ``dp``.
+
+        Raises:
+            PlanError: if a degree is impossible, an axis comes twice, or the ranks cannot be divided.
+        """
+        axes = list(axes)
+        names = [axis.name for axis in axes]
+        for axis in axes:
+            if axis.degree < 1:
+                raise PlanError(f"Axis {axis.name!r} has degree {axis.degree}; a degree is at least 1.")
+            if names.count(axis.name) > 1:
+                raise PlanError(f"Axis {axis.name!r} is brought by more than one plugin.", fix="keep one of them")
+        needed = math.prod(axis.degree for axis in axes)
+        if world_size % needed:
+            product = " x ".join(f"{axis.name} {axis.degree}" for axis in axes)
+            legal = [n for n in range(1, 2 * max(world_size, needed) + 1) if n % needed == 0]
+            nearest = min(legal, key=lambda n: (abs(n - world_size), n))
+            raise PlanError(
+                f"{world_size} ranks cannot be divided into groups of {needed} ({product}).",
+                why="the number of ranks is a multiple of the product of all degrees; the rest is data parallel",
+                fix=f"start {nearest} ranks, or choose degrees whose product divides {world_size}",
+            )
+        if "dp" not in names:
+            axes.append(AxisSpec(name="dp", degree=world_size // needed, kind=AxisKind.DATA))
+        elif needed != world_size:
+            raise PlanError(
+                f"The degrees multiply to {needed}, but there are {world_size} ranks.", fix="leave the dp degree out"
+            )
+        return cls(tuple(sorted(axes, key=lambda axis: (axis.kind.order, axis.name))))
+
+    @cached_property
+    def world_size(self) -> int:
+        return math.prod(axis.degree for axis in self.axes)
+
+    def degree(self, axis: str) -> int:
+        """The degree of ``axis``; 1 if the mesh has none of that name."""
+        return next((a.degree for a in self.axes if a.name == axis), 1)
+
+    def names(self, *kinds: AxisKind) -> tuple[str, ...]:
+        """Names of the axes of these kinds that have more than one rank, outer to inner."""
+        return tuple(axis.name for axis in self.axes if axis.kind in kinds and axis.degree > 1)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks see different samples: what loaders, schedulers and gathers of metrics count."""
+        return self.names(AxisKind.DATA)
+
+    @property
+    def gradient_axes(self) -> tuple[str, ...]:
+        """Axes over which every gradient is averaged."""
+        return self.names(AxisKind.DATA, AxisKind.SEQUENCE)
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks hold different parts of the model."""
+        return self.names(AxisKind.STAGE, AxisKind.MODEL)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of a global rank along every axis."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not in a mesh of {self.world_size}")
+        result = {}
+        for axis in reversed(self.axes):
+            rank, result[axis.name] = divmod(rank, axis.degree)
+        return {axis.name: result[axis.name] for axis in self.axes}
+
+    def rank(self, coordinates: dict[str, int]) -> int:
+        """Inverse of :meth:`coordinates`; axes left out count as 0."""
+        rank = 0
+        for axis in self.axes:
+            rank = rank * axis.degree + coordinates.get(axis.name, 0)
+        return rank
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """The partition of all ranks into groups that differ only along ``axes``; ranks ascend in each group."""
+        inner = [axis for axis in self.axes if axis.name in axes]
+        outer = [axis for axis in self.axes if axis.name not in axes]
+        result = []
+        for fixed in itertools.product(*(range(axis.degree) for axis in outer)):
+            base = dict(zip((axis.name for axis in outer), fixed, strict=True))
+            group = (
+                self.rank(base | dict(zip((axis.name for axis in inner), moving, strict=True)))
+                for moving in itertools.product(*(range(axis.degree) for axis in inner))
+            )
+            result.append(tuple(sorted(group)))
+        return tuple(sorted(result))
+
+    def __str__(self) -> str:
+        present = [f"{axis.name} {axis.degree}" for axis in self.axes if axis.degree > 1]
+        return " x ".join(present) if present else "one rank"

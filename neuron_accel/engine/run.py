@@ -1,0 +1,100 @@
+"""The state of one run: what a plan became once ranks and devices exist."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from neuron_accel.engine.parameters import ParameterMap, ParameterRecord
+
+if TYPE_CHECKING:
+    import torch
+
+    from neuron_accel.backends.base import Backend, Group
+    from neuron_accel.engine.plan import Plan
+    from neuron_accel.engine.plugin import Claim, StrategyPlugin
+
+
+@dataclass
+class PreparedModel:
+    """A model and the map of its parameters.
+
+    Args:
+        original: the object the user passed.
+        module: the object that trains.
+        sync_gradients: whether the next backward pass is the last before an optimizer step.
+    """
+
+    original: nn.Module
+    module: nn.Module
+    parameters: ParameterMap
+    sync_gradients: bool = True
+
+
+@dataclass
+class Run:
+    """The explicit state of a run. Plugins get it in every hook and keep their own state in :meth:`state`.
+
+    Args:
+        plan: what was decided.
+        backend: how it is done.
+    """
+
+    plan: Plan
+    backend: Backend
+    models: list[PreparedModel] = field(default_factory=list)
+    _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
+    _state: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def mesh(self):
+        return self.plan.mesh
+
+    @property
+    def device(self) -> torch.device:
+        return self.backend.device
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's position along every axis."""
+        return self.mesh.coordinates(self.backend.rank)
+
+    def group(self, *axes: str) -> Group:
+        """The group of ranks that differ from this one only along ``axes``. Made at the first request, collectively:
+        every rank asks for the same groups in the same order."""
+        key = tuple(axis.name for axis in self.mesh.axes if axis.name in axes and axis.degree > 1)
+        if key not in self._groups:
+            self._groups[key] = self.backend.new_group(self.mesh.groups(*key), " x ".join(key) or "self")
+        return self._groups[key]
+
+    @property
+    def world(self) -> Group:
+        return self.group(*(axis.name for axis in self.mesh.axes))
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks that see different samples."""
+        return self.group(*self.mesh.data_axes).size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.group(*self.mesh.data_axes).index
+
+    def owner(self, claim: Claim) -> StrategyPlugin | None:
+        """The plugin that performs a duty."""
+        name = self.plan.owners.get(claim)
+        return None if name is None else self.plan.plugin(name)
+
+    def state(self, plugin: StrategyPlugin) -> dict[str, Any]:
+        """A dict for the run-time state of one plugin."""
+        return self._state.setdefault(plugin.spec.name, {})
+
+    def prepared(self, model: nn.Module) -> PreparedModel | None:
+        """The record of a model, by the object the user passed or the one that trains."""
+        return next((m for m in self.models if model is m.module or model is m.original), None)
+
+    def find_parameter(self, parameter: torch.Tensor) -> ParameterRecord | None:
+        """The record of a parameter of any prepared model."""
+        return next((r for r in (m.parameters.find(parameter) for m in self.models) if r is not None), None)
