@@ -1,0 +1,90 @@
+"""A plan as text for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from neuron_accel.engine.mesh import Mesh
+from neuron_accel.engine.plan import Plan
+from neuron_accel.engine.plugin import Claim, StrategyPlugin
+
+WIDTH = 110
+SHOWN_GROUPS = 4
+SHOWN_RANKS = 8
+
+
+def explain(plan: Plan) -> str:
+    """What ``plan`` decided and why, in sections: mesh, plugins, duties."""
+    ranks = plan.mesh.world_size
+    lines = [f"Plan for {ranks} rank{'s' if ranks > 1 else ''}: {plan.mesh}", ""]
+    lines += ["Mesh, outer to inner axis", *_mesh(plan.mesh), ""]
+    lines += ["Plugins, in the order in which they act", *(_plugins(plan) or ["  none"]), ""]
+    lines += ["Duties and their owners", *_duties(plan), ""]
+    lines += [f"Fingerprint {plan.fingerprint()[:16]}"]
+    return "\n".join(lines)
+
+
+def _mesh(mesh: Mesh) -> list[str]:
+    rows = [("axis", "degree", "kind", "groups of ranks")]
+    for axis in mesh.axes:
+        groups = mesh.groups(axis.name) if axis.degree > 1 else ()
+        rows.append((axis.name, str(axis.degree), axis.kind.value, _groups(groups) if groups else "-"))
+    return _table(rows)
+
+
+def _groups(groups: Sequence[Sequence[int]]) -> str:
+    text = " ".join(_group(group) for group in groups[:SHOWN_GROUPS])
+    if len(groups) > SHOWN_GROUPS:
+        text += f" ... {_group(groups[-1])} ({len(groups)} groups of {len(groups[0])})"
+    return text
+
+
+def _group(ranks: Sequence[int]) -> str:
+    shown = [str(rank) for rank in ranks]
+    if len(shown) > SHOWN_RANKS:
+        shown = [*shown[:3], "...", shown[-1]]
+    return "{" + " ".join(shown) + "}"
+
+
+def _plugins(plan: Plan) -> list[str]:
+    lines = []
+    for number, plugin in enumerate(plan.plugins, start=1):
+        name = plugin.spec.name
+        source = plan.provenance.get(name)
+        lines.append(f"  {number}. {name}" + (f"  ({source})" if source else ""))
+        lines += _indented(f"place: {plan.reasons.get(f'plugins.{name}', 'not recorded')}")
+        axes = ", ".join(f"{axis.name} {axis.degree}" for axis in plugin.axes())
+        lines += _indented(f"axes: {axes}") if axes else []
+        options = ", ".join(_options(plugin))
+        lines += _indented(f"options: {options or 'all at their defaults'}")
+    return lines
+
+
+def _options(plugin: StrategyPlugin) -> Iterable[str]:
+    for f in dataclasses.fields(plugin):
+        value = getattr(plugin, f.name)
+        default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+        if f.init and f.repr and (default is dataclasses.MISSING or value != default):
+            yield f"{f.name}={value!r}"
+
+
+def _indented(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=" " * 5, subsequent_indent=" " * 9, break_long_words=False)
+
+
+def _duties(plan: Plan) -> list[str]:
+    rows = [("duty", "owner", "why")]
+    for claim in Claim:
+        owner = plan.owners.get(claim)
+        why = plan.reasons.get(f"owners.{claim.value}", "not recorded" if owner else "no plugin claims it")
+        rows.append((claim.value, owner or "-", why))
+    return _table(rows)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
