@@ -1,8 +1,9 @@
 """The interface between strategies and the machine.
 
 Strategies see devices and collectives only through a :class:`Backend`. Collectives are functional: they return their
-result and leave their input alone unless they say otherwise, because a lazy device has no other way. They are not
-differentiable; :mod:`neuron_accel.backends.autograd` builds the differentiable ones once on top.
+result and leave their input alone unless they say otherwise, because a lazy device has no other way. A result may be
+the input itself where nothing had to be moved: treat both as read-only, or clone. They are not differentiable;
+:mod:`neuron_accel.backends.autograd` builds the differentiable ones once on top.
 
 Every collective of a group of one rank is the identity and sends nothing.
 """
@@ -159,8 +160,8 @@ class Backend(ABC):
 
     @abstractmethod
     def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-        """This rank's of ``group.size`` equal chunks along ``dim``; no communication. On a lazy device the rank is data,
-        not a constant, so that all ranks trace the same graph."""
+        """This rank's of ``group.size`` equal chunks along ``dim``; no communication. May be a view of the input. On a
+        lazy device the rank is data, not a constant, so that all ranks trace the same graph."""
 
     # ---- collectives on objects ------------------------------------------------------------------------------------
     @abstractmethod
@@ -176,16 +177,16 @@ class Backend(ABC):
         """Returns once every rank has called it."""
 
     # ---- steps -----------------------------------------------------------------------------------------------------
-    def step_boundary(self) -> None:
+    def step_boundary(self) -> None:  # noqa: B027  most devices have nothing to do
         """A training step is complete; a lazy device executes what it has collected."""
 
-    def shutdown(self) -> None:
+    def shutdown(self) -> None:  # noqa: B027  most devices have nothing to release
         """Releases groups and connections. Idempotent."""
 
     # ---- counting --------------------------------------------------------------------------------------------------
     @contextmanager
     def record(self) -> Iterator[Traffic]:
-        """Counts the collectives issued inside the context."""
+        """Counts the collectives on tensors issued inside the context; those on objects are not counted."""
         traffic = Traffic()
         self._recordings.append(traffic)
         try:

@@ -1,0 +1,49 @@
+"""What users read when a collective fails."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from neuron_accel.engine.errors import CommunicationError
+
+# torch raises RuntimeError for a lost peer and for a wrong argument alike; only the text tells them apart
+_LOST = re.compile(
+    r"gloo[/\\]|nccl|neuron|connection|connect\b|socket|timed? ?out|closed|reset by peer|broken pipe|rendezvous|store",
+    re.IGNORECASE,
+)
+_TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
+
+
+@contextmanager
+def reported(op: str, where: str) -> Iterator[None]:
+    """Turns the failure of a collective into a :class:`CommunicationError` that says which, where and what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_communication_failure(error):
+            raise
+        slow = _TIMEOUT.search(str(error)) is not None
+        raise CommunicationError(
+            f"The collective {op!r} did not complete: {_first_line(error)}",
+            where=where,
+            why="a peer did not arrive in time" if slow else "a peer has most likely ended",
+            fix="look for the first error in the output of the other ranks"
+            + ("; if they only were slow, allow more time (timeout)" if slow else ""),
+        ) from error
+
+
+def is_communication_failure(error: RuntimeError) -> bool:
+    """Whether torch.distributed raised ``error`` because of a peer or the network, not because of an argument."""
+    return isinstance(error, _network_errors()) or _LOST.search(str(error)) is not None
+
+
+def _network_errors() -> tuple[type[Exception], ...]:
+    return tuple(getattr(dist, name) for name in ("DistNetworkError", "DistStoreError") if hasattr(dist, name))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

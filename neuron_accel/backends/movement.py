@@ -1,0 +1,87 @@
+"""What happens to a tensor before and after ranks exchange it: cutting, joining, adding up. Pure, on one rank.
+
+Rows are the form in which collectives work: ``[ranks, *chunk]``, row i for or from the i-th rank of a group.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from neuron_accel.backends.base import ReduceOp
+from neuron_accel.engine.errors import LayoutError
+
+# dtypes that gloo carries under their own name; others travel as the bytes they are
+_CARRIED = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+}
+
+
+class Flat:
+    """A tensor as the flat, contiguous buffer that a collective reads from or writes into.
+
+    Args:
+        tensor: is copied if it is not contiguous, so one that is written into has to be.
+        as_bytes: whether dtypes that gloo does not know travel as bytes.
+    """
+
+    def __init__(self, tensor: torch.Tensor, as_bytes: bool) -> None:
+        flat = tensor.reshape(-1)
+        self.buffer = flat.view(torch.uint8) if as_bytes and flat.dtype not in _CARRIED else flat
+
+
+def normalize_dim(dim: int, tensor: torch.Tensor) -> int:
+    """``dim`` counted from the front."""
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise IndexError(f"dim {dim} is out of range for a tensor of {tensor.dim()} dims")
+    return dim % tensor.dim()
+
+
+def split_chunks(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """The ``count`` equal chunks of ``tensor`` along ``dim`` as rows; a view.
+
+    Raises:
+        LayoutError: if ``count`` does not divide the dim.
+    """
+    dim = normalize_dim(dim, tensor)
+    size = tensor.shape[dim]
+    if size % count:
+        raise LayoutError(
+            f"Dim {dim} of a tensor of shape {list(tensor.shape)} cannot be cut into {count} equal chunks.",
+            why=f"{size} is not a multiple of {count}",
+            fix="pad it, or choose a degree that divides it",
+        )
+    return tensor.unflatten(dim, (count, size // count)).movedim(dim, 0)
+
+
+def join_chunks(rows: torch.Tensor, dim: int) -> torch.Tensor:
+    """Inverse of :func:`split_chunks` for ``dim`` counted from the front, contiguous. Copies unless ``dim`` is 0 or all
+    dims before it have one element."""
+    return rows.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+def reduce_rows(rows: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """The element-wise reduction over rows, in new memory.
+
+    Sums go in the order of rows, so that they depend on nothing else; bfloat16 and float16 are added up in float32 and
+    rounded once; booleans count as their union for "sum".
+    """
+    if op == "max":
+        return rows.amax(0)
+    if op == "min":
+        return rows.amin(0)
+    if rows.dtype == torch.bool:
+        return rows.any(0)
+    if rows.dtype in (torch.bfloat16, torch.float16):
+        total = rows[0].float()
+    else:
+        total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total.to(rows.dtype)

@@ -1,0 +1,42 @@
+"""Objects as tensors of few different sizes, for devices that compile every shape they meet."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+
+SMALLEST = 1 << 20  # bytes; nearly every object fits, so nearly every exchange shares one shape
+
+
+def padded_size(length: int) -> int:
+    """The number of bytes to send for a payload of ``length``: the next power of two, at least 1 MiB."""
+    if length < 0:
+        raise ValueError(f"a payload has no negative length ({length})")
+    return max(SMALLEST, 1 << max(length - 1, 0).bit_length())
+
+
+def pack(payload: bytes, size: int) -> torch.Tensor:
+    """``payload`` as a uint8 tensor of ``size`` elements, zeros at the end."""
+    if len(payload) > size:
+        raise ValueError(f"a payload of {len(payload)} bytes does not fit into {size}")
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    if payload:
+        tensor[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return tensor
+
+
+def unpack(tensor: torch.Tensor, length: int) -> bytes:
+    """Inverse of :func:`pack`: the first ``length`` bytes of a uint8 tensor on any device."""
+    return tensor[:length].cpu().numpy().tobytes()
+
+
+def dump(value: Any) -> bytes:
+    """``value`` as bytes."""
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def load(payload: bytes) -> Any:
+    """Inverse of :func:`dump`. Only for what this run's own ranks sent."""
+    return pickle.loads(payload)

@@ -1,0 +1,433 @@
+"""Collectives through torch.distributed: gloo on the CPU, and the device libraries nccl and (native) neuron.
+
+Nothing here imports a device's package; a device is its name, and the process group that torch has for it.
+
+How sums are made. On the CPU a reduce-scatter is an all-to-all followed by a local sum in the order of ranks: it sends
+the least possible, half of what gloo's own does, and its result does not depend on timing. bfloat16 and float16 are
+summed in float32 and rounded once, here and in all-reduce. float32 and wider all-reduces are gloo's ring. On other
+devices sums are the device library's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from neuron_accel.backends import payload
+from neuron_accel.backends.base import Backend, Done, Group, Pending, ReduceOp
+from neuron_accel.backends.failures import reported
+from neuron_accel.backends.movement import Flat, join_chunks, normalize_dim, reduce_rows, split_chunks
+from neuron_accel.engine.errors import UsageError
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""How long a collective may wait for a peer that lives: one rank may prepare data while the others wait. A peer that
+dies closes its connections and is noticed at once."""
+
+_PROCESS_GROUPS = {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# dtypes that gloo itself sums the way we want it; everything else goes through a local reduction by torch
+_GLOO_SUMS = {torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128}
+
+
+class TorchBackend(Backend):
+    """Ranks connected by torch.distributed, or a world of one rank without it. Made by :meth:`connect`.
+
+    Args:
+        device: where tensors live.
+        owns_default_group: whether :meth:`shutdown` destroys torch's default process group.
+        timeout: limit of a collective in groups made here; None leaves it to torch.
+    """
+
+    name: ClassVar[str] = "torch"
+
+    def __init__(self, device: torch.device, *, owns_default_group: bool = False, timeout: timedelta | None = None):
+        super().__init__()
+        self._device = device
+        self._owns_default_group = owns_default_group
+        self._timeout = timeout
+        connected = dist.is_available() and dist.is_initialized()
+        self._rank = dist.get_rank() if connected else 0
+        self._world_size = dist.get_world_size() if connected else 1
+        self._handles: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._closed = False
+        atexit.register(self.shutdown)
+
+    @classmethod
+    def connect(cls, device: torch.device | str | None = None, *, timeout: timedelta | None = None) -> TorchBackend:
+        """The backend of this process.
+
+        Uses torch's default process group if there is one, else makes one if the environment says that there are other
+        ranks (WORLD_SIZE as set by torchrun), else is a world of one.
+
+        Args:
+            device: ``"cpu"``, ``"cuda"`` or ``"neuron"``, with or without an index; the CPU by default.
+            timeout: how long a collective may take; 30 minutes by default.
+
+        Raises:
+            UsageError: if the process group that exists does not serve the device.
+            CommunicationError: if the other ranks cannot be reached.
+        """
+        device = torch.device(device or "cpu")
+        if device.type not in _PROCESS_GROUPS:
+            known = ", ".join(_PROCESS_GROUPS)
+            raise UsageError(f"The torch backend does not serve device {device.type!r}.", fix=f"use one of {known}")
+        if dist.is_available() and dist.is_initialized():
+            _check_serves(device)
+            return cls(_with_index(device), timeout=timeout)
+        if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+            return cls(_with_index(device))
+        if device.type == "cuda":  # nccl binds a communicator to the current device
+            device = _with_index(device)
+            torch.cuda.set_device(device)
+        where = f"rank {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']}"
+        with reported("connect", where):
+            dist.init_process_group(_PROCESS_GROUPS[device.type], timeout=timeout or DEFAULT_TIMEOUT)
+        return cls(_with_index(device), owns_default_group=True, timeout=timeout)
+
+    # ---- who and where ---------------------------------------------------------------------------------------------
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        host = {"host-reads"} if self._on_cpu else set()
+        direct = {"point-to-point"} if self._point_to_point else set()
+        return frozenset({"async", *host, *direct})
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self._device.type == "cpu"
+
+    @property
+    def _point_to_point(self) -> bool:
+        return self._device.type in ("cpu", "cuda")  # the native neuron process group is not known to send and receive
+
+    # ---- groups ----------------------------------------------------------------------------------------------------
+    def new_group(self, partition: Sequence[Sequence[int]], name: str) -> Group:
+        """See :meth:`Backend.new_group`. A partition seen before is not made again.
+
+        Raises:
+            ValueError: if ``partition`` does not name every rank exactly once.
+        """
+        self._check_open()
+        key = tuple(sorted(tuple(sorted(ranks)) for ranks in partition))
+        if sorted(rank for ranks in key for rank in ranks) != list(range(self.world_size)):
+            raise ValueError(f"{key} does not partition the ranks 0 to {self.world_size - 1}")
+        ranks = next(ranks for ranks in key if self.rank in ranks)
+        group = Group(ranks=ranks, index=ranks.index(self.rank), partition=key, name=name)
+        if key not in self._handles:
+            with self._reported("new_group", group):
+                self._handles[key] = self._make_handle(key)
+        return replace(group, handle=self._handles[key])
+
+    def _make_handle(self, key: tuple[tuple[int, ...], ...]) -> Any:
+        if len(key) == 1 and self.world_size > 1:
+            return dist.group.WORLD
+        own = None
+        for ranks in key:  # every rank makes every group, also those it is not in: that is torch's rule
+            if len(ranks) > 1:
+                handle = dist.new_group(list(ranks), timeout=self._timeout)
+                own = handle if self.rank in ranks else own
+        return own
+
+    # ---- collectives on tensors ------------------------------------------------------------------------------------
+    def start_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> Pending:
+        """See :meth:`Backend.all_reduce`. On the CPU max and min propagate NaN, as torch's own do, the sum of booleans
+        is "any", and what is not float32, float64, int32, int64 or complex takes two steps, the second of which starts
+        in ``wait()``: ranks wait for their collectives in the same order."""
+        if group.size == 1:
+            return Done(tensor)
+        tensor = tensor.detach()
+        if self._on_cpu and not (op == "sum" and tensor.dtype in _GLOO_SUMS):
+            return self._start_two_step_all_reduce(tensor, group, op)
+        shared = tensor.contiguous()
+        self._note("all_reduce", group, 2 * (group.size - 1) * _bytes(shared) // group.size)
+        return self._start(
+            "all_reduce",
+            group,
+            lambda: dist.all_reduce(shared, _OPS[op], group=group.handle, async_op=True),
+            lambda: shared,
+        )
+
+    def _start_two_step_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> Pending:
+        """All-to-all, a local reduction by torch, all-gather: the bytes of a ring, and torch's arithmetic."""
+        count = -(-tensor.numel() // group.size)
+        rows = tensor.new_zeros(group.size * count)
+        rows[: tensor.numel()] = tensor.reshape(-1)
+        rows = rows.view(group.size, count)
+        self._note("all_reduce", group, 2 * (group.size - 1) * count * tensor.element_size())
+        received = torch.empty_like(rows)
+
+        def finish() -> torch.Tensor:
+            flat = self._start_gather(reduce_rows(received, op), group, "all_reduce").wait()
+            return flat.reshape(-1)[: tensor.numel()].view(tensor.shape)
+
+        return self._start_exchange(rows, received, group, "all_reduce", finish)
+
+    def start_all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
+        """See :meth:`Backend.all_gather`. A tensor without dims counts as one of one element."""
+        if group.size == 1:
+            return Done(tensor)
+        tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+        dim = normalize_dim(dim, tensor)
+        self._note("all_gather", group, (group.size - 1) * _bytes(tensor))
+        return self._start_gather(tensor, group, "all_gather", lambda rows: join_chunks(rows, dim))
+
+    def start_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
+        """See :meth:`Backend.reduce_scatter`.
+
+        Raises:
+            LayoutError: if the group's size does not divide the dim.
+        """
+        if group.size == 1:
+            return Done(tensor)
+        rows = split_chunks(tensor.detach(), dim, group.size).contiguous()
+        self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size)
+        if self._on_cpu:
+            received = torch.empty_like(rows)
+            return self._start_exchange(rows, received, group, "reduce_scatter", lambda: reduce_rows(received, "sum"))
+        result = torch.empty_like(rows[0])
+        return self._start(
+            "reduce_scatter",
+            group,
+            lambda: _reduce_scatter(result.view(-1), rows.view(-1), group=group.handle, async_op=True),
+            lambda: result,
+        )
+
+    def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
+        """See :meth:`Backend.all_to_all`.
+
+        Raises:
+            LayoutError: if the group's size does not divide ``split_dim``.
+        """
+        if group.size == 1:
+            return tensor
+        concat_dim = normalize_dim(concat_dim, tensor)
+        rows = split_chunks(tensor.detach(), split_dim, group.size).contiguous()
+        self._note("all_to_all", group, (group.size - 1) * _bytes(rows) // group.size)
+        received = torch.empty_like(rows)
+        return self._start_exchange(
+            rows, received, group, "all_to_all", lambda: join_chunks(received, concat_dim)
+        ).wait()
+
+    def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
+        """See :meth:`Backend.permute`. Where the device cannot send to one rank, all ranks gather and pick."""
+        if shift % group.size == 0:
+            return tensor
+        tensor = tensor.detach()
+        source = (group.index - shift) % group.size
+        if not self._point_to_point:
+            self._note("permute", group, (group.size - 1) * _bytes(tensor))
+            return self._start_gather(tensor, group, "permute", lambda rows: rows[source].clone()).wait()
+        self._note("permute", group, _bytes(tensor))
+        result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        if not tensor.numel():
+            return result
+        target = group.ranks[(group.index + shift) % group.size]
+        outgoing, incoming = Flat(tensor, self._on_cpu).buffer, Flat(result, self._on_cpu).buffer
+        with self._reported("permute", group):
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, outgoing, target, group.handle),
+                    dist.P2POp(dist.irecv, incoming, group.ranks[source], group.handle),
+                ]
+            )
+            for work in works:
+                work.wait()
+        return result
+
+    def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
+        """See :meth:`Backend.broadcast`. On the source the result is the input."""
+        if group.size == 1:
+            return tensor
+        tensor = tensor.detach()
+        sends = group.index == source
+        self._note("broadcast", group, _bytes(tensor) if sends else 0)
+        result = tensor if sends else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        if tensor.numel():
+            with self._reported("broadcast", group):
+                dist.broadcast(Flat(result, self._on_cpu).buffer, group.ranks[source], group=group.handle)
+        return result
+
+    def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
+        """See :meth:`Backend.chunk`. A view.
+
+        Raises:
+            LayoutError: if the group's size does not divide the dim.
+        """
+        if group.size == 1:
+            return tensor
+        return split_chunks(tensor, dim, group.size)[group.index]
+
+    # ---- collectives on objects ------------------------------------------------------------------------------------
+    def all_gather_object(self, value: Any, group: Group) -> list[Any]:
+        if group.size == 1:
+            return [value]
+        if not self._on_cpu:
+            return self._all_gather_padded(value, group)
+        values: list[Any] = [None] * group.size
+        with self._reported("all_gather_object", group):
+            dist.all_gather_object(values, value, group=group.handle)
+        return values
+
+    def broadcast_object(self, value: Any, group: Group, source: int = 0) -> Any:
+        if group.size == 1:
+            return value
+        if not self._on_cpu:
+            return self._broadcast_padded(value, group, source)
+        values = [value if group.index == source else None]
+        with self._reported("broadcast_object", group):
+            dist.broadcast_object_list(values, group.ranks[source], group=group.handle)
+        return values[0]
+
+    def _all_gather_padded(self, value: Any, group: Group) -> list[Any]:
+        data = payload.dump(value)
+        own = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+        lengths = self._start_gather(own, group, "all_gather_object").wait().view(-1).tolist()
+        packed = payload.pack(data, payload.padded_size(max(lengths))).to(self.device)
+        rows = self._start_gather(packed, group, "all_gather_object").wait()
+        return [payload.load(payload.unpack(row, n)) for row, n in zip(rows, lengths, strict=True)]
+
+    def _broadcast_padded(self, value: Any, group: Group, source: int) -> Any:
+        sends = group.index == source
+        data = payload.dump(value) if sends else b""
+        length = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+        with self._reported("broadcast_object", group):
+            dist.broadcast(length, group.ranks[source], group=group.handle)
+            packed = payload.pack(data, payload.padded_size(int(length))).to(self.device)
+            dist.broadcast(packed, group.ranks[source], group=group.handle)
+        return value if sends else payload.load(payload.unpack(packed, int(length)))
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            world = self.new_group([range(self.world_size)], "world")
+            with self._reported("barrier", world):
+                dist.barrier(group=world.handle)
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+    def shutdown(self) -> None:
+        """Destroys the process groups that this backend made, and the default one if it made that."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.shutdown)
+        if not (dist.is_available() and dist.is_initialized()):
+            return  # somebody destroyed them all
+        if self._owns_default_group:
+            dist.destroy_process_group()  # with all others
+            return
+        for handle in self._handles.values():
+            if handle is not None and handle is not dist.group.WORLD:
+                dist.destroy_process_group(handle)
+
+    # ---- how -------------------------------------------------------------------------------------------------------
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("The backend was shut down.", fix="do this before the end of training")
+
+    def _reported(self, op: str, group: Group):
+        self._check_open()
+        return reported(op, f"rank {self.rank} of {self.world_size}, group {group.name!r} of ranks {list(group.ranks)}")
+
+    def _start(self, op: str, group: Group, issue: Callable[[], Any], finish: Callable[[], torch.Tensor]) -> Pending:
+        with self._reported(op, group):
+            work = issue()
+        return _Work(work, lambda: self._reported(op, group), finish)
+
+    def _start_exchange(
+        self, rows: torch.Tensor, received: torch.Tensor, group: Group, op: str, finish: Callable[[], torch.Tensor]
+    ) -> Pending:
+        """Sends ``rows[i]`` to the i-th rank, receives its row for this one into ``received[i]``; both contiguous."""
+        if not rows.numel():
+            return Done(finish())
+        outgoing, incoming = Flat(rows, self._on_cpu).buffer, Flat(received, self._on_cpu).buffer
+        return self._start(
+            op,
+            group,
+            lambda: dist.all_to_all_single(incoming, outgoing, group=group.handle, async_op=True),
+            finish,
+        )
+
+    def _start_gather(
+        self,
+        tensor: torch.Tensor,
+        group: Group,
+        op: str,
+        finish: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
+    ) -> Pending:
+        """Gathers the group's tensors as rows ``[group.size, *tensor.shape]`` and passes them on to ``finish``."""
+        rows = tensor.new_empty((group.size, *tensor.shape))
+        if not tensor.numel():
+            return Done(finish(rows))
+        outgoing, incoming = Flat(tensor, self._on_cpu).buffer, Flat(rows, self._on_cpu).buffer
+        return self._start(
+            op,
+            group,
+            lambda: _all_gather(incoming, outgoing, group=group.handle, async_op=True),
+            lambda: finish(rows),
+        )
+
+
+class _Work(Pending):
+    """A collective that torch.distributed is working on, and what is left to do with what it received."""
+
+    def __init__(self, work: Any, reporting: Callable[[], Any], finish: Callable[[], torch.Tensor]) -> None:
+        self._work, self._reporting, self._finish = work, reporting, finish
+        self._result: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self._result is None:
+            with self._reporting():
+                self._work.wait()
+            self._result = self._finish()
+            del self._work, self._finish  # and the buffers they hold
+        return self._result
+
+
+def _all_gather(output: torch.Tensor, tensor: torch.Tensor, **kwargs: Any) -> Any:
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name changed in torch 2.13
+    return call(output, tensor, **kwargs)
+
+
+def _reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, **kwargs: Any) -> Any:
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(output, tensor, **kwargs)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device of this rank among those of its machine."""
+    if device.type == "cpu" or device.index is not None:
+        return device
+    if device.type == "cuda":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device(device.type, getattr(torch, device.type).current_device())  # one visible core per process
+
+
+def _check_serves(device: torch.device) -> None:
+    served = dist.get_backend_config()
+    if device.type not in str(served):
+        raise UsageError(
+            f"The process group that exists ({served}) does not serve device {device.type!r}.",
+            why="its collectives cannot reach tensors that live there",
+            fix="choose the backend that fits it (NEURON_ACCEL_BACKEND, cpu=True), or leave making it to this project",
+        )

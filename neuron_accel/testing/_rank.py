@@ -1,0 +1,149 @@
+"""What happens inside one rank that :func:`neuron_accel.testing.run_ranks` started."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+STACK_SIGNAL = signal.SIGUSR1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTask:
+    """Everything a rank needs to know.
+
+    Args:
+        call: pickle of ``(function, args, kwargs)``.
+        backend: name of the torch.distributed backend, None for no process group.
+        folder: where ranks meet and leave their output.
+        environ: the whole environment of the rank.
+        timeout: seconds that a collective may take.
+    """
+
+    rank: int
+    size: int
+    call: bytes
+    backend: str | None
+    folder: str
+    environ: dict[str, str]
+    timeout: float
+
+    @property
+    def output(self) -> Path:
+        return Path(self.folder, f"rank{self.rank}.output")
+
+    @property
+    def stack(self) -> Path:
+        return Path(self.folder, f"rank{self.rank}.stack")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a rank sends back: the pickle of its result, or of its exception with the traceback's text."""
+
+    payload: bytes
+    traceback: str | None = None
+
+
+class RemoteError(Exception):
+    """Stands for an exception that could not be pickled; the message starts with the name of its type."""
+
+
+def main(task: RankTask, connection: Connection) -> None:
+    """Runs the task and reports. Success waits for the caller's permission to leave, because a rank that leaves early
+    closes the sockets its peers may still read from; failure leaves at once, so that peers notice."""
+    _isolate(task)
+    try:
+        report = Report(payload=_run(task))
+    except BaseException as error:
+        _send(connection, Report(payload=_pickle_error(error), traceback=traceback.format_exc()))
+        os._exit(1)
+    _send(connection, report)
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv_bytes()
+
+
+def _isolate(task: RankTask) -> None:
+    """Own session (so that it can be ended with all it started), own output, own random state, own death watch."""
+    os.setsid()
+    descriptor = os.open(task.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    stack = os.open(task.stack, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    faulthandler.enable(file=2)
+    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+    threading.Thread(target=_die_with_caller, name="watch-caller", daemon=True).start()
+    settled = {name: os.environ[name] for name in ("USE_TORCH_XLA",) if name in os.environ}
+    os.environ.clear()
+    os.environ.update({**settled, **task.environ})
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _die_with_caller() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.killpg(0, signal.SIGKILL)
+
+
+def _run(task: RankTask) -> bytes:
+    import torch
+
+    torch.set_num_threads(1)
+    if task.backend is not None:
+        _open_process_group(task)
+    function, args, kwargs = pickle.loads(task.call)
+    return pickle.dumps(function(*args, **kwargs))
+
+
+def _open_process_group(task: RankTask) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        task.backend,
+        store=dist.FileStore(os.path.join(task.folder, "store"), task.size),
+        rank=task.rank,
+        world_size=task.size,
+        timeout=timedelta(seconds=task.timeout),
+    )
+
+
+def _pickle_error(error: BaseException) -> bytes:
+    try:
+        payload = pickle.dumps(error)
+        pickle.loads(payload)
+    except Exception:
+        return pickle.dumps(RemoteError(f"{type(error).__name__}: {error}"))
+    return payload
+
+
+def _send(connection: Connection, report: Report) -> None:
+    # Plain pickle throughout: multiprocessing's own would pass tensors as shared memory, which ends with the rank.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        connection.send_bytes(pickle.dumps((report.payload, report.traceback), protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def read_report(data: bytes) -> tuple[Any, str | None]:
+    """The result or exception of a rank, and the traceback's text if it is an exception."""
+    payload, text = pickle.loads(data)
+    return pickle.loads(payload), text

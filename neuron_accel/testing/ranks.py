@@ -1,0 +1,295 @@
+"""Runs a function on several ranks of this machine, for tests.
+
+Ranks are forked from one warm process that has torch, Accelerate and transformers imported already and nothing else
+done, so that a case costs a fraction of a second rather than the seconds that those imports take. That process is
+started at the first call and ends with the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from neuron_accel.engine.errors import CommunicationError, UsageError
+from neuron_accel.testing import _rank
+
+_TAIL = 20_000  # characters of a rank's output that an error carries
+
+
+class RankExit(Exception):
+    """A rank ended (``os._exit``, a signal, the kernel) before it returned or raised.
+
+    Args:
+        code: its exit code; negative for the number of the signal that ended it.
+    """
+
+    def __init__(self, code: int | None) -> None:
+        self.code = code
+        named = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        super().__init__(f"ended with {named} before it returned")
+
+    def __reduce__(self):
+        return type(self), (self.code,)
+
+
+class RankTimeout(Exception):
+    """A rank was still running when its time was over, and was ended."""
+
+
+class RanksError(Exception):
+    """At least one rank failed.
+
+    Attributes:
+        errors: the exception of each rank that failed, by rank. ``__cause__`` is the one that came first, where the
+            failures that merely follow from another's (a lost connection) count last.
+        tracebacks: the text of their tracebacks, or of the stacks of ranks that ran out of time, by rank.
+        outputs: the end of what each rank wrote to stdout and stderr, by rank; ranks that wrote nothing are absent.
+    """
+
+    def __init__(
+        self, size: int, errors: Mapping[int, BaseException], tracebacks: Mapping[int, str], outputs: Mapping[int, str]
+    ) -> None:
+        self.size, self.errors = size, dict(errors)
+        self.tracebacks, self.outputs = dict(tracebacks), dict(outputs)
+        first = min(self.errors, key=lambda rank: _is_consequence(self.errors[rank]))  # errors come in order of time
+        self.__cause__ = self.errors[first]
+        super().__init__(self._describe(first))
+
+    def __reduce__(self):
+        return type(self), (self.size, self.errors, self.tracebacks, self.outputs)
+
+    def _describe(self, first: int) -> str:
+        lines = [f"rank {first} of {self.size}: {_name(self.errors[first])}"]
+        lines += [f"rank {r} of {self.size}: {_name(e)}" for r, e in self.errors.items() if r != first]
+        for rank in sorted(self.errors, key=lambda r: (r != first, r)):
+            for title, texts in (("traceback", self.tracebacks), ("output", self.outputs)):
+                if rank in texts:
+                    lines += [f"--- {title} of rank {rank} ---", texts[rank].rstrip()]
+        return "\n".join(lines)
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    n: int,
+    *args: Any,
+    timeout: float = 60.0,
+    grace: float = 10.0,
+    env: Mapping[str, str] | None = None,
+    backend: str | None = "gloo",
+    **kwargs: Any,
+) -> list[Any]:
+    """Calls ``fn(*args, **kwargs)`` on ``n`` ranks and returns what they returned, by rank.
+
+    Each rank is a process of its own on the CPU with one thread, with torch.distributed initialised and the environment
+    that torchrun would give it (RANK, WORLD_SIZE, ...; nobody listens on MASTER_PORT) on top of the caller's. What
+    ranks print is printed by the caller after success and is part of the error otherwise. No process, file or socket is
+    left behind, whatever happens.
+
+    Args:
+        fn: a function of a module (not a lambda or a closure: ranks import it by name).
+        n: number of ranks, 1 or more.
+        args, kwargs: what ``fn`` is called with; picklable, as is what it returns. Ranks get copies.
+        timeout: seconds until ranks that still run are ended; also the limit of a single collective.
+        grace: seconds that the other ranks have to end on their own once one has failed.
+        env: more environment variables for the ranks.
+        backend: ``"gloo"``, or None for ranks without a process group.
+
+    Raises:
+        RanksError: if a rank raises, ends early, or runs out of time.
+        UsageError: if the call itself is wrong.
+    """
+    call = _pickle_call(fn, args, kwargs)
+    if n < 1:
+        raise UsageError(f"run_ranks needs at least one rank, not {n}.")
+    if backend not in ("gloo", None):
+        raise UsageError(f"run_ranks knows no backend {backend!r}.", fix='use "gloo", or None for no process group')
+    with tempfile.TemporaryDirectory(prefix="neuron-accel-ranks-", ignore_cleanup_errors=True) as folder:
+        port = _free_port()
+        tasks = [
+            _rank.RankTask(
+                rank=rank,
+                size=n,
+                call=call,
+                backend=backend,
+                folder=folder,
+                environ=_environment(rank, n, port, env or {}),
+                timeout=timeout,
+            )
+            for rank in range(n)
+        ]
+        ranks = _Ranks(tasks)
+        try:
+            ranks.start()
+            ranks.collect(timeout, grace)
+            return ranks.finish()
+        finally:
+            ranks.end()
+
+
+class _Ranks:
+    """The ranks of one call, from start to end."""
+
+    def __init__(self, tasks: list[_rank.RankTask]) -> None:
+        self.tasks = tasks
+        self.processes: list[Any] = []
+        self.connections: list[Connection] = []
+        self.results: dict[int, Any] = {}
+        self.errors: dict[int, BaseException] = {}
+        self.tracebacks: dict[int, str] = {}
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["neuron_accel.testing._preload"])
+        for task in self.tasks:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank.main, args=(task, theirs), name=f"rank{task.rank}")
+            self.connections.append(ours)
+            self.processes.append(process)
+            process.start()
+            theirs.close()
+
+    @property
+    def running(self) -> list[int]:
+        return [r for r in range(len(self.tasks)) if r not in self.results and r not in self.errors]
+
+    def collect(self, timeout: float, grace: float) -> None:
+        """Takes reports until every rank has one, time is over, or grace after the first failure is."""
+        deadline, reason = time.monotonic() + timeout, f"still running after {timeout:g} s"
+        failed = False
+        while self.running:
+            if self.errors and not failed:
+                failed = True
+                if time.monotonic() + grace < deadline:
+                    deadline = time.monotonic() + grace
+                    reason = f"still running {grace:g} s after rank {next(iter(self.errors))} had failed"
+            left = deadline - time.monotonic()
+            waited = {self.connections[r]: r for r in self.running}
+            ready = wait(list(waited), timeout=max(left, 0))
+            for connection in ready:
+                self._receive(waited[connection])  # type: ignore[index]
+            if not ready and left <= 0:
+                self._time_out(reason)
+
+    def _receive(self, rank: int) -> None:
+        try:
+            value, text = _rank.read_report(self.connections[rank].recv_bytes())
+        except (EOFError, OSError):
+            self.processes[rank].join(5)
+            self.errors[rank] = RankExit(self.processes[rank].exitcode)
+            return
+        except Exception as error:  # a result that only the rank can unpickle
+            value, text = error, f"rank {rank} returned what cannot be unpickled here: {error!r}"
+        if text is None:
+            self.results[rank] = value
+        else:
+            self.errors[rank], self.tracebacks[rank] = value, text
+
+    def _time_out(self, reason: str) -> None:
+        for rank in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, _rank.STACK_SIGNAL)
+        for rank in self.running:
+            self.tracebacks[rank] = _settled_text(self.tasks[rank].stack)
+            self.errors[rank] = RankTimeout(reason)
+
+    def finish(self) -> list[Any]:
+        """The results, or the error."""
+        outputs = {task.rank: text for task in self.tasks if (text := _read(task.output))}
+        if self.errors:
+            raise RanksError(len(self.tasks), self.errors, self.tracebacks, outputs)
+        for rank, text in outputs.items():
+            sys.stdout.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.send_bytes(b"leave")
+        for process in self.processes:
+            process.join(10)
+        return [self.results[task.rank] for task in self.tasks]
+
+    def end(self) -> None:
+        """Ends what still runs, with everything it started. Each rank leads a process group of its own."""
+        started = [process for process in self.processes if process.pid is not None]
+        for process in started:
+            for kill in (os.killpg, os.kill) if process.exitcode is None else (os.killpg,):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(process.pid, signal.SIGKILL)
+        for process in started:
+            process.join()
+            process.close()
+        for connection in self.connections:
+            connection.close()
+
+
+def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    try:
+        return pickle.dumps((fn, args, kwargs))
+    except Exception as error:
+        raise UsageError(
+            f"run_ranks cannot send {getattr(fn, '__qualname__', fn)!r} and its arguments to the ranks: {error}",
+            why="ranks are processes; functions reach them by name and values as copies",
+            fix="use a function of a module instead of a lambda or closure, and picklable arguments",
+        ) from error
+
+
+def _environment(rank: int, size: int, port: int, env: Mapping[str, str]) -> dict[str, str]:
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **env,
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _settled_text(path: Path) -> str:
+    """What a rank writes into ``path`` when asked for its stack; waits until it has stopped growing."""
+    previous, deadline = -1, time.monotonic() + 3
+    while time.monotonic() < deadline:
+        size = path.stat().st_size if path.exists() else 0
+        if size and size == previous:
+            break
+        previous = size
+        time.sleep(0.05)
+    return _read(path) or "(no stack: the rank had not begun, or does not react to signals)"
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+    return text if len(text) <= _TAIL else f"[... {len(text) - _TAIL} characters left out]\n{text[-_TAIL:]}"
+
+
+def _is_consequence(error: BaseException) -> bool:
+    return isinstance(error, (CommunicationError, RankTimeout))
+
+
+def _name(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
