@@ -151,7 +151,7 @@ def rebind(optimizer: torch.optim.Optimizer, maps: Iterable[ParameterMap]) -> No
             record = next((r for r in (m.find(parameter) for m in maps) if r is not None), None)
             if record is None:
                 raise ParameterError(
-                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that belongs to no "
+                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is part of no "
                     "prepared model.",
                     where=f"param_groups[{index}]['params'][{position}]",
                     why="it would never be synchronised, sharded or saved",

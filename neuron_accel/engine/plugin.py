@@ -97,7 +97,7 @@ class PluginSpec:
         name: the name used in configuration files and messages.
         phase: when it acts.
         after, before: names of plugins of the same phase that it must follow or precede, where they are present.
-        requires, conflicts: names of plugins, or capabilities: ``"axis:tp"`` stands for "some axis named tp has a degree
+        requires, conflicts: names of plugins, or capabilities: ``"axis:tp"`` stands for "an axis named tp has a degree
             above one"; anything in another plugin's ``provides`` works too.
         provides: capabilities that others may require or conflict with.
         claims: duties that only this plugin performs.
@@ -170,9 +170,7 @@ class StrategyPlugin:
         gets its :class:`~neuron_accel.engine.layout.Layout` through ``parameters.set_layout``."""
         return model
 
-    def transform_optimizer(
-        self, optimizer: torch.optim.Optimizer, run: Run, parameters: ParameterMap
-    ) -> torch.optim.Optimizer:
+    def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
         """``optimizer`` already holds the rewritten parameters."""
         return optimizer
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from neuron_accel.engine.parameters import ParameterMap, ParameterRecord
 
 if TYPE_CHECKING:
-    import torch
-
     from neuron_accel.backends.base import Backend, Group
     from neuron_accel.engine.plan import Plan
     from neuron_accel.engine.plugin import Claim, StrategyPlugin
@@ -24,13 +25,25 @@ class PreparedModel:
     Args:
         original: the object the user passed.
         module: the object that trains.
-        sync_gradients: whether the next backward pass is the last before an optimizer step.
+        optimizable: whether it was prepared for training.
     """
 
     original: nn.Module
     module: nn.Module
     parameters: ParameterMap
-    sync_gradients: bool = True
+    optimizable: bool = True
+    sync_enabled: bool = True
+    """False inside ``no_sync``."""
+    synchronises: bool = True
+    """Whether the next backward pass sums gradients over ranks; settled by the forward pass, as users of
+    DistributedDataParallel expect."""
+    in_backward: bool = False
+    """Whether the run itself drives the backward pass, and will say when it ends."""
+
+    def settle_synchronisation(self, *_: Any) -> None:
+        """A forward pass begins, for which a backward pass will follow."""
+        if torch.is_grad_enabled():
+            self.synchronises = self.sync_enabled
 
 
 @dataclass
@@ -98,3 +111,14 @@ class Run:
     def find_parameter(self, parameter: torch.Tensor) -> ParameterRecord | None:
         """The record of a parameter of any prepared model."""
         return next((r for r in (m.parameters.find(parameter) for m in self.models) if r is not None), None)
+
+    @contextmanager
+    def driving_backward(self) -> Iterator[None]:
+        """Marks a backward pass whose end the run announces to the plugins itself."""
+        for model in self.models:
+            model.in_backward = True
+        try:
+            yield
+        finally:
+            for model in self.models:
+                model.in_backward = False

@@ -1,0 +1,525 @@
+"""``NeuronAccelerator``: an ``accelerate.Accelerator`` whose ``prepare`` follows a plan of strategies."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# Accelerate settles on a device when it is imported; ours must be settled before.
+from neuron_accel.backends.select import settle
+
+BACKEND = settle(os.environ)
+
+import torch  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
+from accelerate.utils import recursively_apply  # noqa: E402
+from torch import nn  # noqa: E402
+
+from neuron_accel.backends.torch_distributed import TorchBackend  # noqa: E402
+from neuron_accel.checkpoint.gather import full_gradients, full_state_dict  # noqa: E402
+from neuron_accel.data.loaders import prepare_data_loader  # noqa: E402
+from neuron_accel.engine.config import RunConfig, load_config  # noqa: E402
+from neuron_accel.engine.errors import ConfigurationError, UsageError  # noqa: E402
+from neuron_accel.engine.initial import broadcast_tensors, state_tensors  # noqa: E402
+from neuron_accel.engine.parameters import ParameterMap, rebind  # noqa: E402
+from neuron_accel.engine.planner import make_plan  # noqa: E402
+from neuron_accel.engine.plugin import Claim, Phase, StrategyPlugin  # noqa: E402
+from neuron_accel.engine.registry import default_registry  # noqa: E402
+from neuron_accel.engine.run import PreparedModel, Run  # noqa: E402
+from neuron_accel.engine.start import agree_on_plan  # noqa: E402
+from neuron_accel.prepared import PreparedOptimizer, PreparedScheduler  # noqa: E402
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.plan import Plan
+
+# What Accelerate offers instead of plugins. Silently ignored on some devices there, refused here.
+_REFUSED = {
+    "deepspeed_plugin": "Zero1Plugin, ModelParallelismPlugin",
+    "deepspeed_plugins": "Zero1Plugin, ModelParallelismPlugin",
+    "fsdp_plugin": "Zero1Plugin",
+    "megatron_lm_plugin": "ModelParallelismPlugin, SequenceParallelPlugin",
+    "torch_tp_plugin": "ModelParallelismPlugin",
+    "parallelism_config": "ModelParallelismPlugin, SequenceParallelPlugin",
+}
+
+
+class NeuronAccelerator(Accelerator):
+    """An ``accelerate.Accelerator`` that trains sharded, through strategy plugins.
+
+    Args:
+        plugins: strategies, in any order.
+        config: a YAML file or a mapping with ``plugins`` and Accelerate's options; added to the other arguments.
+        zero_1: True adds ``Zero1Plugin()``.
+        mp_plugin: a ``ModelParallelismPlugin``; the same as naming it in ``plugins``.
+        accelerate_kwargs: everything else ``accelerate.Accelerator`` takes.
+
+    Attributes:
+        plan: what was decided, immutable; ``print(accelerator.plan.explain())``.
+        run: the state of the run, for plugins.
+
+    Raises:
+        ConfigurationError: for options that are unknown, contradictory, or that a plugin replaces.
+        PlanError: if the plugins cannot run together on this many ranks.
+        DesyncError: if ranks were configured differently.
+
+    Example::
+
+        accelerator = NeuronAccelerator(plugins=[ModelParallelismPlugin(tensor_parallel_size=2), Zero1Plugin()])
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    """
+
+    def __init__(
+        self,
+        *,
+        plugins: Sequence[StrategyPlugin] = (),
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        zero_1: bool = False,
+        mp_plugin: StrategyPlugin | None = None,
+        **accelerate_kwargs: Any,
+    ) -> None:
+        configured = load_config(config) if config is not None else RunConfig()
+        options = _merged_options(configured, accelerate_kwargs)
+        wanted = [*plugins, *configured.plugins, *([mp_plugin] if mp_plugin else [])]
+        registry = default_registry()
+        if zero_1:
+            wanted.append(registry.get("zero1")())
+        if BACKEND.device == "cpu":
+            options["cpu"] = True
+        super().__init__(**options)
+        backend = TorchBackend.connect(self.device)
+        _check_connected(backend.world_size)
+        plan = agree_on_plan(
+            lambda: make_plan(
+                wanted,
+                world_size=backend.world_size,
+                backend_capabilities=backend.capabilities,
+                default_owners=registry.default_owners(),
+                provenance=registry.provenance,
+            ),
+            backend,
+        )
+        self.run = Run(plan=plan, backend=backend)
+        for axes in {(), plan.mesh.gradient_axes, plan.mesh.data_axes, plan.mesh.model_axes}:
+            self.run.group(*axes)
+        for plugin in plan.plugins:
+            plugin.setup(self.run)
+        atexit.register(backend.shutdown)
+
+    # ---- the run ---------------------------------------------------------------------------------------------------
+    @property
+    def plan(self) -> Plan:
+        return self.run.plan
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks that see different data: what loops multiply batch sizes and schedules by. Equal to the
+        number of processes unless a plugin lets several ranks share data; that one is ``accelerator.world_size``."""
+        return self.run.data_parallel_size if hasattr(self, "run") else self.state.num_processes
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.run.backend.world_size
+
+    @property
+    def is_last_process(self) -> bool:
+        return self.state.is_last_process
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.run.data_parallel_size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.run.data_parallel_rank
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return self.plan.mesh.degree("tp")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        return self.run.coordinates.get("tp", 0)
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        return self.plan.mesh.degree("pp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        return self.run.coordinates.get("pp", 0)
+
+    @property
+    def context_parallel_size(self) -> int:
+        return self.plan.mesh.degree("cp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        return self.run.coordinates.get("cp", 0)
+
+    def model_init(self) -> AbstractContextManager[None]:
+        """A context to build models in, as the plugins want them built."""
+        stack = ExitStack()
+        for plugin in self.plan.plugins:
+            stack.enter_context(plugin.model_init(self.run))
+        return stack  # type: ignore[return-value]
+
+    # ---- prepare ---------------------------------------------------------------------------------------------------
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepares models, then loaders, optimizers and schedulers, whatever their order; returns them in that order.
+
+        Raises:
+            UsageError: if a model was prepared before.
+            ParameterError: if an optimizer holds a parameter of no prepared model.
+        """
+        placements = device_placement or [None] * len(args)
+        if len(placements) != len(args):
+            raise UsageError(f"device_placement has {len(placements)} entries for {len(args)} objects.")
+        for model in (a for a in args if isinstance(a, nn.Module)):
+            self._check_new(model)
+        result = list(args)
+        for kind, prepare in (
+            (nn.Module, self.prepare_model),
+            (torch.utils.data.DataLoader, self.prepare_data_loader),
+            (torch.optim.Optimizer, self.prepare_optimizer),
+        ):
+            for i, (value, placement) in enumerate(zip(args, placements, strict=True)):
+                if isinstance(value, kind):
+                    result[i] = prepare(value, device_placement=placement)
+        for i, value in enumerate(args):
+            if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+                result[i] = self.prepare_scheduler(value)
+        return tuple(result) if len(result) > 1 else result[0]
+
+    def _check_new(self, model: nn.Module) -> None:
+        if getattr(model, "_is_accelerate_prepared", False):
+            raise UsageError(
+                f"This {type(model).__name__} was prepared before.",
+                why="its layers would be cut, and its gradients summed, a second time",
+                fix="use what the first `prepare` returned; build a new model for a new run",
+            )
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Lets the plugins rewrite a model and places it on its device. A model that is only evaluated takes no part in
+        gradient reduction."""
+        if getattr(model, "_is_accelerate_prepared", False):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        broadcast_tensors(state_tensors(model), self.run, self.run.world)
+        record = PreparedModel(
+            original=model, module=model, parameters=ParameterMap(model), optimizable=not evaluation_mode
+        )
+        self.run.models.append(record)
+        for plugin in self.plan.plugins:
+            if plugin.spec.phase < Phase.GRADIENTS:
+                self._transform(plugin, record)
+        # In "evaluation mode" Accelerate places, casts and compiles, and leaves out its own data parallelism.
+        record.module = super().prepare_model(record.module, device_placement, evaluation_mode=True)
+        record.parameters.follow(_inner(record.module))
+        if not evaluation_mode:
+            for plugin in self.plan.plugins:
+                if plugin.spec.phase >= Phase.GRADIENTS:
+                    self._transform(plugin, record)
+            record.module.register_forward_pre_hook(record.settle_synchronisation)
+        self._models[-1] = record.module
+        return record.module
+
+    def _transform(self, plugin: StrategyPlugin, record: PreparedModel) -> None:
+        record.module = plugin.transform_model(record.module, self.run, record.parameters)
+        record.parameters.follow(_inner(record.module))
+
+    def prepare_data_loader(self, data_loader, device_placement=None, slice_fn_for_dispatch=None):
+        """Divides a loader over the ranks that see different data."""
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        prepared = prepare_data_loader(
+            data_loader,
+            self.run,
+            dispatch_batches=self.dispatch_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            split_batches=self.split_batches,
+            rng_types=self.rng_types.copy() if self.rng_types else self.rng_types,
+            even_batches=self.even_batches,
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        for plugin in self.plan.plugins:
+            prepared = plugin.transform_dataloader(prepared, self.run)
+        prepared._is_accelerate_prepared = True
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
+        """Rebinds an optimizer to the rewritten parameters and lets the plugins transform it."""
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement)
+        rebind(optimizer, [model.parameters for model in self.run.models])
+        for plugin in self.plan.plugins:
+            optimizer = plugin.transform_optimizer(optimizer, self.run)
+        prepared = PreparedOptimizer(optimizer, self.run, self.scaler)
+        prepared._is_accelerate_prepared = True
+        self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler):
+        """Lets a scheduler advance with its optimizer, by data-parallel size."""
+        if getattr(scheduler, "_is_accelerate_prepared", False):
+            return super().prepare_scheduler(scheduler)
+        for plugin in self.plan.plugins:
+            scheduler = plugin.transform_scheduler(scheduler, self.run)
+        mine = [o for o in self._optimizers if _wraps(o, getattr(scheduler, "optimizer", None))]
+        prepared = PreparedScheduler(
+            scheduler,
+            mine or self._optimizers,
+            self.run,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=self.split_batches,
+        )
+        prepared._is_accelerate_prepared = True
+        self._schedulers.append(prepared)
+        return prepared
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Runs the backward pass and, on the last micro-batch, the reduction of gradients."""
+        run = self.run
+        for plugin in self.plan.plugins:
+            loss = plugin.before_backward(loss, run)
+        owner = run.owner(Claim.BACKWARD)
+        with run.driving_backward():
+            if owner is None:
+                super().backward(loss, **kwargs)
+            else:
+                owner.backward(loss / self.gradient_accumulation_steps, run, **kwargs)
+        for plugin in self.plan.plugins:
+            plugin.after_backward(run)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Forward passes inside lead to backward passes that do not sum gradients over ranks."""
+        record = self.run.prepared(model)
+        if record is None:
+            with super().no_sync(model):
+                yield
+            return
+        previous, record.sync_enabled = record.sync_enabled, False
+        try:
+            yield
+        finally:
+            record.sync_enabled = previous
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:  # type: ignore[override]
+        """The backward pass inside sums gradients, although the forward pass ran under ``no_sync``."""
+        record = self.run.prepared(model)
+        if record is None:
+            yield
+            return
+        previous, record.synchronises = record.synchronises, True
+        try:
+            yield
+        finally:
+            record.synchronises = previous
+
+    def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
+        """Clips the gradients of a step to a global norm and returns the norm before; 0-dim.
+
+        Between steps, while gradients accumulate, there is no gradient to clip yet: nothing happens, and the result is
+        NaN.
+        """
+        parameters = self._parameters(parameters)
+        if not self.sync_gradients:
+            return torch.full((), float("nan"), device=self.device)
+        owner = self.run.owner(Claim.GRADIENT_CLIPPING)
+        if owner is None or all(self.run.find_parameter(p) is None for p in parameters):
+            return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        self.unscale_gradients()
+        return owner.clip_grad_norm(parameters, float(max_norm), float(norm_type), self.run)
+
+    def clip_grad_value_(self, parameters, clip_value):
+        """Clamps the gradients of a step element by element; nothing happens while gradients accumulate."""
+        parameters = self._parameters(parameters)
+        if not self.sync_gradients:
+            return
+        owner = self.run.owner(Claim.GRADIENT_CLIPPING)
+        if owner is None or all(self.run.find_parameter(p) is None for p in parameters):
+            super().clip_grad_value_(parameters, clip_value)
+            return
+        self.unscale_gradients()
+        owner.clip_grad_value(parameters, float(clip_value), self.run)
+
+    def _parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parameter]:
+        """The parameters that train now, where a caller has those from before `prepare`."""
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        records = [self.run.find_parameter(p) for p in given]
+        return [
+            p if r is None else r.current
+            for p, r in zip(given, records, strict=True)
+            if r is None or r.current is not None
+        ]
+
+    # ---- values of several ranks -----------------------------------------------------------------------------------
+    @property
+    def _shares_data(self) -> bool:
+        return self.data_parallel_size < self.world_size
+
+    def gather(self, tensor):
+        """Concatenates tensors of the ranks that see different data along the first dim."""
+        if not self._shares_data:
+            return super().gather(tensor)
+        group = self.run.group(*self.plan.mesh.data_axes)
+
+        def one(value: torch.Tensor) -> torch.Tensor:
+            return self.run.backend.all_gather(value.unsqueeze(0) if value.ndim == 0 else value.contiguous(), group)
+
+        return recursively_apply(one, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data, use_gather_object=False):
+        """Gathers over the ranks that see different data and drops what a ragged end was filled up with."""
+        if not self._shares_data:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        try:
+            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        if use_gather_object:
+            parts = self.run.backend.all_gather_object(input_data, self.run.group(*self.plan.mesh.data_axes))
+            data = [item for part in parts for item in part]
+        else:
+            data = self.gather(input_data)
+        remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
+        if remainder <= 0:  # -1 where the dataset has no length
+            return data
+        return data[:remainder] if use_gather_object else recursively_apply(lambda t: t[:remainder], data)
+
+    def reduce(self, tensor, reduction="sum", scale=1.0):
+        """Sums (or averages) over the ranks that see different data."""
+        if not self._shares_data:
+            return super().reduce(tensor, reduction, scale)
+        group = self.run.group(*self.plan.mesh.data_axes)
+        if reduction == "none":
+            return tensor
+
+        def one(value: torch.Tensor) -> torch.Tensor:
+            total = self.run.backend.all_reduce(value.clone(), group, "max" if reduction == "max" else "sum")
+            return total / group.size if reduction == "mean" else total
+
+        return recursively_apply(one, tensor, error_on_other_type=True)
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """The state dict of the original model: original names and shapes, on the main process's CPU. Collective.
+
+        Where no parameter is cut every process gets it, else the others get an empty dict.
+        """
+        record = self.run.prepared(model)
+        if record is None:
+            return super().get_state_dict(model, unwrap)
+        return full_state_dict(record, self.run)
+
+    def get_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The gradients of the last step by FQN, reduced, in the original shapes, on every process's CPU. Collective;
+        for tests and for looking: it holds all gradients at once."""
+        record = self.run.prepared(model)
+        if record is None:
+            raise UsageError("This model was not prepared by this accelerator.")
+        return full_gradients(record, self.run)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Writes the full model with original names and shapes; for a model of transformers also its configuration, so
+        that the folder loads there. Every process calls it; it returns once the files are complete."""
+        super().save_model(model, os.fspath(save_directory), max_shard_size, safe_serialization)
+        if self.is_main_process:
+            unwrapped = self.unwrap_model(model)
+            for part in ("config", "generation_config"):
+                value = getattr(unwrapped, part, None)
+                if hasattr(value, "save_pretrained"):
+                    value.save_pretrained(Path(save_directory))
+        self.wait_for_everyone()
+
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
+        self._check_stateful("save_state")
+        return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        self._check_stateful("load_state")
+        super().load_state(*args, **kwargs)
+
+    def _check_stateful(self, what: str) -> None:
+        sharded = self.run.owner(Claim.OPTIMIZER_STATE)
+        if sharded is not None or self._shares_data:
+            raise UsageError(
+                f"`{what}` cannot handle sharded state yet.",
+                where=f"plan over {self.plan.mesh}",
+                why="Accelerate's format keeps the main process's shard only, and the rest would be lost silently",
+                fix="save weights with `save_model`",
+            )
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+    def free_memory(self, *objects: Any) -> Any:
+        """Lets go of everything prepared. Models that no plugin cut can be prepared again."""
+        self._teardown()
+        return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """Finishes trackers, lets go of everything prepared, and disconnects."""
+        self._teardown()
+        super().end_training()
+
+    def _teardown(self) -> None:
+        for plugin in reversed(self.plan.plugins):
+            plugin.teardown(self.run)
+        self.run.models.clear()
+
+
+def _merged_options(configured: RunConfig, given: dict[str, Any]) -> dict[str, Any]:
+    for name in given:
+        if given[name] is not None and name in _REFUSED:
+            raise ConfigurationError(
+                f"{name!r} is not possible here.",
+                why="it would bypass the plan, or do nothing",
+                fix=f"use these plugins instead: {_REFUSED[name]}",
+            )
+        if name in configured.accelerate:
+            raise ConfigurationError(
+                f"{name!r} is given twice, as an argument and in the configuration.", fix="keep one of them"
+            )
+    return {**configured.accelerate, **given}
+
+
+def _check_connected(world_size: int) -> None:
+    announced = int(os.environ.get("WORLD_SIZE", "1"))
+    if announced != world_size:
+        raise UsageError(
+            f"The environment announces {announced} processes, but this one is connected to {world_size - 1} others.",
+            why="every process would train alone, on the same data",
+            fix="start with `neuron-accel launch`, or check that the launcher's variables reach the processes",
+        )
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """The module whose parameters have the original names, below a compiled one."""
+    return getattr(module, "_orig_mod", module)
+
+
+def _wraps(prepared: Any, optimizer: Any) -> bool:
+    """Whether ``optimizer`` is one of the optimizers that ``prepared`` consists of."""
+    while prepared is not None:
+        if prepared is optimizer:
+            return True
+        prepared = getattr(prepared, "optimizer", None)
+    return False

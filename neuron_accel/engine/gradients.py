@@ -1,0 +1,219 @@
+"""Gradients, bucket by bucket, while the backward pass still runs.
+
+Whoever owns gradient reduction gets its parameters as buckets and is told when the gradients of a bucket are complete,
+always in the same order on every rank, so that the collectives it starts match. A parameter that takes no part in a
+backward pass holds nothing up: its bucket follows when the pass ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.errors import UsageError
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.base import Group
+    from neuron_accel.engine.parameters import ParameterRecord
+    from neuron_accel.engine.run import PreparedModel, Run
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients travel together: one dtype, one set of axes to sum over.
+
+    Args:
+        records: in the order in which backward is expected to reach them.
+        parameters: the parameters of these records.
+        dtype: of the gradients.
+        partial_axes: axes over which the gradients are partial sums, beside the mesh's gradient axes.
+    """
+
+    records: tuple[ParameterRecord, ...]
+    parameters: tuple[nn.Parameter, ...]
+    dtype: torch.dtype
+    partial_axes: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel() for p in self.parameters)
+
+
+def make_buckets(records: Iterable[ParameterRecord], cap_bytes: int) -> list[Bucket]:
+    """Buckets of about ``cap_bytes`` in the reverse order of ``records``, since backward reaches the last layers first.
+
+    A parameter larger than the cap gets a bucket of its own.
+    """
+    open_buckets: dict[tuple[torch.dtype, tuple[str, ...]], list[ParameterRecord]] = {}
+    sizes: dict[tuple[torch.dtype, tuple[str, ...]], int] = {}
+    closed: list[Bucket] = []
+
+    def close(key: tuple[torch.dtype, tuple[str, ...]]) -> None:
+        members = tuple(open_buckets.pop(key))
+        parameters = tuple(r.current for r in members if r.current is not None)
+        closed.append(Bucket(records=members, parameters=parameters, dtype=key[0], partial_axes=key[1]))
+
+    for record in reversed(list(records)):
+        parameter = record.current
+        assert parameter is not None
+        key = (parameter.dtype, tuple(sorted(record.partial_axes)))
+        size = parameter.numel() * parameter.element_size()
+        if key in open_buckets and sizes[key] + size > cap_bytes:
+            close(key)
+        if key not in open_buckets:
+            open_buckets[key], sizes[key] = [], 0
+        open_buckets[key].append(record)
+        sizes[key] += size
+    for key in list(open_buckets):
+        close(key)
+    return closed
+
+
+class BackwardWatcher:
+    """Follows backward passes over a list of buckets.
+
+    Args:
+        buckets: what to watch; every parameter requires a gradient.
+        models: the models that these parameters belong to; a pass counts as one that synchronises if theirs says so.
+        ready: called with a bucket's index once its gradients are complete; in ascending order, each once per pass.
+        done: called at the end of a pass, after every bucket was ready.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        models: Sequence[PreparedModel],
+        *,
+        ready: Callable[[int], None],
+        done: Callable[[], None],
+    ) -> None:
+        self._buckets, self._models, self._ready, self._done = buckets, models, ready, done
+        self._where = {p: i for i, bucket in enumerate(buckets) for p in bucket.parameters}
+        self._names = {p: r.fqn for b in buckets for p, r in zip(b.parameters, b.records, strict=True)}
+        self._seen: set[nn.Parameter] = set()
+        self._missing: list[int] = []
+        self._next = 0
+        self._running = False
+        self.unsynchronised = False
+        """Whether gradients have arrived that were not announced through ``ready`` yet."""
+        self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._where]
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        if not any(model.synchronises for model in self._models):
+            self.unsynchronised = True
+            return
+        if not self._running:
+            self._begin()
+            if not any(model.in_backward for model in self._models):
+                # A plain loss.backward(): autograd itself tells when it is through.
+                torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        index = self._where[parameter]  # type: ignore[index]
+        if parameter in self._seen:
+            if index < self._next:
+                raise UsageError(
+                    f"The gradient of {self._names[parameter]!r} arrived twice in one backward pass, the second time "  # type: ignore[index]
+                    "after it had been sent.",
+                    why="re-entrant activation checkpointing runs a backward pass inside the backward pass",
+                    fix="use the non-re-entrant variant: gradient_checkpointing_kwargs={'use_reentrant': False}",
+                )
+            return
+        self._seen.add(parameter)  # type: ignore[arg-type]
+        self._missing[index] -= 1
+        self._advance()
+
+    def _begin(self) -> None:
+        self._running = True
+        self._next = 0
+        self._seen.clear()
+        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+
+    def _advance(self, *, everything: bool = False) -> None:
+        while self._next < len(self._buckets) and (everything or self._missing[self._next] == 0):
+            self._next += 1
+            self._ready(self._next - 1)
+
+    def finish(self) -> None:
+        """The backward pass is over: announces what is left. Does nothing between passes."""
+        if not self._running:
+            return
+        self._advance(everything=True)
+        self._running = False
+        self.unsynchronised = False
+        self._done()
+
+    def flush(self) -> None:
+        """Announces gradients that arrived in passes that did not synchronise, if there are any."""
+        self.finish()
+        if self.unsynchronised:
+            self._begin()
+            self.finish()
+
+    def close(self) -> None:
+        """Stops watching."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def used_anywhere(local: list[bool], run: Run, group: Group) -> list[bool]:
+    """Which parameters got a gradient on any rank of ``group``, so that one without stays without, as in one process.
+
+    Where reading a value would stall the device, what this rank knows is taken for all: ranks of such devices run the
+    same graph.
+
+    Args:
+        local: for each parameter, whether this rank has a gradient.
+    """
+    if group.size == 1 or "host-reads" not in run.backend.capabilities:
+        return local
+    flags = torch.tensor(local, dtype=torch.uint8, device=run.device)
+    return [bool(flag) for flag in run.backend.all_reduce(flags, group, "max").tolist()]
+
+
+def flatten_gradients(bucket: Bucket, numel: int) -> torch.Tensor:
+    """A new tensor with the gradients of a bucket one after another; zeros for those that have none and up to
+    ``numel``."""
+    device = bucket.parameters[0].device
+    pieces = [
+        p.grad.reshape(-1) if p.grad is not None else torch.zeros(p.numel(), dtype=bucket.dtype, device=device)
+        for p in bucket.parameters
+    ]
+    if numel > bucket.numel:
+        pieces.append(torch.zeros(numel - bucket.numel, dtype=bucket.dtype, device=device))
+    return torch.cat(pieces)
+
+
+class FlatGradients:
+    """Memory that the gradients of a bucket keep from pass to pass, so that it is not faulted in anew every step."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._flat: torch.Tensor | None = None
+
+    def collect(self) -> torch.Tensor:
+        """The gradients one after another, ``[bucket.numel]``; zeros for those that have none. A gradient that is a
+        view of this memory already stays where it is."""
+        parameters = self._bucket.parameters
+        if self._flat is None:
+            self._flat = torch.empty(self._bucket.numel, dtype=self._bucket.dtype, device=parameters[0].device)
+        slots = split_like(self._flat, parameters)
+        targets, sources = [], []
+        for parameter, slot in zip(parameters, slots, strict=True):
+            if parameter.grad is None:
+                slot.zero_()
+            elif parameter.grad.data_ptr() != slot.data_ptr():
+                targets.append(slot)
+                sources.append(parameter.grad)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return self._flat
+
+
+def split_like(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Consecutive views of ``flat`` with the shapes of ``parameters``."""
+    parts = flat[: sum(p.numel() for p in parameters)].split([p.numel() for p in parameters])
+    return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]

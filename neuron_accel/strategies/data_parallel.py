@@ -1,0 +1,175 @@
+"""Plain data parallelism: every rank trains the same parameters on its own samples, gradients are averaged.
+
+The default owner of gradient reduction and clipping. Gradients travel in buckets while backward still runs, as in
+"PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (Li et al., VLDB 2020).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.engine.gradients import (
+    BackwardWatcher,
+    Bucket,
+    FlatGradients,
+    flatten_gradients,
+    make_buckets,
+    split_like,
+    used_anywhere,
+)
+from neuron_accel.engine.initial import broadcast_tensors
+from neuron_accel.engine.norms import GradientPart, clip_coefficient, global_norm
+from neuron_accel.engine.plugin import Claim, Phase, PluginSpec, StrategyPlugin
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.base import Pending
+    from neuron_accel.engine.parameters import ParameterMap
+    from neuron_accel.engine.run import PreparedModel, Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelPlugin(StrategyPlugin):
+    """Averages gradients over data-parallel ranks.
+
+    Args:
+        bucket_cap_mb: size of the buckets in MiB. Smaller ones start earlier, larger ones cost fewer messages.
+        broadcast_buffers: whether buffers that training changes (running statistics) follow those of the first rank
+            before every training forward, as in DistributedDataParallel.
+    """
+
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="data_parallel",
+        phase=Phase.GRADIENTS,
+        claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING}),
+    )
+
+    bucket_cap_mb: float = 25.0
+    broadcast_buffers: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bucket_cap_mb <= 0:
+            raise ConfigurationError(f"bucket_cap_mb is {self.bucket_cap_mb}; it must be positive.")
+
+    def transform_model(self, model: nn.Module, run: Run, parameters: ParameterMap) -> nn.Module:
+        if self.owns_reduction(run):
+            record = next(m for m in run.models if m.parameters is parameters)
+            run.state(self).setdefault("reducers", []).append(GradientAverager(record, run, self.bucket_cap_mb))
+            if self.broadcast_buffers:
+                self._follow_buffers(model, run)
+        return model
+
+    def owns_reduction(self, run: Run) -> bool:
+        return run.owner(Claim.GRADIENT_REDUCTION) is self
+
+    def _follow_buffers(self, model: nn.Module, run: Run) -> None:
+        persistent = model.state_dict(keep_vars=True)
+        buffers = [b for name, b in model.named_buffers() if name in persistent]
+        group = run.group(*run.mesh.gradient_axes)
+        if not buffers or group.size == 1:
+            return
+
+        def follow(module: nn.Module, _inputs: Any) -> None:
+            if module.training and torch.is_grad_enabled():
+                broadcast_tensors([b for n, b in module.named_buffers() if n in persistent], run, group)
+
+        run.state(self).setdefault("hooks", []).append(model.register_forward_pre_hook(follow))
+
+    def after_backward(self, run: Run) -> None:
+        for reducer in self._reducers(run):
+            reducer.watcher.finish()
+
+    def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        for reducer in self._reducers(run):
+            reducer.flush()
+
+    def clip_grad_norm(
+        self, parameters: list[nn.Parameter], max_norm: float, norm_type: float, run: Run
+    ) -> torch.Tensor:
+        self._flush(run)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        parts = []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                record = run.find_parameter(parameter)
+                axes, replicas = (record.layout.axes, record.layout.replicas) if record else ((), 1)
+                parts.append(GradientPart(parameter.grad, axes, replicas))
+        norm = global_norm(parts, run, norm_type)
+        if gradients:
+            torch._foreach_mul_(gradients, clip_coefficient(norm, max_norm).to(gradients[0].device))
+        return norm
+
+    def clip_grad_value(self, parameters: list[nn.Parameter], clip_value: float, run: Run) -> None:
+        self._flush(run)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-clip_value, clip_value)
+
+    def full_gradient(self, parameter: nn.Parameter, run: Run) -> torch.Tensor | None:
+        self._flush(run)
+        return parameter.grad
+
+    def teardown(self, run: Run) -> None:
+        for reducer in self._reducers(run):
+            reducer.watcher.close()
+        for handle in run.state(self).pop("hooks", []):
+            handle.remove()
+        run.state(self).clear()
+
+    def _flush(self, run: Run) -> None:
+        for reducer in self._reducers(run):
+            reducer.flush()
+
+    def _reducers(self, run: Run) -> list[GradientAverager]:
+        return run.state(self).get("reducers", [])
+
+
+class GradientAverager:
+    """Averages the gradients of one model over the mesh's gradient axes; sums those that are partial over others.
+
+    After a synchronising backward pass ``parameter.grad`` is the average, as a view into its bucket.
+    """
+
+    def __init__(self, model: PreparedModel, run: Run, bucket_cap_mb: float) -> None:
+        trained = [r for r in model.parameters if r.current is not None and r.current.requires_grad]
+        self._model, self._run = model, run
+        self._buckets = [b for b in make_buckets(trained, int(bucket_cap_mb * (1 << 20))) if self._group(b).size > 1]
+        self._data_group = run.group(*run.mesh.gradient_axes)
+        lazy = "lazy" in run.backend.capabilities
+        self._memory = None if lazy else [FlatGradients(bucket) for bucket in self._buckets]
+        self._pending: list[Pending] = []
+        self._used: list[list[bool]] = []
+        self.watcher = BackwardWatcher(self._buckets, [model], ready=self._ready, done=self._done)
+
+    def _group(self, bucket: Bucket):
+        return self._run.group(*self._run.mesh.gradient_axes, *bucket.partial_axes)
+
+    def _ready(self, index: int) -> None:
+        bucket = self._buckets[index]
+        self._used.append([p.grad is not None for p in bucket.parameters])
+        flat = self._memory[index].collect() if self._memory else flatten_gradients(bucket, bucket.numel)
+        self._pending.append(self._run.backend.start_all_reduce(flat, self._group(bucket)))
+
+    def _done(self) -> None:
+        pending, self._pending = self._pending, []
+        used, self._used = self._used, []
+        group = self._data_group
+        anywhere = used_anywhere([flag for flags in used for flag in flags], self._run, group)
+        flags = iter(anywhere)
+        for bucket, work in zip(self._buckets, pending, strict=True):
+            flat = work.wait()
+            if group.size > 1:
+                flat = flat.div_(group.size)
+            for parameter, gradient in zip(bucket.parameters, split_like(flat, bucket.parameters), strict=True):
+                if next(flags):
+                    parameter.grad = gradient
+
+    def flush(self) -> None:
+        """Reduces what backward passes under ``no_sync`` left behind, unless ``no_sync`` still holds."""
+        self.watcher.finish()
+        if self._model.sync_enabled:
+            self.watcher.flush()

@@ -1,0 +1,116 @@
+"""The ZeRO-1 strategy: configuration and the duties it takes over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.errors import ConfigurationError, PlanError
+from neuron_accel.engine.norms import clip_coefficient, global_norm
+from neuron_accel.engine.plugin import Claim, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.strategies.zero1.elementwise import is_elementwise
+from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, scale_parts
+from neuron_accel.strategies.zero1.partition import even, whole
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero1Plugin(StrategyPlugin):
+    """Divides optimizer state and master weights over data-parallel ranks.
+
+    Gradients are reduce-scattered in flat buckets, each rank updates its share, weights are gathered.
+
+    Args:
+        optimizer_dtype: dtype of master weights and optimizer state. Parameters of another dtype keep it in the model.
+        max_norm: gradients are clipped to this global norm at every step; None: only where the loop says so.
+        bucket_cap_mb: size of a bucket in MiB.
+        partition: "even" cuts through parameters, for optimizers that treat elements alike; "parameters" keeps each
+            whole, for those that look at a parameter's norm or shape.
+    """
+
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="zero1",
+        phase=Phase.OPTIMIZER,
+        claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING, Claim.OPTIMIZER_STATE}),
+    )
+
+    optimizer_dtype: torch.dtype = torch.float32
+    max_norm: float | None = None
+    bucket_cap_mb: float = 25.0
+    partition: Literal["even", "parameters"] = "even"
+
+    def __post_init__(self) -> None:
+        if self.max_norm is not None and self.max_norm <= 0:
+            raise ConfigurationError(
+                f"max_norm is {self.max_norm}; it must be positive.", fix="leave it out not to clip"
+            )
+        if self.bucket_cap_mb <= 0:
+            raise ConfigurationError(f"bucket_cap_mb is {self.bucket_cap_mb}; it must be positive.")
+        if self.partition not in ("even", "parameters"):
+            raise ConfigurationError(f"partition is {self.partition!r}; it is 'even' or 'parameters'.")
+        if not self.optimizer_dtype.is_floating_point:
+            raise ConfigurationError(f"optimizer_dtype is {self.optimizer_dtype}; it must be a floating-point dtype.")
+
+    def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
+        if self.partition == "even" and not is_elementwise(optimizer):
+            raise PlanError(
+                f"{type(optimizer).__name__} does not treat the elements of a parameter alike, and ZeRO-1 would cut "
+                "parameters in pieces.",
+                where="plugin 'zero1', partition='even'",
+                why="its update looks at the norm or the shape of a whole parameter, which no rank would have",
+                fix="use Zero1Plugin(partition='parameters')",
+            )
+        sharded = Zero1Optimizer(
+            optimizer,
+            run,
+            partition=even if self.partition == "even" else whole,
+            keep_shapes=self.partition == "parameters",
+            optimizer_dtype=self.optimizer_dtype,
+            bucket_cap_mb=self.bucket_cap_mb,
+            max_norm=self.max_norm,
+        )
+        run.state(self).setdefault("optimizers", []).append(sharded)
+        return sharded
+
+    def after_backward(self, run: Run) -> None:
+        for optimizer in self._optimizers(run):
+            optimizer.watcher.finish()
+
+    def clip_grad_norm(
+        self, parameters: list[nn.Parameter], max_norm: float, norm_type: float, run: Run
+    ) -> torch.Tensor:
+        parts = [part for optimizer in self._flushed(run) for part in optimizer.gradient_parts(parameters)]
+        norm = global_norm(parts, run, norm_type)
+        scale_parts(parts, clip_coefficient(norm, max_norm))
+        return norm
+
+    def clip_grad_value(self, parameters: list[nn.Parameter], clip_value: float, run: Run) -> None:
+        for optimizer in self._flushed(run):
+            for part in optimizer.gradient_parts(parameters):
+                if part.tensor is not None:
+                    part.tensor.clamp_(-clip_value, clip_value)
+
+    def full_gradient(self, parameter: nn.Parameter, run: Run) -> torch.Tensor | None:
+        for optimizer in self._flushed(run):
+            gradient = optimizer.full_gradient(parameter)
+            if gradient is not None:
+                return gradient
+        return None
+
+    def teardown(self, run: Run) -> None:
+        for optimizer in self._optimizers(run):
+            optimizer.close()
+        run.state(self).clear()
+
+    def _optimizers(self, run: Run) -> list[Zero1Optimizer]:
+        return run.state(self).get("optimizers", [])
+
+    def _flushed(self, run: Run) -> list[Zero1Optimizer]:
+        for optimizer in self._optimizers(run):
+            optimizer.flush()
+        return self._optimizers(run)

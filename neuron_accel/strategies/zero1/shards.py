@@ -1,0 +1,188 @@
+"""The flat buffers of ZeRO-1: parameters are views of them, gradients scattered and weights gathered through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.gradients import Bucket
+from neuron_accel.strategies.zero1.partition import Partition, Piece
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.base import Group, Pending
+    from neuron_accel.engine.run import Run
+
+
+@dataclass
+class ShardPiece:
+    """What this rank optimizes of one parameter.
+
+    Args:
+        parameter: the model's parameter.
+        place: which of its elements.
+        master: what the optimizer updates, a view into the rank's chunk, in the optimizer's dtype; ``[stop - start]``,
+            or the parameter's shape where the piece is all of it and pieces are whole parameters.
+    """
+
+    parameter: nn.Parameter
+    place: Piece
+    master: nn.Parameter
+
+
+@dataclass
+class BucketShard:
+    """This rank's share of one bucket.
+
+    Args:
+        bucket: the parameters.
+        partition: how they lie in the buffer.
+        run: the run.
+        group: the ranks that share the optimizer's state.
+        optimizer_dtype: dtype of the masters.
+        keep_shapes: whether pieces that are whole parameters keep their shape.
+    """
+
+    bucket: Bucket
+    partition: Partition
+    run: Run
+    group: Group
+    optimizer_dtype: torch.dtype
+    keep_shapes: bool
+    pieces: list[ShardPiece] = field(init=False)
+    used: list[bool] = field(init=False)
+    """For each parameter, whether this rank had a gradient in the last backward pass."""
+    used_anywhere: list[bool] = field(init=False)
+    """For each parameter, whether some rank had one since gradients were last dropped."""
+    _flat: torch.Tensor | None = field(init=False, default=None)
+    _chunk: torch.Tensor = field(init=False)
+    _gradient: torch.Tensor | None = field(init=False, default=None)
+    _pending: Pending | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        backend, parameters = self.run.backend, self.bucket.parameters
+        with torch.no_grad():
+            flat = torch.zeros(self.partition.numel, dtype=self.bucket.dtype, device=parameters[0].device)
+            for parameter, view in zip(parameters, self._views(flat), strict=True):
+                view.copy_(parameter)
+            chunk = backend.chunk(flat, self.group)
+            if "lazy" not in backend.capabilities:
+                # Parameters live in the buffer: what is gathered into it after a step needs no copy.
+                self._flat = flat
+                for parameter, view in zip(parameters, self._views(flat), strict=True):
+                    parameter.data = view
+            same = self.optimizer_dtype == self.bucket.dtype and self._flat is not None
+            self._chunk = chunk if same else chunk.to(self.optimizer_dtype, copy=True)
+        self.used = [False] * len(parameters)
+        self.used_anywhere = [False] * len(parameters)
+        self.pieces = [self._piece(place) for place in self.partition.pieces(self.group.index)]
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            flat[offset : offset + parameter.numel()].view(parameter.shape)
+            for offset, parameter in zip(self.partition.offsets, self.bucket.parameters, strict=True)
+        ]
+
+    def _piece(self, place: Piece) -> ShardPiece:
+        parameter = self.bucket.parameters[place.parameter]
+        view = self._chunk[place.offset : place.offset + place.stop - place.start]
+        if self.keep_shapes:
+            view = view.view(parameter.shape)
+        return ShardPiece(parameter=parameter, place=place, master=nn.Parameter(view))
+
+    # ---- gradients -------------------------------------------------------------------------------------------------
+    def send_gradients(self) -> None:
+        """Starts the reduce-scatter of the bucket's gradients and lets go of them."""
+        parameters = self.bucket.parameters
+        self.used = [p.grad is not None for p in parameters]
+        flat = torch.empty(self.partition.numel, dtype=self.bucket.dtype, device=parameters[0].device)
+        covered = 0
+        targets, sources = [], []
+        for parameter, view in zip(parameters, self._views(flat), strict=True):
+            covered += parameter.numel()
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                targets.append(view)
+                sources.append(parameter.grad)
+        if covered < flat.numel():
+            self._zero_padding(flat)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        for parameter in parameters:
+            parameter.grad = None
+        self._pending = self.run.backend.start_reduce_scatter(flat, self.group)
+
+    def _zero_padding(self, flat: torch.Tensor) -> None:
+        ends = sorted((o, o + s) for o, s in zip(self.partition.offsets, self.partition.sizes, strict=True))
+        for (_, end), (begin, _) in zip([(0, 0), *ends], [*ends, (flat.numel(), 0)], strict=True):
+            if end < begin:
+                flat[end:begin].zero_()
+
+    def receive_gradients(self, used: Sequence[bool], scale: float, partial: Group, *, accumulate: bool) -> None:
+        """Waits for the reduced gradients and hands each piece its own.
+
+        Args:
+            used: for each parameter of the bucket, whether any rank had a gradient.
+            scale: what the sum is multiplied by.
+            partial: the group over which they still are partial sums.
+            accumulate: whether to add to what the pieces hold.
+        """
+        assert self._pending is not None
+        gradient, self._pending = self._pending.wait(), None
+        if partial.size > 1:
+            gradient = self.run.backend.all_reduce(gradient, partial)
+        gradient = gradient.to(self.optimizer_dtype)
+        if scale != 1.0:
+            gradient = gradient * scale if "lazy" in self.run.backend.capabilities else gradient.mul_(scale)
+        if accumulate and self._gradient is not None:
+            gradient = self._gradient + gradient
+            used = [a or b for a, b in zip(used, self.used_anywhere, strict=True)]
+        self._gradient, self.used_anywhere = gradient, list(used)
+        for piece in self.pieces:
+            piece.master.grad = self._part(gradient, piece) if used[piece.place.parameter] else None
+
+    def _part(self, chunk: torch.Tensor, piece: ShardPiece) -> torch.Tensor:
+        place = piece.place
+        return chunk[place.offset : place.offset + place.stop - place.start].view(piece.master.shape)
+
+    def drop_gradients(self) -> None:
+        self._gradient = None
+        self.used_anywhere = [False] * len(self.bucket.parameters)
+        for piece in self.pieces:
+            piece.master.grad = None
+
+    def gather_gradients(self) -> list[torch.Tensor | None]:
+        """The reduced gradients of the bucket's parameters, whole; collective."""
+        if self._gradient is None:
+            return [None] * len(self.bucket.parameters)
+        flat = self.run.backend.all_gather(self._gradient, self.group)
+        views = self._views(flat)
+        return [view if used else None for view, used in zip(views, self.used_anywhere, strict=True)]
+
+    # ---- weights ---------------------------------------------------------------------------------------------------
+    def send_weights(self) -> Callable[[], None]:
+        """Starts to gather the updated weights; what it returns finishes that."""
+        chunk = self._chunk.detach().to(self.bucket.dtype)
+        pending = self.run.backend.start_all_gather(chunk, self.group)
+
+        def finish() -> None:
+            gathered = pending.wait()
+            with torch.no_grad():
+                if self._flat is not None:
+                    self._flat.copy_(gathered)
+                    return
+                for parameter, view in zip(self.bucket.parameters, self._views(gathered), strict=True):
+                    parameter.copy_(view)
+
+        return finish
+
+    def reload(self) -> None:
+        """Takes the model's weights as the new masters, after somebody else has changed them."""
+        with torch.no_grad():
+            for piece in self.pieces:
+                flat = piece.parameter.reshape(-1)[piece.place.start : piece.place.stop]
+                piece.master.copy_(flat.view(piece.master.shape))
