@@ -65,9 +65,8 @@ class Cut:
     padded: bool = False
 
     def __post_init__(self) -> None:
-        if not self.blocks:
-            object.__setattr__(self, "blocks", (self.size,))
-        if sum(self.blocks) != self.size:
+        object.__setattr__(self, "blocks", tuple(self.blocks) or (self.size,))
+        if sum(self.blocks) != self.size or min(self.blocks) < 0:
             raise LayoutError(f"Blocks {self.blocks} do not add up to the size {self.size} of dim {self.dim}.")
         if self.degree < 1 or self.unit < 1 or self.replicas < 1 or self.degree % self.replicas:
             raise LayoutError(
@@ -78,7 +77,8 @@ class Cut:
         for block in self.blocks:
             if block % self.unit:
                 raise LayoutError(
-                    f"A block of {block} along dim {self.dim} is no whole number of units of {self.unit}."
+                    f"A block of {block} along dim {self.dim} is no whole number of units of {self.unit}.",
+                    why="a cut falls only between units",
                 )
             if not self.padded and (block // self.unit) % self.parts:
                 what = f"{block // self.unit} units of {self.unit}" if self.unit > 1 else f"{block} elements"
@@ -96,7 +96,7 @@ class Cut:
     @property
     def local_blocks(self) -> tuple[int, ...]:
         """Size of each block in a shard, padding included."""
-        return tuple(math.ceil(block // self.unit / self.parts) * self.unit for block in self.blocks)
+        return tuple(-(-block // (self.unit * self.parts)) * self.unit for block in self.blocks)
 
     @property
     def local_size(self) -> int:
@@ -105,6 +105,8 @@ class Cut:
 
     def segments(self, index: int) -> tuple[Segment, ...]:
         """What the rank at ``index`` along the axis holds; padding is what no segment covers."""
+        if not 0 <= index < self.degree:
+            raise ValueError(f"index {index} is not on axis {self.axis!r} of degree {self.degree}")
         part = index // self.replicas
         segments = []
         global_start = local_start = 0
@@ -140,7 +142,10 @@ class Layout:
     cuts: tuple[Cut, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "cuts", tuple(sorted(self.cuts, key=lambda cut: cut.dim)))
+        if not all(isinstance(size, int) and size >= 0 for size in self.shape):
+            raise LayoutError(f"{self.shape} is no shape of a tensor.")
         dims, axes = [cut.dim for cut in self.cuts], [cut.axis for cut in self.cuts]
         if len(set(dims)) < len(dims) or len(set(axes)) < len(axes):
             raise LayoutError(f"A tensor of shape {self.shape} is cut twice along one dim or axis: {self.cuts}.")
@@ -198,22 +203,30 @@ class Layout:
     def shard(self, full: Any, coordinates: Mapping[str, int]) -> torch.Tensor:
         """This rank's shard of ``full``: anything of the global shape that can be sliced, a safetensors slice too.
 
-        Padding is zero. The result owns its memory.
+        Padding is zero. The result has the dtype and device of ``full``, is contiguous, owns its memory and is no part
+        of an autograd graph.
         """
         import torch
 
-        pieces = self.pieces(coordinates)
-        if len(pieces) == 1 and not self.padded:
-            part = full[pieces[0].global_slices] if pieces[0].global_slices else full[...]
-            return part.clone(memory_format=torch.contiguous_format) if isinstance(full, torch.Tensor) else part
-        device = full.device if isinstance(full, torch.Tensor) else "cpu"
-        local = torch.zeros(self.local_shape, dtype=getattr(torch, self.dtype), device=device)
-        for piece in pieces:
-            local[piece.local_slices] = full[piece.global_slices]
+        # A slice of a safetensors file is a view of the whole mapped tensor, hence copies throughout.
+        parts = [
+            (piece.local_slices, torch.as_tensor(full[piece.global_slices or ...]).detach())
+            for piece in self.pieces(coordinates)
+        ]
+        if len(parts) == 1 and not self.padded:
+            return parts[0][1].clone(memory_format=torch.contiguous_format)
+        like = parts[0][1] if parts else torch.as_tensor(full[...])
+        local = torch.zeros(self.local_shape, dtype=like.dtype, device=like.device)
+        for local_slices, part in parts:
+            local[local_slices] = part
         return local
 
     def write(self, local: torch.Tensor, full: torch.Tensor, coordinates: Mapping[str, int]) -> None:
-        """Puts the shard of the rank at ``coordinates`` where it belongs in ``full``; padding is dropped."""
+        """Puts the shard of the rank at ``coordinates`` where it belongs in ``full``; padding is dropped.
+
+        Values only: neither tensor becomes part of an autograd graph.
+        """
+        full, local = full.detach(), local.detach()
         for piece in self.pieces(coordinates):
             full[piece.global_slices] = local[piece.local_slices]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,18 +35,32 @@ class Mesh:
         """
         axes = list(axes)
         names = [axis.name for axis in axes]
+        if type(world_size) is not int or world_size < 1:
+            raise PlanError(f"There are {world_size!r} ranks.", where="world size", fix="start at least one rank")
         for axis in axes:
-            if axis.degree < 1:
-                raise PlanError(f"Axis {axis.name!r} has degree {axis.degree}; a degree is at least 1.")
+            if type(axis.degree) is not int or axis.degree < 1:
+                raise PlanError(
+                    f"Axis {axis.name!r} has degree {axis.degree!r}.",
+                    where=f"axis {axis.name!r}",
+                    why="a degree is a number of ranks",
+                    fix="give a whole number of at least 1",
+                )
             if names.count(axis.name) > 1:
-                raise PlanError(f"Axis {axis.name!r} is brought by more than one plugin.", fix="keep one of them")
+                raise PlanError(
+                    f"Axis {axis.name!r} is brought more than once.",
+                    where=f"axis {axis.name!r}",
+                    why="an axis has one degree and one meaning",
+                    fix="keep one of the plugins that bring it",
+                )
         needed = math.prod(axis.degree for axis in axes)
         if world_size % needed:
             product = " x ".join(f"{axis.name} {axis.degree}" for axis in axes)
-            legal = [n for n in range(1, 2 * max(world_size, needed) + 1) if n % needed == 0]
+            below = world_size // needed * needed
+            legal = [n for n in (below, below + needed) if n > 0]
             nearest = min(legal, key=lambda n: (abs(n - world_size), n))
             raise PlanError(
                 f"{world_size} ranks cannot be divided into groups of {needed} ({product}).",
+                where=f"{world_size} ranks",
                 why="the number of ranks is a multiple of the product of all degrees; the rest is data parallel",
                 fix=f"start {nearest} ranks, or choose degrees whose product divides {world_size}",
             )
@@ -54,7 +68,10 @@ class Mesh:
             axes.append(AxisSpec(name="dp", degree=world_size // needed, kind=AxisKind.DATA))
         elif needed != world_size:
             raise PlanError(
-                f"The degrees multiply to {needed}, but there are {world_size} ranks.", fix="leave the dp degree out"
+                f"The degrees multiply to {needed}, but there are {world_size} ranks.",
+                where=f"{world_size} ranks",
+                why="with a degree of axis 'dp' given, no rank may be left over",
+                fix=f"start {needed} ranks, or leave the degree of axis 'dp' out",
             )
         return cls(tuple(sorted(axes, key=lambda axis: (axis.kind.order, axis.name))))
 
@@ -94,8 +111,11 @@ class Mesh:
             rank, result[axis.name] = divmod(rank, axis.degree)
         return {axis.name: result[axis.name] for axis in self.axes}
 
-    def rank(self, coordinates: dict[str, int]) -> int:
-        """Inverse of :meth:`coordinates`; axes left out count as 0."""
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """Inverse of :meth:`coordinates`; axes left out count as 0, and any axis that is not there has only 0."""
+        for name, index in coordinates.items():
+            if not 0 <= index < self.degree(name):
+                raise ValueError(f"index {index} is not on axis {name!r} of degree {self.degree(name)}")
         rank = 0
         for axis in self.axes:
             rank = rank * axis.degree + coordinates.get(axis.name, 0)
