@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -10,16 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # Accelerate settles on a device when it is imported; ours must be settled before.
-from neuron_accel.backends.select import settle
+from neuron_accel.backends.select import connect, settle
 
-BACKEND = settle(os.environ)
+settle(os.environ)
 
 import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
-from accelerate.utils import recursively_apply  # noqa: E402
+from accelerate.utils import DataLoaderConfiguration, recursively_apply  # noqa: E402
 from torch import nn  # noqa: E402
 
-from neuron_accel.backends.torch_distributed import TorchBackend  # noqa: E402
 from neuron_accel.checkpoint.gather import full_gradients, full_state_dict  # noqa: E402
 from neuron_accel.data.loaders import prepare_data_loader  # noqa: E402
 from neuron_accel.engine.config import RunConfig, load_config  # noqa: E402
@@ -55,6 +53,7 @@ class NeuronAccelerator(Accelerator):
         config: a YAML file or a mapping with ``plugins`` and Accelerate's options; added to the other arguments.
         zero_1: True adds ``Zero1Plugin()``.
         mp_plugin: a ``ModelParallelismPlugin``; the same as naming it in ``plugins``.
+        backend: "torch", "xla" or "auto", which is what the machine has.
         accelerate_kwargs: everything else ``accelerate.Accelerator`` takes.
 
     Attributes:
@@ -79,6 +78,7 @@ class NeuronAccelerator(Accelerator):
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         zero_1: bool = False,
         mp_plugin: StrategyPlugin | None = None,
+        backend: str | None = None,
         **accelerate_kwargs: Any,
     ) -> None:
         configured = load_config(config) if config is not None else RunConfig()
@@ -87,27 +87,26 @@ class NeuronAccelerator(Accelerator):
         registry = default_registry()
         if zero_1:
             wanted.append(registry.get("zero1")())
-        if BACKEND.device == "cpu":
-            options["cpu"] = True
+        decision = settle(os.environ, requested=backend or configured.backend, cpu=bool(options.get("cpu")))
+        options["cpu"] = decision.device == "cpu"
         super().__init__(**options)
-        backend = TorchBackend.connect(self.device)
-        _check_connected(backend.world_size)
+        ranks = connect(decision)
+        _check_connected(ranks.world_size)
         plan = agree_on_plan(
             lambda: make_plan(
                 wanted,
-                world_size=backend.world_size,
-                backend_capabilities=backend.capabilities,
+                world_size=ranks.world_size,
+                backend_capabilities=ranks.capabilities,
                 default_owners=registry.default_owners(),
                 provenance=registry.provenance,
             ),
-            backend,
+            ranks,
         )
-        self.run = Run(plan=plan, backend=backend)
+        self.run = Run(plan=plan, backend=ranks)
         for axes in {(), plan.mesh.gradient_axes, plan.mesh.data_axes, plan.mesh.model_axes}:
             self.run.group(*axes)
         for plugin in plan.plugins:
             plugin.setup(self.run)
-        atexit.register(backend.shutdown)
 
     # ---- the run ---------------------------------------------------------------------------------------------------
     @property
@@ -487,6 +486,9 @@ class NeuronAccelerator(Accelerator):
 
 
 def _merged_options(configured: RunConfig, given: dict[str, Any]) -> dict[str, Any]:
+    options = dict(configured.accelerate)
+    if configured.dataloader:
+        options["dataloader_config"] = DataLoaderConfiguration(**configured.dataloader)
     for name in given:
         if given[name] is not None and name in _REFUSED:
             raise ConfigurationError(
@@ -494,11 +496,11 @@ def _merged_options(configured: RunConfig, given: dict[str, Any]) -> dict[str, A
                 why="it would bypass the plan, or do nothing",
                 fix=f"use these plugins instead: {_REFUSED[name]}",
             )
-        if name in configured.accelerate:
+        if name in options:
             raise ConfigurationError(
                 f"{name!r} is given twice, as an argument and in the configuration.", fix="keep one of them"
             )
-    return {**configured.accelerate, **given}
+    return options | given
 
 
 def _check_connected(world_size: int) -> None:
