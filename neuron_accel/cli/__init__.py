@@ -1,0 +1,1 @@
+"""The command ``neuron-accel``. Its modules are light: torch is imported by the functions that need it."""

@@ -1,0 +1,125 @@
+"""One rank of a launch: ``python -m neuron_accel.cli._rank LAUNCHER_PID script|module TARGET [ARGUMENT ...]``.
+
+Runs the target as Python itself would run it, with three things added. The rank dies with its launcher, however that
+dies. An exception is written to the error file with its exact time, so that the launcher can tell the rank that failed
+first from those that failed because of it. A crash in native code prints the Python stack.
+
+It imports only the standard library: what the target must be the first to import, or to configure, stays untouched.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import faulthandler
+import importlib.abc
+import importlib.util
+import io
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+
+PR_SET_PDEATHSIG = 1
+POLL_SECONDS = 0.5
+
+
+def die_with(launcher_pid: int) -> None:
+    """Arranges that this process is killed when its launcher ends, even by SIGKILL.
+
+    On Linux the kernel does it (prctl(2), PR_SET_PDEATHSIG); elsewhere a thread watches the parent's id.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_watch, args=(launcher_pid,), daemon=True).start()
+    if os.getppid() != launcher_pid:  # it ended before the kernel was asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _watch(launcher_pid: int) -> None:
+    while os.getppid() == launcher_pid:
+        time.sleep(POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_script(path: str) -> None:
+    """Executes a file as ``__main__``."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    with io.open_code(path) as source:
+        code = compile(source.read(), path, "exec", dont_inherit=True)
+    _run_as_main(code, __file__=path)
+
+
+def run_module(name: str) -> None:
+    """Executes an importable module, or a package's ``__main__``, as ``__main__``."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    if spec is None or not isinstance(spec.loader, importlib.abc.InspectLoader):
+        sys.exit(f"neuron-accel: {name} is not a module that can be run")
+    code = spec.loader.get_code(spec.name)
+    if code is None:
+        sys.exit(f"neuron-accel: {name} is not written in Python")
+    sys.argv[0] = str(spec.origin)
+    _run_as_main(code, __file__=spec.origin, __spec__=spec, __loader__=spec.loader, __package__=spec.parent)
+
+
+def _run_as_main(code: types.CodeType, **attributes: object) -> None:
+    """The module stays in place afterwards, unlike with runpy: threads and exit handlers need it."""
+    main = types.ModuleType("__main__")
+    main.__dict__.update(attributes, __builtins__=builtins)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def write_error_file(error: BaseException, stack: types.TracebackType | None) -> None:
+    """Writes what torch's elastic agent reads when a rank fails, plus the time as a float under ``time``."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    now = time.time()
+    details = {
+        "py_callstack": "".join(traceback.format_exception(type(error), error, stack)),
+        "timestamp": str(int(now)),
+        "time": now,
+    }
+    summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+    with open(path, "w") as file:
+        json.dump({"message": {"message": summary, "extraInfo": details}}, file)
+
+
+def targets_part(stack: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback without the frames that lie before the target's own code."""
+    while stack is not None and stack.tb_frame.f_code.co_filename == __file__:
+        stack = stack.tb_next
+    return stack
+
+
+def main() -> None:
+    launcher_pid, kind, target, *arguments = sys.argv[1:]
+    die_with(int(launcher_pid))
+    faulthandler.enable()
+    sys.argv = [target, *arguments]
+    try:
+        run_script(target) if kind == "script" else run_module(target)
+    except KeyboardInterrupt:
+        raise
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            write_error_file(error, targets_part(error.__traceback__))
+        raise
+    except BaseException as error:
+        stack = targets_part(error.__traceback__)
+        write_error_file(error, stack)
+        sys.excepthook(type(error), error.with_traceback(stack), stack)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

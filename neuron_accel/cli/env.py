@@ -1,0 +1,156 @@
+"""``neuron-accel env``: what to paste into a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from neuron_accel.backends.select import Machine, choose, neuron_flavour
+from neuron_accel.cli.host import count_cores, count_neuron_devices, memory_bytes
+from neuron_accel.cli.table import format_pairs
+from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.engine.registry import Registry
+
+SUMMARY = "show what to paste into a bug report"
+DESCRIPTION = """\
+Show versions, hardware, the backend that would be chosen and why, the environment variables that matter,
+and the plugins installed. Values that look like secrets are left out.
+"""
+EXAMPLES = """\
+examples:
+  neuron-accel env                              for people
+  neuron-accel env --json                       for programs
+  NEURON_ACCEL_BACKEND=xla neuron-accel env     what would be chosen with this variable
+"""
+
+DISTRIBUTIONS = (
+    "neuron-accel",
+    "torch",
+    "accelerate",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "torch-xla",
+    "torch-neuronx",
+    "neuronx-cc",
+    "libneuronxla",
+)
+RELEVANT = re.compile(
+    r"^(NEURON|XLA|PJRT|ACCELERATE|OMP|MKL|TORCH|PYTORCH|NCCL|GLOO|FI|CCOM|CUDA|SLURM)_"
+    r"|^(USE_TORCH_XLA|DISABLE_XLA|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE)$"
+)
+SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API_?)?KEY(_|$)|AUTH", re.IGNORECASE)
+URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    report = collect(os.environ)
+    print(json.dumps(report, indent=2) if args.json else format_report(report))
+    return 0
+
+
+def collect(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The whole report as plain data."""
+    probes = Machine()
+    return {
+        "versions": versions(),
+        "system": {
+            "python": f"{platform.python_version()} ({sys.executable})",
+            "platform": platform.platform(),
+            "cores": count_cores(),
+            "memory_gib": round(memory_bytes() / 2**30, 1),
+            "neuron_devices": count_neuron_devices(),
+            "cuda_devices": _cuda_devices(),
+        },
+        "backend": _backend(environment, probes),
+        "environment": relevant_variables(environment),
+        "plugins": [
+            {"name": entry.name, "source": entry.source, "disabled": entry.disabled}
+            for entry in Registry.from_environment(environment).entries()
+        ],
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions by distribution, None where one is missing; nothing is imported."""
+    found: dict[str, str | None] = {}
+    for name in DISTRIBUTIONS:
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+            continue
+        found[name] = distribution.version
+        if name == "torch-neuronx":
+            groups = {point.group for point in distribution.entry_points}
+            found[name] = describe_torch_neuronx(distribution.version, groups)
+    return found
+
+
+def describe_torch_neuronx(version: str, entry_point_groups: set[str]) -> str:
+    """The version, and which of the packages of this name it is."""
+    flavour = neuron_flavour(version, entry_point_groups)
+    meaning = {
+        "native": "native device (TorchNeuron)",
+        "xla": "XLA flavour",
+        None: "a placeholder without content: install the real one from the AWS Neuron package index",
+    }
+    return f"{version} ({meaning[flavour]})"
+
+
+def relevant_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables that change how training runs; a name that suggests a secret appears without its value."""
+    return {
+        name: "(set; not shown)" if SECRET.search(name) else URL_CREDENTIALS.sub("***@", value)
+        for name, value in sorted(environment.items())
+        if RELEVANT.search(name)
+    }
+
+
+def _cuda_devices() -> list[str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def _backend(environment: Mapping[str, str], probes: Machine) -> dict[str, str]:
+    try:
+        decision = choose(None, environment, probes)
+    except ConfigurationError as error:
+        return {"error": str(error)}
+    return {"name": decision.backend, "device": decision.device, "reason": decision.reason}
+
+
+def format_report(report: Mapping[str, Any]) -> str:
+    system, backend = report["system"], report["backend"]
+    sections = {
+        "versions": [(name, version or "not installed") for name, version in report["versions"].items()],
+        "system": [
+            ("python", system["python"]),
+            ("platform", system["platform"]),
+            ("cores", str(system["cores"])),
+            ("memory", f"{system['memory_gib']} GiB"),
+            ("Neuron devices", str(system["neuron_devices"])),
+            ("CUDA devices", ", ".join(system["cuda_devices"]) or "0"),
+        ],
+        "backend": [(name, value.replace("\n", "\n    ")) for name, value in backend.items()],
+        "environment": list(report["environment"].items()) or [("(none set)", "")],
+        "plugins": [
+            (plugin["name"], plugin["source"] + (" (disabled)" if plugin["disabled"] else ""))
+            for plugin in report["plugins"]
+        ],
+    }
+    return "\n".join(f"{title}\n{format_pairs(pairs)}" for title, pairs in sections.items())

@@ -1,0 +1,95 @@
+"""Makes sure that a signal to the launcher ends its ranks.
+
+The elastic agent passes SIGINT and SIGTERM on. A rank that waits inside a collective does not see an interrupt until
+that returns, which may be never; so a thread of the launcher, woken by the signal itself whatever handler is installed,
+becomes firmer with time, and at once when a second signal arrives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+
+import psutil
+
+INTERRUPT_SECONDS = 5.0
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Escalation:
+    """While active: a first signal gives the ranks ``grace`` seconds to end, a second one none.
+
+    An interrupt that has not ended a rank after :data:`INTERRUPT_SECONDS` is followed by SIGTERM, which ends it unless
+    the script handles SIGTERM itself.
+
+    Args:
+        grace: seconds from the first signal until the ranks are killed.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="neuron_accel_escalation")
+        self._previous = -1
+
+    def __enter__(self) -> Escalation:
+        self._previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        signal.set_wakeup_fd(self._previous)
+        self._writer.close()  # the thread reads the end of the stream and stops
+        self._thread.join(timeout=5)
+        self._reader.close()
+
+    def _watch(self) -> None:
+        first = self._next_signal(None)
+        if first is None:
+            return
+        name = signal.Signals(first).name
+        print(f"neuron-accel: {name}: ending the ranks (once more to kill them)", file=sys.stderr, flush=True)
+        deadline = time.monotonic() + self._grace
+        if first == signal.SIGINT and self._grace > INTERRUPT_SECONDS:
+            if self._wait(time.monotonic() + INTERRUPT_SECONDS):
+                return
+            signal_ranks(signal.SIGTERM)
+        if not self._wait(deadline):
+            signal_ranks(signal.SIGKILL)
+
+    def _wait(self, deadline: float) -> bool:
+        """Whether the launch has ended by ``deadline``; a further signal kills the ranks at once."""
+        while (left := deadline - time.monotonic()) > 0:
+            ready, _, _ = select.select([self._reader], [], [], left)
+            if not ready:
+                return False
+            if self._next_signal(0) is None:
+                return True
+            signal_ranks(signal.SIGKILL)
+        return False
+
+    def _next_signal(self, timeout: float | None) -> int | None:
+        """The next handled signal; None at the end of the launch."""
+        while True:
+            data = self._reader.recv(1)
+            if not data:
+                return None
+            if data[0] in HANDLED:
+                return data[0]
+
+
+def signal_ranks(number: int) -> None:
+    """Sends a signal to every child of this process, and to what that child started if it leads a process group."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(child.pid) == child.pid:
+                os.killpg(child.pid, number)
+            else:
+                os.kill(child.pid, number)

@@ -1,0 +1,106 @@
+"""Which rank failed first, how, and what to tell the user."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LINES_SHOWN = 40
+TOGETHER_SECONDS = 1.0
+
+HINTS = {
+    signal.SIGKILL: "often the system running out of memory: see `dmesg`, or use fewer ranks or a smaller model",
+    signal.SIGSEGV: "a crash in native code; the Python stack is in the rank's output",
+    signal.SIGABRT: "native code gave up; its message and the Python stack are in the rank's output",
+    signal.SIGBUS: "often a full /dev/shm: give it more room, or use fewer data loading workers",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """A rank that ended with anything but success.
+
+    Args:
+        rank: its global rank.
+        exit_code: its exit code, or minus the signal that ended it.
+        noticed: when the launcher noticed, in seconds since the epoch (whole seconds).
+        summary: the exception as one line, where the rank lived to write it down.
+        raised: when it was raised, in seconds since the epoch.
+        stderr: the file with its error output; None where that went to the terminal.
+    """
+
+    rank: int
+    exit_code: int
+    noticed: float
+    summary: str | None = None
+    raised: float | None = None
+    stderr: Path | None = None
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code as a shell gives it: 128 + n for a process ended by signal n."""
+        return 128 - self.exit_code if self.exit_code < 0 else self.exit_code
+
+    @property
+    def how(self) -> str:
+        if self.exit_code < 0:
+            return f"ended by {signal_name(-self.exit_code)}"
+        return f"exit code {self.exit_code}" + (f", {self.summary}" if self.summary else "")
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
+    """The failure that the others follow from, as far as can be told.
+
+    ``failures`` is in the order in which the launcher noticed. When a rank dies, its peers soon fail too (their
+    connections close), and the launcher ends the rest with SIGTERM. So, among the ranks noticed together first: one
+    that died without a word comes before one that still wrote down its exception, since that is what its peers do; of
+    those with an exception the earliest; one ended by SIGTERM only where there is no other.
+    """
+    earliest = min(failure.noticed for failure in failures)
+    together = [failure for failure in failures if failure.noticed <= earliest + TOGETHER_SECONDS]
+    suspects = [failure for failure in together if failure.exit_code != -signal.SIGTERM]
+    if not suspects:
+        suspects = [failure for failure in failures if failure.exit_code != -signal.SIGTERM] or together
+    return min(suspects, key=lambda failure: failure.raised or 0.0)
+
+
+def describe(failures: Sequence[RankFailure]) -> str:
+    """The last thing that a failed launch prints."""
+    first = first_failure(failures)
+    lines = [f"rank {first.rank} failed first: {first.how}"]
+    hint = HINTS.get(-first.exit_code) if first.exit_code < 0 else None
+    if hint:
+        lines.append(f"  {hint}")
+    if first.stderr is None:
+        lines.append("  its output is above")
+    else:
+        shown = last_lines(first.stderr)
+        lines.append(
+            f"  its output is in {first.stderr.parent}" + ("; the end of it:" if shown else "; no error output")
+        )
+        lines.extend(f"  | {line}" for line in shown)
+    others = [failure for failure in failures if failure is not first]
+    ended = [str(failure.rank) for failure in others if failure.exit_code == -signal.SIGTERM]
+    lines.extend(
+        f"  then rank {failure.rank}: {failure.how}" for failure in others if failure.exit_code != -signal.SIGTERM
+    )
+    if ended:
+        lines.append(f"  ended because of it: rank {', '.join(ended)}")
+    return "\n".join(lines)
+
+
+def last_lines(path: Path, number: int = LINES_SHOWN) -> list[str]:
+    """The last ``number`` lines of a file that may be missing."""
+    try:
+        return path.read_text(errors="replace").splitlines()[-number:]
+    except OSError:
+        return []

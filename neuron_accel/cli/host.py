@@ -1,0 +1,45 @@
+"""What the launcher and ``env`` need to know about this machine, beyond what decides the backend."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """This machine as the launcher sees it.
+
+    Args:
+        cores: CPU cores that this process may run on.
+        loopback: name of the loopback network interface, if there is one.
+        torch_xla: whether torch_xla is installed.
+    """
+
+    cores: int
+    loopback: str | None
+    torch_xla: bool
+
+
+def count_cores() -> int:
+    """Cores that this process may use, which taskset, Slurm and containers can make fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """The machine's memory; a container's limit is not looked at."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def find_loopback() -> str | None:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def count_neuron_devices(devices: Path = Path("/dev")) -> int:
+    """Neuron devices (chips, each with several cores) whose driver files are in ``devices``."""
+    return sum(path.name.removeprefix("neuron").isdigit() for path in devices.glob("neuron*"))

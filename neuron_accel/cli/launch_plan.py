@@ -1,0 +1,232 @@
+"""What a launch will do, decided before anything starts: a pure function of the request, the machine and the
+environment, so that ``--dry-run`` prints exactly what a launch would do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from neuron_accel.backends.select import Decision
+from neuron_accel.cli.host import Host
+from neuron_accel.cli.table import format_pairs
+from neuron_accel.engine.errors import ConfigurationError, did_you_mean
+
+DEFAULT_MASTER_PORT = 29500
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """What the user asked for; one field an option of ``neuron-accel launch``."""
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    nproc_per_node: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int | None = None
+    cpu: bool = False
+    tee: bool = False
+    log_dir: str | None = None
+    grace: float = 30.0
+    max_restarts: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """An environment variable that the ranks get, and why. Only a ``binding`` one replaces what is set already."""
+
+    name: str
+    value: str
+    why: str
+    binding: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """A launch that is ready to start."""
+
+    request: LaunchRequest
+    settings: tuple[Setting, ...]
+    device: str
+    reason: str
+
+    @property
+    def world_size(self) -> int:
+        return self.request.nproc_per_node * self.request.nnodes
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the rendezvous is at an address that the user named; otherwise a free local port is taken."""
+        return self.request.nnodes > 1 or self.request.master_port is not None
+
+    @property
+    def endpoint(self) -> str:
+        if not self.is_static:
+            return "127.0.0.1:0"
+        return f"{self.request.master_addr or '127.0.0.1'}:{self.request.master_port or DEFAULT_MASTER_PORT}"
+
+    def command(self, launcher_pid: int | str) -> list[str]:
+        """The command line of every rank, after the interpreter."""
+        kind = "module" if self.request.module else "script"
+        rank = ["-u", "-m", "neuron_accel.cli._rank", str(launcher_pid), kind]
+        return [*rank, self.request.target, *self.request.arguments]
+
+    def explain(self) -> str:
+        request = self.request
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        where = "this machine" if request.nnodes == 1 else f"{request.nnodes} machines, this is {request.node_rank}"
+        pairs = [(f"{setting.name}={setting.value}", setting.why) for setting in self.settings]
+        if self.is_static:
+            pairs.append((f"rendezvous {self.endpoint}", "as asked"))
+        pairs.append(("output", _explain_output(request)))
+        return f"{ranks} of {request.target} on {where}; device {self.device}: {self.reason}\n{format_pairs(pairs)}"
+
+
+def plan_launch(request: LaunchRequest, host: Host, decision: Decision, environment: Mapping[str, str]) -> LaunchPlan:
+    """Decides how to launch.
+
+    Args:
+        request: what the user asked for.
+        host: this machine.
+        decision: the backend that the ranks will choose.
+        environment: the environment variables that the ranks inherit; what it sets is left alone.
+
+    Raises:
+        ConfigurationError: the request cannot be launched.
+    """
+    check_request(request)
+    settings = [
+        setting
+        for setting in (
+            _threads(request, host),
+            _use_cpu(request, decision),
+            _loopback(request, host, decision),
+            _no_xla(host, decision),
+        )
+        if setting is not None and (setting.name not in environment or setting.binding)
+    ]
+    return LaunchPlan(request=request, settings=tuple(settings), device=decision.device, reason=decision.reason)
+
+
+def _threads(request: LaunchRequest, host: Host) -> Setting:
+    threads = max(1, host.cores // request.nproc_per_node)
+    why = f"cores / ranks on this machine = {host.cores} / {request.nproc_per_node}, at least 1"
+    return Setting(name="OMP_NUM_THREADS", value=str(threads), why=why)
+
+
+def _use_cpu(request: LaunchRequest, decision: Decision) -> Setting | None:
+    if decision.device != "cpu":
+        return None
+    why = "--cpu" if request.cpu else "no accelerator; without this, ranks of Accelerate would each train alone"
+    return Setting(name="ACCELERATE_USE_CPU", value="true", why=why, binding=request.cpu)
+
+
+def _loopback(request: LaunchRequest, host: Host, decision: Decision) -> Setting | None:
+    if decision.device != "cpu" or request.nnodes > 1 or host.loopback is None:
+        return None
+    why = "all ranks are on this machine, whatever its name resolves to"
+    return Setting(name="GLOO_SOCKET_IFNAME", value=host.loopback, why=why)
+
+
+def _no_xla(host: Host, decision: Decision) -> Setting | None:
+    if not host.torch_xla or decision.backend == "xla":
+        return None
+    why = "torch_xla is installed, and Accelerate would use it"
+    return Setting(name="USE_TORCH_XLA", value="false", why=why)
+
+
+def _explain_output(request: LaunchRequest) -> str:
+    if request.log_dir:
+        shown = "every rank's is shown here" if request.tee else "rank 0's is shown here"
+        return f"every rank's goes to {request.log_dir}; {shown}, line by line"
+    if request.nproc_per_node == 1:
+        return "here"
+    if request.tee:
+        return "every rank's is shown here, those after the first with their rank in front"
+    return "the first rank's is shown here; the others' is kept if one fails (--tee shows it, --log-dir keeps it)"
+
+
+def check_request(request: LaunchRequest) -> None:
+    """Raises :class:`ConfigurationError` for a request that cannot be launched."""
+    _check_ranks(request)
+    if request.module:
+        _check_module(request.target)
+    else:
+        _check_script(request.target)
+    if request.log_dir and Path(request.log_dir).is_file():
+        raise ConfigurationError(
+            f"{request.log_dir} is a file.",
+            where="--log-dir",
+            why="Each rank gets a folder of its own below it.",
+            fix="Name a folder; it is made if it does not exist.",
+        )
+
+
+def _check_ranks(request: LaunchRequest) -> None:
+    if request.nproc_per_node < 1:
+        raise ConfigurationError(
+            f"{request.nproc_per_node} ranks cannot train anything.",
+            where="--nproc-per-node",
+            fix="Give the number of ranks on this machine: 1 or more, at most one for each accelerator core.",
+        )
+    if request.nnodes < 1:
+        raise ConfigurationError(
+            f"{request.nnodes} machines cannot train anything.", where="--nnodes", fix="Give 1 or more."
+        )
+    if not 0 <= request.node_rank < request.nnodes:
+        raise ConfigurationError(
+            f"Machine {request.node_rank} does not exist among {request.nnodes}.",
+            where="--node-rank",
+            why="Machines are counted from 0.",
+            fix=f"Give a number from 0 to {request.nnodes - 1}; a different one on every machine.",
+        )
+    if request.nnodes > 1 and request.master_addr is None:
+        raise ConfigurationError(
+            f"{request.nnodes} machines need to know where to meet.",
+            where="--master-addr",
+            fix="Give the address of machine 0, the same on all of them.",
+        )
+    if request.master_port is not None and not 0 < request.master_port < 65536:
+        raise ConfigurationError(
+            f"{request.master_port} is not a port.",
+            where="--master-port",
+            fix="Give a number from 1 to 65535, or leave it out on one machine: a free port is taken then.",
+        )
+    if request.max_restarts < 0:
+        raise ConfigurationError(
+            f"Ranks cannot be restarted {request.max_restarts} times.", where="--max-restarts", fix="Give 0 or more."
+        )
+    if request.grace < 0:
+        raise ConfigurationError(
+            f"Ranks cannot be given {request.grace} seconds to end.", where="--grace", fix="Give 0 or more seconds."
+        )
+
+
+def _check_script(target: str) -> None:
+    path = Path(target)
+    if path.is_file():
+        return
+    what = "is a folder" if path.is_dir() else "does not exist"
+    folder = path.parent if path.parent.is_dir() else Path()
+    nearby = [str(folder / file.name) if folder != Path() else file.name for file in folder.glob("*.py")]
+    fix = did_you_mean(target, nearby) if len(nearby) <= 20 else "Check the path."
+    if not nearby:
+        fix = "Check the path; for a module that Python can import give --module."
+    raise ConfigurationError(f"{target} {what}.", where=f"script to launch, looked up from {os.getcwd()}", fix=fix)
+
+
+def _check_module(target: str) -> None:
+    package = target.partition(".")[0]
+    if PathFinder.find_spec(package, [os.getcwd()]) or importlib.util.find_spec(package):
+        return
+    raise ConfigurationError(
+        f"There is no module {package!r}.",
+        where="--module",
+        fix="Install it, or run from the folder that contains it; for a file leave --module out.",
+    )

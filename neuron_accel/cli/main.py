@@ -1,0 +1,65 @@
+"""Entry point of ``neuron-accel``: parses, dispatches, and prints the project's errors without a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from neuron_accel.cli import env, launch, plugins, smoke_test
+from neuron_accel.engine.errors import NeuronAccelError
+
+COMMANDS = {"launch": launch, "env": env, "plugins": plugins, "test": smoke_test}
+
+EPILOG = """\
+examples:
+  neuron-accel launch --nproc-per-node 4 train.py --epochs 3    train on four ranks of this machine
+  neuron-accel test                                             does this installation work?
+  neuron-accel env                                              what to paste into a bug report
+  neuron-accel plugins                                          which strategies are installed
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="neuron-accel",
+        description="Launch, inspect and check sharded training with neuron_accel.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=module.SUMMARY,
+            description=module.DESCRIPTION,
+            epilog=module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code: 0 fine, 1 failed, 2 wrong usage, 128 + n ended by signal n.
+
+    ``launch`` returns the exit code of the rank that failed first.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except NeuronAccelError as error:
+        print(f"neuron-accel: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `neuron-accel env | head` closed our output; nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

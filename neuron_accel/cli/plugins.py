@@ -1,0 +1,90 @@
+"""``neuron-accel plugins``: which strategies are installed, from where, and what they do."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+from neuron_accel.cli.table import format_table
+from neuron_accel.engine.errors import NeuronAccelError
+from neuron_accel.engine.plugin import StrategyPlugin
+from neuron_accel.engine.registry import PluginEntry, Registry
+
+SUMMARY = "list the strategies that are installed"
+DESCRIPTION = """\
+List every strategy that is installed, built in or from another distribution: when it acts, which axes of the
+mesh it can bring, which duties it owns, and what it needs. One that cannot be loaded is listed with the reason,
+and the exit code is 1.
+"""
+EXAMPLES = """\
+examples:
+  neuron-accel plugins            for people
+  neuron-accel plugins --json     for programs
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    plugins = [describe(entry) for entry in Registry.from_environment().entries()]
+    print(json.dumps(plugins, indent=2) if args.json else format_plugins(plugins))
+    return 1 if any(plugin["error"] for plugin in plugins) else 0
+
+
+def describe(entry: PluginEntry) -> dict[str, Any]:
+    """What is known about a plugin as plain data; ``error`` says why it cannot be loaded, if so."""
+    known: dict[str, Any] = {
+        "name": entry.name,
+        "version": entry.version,
+        "distribution": entry.distribution,
+        "class": entry.value,
+        "disabled": entry.disabled,
+        "error": None,
+    }
+    try:
+        cls = entry.load()
+    except NeuronAccelError as error:
+        return {**known, "error": str(error)}
+    spec = cls.spec
+    return {
+        **known,
+        "phase": spec.phase.name.lower(),
+        "axes": _axes(cls),
+        "provides": sorted(spec.provides),
+        "claims": sorted(claim.value for claim in spec.claims),
+        "refines": sorted(claim.value for claim in spec.refines),
+        "requires": sorted(spec.requires),
+        "conflicts": sorted(spec.conflicts),
+    }
+
+
+def _axes(cls: type[StrategyPlugin]) -> list[str] | None:
+    """The axes of the mesh that it can bring; None where its options have no defaults to ask with."""
+    required = [
+        field
+        for field in dataclasses.fields(cls)
+        if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    return None if required else [axis.name for axis in cls().axes()]
+
+
+def format_plugins(plugins: list[dict[str, Any]]) -> str:
+    if not plugins:
+        return "no plugin is installed"
+    headers = ("name", "version", "distribution", "phase", "axes", "claims", "refines", "requires", "conflicts")
+    rows = [[_cell(plugin, header) for header in headers] for plugin in plugins]
+    broken = [f"{plugin['name']}: {plugin['error']}" for plugin in plugins if plugin["error"]]
+    return "\n".join([format_table(headers, rows), *(["", "cannot be loaded:", *broken] if broken else [])])
+
+
+def _cell(plugin: dict[str, Any], header: str) -> str:
+    if header == "name" and plugin["disabled"]:
+        return f"{plugin['name']} (disabled)"
+    if header == "phase" and plugin["error"]:
+        return "broken"
+    value = plugin.get(header)
+    return (", ".join(value) if isinstance(value, list) else value) or "-"

@@ -1,0 +1,73 @@
+"""Which rank is said to have failed first, and in which words."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+
+import pytest
+
+from neuron_accel.cli.failures import LINES_SHOWN, RankFailure, describe, first_failure
+
+
+def failure(rank, exit_code, noticed=100.0, raised=None, summary=None, stderr=None):
+    return RankFailure(rank=rank, exit_code=exit_code, noticed=noticed, raised=raised, summary=summary, stderr=stderr)
+
+
+RAISED_FIRST = failure(2, 1, raised=99.90, summary="ValueError: boom")
+RAISED_LATER = failure(0, 1, raised=99.95, summary="RuntimeError: Connection closed by peer")
+ENDED = failure(1, -signal.SIGTERM)
+KILLED = failure(3, -signal.SIGKILL)
+EXITED = failure(3, 7)
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank"),
+    [
+        ([RAISED_LATER, RAISED_FIRST, ENDED], 2),  # the earlier exception
+        ([RAISED_LATER, KILLED, ENDED], 3),  # who was killed said nothing; its peers did
+        ([RAISED_LATER, EXITED, ENDED], 3),  # nor did who left through os._exit
+        ([ENDED, RAISED_LATER], 0),  # SIGTERM is how the launcher ends the rest
+    ],
+)
+def test_the_cause_is_told_from_its_consequences(failures, rank):
+    for order in itertools.permutations(failures):
+        assert first_failure(order).rank == rank
+
+
+def test_ranks_killed_after_the_grace_are_consequences():
+    stubborn = failure(0, -signal.SIGKILL, noticed=130.0)
+    assert first_failure([RAISED_FIRST, stubborn]).rank == 2
+
+
+def test_if_all_were_ended_the_one_noticed_first_was_first():
+    assert first_failure([failure(1, -signal.SIGTERM), failure(0, -signal.SIGTERM)]).rank == 1
+
+
+@pytest.mark.parametrize(("exit_code", "shell"), [(1, 1), (3, 3), (-9, 137), (-11, 139)])
+def test_the_exit_code_is_that_of_a_shell(exit_code, shell):
+    assert failure(0, exit_code).shell_code == shell
+
+
+def test_the_report_shows_how_where_and_what_followed(tmp_path):
+    log = tmp_path / "rank_2" / "stderr.log"
+    log.parent.mkdir()
+    log.write_text("\n".join(f"line {number}" for number in range(1000)))
+    report = describe([RAISED_LATER, failure(2, 1, raised=99.9, summary="ValueError: boom", stderr=log), ENDED])
+    lines = report.splitlines()
+    assert lines[0] == "rank 2 failed first: exit code 1, ValueError: boom"
+    assert str(log.parent) in lines[1]
+    assert "  | line 999" in lines
+    assert sum(line.startswith("  | ") for line in lines) == LINES_SHOWN
+    assert "  then rank 0: exit code 1, RuntimeError: Connection closed by peer" in lines
+    assert lines[-1] == "  ended because of it: rank 1"
+
+
+def test_a_kill_comes_with_its_usual_reason():
+    report = describe([KILLED])
+    assert "ended by SIGKILL" in report
+    assert "memory" in report
+
+
+def test_a_missing_log_is_no_reason_to_fail_again(tmp_path):
+    assert "no error output" in describe([failure(1, 1, stderr=tmp_path / "gone")])
