@@ -28,7 +28,7 @@ def reported(op: str, where: str) -> Iterator[None]:
             raise
         slow = _TIMEOUT.search(str(error)) is not None
         raise CommunicationError(
-            f"The collective {op!r} did not complete: {_first_line(error)}",
+            f"The collective {op!r} did not complete: {_summary(error)}",
             where=where,
             why="a peer did not arrive in time" if slow else "a peer has most likely ended",
             fix="look for the first error in the output of the other ranks"
@@ -45,5 +45,6 @@ def _network_errors() -> tuple[type[Exception], ...]:
     return tuple(getattr(dist, name) for name in ("DistNetworkError", "DistStoreError") if hasattr(dist, name))
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+def _summary(error: Exception) -> str:
+    """What happened, without the advice that gloo appends."""
+    return str(error).strip().partition("\n")[0].partition(". This is typically")[0] or type(error).__name__

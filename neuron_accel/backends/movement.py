@@ -32,7 +32,7 @@ class Flat:
     """
 
     def __init__(self, tensor: torch.Tensor, as_bytes: bool) -> None:
-        flat = tensor.reshape(-1)
+        flat = tensor.contiguous().view(-1)
         self.buffer = flat.view(torch.uint8) if as_bytes and flat.dtype not in _CARRIED else flat
 
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from neuron_accel.backends import payload
 from neuron_accel.backends.base import Backend, Done, Group, Pending, ReduceOp
@@ -57,7 +58,8 @@ class TorchBackend(Backend):
         self._world_size = dist.get_world_size() if connected else 1
         self._handles: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._closed = False
-        atexit.register(self.shutdown)
+        if connected:
+            atexit.register(self.shutdown)
 
     @classmethod
     def connect(cls, device: torch.device | str | None = None, *, timeout: timedelta | None = None) -> TorchBackend:
@@ -151,7 +153,9 @@ class TorchBackend(Backend):
         """See :meth:`Backend.all_reduce`. On the CPU max and min propagate NaN, as torch's own do, the sum of booleans
         is "any", and what is not float32, float64, int32, int64 or complex takes two steps, the second of which starts
         in ``wait()``: ranks wait for their collectives in the same order."""
-        if group.size == 1:
+        if op not in _OPS:
+            raise ValueError(f"op is one of {', '.join(_OPS)}, not {op!r}")
+        if group.size == 1 or not tensor.numel():
             return Done(tensor)
         tensor = tensor.detach()
         if self._on_cpu and not (op == "sum" and tensor.dtype in _GLOO_SUMS):
@@ -168,9 +172,9 @@ class TorchBackend(Backend):
     def _start_two_step_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> Pending:
         """All-to-all, a local reduction by torch, all-gather: the bytes of a ring, and torch's arithmetic."""
         count = -(-tensor.numel() // group.size)
-        rows = tensor.new_zeros(group.size * count)
-        rows[: tensor.numel()] = tensor.reshape(-1)
-        rows = rows.view(group.size, count)
+        missing = group.size * count - tensor.numel()
+        flat = tensor.contiguous().view(-1)
+        rows = (F.pad(flat, (0, missing)) if missing else flat).view(group.size, count)
         self._note("all_reduce", group, 2 * (group.size - 1) * count * tensor.element_size())
         received = torch.empty_like(rows)
 
@@ -424,8 +428,8 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def _check_serves(device: torch.device) -> None:
-    served = dist.get_backend_config()
-    if device.type not in str(served):
+    served = dist.get_backend_config()  # "cpu:gloo,cuda:nccl"
+    if device.type not in [pair.partition(":")[0] for pair in served.split(",")]:
         raise UsageError(
             f"The process group that exists ({served}) does not serve device {device.type!r}.",
             why="its collectives cannot reach tensors that live there",

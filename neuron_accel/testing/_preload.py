@@ -1,7 +1,8 @@
 """Imported once, by the process that ranks are forked from, so that every rank starts with warm imports.
 
 That process only imports: it starts no threads, opens no process group and touches no device, because forked ranks
-would inherit what it started. A module that cannot be imported is left to the rank that needs it, which then shows the error.
+would inherit what it started. A module that cannot be imported is left to the rank that needs it, which then shows the
+error.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -30,7 +31,7 @@ class RankTask:
         backend: name of the torch.distributed backend, None for no process group.
         folder: where ranks meet and leave their output.
         environ: the whole environment of the rank.
-        timeout: seconds that a collective may take.
+        timeout: seconds after which the caller ends the rank.
     """
 
     rank: int
@@ -88,7 +89,7 @@ def _isolate(task: RankTask) -> None:
     stack = os.open(task.stack, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.enable(file=2)
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
-    threading.Thread(target=_die_with_caller, name="watch-caller", daemon=True).start()
+    threading.Thread(target=_die_with_caller, args=(task.folder,), name="watch-caller", daemon=True).start()
     settled = {name: os.environ[name] for name in ("USE_TORCH_XLA",) if name in os.environ}
     os.environ.clear()
     os.environ.update({**settled, **task.environ})
@@ -97,10 +98,11 @@ def _isolate(task: RankTask) -> None:
         sys.modules["numpy"].random.seed()
 
 
-def _die_with_caller() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
+def _die_with_caller(folder: str) -> None:
+    caller = multiprocessing.parent_process()
+    if caller is not None:
+        caller.join()
+        shutil.rmtree(folder, ignore_errors=True)  # a caller that was killed could not
         os.killpg(0, signal.SIGKILL)
 
 
@@ -122,7 +124,7 @@ def _open_process_group(task: RankTask) -> None:
         store=dist.FileStore(os.path.join(task.folder, "store"), task.size),
         rank=task.rank,
         world_size=task.size,
-        timeout=timedelta(seconds=task.timeout),
+        timeout=timedelta(seconds=task.timeout + 60),  # the caller ends the rank first, and shows where it stood
     )
 
 

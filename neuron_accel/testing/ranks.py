@@ -94,13 +94,13 @@ def run_ranks(
     Each rank is a process of its own on the CPU with one thread, with torch.distributed initialised and the environment
     that torchrun would give it (RANK, WORLD_SIZE, ...; nobody listens on MASTER_PORT) on top of the caller's. What
     ranks print is printed by the caller after success and is part of the error otherwise. No process, file or socket is
-    left behind, whatever happens.
+    left behind, also when the caller is interrupted or killed.
 
     Args:
         fn: a function of a module (not a lambda or a closure: ranks import it by name).
         n: number of ranks, 1 or more.
         args, kwargs: what ``fn`` is called with; picklable, as is what it returns. Ranks get copies.
-        timeout: seconds until ranks that still run are ended; also the limit of a single collective.
+        timeout: seconds until ranks that still run are ended.
         grace: seconds that the other ranks have to end on their own once one has failed.
         env: more environment variables for the ranks.
         backend: ``"gloo"``, or None for ranks without a process group.
@@ -288,7 +288,10 @@ def _read(path: Path) -> str:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    return isinstance(error, (CommunicationError, RankTimeout))
+    from neuron_accel.backends.failures import is_communication_failure
+
+    lost_peer = isinstance(error, RuntimeError) and is_communication_failure(error)
+    return lost_peer or isinstance(error, (CommunicationError, RankTimeout))
 
 
 def _name(error: BaseException) -> str:

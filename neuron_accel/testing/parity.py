@@ -1,0 +1,204 @@
+"""Does a composition of plugins train like one process?
+
+The reference is a plain PyTorch loop in one process that knows nothing of this project. The same model, built from the
+same seed, is trained on several ranks through ``NeuronAccelerator`` on the same global batches, and losses, gradient
+norms, gradients and weights are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuron_accel.testing.ranks import run_ranks
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How to train.
+
+    Args:
+        optimizer: ``optimizer(parameters)`` makes the optimizer.
+        accumulation: micro-batches per optimizer step.
+        max_norm: gradients are clipped to this norm; None: not at all.
+        prepare_model: called on the model before training, for gradient checkpointing and the like.
+    """
+
+    optimizer: Callable[[Any], torch.optim.Optimizer] = field(default_factory=lambda: _adamw)
+    accumulation: int = 1
+    max_norm: float | None = None
+    prepare_model: Callable[[nn.Module], Any] | None = None
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a training did.
+
+    Args:
+        losses: of each micro-batch, over the whole of it.
+        norms: of the gradients of each step before clipping; empty without clipping.
+        gradients: of the last step, by FQN, in original shapes.
+        weights: at the end, by name in the state dict.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+def train_alone(model_fn: Callable[[], nn.Module], batches: Sequence[Batch], training: Training) -> Trace:
+    """Trains in this process with nothing but PyTorch."""
+    torch.manual_seed(0)
+    model = model_fn()
+    model.train()
+    if training.prepare_model:
+        training.prepare_model(model)
+    optimizer = training.optimizer(model.parameters())
+    losses, norms, gradients = [], [], {}
+    for i, batch in enumerate(batches):
+        loss = _loss(model(**batch))
+        (loss / training.accumulation).backward()
+        losses.append(loss.item())
+        if (i + 1) % training.accumulation == 0:
+            if training.max_norm is not None:
+                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), training.max_norm)))
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            optimizer.step()
+            optimizer.zero_grad()
+    return Trace(losses, norms, gradients, {k: v.clone() for k, v in model.state_dict().items()})
+
+
+def train_on_rank(
+    model_fn: Callable[[], nn.Module],
+    batches: Sequence[Batch],
+    config: Mapping[str, Any],
+    training: Training,
+) -> Trace | None:
+    """Trains on this rank through ``NeuronAccelerator(config=config)``; the trace on rank 0, None elsewhere."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={**config, "gradient_accumulation_steps": training.accumulation})
+    torch.manual_seed(0)
+    model = model_fn()
+    model.train()
+    if training.prepare_model:
+        training.prepare_model(model)
+    model, optimizer = accelerator.prepare(model, training.optimizer(model.parameters()))
+    losses, norms, gradients = [], [], {}
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = _loss(model(**_share(batch, accelerator)))
+            accelerator.backward(loss)
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            if accelerator.sync_gradients:
+                if training.max_norm is not None:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), training.max_norm)))
+                gradients = accelerator.get_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = accelerator.get_state_dict(model)
+    return Trace(losses, norms, gradients, weights) if accelerator.is_main_process else None
+
+
+def _share(batch: Batch, accelerator: Any) -> dict[str, torch.Tensor]:
+    size, rank = accelerator.data_parallel_size, accelerator.data_parallel_rank
+    return {name: value.chunk(size)[rank] for name, value in batch.items()}
+
+
+def _loss(output: Any) -> torch.Tensor:
+    if isinstance(output, torch.Tensor):
+        return output
+    return output["loss"] if isinstance(output, Mapping) else output.loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """How far a trace may be from the reference.
+
+    Args:
+        loss: relative, for each loss.
+        norm: relative, for each gradient norm.
+        gradient, weight: of each tensor, relative to its largest entry.
+    """
+
+    loss: float = 1e-5
+    norm: float = 1e-5
+    gradient: float = 1e-4
+    weight: float = 1e-4
+
+
+def compare(reference: Trace, trace: Trace, tolerance: Tolerance | None = None) -> None:
+    """Raises AssertionError naming everything in which ``trace`` is too far from ``reference``."""
+    tolerance = tolerance or Tolerance()
+    wrong = []
+    for name, limit in (("losses", tolerance.loss), ("norms", tolerance.norm)):
+        expected, found = getattr(reference, name), getattr(trace, name)
+        if len(expected) != len(found):
+            wrong.append(f"{len(found)} {name} instead of {len(expected)}")
+        for step, (a, b) in enumerate(zip(expected, found, strict=False)):
+            if not abs(a - b) <= limit * abs(a):
+                wrong.append(f"{name}[{step}] is {b!r} instead of {a!r}")
+    for name, limit in (("gradients", tolerance.gradient), ("weights", tolerance.weight)):
+        wrong += _compare_tensors(name, getattr(reference, name), getattr(trace, name), limit)
+    if wrong:
+        raise AssertionError("not like one process:\n  " + "\n  ".join(wrong))
+
+
+def _compare_tensors(
+    what: str, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], limit: float
+) -> list[str]:
+    wrong = [f"{what}: only the reference has {n}" for n in expected if n not in found]
+    wrong += [f"{what}: the reference has no {n}" for n in found if n not in expected]
+    for name in expected.keys() & found.keys():
+        a, b = expected[name], found[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            wrong.append(f"{what}[{name}] is {tuple(b.shape)} {b.dtype} instead of {tuple(a.shape)} {a.dtype}")
+        elif a.numel():
+            error = (a - b).abs().max().item() if a.is_floating_point() else float(not torch.equal(a, b))
+            scale = max(a.abs().max().item(), 1e-8)
+            if not error <= limit * scale:
+                wrong.append(f"{what}[{name}] is off by {error:.3g}, {error / scale:.3g} of its largest entry")
+    return wrong
+
+
+def assert_parallel_equivalence(
+    model_fn: Callable[[], nn.Module],
+    batches: Sequence[Batch],
+    plugins: Sequence[Any],
+    *,
+    ranks: int = 2,
+    training: Training | None = None,
+    tolerance: Tolerance | None = None,
+    timeout: float = 60,
+) -> None:
+    """Trains ``model_fn()`` in one process and on ``ranks`` ranks with ``plugins``, and compares.
+
+    Args:
+        model_fn: importable function that builds the model; called after seeding, it must not seed by itself.
+        batches: keyword arguments of the model's forward, one mapping for each micro-batch, whose first dim is divided
+            over data-parallel ranks. The model returns a loss, or something with ``loss`` that is its mean over
+            samples.
+        plugins: as under ``plugins`` in a configuration: names, or ``{name: options}``, or plugin objects.
+        ranks: number of gloo ranks.
+        training: how to train; AdamW by default.
+        tolerance: how exact; by default what fp32 rounding allows.
+        timeout: seconds.
+
+    Raises:
+        AssertionError: naming what differs.
+    """
+    training = training or Training()
+    reference = run_ranks(train_alone, 1, model_fn, batches, training, timeout=timeout)[0]
+    trace = run_ranks(train_on_rank, ranks, model_fn, batches, {"plugins": list(plugins)}, training, timeout=timeout)[0]
+    compare(reference, trace, tolerance)

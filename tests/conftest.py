@@ -1,0 +1,15 @@
+"""What holds for every test: no network, no threads fighting over the cores, no accidental XLA."""
+
+from __future__ import annotations
+
+import os
+
+# Libraries read these when they are imported, which is after this file.
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["ACCELERATE_USE_CPU"] = os.environ.get("ACCELERATE_USE_CPU", "true")
+
+from neuron_accel.backends.select import settle
+
+settle(os.environ)
