@@ -1,0 +1,22 @@
+"""What the strategies need to know about model families, as data.
+
+An :class:`ArchitecturePlan` describes a family; :func:`architecture_of` binds it to a model.
+"""
+
+from __future__ import annotations
+
+from neuron_accel.models.architecture import Architecture, architecture_of
+from neuron_accel.models.catalog import known_model_types, plan_for
+from neuron_accel.models.plan import ArchitecturePlan, Style, colwise, rowwise, shared
+
+__all__ = [
+    "Architecture",
+    "ArchitecturePlan",
+    "Style",
+    "architecture_of",
+    "colwise",
+    "known_model_types",
+    "plan_for",
+    "rowwise",
+    "shared",
+]

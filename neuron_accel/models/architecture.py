@@ -1,0 +1,138 @@
+"""A family's plan bound to one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from neuron_accel.engine.errors import UnsupportedModelError, did_you_mean
+from neuron_accel.models.catalog import known_model_types, plan_for
+from neuron_accel.models.plan import ArchitecturePlan, matches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Where the parts of one model are.
+
+    Args:
+        plan: the plan of its family.
+        config: its configuration.
+        model: the model whose FQNs count.
+        owner: the model of the family inside it (``LlamaForCausalLM``), often ``model`` itself.
+        owner_name: its FQN in ``model``; empty if it is ``model`` itself.
+        base: the base model inside the owner (``LlamaModel``); the owner itself if it has no head.
+        base_name: its FQN in ``model``.
+    """
+
+    plan: ArchitecturePlan
+    config: Any
+    model: nn.Module
+    owner: nn.Module
+    owner_name: str
+    base: nn.Module
+    base_name: str
+
+    @property
+    def model_type(self) -> str:
+        return self.config.model_type
+
+    def find(self, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+        """FQN (in ``model``) and module of everything that a pattern of the plan stands for, in the model's order."""
+        for name, module in self.base.named_modules():
+            if matches(pattern, name):
+                yield join(self.base_name, name), module
+
+    @property
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        """FQN and module of the repeated blocks, in order."""
+        return list(self.find(self.plan.blocks))
+
+    @property
+    def regions(self) -> list[tuple[str, nn.Module]]:
+        """FQN and module of the tensor-parallel regions, in order."""
+        return [found for pattern in self.plan.regions for found in self.find(pattern)]
+
+    @property
+    def final_norm(self) -> tuple[str, nn.Module]:
+        """FQN and module of the norm after the last block."""
+        return self._one(self.plan.final_norm)
+
+    @property
+    def token_embedding(self) -> tuple[str, nn.Module]:
+        """FQN and module of the token embedding."""
+        return self._one(self.plan.token_embedding)
+
+    @property
+    def head(self) -> tuple[str, nn.Module] | None:
+        """FQN and module of the projection to the vocabulary; None if the model has none."""
+        module = dict(self.owner.named_modules()).get(self.plan.head)
+        return None if module is None else (join(self.owner_name, self.plan.head), module)
+
+    def _one(self, pattern: str) -> tuple[str, nn.Module]:
+        found = list(self.find(pattern))
+        if len(found) != 1:
+            raise UnsupportedModelError(
+                f"{type(self.base).__name__} has {len(found)} modules named {pattern!r}, one was expected.",
+                where=f"the plan of model type {self.model_type!r}",
+                why="the model is not built as its model type says",
+            )
+        return found[0]
+
+
+def architecture_of(model: nn.Module) -> Architecture:
+    """Finds the model of a known family that ``model`` is, or that it wraps.
+
+    Raises:
+        UnsupportedModelError: if there is none, or its configuration asks for something that its plan does not cover.
+    """
+    found = _owner(model)
+    if found is None:
+        raise UnsupportedModelError(
+            f"No plan is known for {type(model).__name__}.",
+            why="it holds no model with a configuration that names its family (config.model_type)",
+            fix=f"use a model of one of these families: {', '.join(known_model_types())}",
+        )
+    owner_name, owner = found
+    config = owner.config
+    plan = plan_for(config.model_type)
+    if plan is None:
+        raise UnsupportedModelError(
+            f"No plan is known for the model type {config.model_type!r} of {type(owner).__name__}.",
+            why="how its weights may be divided has to be known",
+            fix=did_you_mean(config.model_type, known_model_types()),
+        )
+    for attribute, reason in plan.unsupported.items():
+        if getattr(config, attribute, None):
+            raise UnsupportedModelError(
+                f"A {config.model_type!r} with {attribute}={getattr(config, attribute)!r} is not covered by its plan.",
+                where=type(owner).__name__,
+                why=reason,
+            )
+    prefix = owner.base_model_prefix
+    base = getattr(owner, prefix, None) if prefix else None
+    is_base = not isinstance(base, nn.Module)
+    return Architecture(
+        plan=plan,
+        config=config,
+        model=model,
+        owner=owner,
+        owner_name=owner_name,
+        base=owner if is_base else base,
+        base_name=owner_name if is_base else join(owner_name, prefix),
+    )
+
+
+def _owner(model: nn.Module) -> tuple[str, nn.Module] | None:
+    # The class is asked, not the instance: wrappers such as adapters' forward attributes to what they wrap.
+    for name, module in model.named_modules():
+        if hasattr(type(module), "base_model_prefix") and getattr(module, "config", None) is not None:
+            return name, module
+    return None
+
+
+def join(prefix: str, name: str) -> str:
+    """``"prefix.name"``, either of which may be empty."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -1,0 +1,22 @@
+"""Decoders in the manner of Llama: rotary positions, grouped key/value heads, gated feed-forward."""
+
+from __future__ import annotations
+
+from neuron_accel.models.plan import ArchitecturePlan, colwise, rowwise
+
+LLAMA = ArchitecturePlan(
+    model_types=("llama", "mistral", "qwen2"),
+    blocks="layers.*",
+    token_embedding="embed_tokens",
+    final_norm="norm",
+    regions=("layers.*.self_attn", "layers.*.mlp"),
+    styles={
+        "layers.*.self_attn.q_proj": colwise(units="num_attention_heads"),
+        "layers.*.self_attn.k_proj": colwise(units="num_key_value_heads"),
+        "layers.*.self_attn.v_proj": colwise(units="num_key_value_heads"),
+        "layers.*.self_attn.o_proj": rowwise(units="num_attention_heads"),
+        "layers.*.mlp.gate_proj": colwise(units="intermediate_size"),
+        "layers.*.mlp.up_proj": colwise(units="intermediate_size"),
+        "layers.*.mlp.down_proj": rowwise(units="intermediate_size"),
+    },
+)

@@ -1,0 +1,147 @@
+"""How activations enter and leave the regions in which the ranks of an axis compute different things.
+
+All regions of a model share one :class:`Boundary`. What lies between two regions is either the same on every rank
+(:class:`ReplicatedFlow`) or a share of the sequence (:class:`SequenceFlow`); a strategy may exchange one for the other.
+
+Source: Shoeybi et al. 2019 (the conjugate operators f and g), Korthikanti et al. 2022 (g and its conjugate).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from neuron_accel.backends.autograd import (
+    chunk_to_group,
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    reduce_scatter_to_group,
+)
+from neuron_accel.strategies.tensor_parallel.randomness import RankRandomness
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.base import Backend, Group
+
+
+class Flow(ABC):
+    """What the activations between regions are."""
+
+    ranks_draw_apart: bool
+    """Whether ranks already draw different random numbers outside regions."""
+
+    @abstractmethod
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What flows between regions becomes the input of a region, whole on every rank."""
+
+    @abstractmethod
+    def exit(self, partial: torch.Tensor) -> torch.Tensor:
+        """The ranks' partial sums of a region's output become what flows between regions."""
+
+
+class ReplicatedFlow(Flow):
+    """The same on every rank: nothing to do on entry, an all-reduce on exit; the other way round in backward."""
+
+    ranks_draw_apart = False
+
+    def __init__(self, backend: Backend, group: Group) -> None:
+        self._backend, self._group = backend, group
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        return copy_to_group(hidden, self._backend, self._group)
+
+    def exit(self, partial: torch.Tensor) -> torch.Tensor:
+        return reduce_from_group(partial, self._backend, self._group)
+
+
+class SequenceFlow(Flow):
+    """A share of the sequence, dim 1, on each rank: all-gather on entry, reduce-scatter on exit; the other way round in
+    backward.
+
+    A sequence that does not divide is padded at its end between regions; inside a region it has its true length.
+    """
+
+    ranks_draw_apart = True
+
+    def __init__(self, backend: Backend, group: Group) -> None:
+        self._backend, self._group = backend, group
+        self._length = 0
+
+    def split(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[batch, sequence, hidden], the same on every rank, to this rank's share of it."""
+        self._length = hidden.shape[1]
+        return chunk_to_group(self._pad(hidden), self._backend, self._group, 1)
+
+    def join(self, share: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`split`; what follows must compute the same on every rank."""
+        return self._trim(gather_from_group(share, self._backend, self._group, 1, grad="chunk"))
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._trim(gather_from_group(hidden, self._backend, self._group, 1, grad="reduce_scatter"))
+
+    def exit(self, partial: torch.Tensor) -> torch.Tensor:
+        return reduce_scatter_to_group(self._pad(partial), self._backend, self._group, 1)
+
+    def remember_length(self, output: torch.Tensor) -> None:
+        """Makes the length of the sequence known again when the gradient of ``output`` arrives: activation
+        checkpointing then runs regions again, perhaps after a forward pass over sequences of another length."""
+        if output.requires_grad:
+            length = self._length
+
+            def restore(_: torch.Tensor) -> None:
+                self._length = length
+
+            output.register_hook(restore)
+
+    def _pad(self, full: torch.Tensor) -> torch.Tensor:
+        missing = -self._length % self._group.size
+        if not missing:
+            return full
+        return F.pad(full, (0, 0) * (full.dim() - 2) + (0, missing))
+
+    def _trim(self, full: torch.Tensor) -> torch.Tensor:
+        return full if full.shape[1] == self._length else full.narrow(1, 0, self._length)
+
+
+class Boundary:
+    """The one way in and out of all tensor-parallel regions of a model.
+
+    Args:
+        backend: performs the collectives.
+        group: the ranks among which the model is divided.
+    """
+
+    def __init__(self, backend: Backend, group: Group) -> None:
+        self.backend = backend
+        self.group = group
+        self.flow: Flow = ReplicatedFlow(backend, group)
+        self.randomness = RankRandomness(backend.device, group.index)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
+        return self  # a copied model runs on the same ranks
+
+    def enter(self, hidden: torch.Tensor, *, draws: bool) -> torch.Tensor:
+        """Entry of a region; ``draws`` says whether random numbers are drawn inside."""
+        if not self.flow.ranks_draw_apart:
+            self.randomness.begin(draws)
+        return self.flow.enter(hidden)
+
+    def exit(self, partial: torch.Tensor) -> torch.Tensor:
+        """Exit of a region, at its row-wise projection."""
+        self.leave()
+        return self.flow.exit(partial)
+
+    def leave(self) -> None:
+        """What is drawn from here on is the same on every rank again. Harmless if it was already."""
+        if not self.flow.ranks_draw_apart:
+            self.randomness.end()
+
+
+def boundary_of(model: nn.Module) -> Boundary | None:
+    """The boundary that a model's divided modules share; None if none is divided."""
+    found = (getattr(module, "boundary", None) for module in model.modules())
+    return next((boundary for boundary in found if isinstance(boundary, Boundary)), None)

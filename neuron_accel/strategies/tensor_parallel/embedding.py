@@ -1,0 +1,77 @@
+"""The two ends of a model of which each rank holds a part of the vocabulary: token embedding and head."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from neuron_accel.backends.autograd import copy_to_group, reduce_from_group
+from neuron_accel.engine.errors import UnsupportedModelError
+from neuron_accel.strategies.tensor_parallel.linear import take_over
+from neuron_accel.strategies.tensor_parallel.vocabulary import Vocabulary, VocabularyShard
+
+
+class VocabularyParallelEmbedding(nn.Embedding):
+    """An ``nn.Embedding`` of which each rank holds a part of the rows: ids of any shape to [..., embedding_dim], the
+    same on every rank."""
+
+    vocabulary: Vocabulary
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        vocabulary = self.vocabulary
+        vocabulary.check(input, "Token id")
+        row = input - vocabulary.start(input.device)
+        elsewhere = (row < 0) | (row >= vocabulary.local_size)
+        found = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
+        if self.padding_idx is not None:  # this row gets no gradient
+            found = torch.where((input == self.padding_idx).unsqueeze(-1), found.detach(), found)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return reduce_from_group(found, vocabulary.backend, vocabulary.group)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, degree={self.vocabulary.group.size}"
+
+
+class VocabularyParallelHead(nn.Linear):
+    """The projection to the vocabulary, of which each rank holds a part of the rows: [..., hidden], the same on every
+    rank, to logits [..., vocabulary].
+
+    The logits are gathered, unless ``divided_logits`` is set; then they are a :class:`VocabularyShard`.
+    """
+
+    vocabulary: Vocabulary
+    divided_logits: bool
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        vocabulary = self.vocabulary
+        local = F.linear(copy_to_group(input, vocabulary.backend, vocabulary.group), self.weight, self.bias)
+        return VocabularyShard.of(local, vocabulary) if self.divided_logits else vocabulary.gather(local)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, degree={self.vocabulary.group.size}"
+
+
+def parallel_embedding(fqn: str, source: nn.Embedding, vocabulary: Vocabulary) -> VocabularyParallelEmbedding:
+    """The module that replaces a token embedding, still with the whole table.
+
+    Raises:
+        UnsupportedModelError: for options that rows on other ranks would not get.
+    """
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(source, option):
+            raise UnsupportedModelError(
+                f"The embedding {fqn!r} has {option}={getattr(source, option)!r}.",
+                why="a rank sees only the gradients and norms of its own rows",
+                fix=f"build it without {option}, or leave it whole with parallelize_embeddings=False",
+            )
+    module = take_over(VocabularyParallelEmbedding, source)
+    module.vocabulary = vocabulary
+    return module
+
+
+def parallel_head(source: nn.Linear, vocabulary: Vocabulary) -> VocabularyParallelHead:
+    """The module that replaces the projection to the vocabulary, still with the whole weight."""
+    module = take_over(VocabularyParallelHead, source)
+    module.vocabulary, module.divided_logits = vocabulary, False
+    return module

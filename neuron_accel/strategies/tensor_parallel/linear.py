@@ -1,0 +1,130 @@
+"""Linear layers of which each rank computes a part.
+
+They take over the module that they replace: its hooks, its mode and whatever else was attached to it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from neuron_accel.strategies.tensor_parallel.boundary import Boundary
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureDims:
+    """Which dim of a weight counts input features, and which output features."""
+
+    input: int
+    output: int
+
+
+def feature_dims(module: nn.Module) -> FeatureDims | None:
+    """The dims of a plain linear layer's weight; None for every other module, subclasses with a forward of their own
+    included."""
+    if "forward" in vars(module):
+        return None
+    if type(module).forward is nn.Linear.forward:
+        return FeatureDims(input=1, output=0)
+    conv1d = _conv1d()
+    if conv1d is not None and type(module).forward is conv1d.forward:
+        return FeatureDims(input=0, output=1)
+    return None
+
+
+def _conv1d() -> type[nn.Module] | None:
+    # A model with such a layer has imported its class; nobody else should pay for the import.
+    module = sys.modules.get("transformers.pytorch_utils")
+    return getattr(module, "Conv1D", None)
+
+
+def take_over(cls: type[nn.Module], source: nn.Module) -> nn.Module:
+    """A module of class ``cls`` with everything that was attached to ``source``. Allocates nothing."""
+    module = cls.__new__(cls)
+    module.__dict__.update(vars(source))
+    for name in ("_parameters", "_buffers", "_modules"):
+        module.__dict__[name] = dict(vars(source)[name])
+    return module
+
+
+class ColumnParallelLinear(nn.Linear):
+    """A share of the output features of an ``nn.Linear``. Input [..., in], output [..., out / degree].
+
+    The input enters the region once for all its column-wise layers, so there is no communication here.
+    """
+
+    boundary: Boundary
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, degree={self.boundary.group.size}"
+
+
+class RowParallelLinear(nn.Linear):
+    """A share of the input features of an ``nn.Linear``. Input [..., in / degree]; the output [..., out] leaves the
+    region, and the bias, which every rank has whole, is added once."""
+
+    boundary: Boundary
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _leave(F.linear(input, self.weight), self.bias, self.boundary)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, degree={self.boundary.group.size}"
+
+
+class ColumnParallelConv1D(nn.Module):
+    """:class:`ColumnParallelLinear` for a layer whose weight is [in, out], as GPT-2's are."""
+
+    boundary: Boundary
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, self.weight.t(), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in={self.weight.shape[0]}, out={self.weight.shape[1]}, degree={self.boundary.group.size}"
+
+
+class RowParallelConv1D(nn.Module):
+    """:class:`RowParallelLinear` for a layer whose weight is [in, out], as GPT-2's are."""
+
+    boundary: Boundary
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _leave(F.linear(input, self.weight.t()), self.bias, self.boundary)
+
+    def extra_repr(self) -> str:
+        return f"in={self.weight.shape[0]}, out={self.weight.shape[1]}, degree={self.boundary.group.size}"
+
+
+def _leave(partial: torch.Tensor, bias: torch.Tensor | None, boundary: Boundary) -> torch.Tensor:
+    output = boundary.exit(partial)
+    return output if bias is None else output + bias.to(output.dtype)  # autocast leaves parameters in full precision
+
+
+def parallel_linear(source: nn.Module, kind: str, boundary: Boundary) -> nn.Module:
+    """The module that replaces a linear layer of style ``kind``, still with the whole parameters."""
+    transposed = not isinstance(source, nn.Linear)
+    if kind == "colwise":
+        cls: type[nn.Module] = ColumnParallelConv1D if transposed else ColumnParallelLinear
+    else:
+        cls = RowParallelConv1D if transposed else RowParallelLinear
+    module = take_over(cls, source)
+    module.boundary = boundary
+    return module
+
+
+def refresh_features(module: nn.Module) -> None:
+    """Makes the feature counts that a layer shows those of the weight it now holds."""
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, (ColumnParallelConv1D, RowParallelConv1D)):
+        module.nx, module.nf = module.weight.shape
+
+
+def is_row_parallel(module: nn.Module) -> bool:
+    """Whether a module's bias is applied outside the region that the module ends."""
+    return isinstance(module, (RowParallelLinear, RowParallelConv1D))

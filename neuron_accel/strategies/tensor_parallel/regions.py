@@ -1,0 +1,139 @@
+"""Hooks that let activations into regions, and outputs out of a model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuron_accel.backends.autograd import gather_from_group
+from neuron_accel.engine.errors import UsageError
+from neuron_accel.models.architecture import Architecture
+from neuron_accel.strategies.tensor_parallel.boundary import Boundary
+from neuron_accel.strategies.tensor_parallel.embedding import VocabularyParallelHead
+
+HIDDEN = "hidden_states"
+
+
+def replace_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments with the hidden states, the first positional one or the one of that name, changed.
+
+    Raises:
+        UsageError: if a call has none.
+    """
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    if HIDDEN in kwargs:
+        return args, {**kwargs, HIDDEN: change(kwargs[HIDDEN])}
+    raise UsageError(
+        f"A module was called without {HIDDEN!r}, as keyword or first argument; it got {sorted(kwargs)}.",
+        why="its input has to be brought to all ranks of the tensor-parallel axis first",
+    )
+
+
+class Dropouts:
+    """Whether any dropout in some modules is active."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        # Rates are attributes of attention modules, or of nn.Dropout. They may change during training, so they are kept
+        # by name.
+        self._rates = [
+            (module, name)
+            for outer in modules
+            for module in outer.modules()
+            for name, value in vars(module).items()
+            if isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and ("drop" in name or (isinstance(module, nn.modules.dropout._DropoutNd) and name == "p"))
+        ]
+
+    @property
+    def active(self) -> bool:
+        return any(module.training and getattr(module, name) > 0 for module, name in self._rates)
+
+
+class _Region:
+    def __init__(self, module: nn.Module, boundary: Boundary) -> None:
+        self._boundary, self._dropouts = boundary, Dropouts([module])
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        draws = self._dropouts.active
+        return replace_hidden(args, kwargs, lambda hidden: self._boundary.enter(hidden, draws=draws))
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._boundary.leave()  # after an error inside, or a region that ends in no row-wise projection
+
+
+def install_regions(architecture: Architecture, boundary: Boundary) -> None:
+    """Makes the input of every region of a model go through ``boundary``."""
+    for _, module in architecture.regions:
+        region = _Region(module, boundary)
+        module.register_forward_pre_hook(region.enter, with_kwargs=True)
+        module.register_forward_hook(region.leave, always_call=True)
+
+
+class _LogitsSwitch:
+    """Leaves logits divided exactly where the model itself computes a loss from them in training."""
+
+    def __init__(self, owner: nn.Module, head: VocabularyParallelHead) -> None:
+        self._head, self._signature = head, inspect.signature(type(owner).forward)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = self._signature.bind_partial(module, *args, **kwargs).arguments
+        labels = given.get("labels", kwargs.get("labels"))
+        self._head.divided_logits = module.training and labels is not None
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._head.divided_logits = False
+
+
+def install_logits_switch(owner: nn.Module, head: VocabularyParallelHead) -> None:
+    """Decides at each call of ``owner`` whether its logits are gathered."""
+    switch = _LogitsSwitch(owner, head)
+    owner.register_forward_pre_hook(switch.before, with_kwargs=True)
+    owner.register_forward_hook(switch.after, always_call=True)
+
+
+class _OutputField:
+    """Changes the tensors of one optional field of a model's output."""
+
+    def __init__(self, config: Any, field: str, change: Callable[[torch.Tensor], torch.Tensor], keep: str) -> None:
+        self._config, self._field, self._change, self._keep = config, field, change, keep
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if not isinstance(output, dict):
+            self._refuse_if_requested(kwargs)
+            return output
+        tensors = output.get(self._field)
+        if tensors is not None:
+            kept = output.get(self._keep)
+            output[self._field] = tuple(t if t is None or t is kept else self._change(t) for t in tensors)
+        return output
+
+    def _refuse_if_requested(self, kwargs: dict[str, Any]) -> None:
+        option = f"output_{self._field}"
+        if kwargs.get(option, getattr(self._config, option, None)):
+            raise UsageError(
+                f"{option} is not possible with return_dict=False under tensor parallelism.",
+                why=f"each rank has a part of the {self._field}, and in a plain tuple they cannot be told apart",
+                fix="use return_dict=True",
+            )
+
+
+def change_output(
+    architecture: Architecture, field: str, change: Callable[[torch.Tensor], torch.Tensor], keep: str = ""
+) -> None:
+    """Applies ``change`` to every tensor of ``field`` (``"attentions"``, ``"hidden_states"``) of what the base model
+    returns, except the one that is also its field ``keep``."""
+    hook = _OutputField(architecture.config, field, change, keep)
+    architecture.base.register_forward_hook(hook, with_kwargs=True)
+
+
+def gather_heads(boundary: Boundary) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Attention weights [batch, heads / degree, query, key] to those of all heads."""
+    return lambda weights: gather_from_group(weights, boundary.backend, boundary.group, 1, grad="chunk")

@@ -1,0 +1,80 @@
+"""Attaches a division along the sequence to a model whose weights are divided already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.errors import UnsupportedModelError
+from neuron_accel.engine.parameters import ParameterMap
+from neuron_accel.models.architecture import Architecture, join
+from neuron_accel.strategies.tensor_parallel.boundary import Boundary, SequenceFlow
+from neuron_accel.strategies.tensor_parallel.division import AXIS
+from neuron_accel.strategies.tensor_parallel.linear import is_row_parallel
+from neuron_accel.strategies.tensor_parallel.regions import Dropouts, change_output, replace_hidden
+
+
+def divide_sequence(architecture: Architecture, boundary: Boundary, parameters: ParameterMap) -> None:
+    """Makes what lies between a model's tensor-parallel regions flow in shares of the sequence, from the input of the
+    first block to the output of the final norm.
+
+    Args:
+        architecture: the model.
+        boundary: the one that its regions share.
+        parameters: learns whose gradients become sums over the axis.
+
+    Raises:
+        UnsupportedModelError: if the model has no blocks.
+    """
+    blocks = [module for _, module in architecture.blocks]
+    if not blocks:
+        raise UnsupportedModelError(f"{type(architecture.owner).__name__} has no blocks to divide the sequence for.")
+    flow = SequenceFlow(boundary.backend, boundary.group)
+    boundary.flow = flow
+    stack = _Stack(blocks, boundary, flow)
+    blocks[0].register_forward_pre_hook(stack.enter, with_kwargs=True)
+    for block in blocks:
+        block.register_forward_hook(stack.after_block)
+    architecture.final_norm[1].register_forward_hook(stack.leave)
+    architecture.base.register_forward_hook(stack.ended, always_call=True)
+    change_output(architecture, "hidden_states", flow.join, keep="last_hidden_state")
+    for name in _on_shares(architecture):
+        parameters.add_partial_axis(name, AXIS)
+
+
+class _Stack:
+    """The blocks and the final norm of one model, whose activations are shares of the sequence."""
+
+    def __init__(self, blocks: list[nn.Module], boundary: Boundary, flow: SequenceFlow) -> None:
+        self._boundary, self._flow, self._dropouts = boundary, flow, Dropouts(blocks)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # every rank has other positions, and must drop other elements of them
+        self._boundary.randomness.begin(self._dropouts.active)
+        return replace_hidden(args, kwargs, self._flow.split)
+
+    def after_block(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._flow.remember_length(output[0] if isinstance(output, tuple) else output)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        self._boundary.randomness.end()
+        full = self._flow.join(output)
+        self._flow.remember_length(full)
+        return full
+
+    def ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._boundary.randomness.end()  # after an error inside
+
+
+def _on_shares(architecture: Architecture) -> list[str]:
+    """FQNs of the parameters that are applied to a share of the sequence: their gradients are sums over ranks."""
+    inside = set()
+    for fqn, region in architecture.regions:
+        # the bias of a row-wise projection is added behind the region's exit
+        after = {join(name, "bias") for name, module in region.named_modules() if is_row_parallel(module)}
+        inside |= {join(fqn, name) for name, _ in region.named_parameters() if name not in after}
+    outer = [*architecture.blocks, architecture.final_norm]
+    names = [join(fqn, name) for fqn, module in outer for name, _ in module.named_parameters()]
+    return [name for name in names if name not in inside]
