@@ -1,0 +1,266 @@
+"""``neuron-accel launch`` with real ranks: environment, exit codes, signals, logs, and nobody left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+
+import psutil
+import pytest
+
+from neuron_accel.cli.main import main
+
+MARKS = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "OMP_NUM_THREADS", "ACCELERATE_", "GLOO_", "LOCAL_", "GROUP_")
+SECONDS = 60
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """The environment of a shell: nothing that a launch sets is set already. Logs go where the test's files go."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(MARKS)}
+    return {**inherited, "TMPDIR": str(tmp_path)}
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes the training script; it can say ``report(something)``, which the test reads with ``reports()``."""
+    header = (
+        "import json, os, pathlib, signal, sys, time\n"
+        "rank = int(os.environ['RANK'])\n"
+        f"folder = pathlib.Path({str(tmp_path)!r}, 'reports')\n"
+        "folder.mkdir(exist_ok=True)\n"
+        "def report(value):\n"
+        "    (folder / f'.{rank}').write_text(json.dumps({'pid': os.getpid(), 'value': value}))\n"
+        "    (folder / f'.{rank}').rename(folder / f'{rank}.json')\n"
+        "def wait_for(*ranks):\n"
+        "    while not all((folder / f'{r}.json').exists() for r in ranks):\n"
+        "        time.sleep(0.01)\n"
+    )
+
+    def write(body):
+        path = tmp_path / "train.py"
+        path.write_text(header + body)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def reports(tmp_path):
+    def read():
+        return {int(p.stem): json.loads(p.read_text()) for p in (tmp_path / "reports").glob("*.json")}
+
+    return read
+
+
+class Launch:
+    """``neuron-accel launch`` in a process forked from one that has imported torch, which is most of its start."""
+
+    def __init__(self, arguments, environment, folder):
+        self.stdout, self.stderr = folder / "stdout", folder / "stderr"
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["neuron_accel.testing._preload"])  # there is one such process for all tests
+        outputs = (str(self.stdout), str(self.stderr))
+        self.process = context.Process(target=run_launcher, args=(arguments, environment, *outputs))
+        self.process.start()
+
+    def signal(self, number):
+        os.kill(self.process.pid, number)
+
+    def finish(self, timeout=SECONDS):
+        """Exit code, standard output and error of the launcher and the ranks that it shows."""
+        self.process.join(timeout)
+        assert not self.process.is_alive(), f"still running after {timeout} s: {self.stderr.read_text()}"
+        return self.process.exitcode, self.stdout.read_text(), self.stderr.read_text()
+
+
+def run_launcher(arguments, environment, stdout, stderr):
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = environment["TMPDIR"]
+    for descriptor, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
+    sys.exit(main(["launch", *arguments]))
+
+
+@pytest.fixture
+def start(environment, tmp_path):
+    """Starts a launch in the background; ends it, should the test not have."""
+    started = []
+
+    def run(*arguments):
+        folder = tmp_path / f"launch_{len(started)}"
+        folder.mkdir()
+        started.append(Launch(arguments, environment, folder))
+        return started[-1]
+
+    yield run
+    for launch in started:
+        launch.process.kill()
+        launch.process.join(10)
+
+
+def until(condition, timeout=SECONDS):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+def alive(pids):
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found
+
+
+def test_ranks_meet_and_get_their_arguments_and_environment(start, script, reports):
+    body = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+names = ["OMP_NUM_THREADS", "ACCELERATE_USE_CPU", "MASTER_ADDR", "LOCAL_RANK", "WORLD_SIZE"]
+report([total.item(), sys.argv[1:], *[os.environ[name] for name in names]])
+print("out", rank)
+print("err", rank, file=sys.stderr)
+"""
+    code, out, err = start("--nproc-per-node", "2", "--cpu", script(body), "--epochs", "3", "--dry-run").finish()
+    assert code == 0, err
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    for rank in (0, 1):
+        expected = [2.0, ["--epochs", "3", "--dry-run"], threads, "true", "127.0.0.1", str(rank), "2"]
+        assert reports()[rank]["value"] == expected
+    assert out == "out 0\n"
+    assert "err 0" in err
+    assert "err 1" not in err
+    assert err.count("OMP_NUM_THREADS=") == 1
+
+
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(start, script):
+    body = """
+import torch.distributed as dist, torch
+dist.init_process_group("gloo")
+if rank == 1:
+    print("about to fail")
+    raise SystemExit(7)
+dist.all_reduce(torch.ones(1))
+"""
+    code, _, err = start("--nproc-per-node", "3", "--quiet", script(body)).finish()
+    assert code == 7, err
+    assert "neuron-accel: rank 1 failed first: exit code 7" in err
+
+
+def test_the_traceback_of_a_rank_whose_output_is_not_shown_is_shown(start, script):
+    body = "if rank == 1:\n    raise ValueError('boom')\ntime.sleep(60)\n"
+    code, _, err = start("--nproc-per-node", "2", "--quiet", script(body)).finish()
+    assert code == 1
+    assert "rank 1 failed first: exit code 1, ValueError: boom" in err
+    assert "  | ValueError: boom" in err
+    assert "ended because of it: rank 0" in err
+    folder = err.partition("its output is in ")[2].partition(";")[0]
+    with open(os.path.join(folder, "stderr.log")) as log:
+        assert "raise ValueError('boom')" in log.read()
+
+
+def test_a_signal_that_ends_a_rank_becomes_the_exit_code_of_a_shell(start, script):
+    body = "if rank == 0:\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
+    code, _, err = start("--nproc-per-node", "2", "--quiet", script(body)).finish()
+    assert code == 128 + signal.SIGKILL
+    assert "rank 0 failed first: ended by SIGKILL" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_every_rank(start, script, reports, number):
+    launch = start("--nproc-per-node", "2", "--quiet", script("report('here')\ntime.sleep(60)\n"))
+    until(lambda: len(reports()) == 2)
+    launch.signal(number)
+    code, _, err = launch.finish(timeout=15)
+    assert code == 128 + number
+    assert f"ended by {number.name}" in err
+    assert alive(entry["pid"] for entry in reports().values()) == []
+
+
+def test_a_rank_that_ignores_signals_is_killed_after_the_grace(start, script, reports):
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nreport('here')\ntime.sleep(60)\n"
+    launch = start("--nproc-per-node", "1", "--quiet", "--grace", "1", script(body))
+    until(lambda: len(reports()) == 1)
+    launch.signal(signal.SIGTERM)
+    asked = time.monotonic()
+    assert launch.finish()[0] == 128 + signal.SIGTERM
+    assert 0.9 < time.monotonic() - asked < 15
+    assert alive(entry["pid"] for entry in reports().values()) == []
+
+
+def test_a_second_signal_does_not_wait(start, script, reports):
+    body = """
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+report("here")
+time.sleep(60)
+"""
+    launch = start("--nproc-per-node", "1", "--quiet", script(body))
+    until(lambda: len(reports()) == 1)
+    launch.signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert launch.process.is_alive()
+    launch.signal(signal.SIGINT)
+    assert launch.finish(timeout=10)[0] == 128 + signal.SIGINT
+    assert alive(entry["pid"] for entry in reports().values()) == []
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed(start, script, reports):
+    launch = start("--nproc-per-node", "2", "--quiet", script("report('here')\ntime.sleep(60)\n"))
+    until(lambda: len(reports()) == 2)
+    launch.signal(signal.SIGKILL)
+    until(lambda: alive(entry["pid"] for entry in reports().values()) == [], timeout=5)
+
+
+def test_logs_are_kept_and_shown_with_the_rank_in_front(start, script, tmp_path):
+    body = "print('out', rank)\nprint('err', rank, file=sys.stderr)\n"
+    logs = tmp_path / "logs"
+    code, out, err = start("--nproc-per-node", "2", "--tee", "--log-dir", str(logs), script(body)).finish()
+    assert code == 0, err
+    for rank in (0, 1):
+        assert (logs / f"rank_{rank}" / "stdout.log").read_text() == f"out {rank}\n"
+        assert (logs / f"rank_{rank}" / "stderr.log").read_text() == f"err {rank}\n"
+        assert f"[rank {rank}] out {rank}" in out.splitlines()
+        assert f"[rank {rank}] err {rank}" in err.splitlines()
+
+
+def test_ranks_are_restarted_as_often_as_asked(start, script, reports, tmp_path):
+    body = (
+        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\nreport(attempt)\nsys.exit(0 if attempt == 1 else 5)\n"
+    )
+    code, _, err = start("--max-restarts", "1", "--quiet", "--log-dir", str(tmp_path / "logs"), script(body)).finish()
+    assert code == 0, err
+    assert reports()[0]["value"] == 1
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"rank_0", "rank_0_attempt_1"}
+
+
+def test_two_machines_meet(start, script, reports):
+    body = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.full((1,), float(rank + 1))
+dist.all_reduce(total)
+report([total.item(), os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"]])
+"""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    common = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--quiet", script(body)]
+    machines = [start("--node-rank", str(machine), *common) for machine in (0, 1)]
+    for machine in machines:
+        code, _, err = machine.finish()
+        assert code == 0, err
+    assert {rank: entry["value"] for rank, entry in reports().items()} == {0: [3.0, "0", "0"], 1: [3.0, "0", "1"]}
