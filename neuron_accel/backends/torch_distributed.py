@@ -73,13 +73,10 @@ class TorchBackend(Backend):
             timeout: how long a collective may take; 30 minutes by default.
 
         Raises:
-            UsageError: if the process group that exists does not serve the device.
+            UsageError: if there is no such device, or the process group that exists does not serve it.
             CommunicationError: if the other ranks cannot be reached.
         """
-        device = torch.device(device or "cpu")
-        if device.type not in _PROCESS_GROUPS:
-            known = ", ".join(_PROCESS_GROUPS)
-            raise UsageError(f"The torch backend does not serve device {device.type!r}.", fix=f"use one of {known}")
+        device = _parse(device or "cpu")
         if dist.is_available() and dist.is_initialized():
             _check_serves(device)
             return cls(_with_index(device), timeout=timeout)
@@ -418,18 +415,36 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _parse(device: torch.device | str) -> torch.device:
+    kind = str(device).partition(":")[0]
+    if kind not in _PROCESS_GROUPS:
+        known = ", ".join(_PROCESS_GROUPS)
+        raise UsageError(f"The torch backend does not serve device {kind!r}.", fix=f"use one of {known}")
+    try:
+        present = kind == "cpu" or torch.get_device_module(kind).is_available()
+    except RuntimeError:  # the package that adds the device is not installed
+        present = False
+    if not present:
+        raise UsageError(
+            f"torch finds no device {kind!r} on this machine.", fix="let the backend be chosen, or use cpu"
+        )
+    return torch.device(device)
+
+
 def _with_index(device: torch.device) -> torch.device:
     """The device of this rank among those of its machine."""
     if device.type == "cpu" or device.index is not None:
         return device
     if device.type == "cuda":
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device(device.type, getattr(torch, device.type).current_device())  # one visible core per process
+    return torch.device(device.type, torch.get_device_module(device.type).current_device())  # one core is visible
 
 
 def _check_serves(device: torch.device) -> None:
     served = dist.get_backend_config()  # "cpu:gloo,cuda:nccl"
-    if device.type not in [pair.partition(":")[0] for pair in served.split(",")]:
+    libraries = dict(pair.split(":", 1) for pair in served.split(","))
+    library = libraries.get(device.type)
+    if library is None or (library == "gloo" and device.type != "cpu"):
         raise UsageError(
             f"The process group that exists ({served}) does not serve device {device.type!r}.",
             why="its collectives cannot reach tensors that live there",

@@ -79,9 +79,11 @@ def test_unknown_reductions_are_refused(alone):
         alone.all_reduce(torch.ones(2), alone.new_group([[0]], "tp"), "mean")
 
 
-def test_unknown_devices_are_refused():
-    with pytest.raises(UsageError, match="'meta'"):
+def test_devices_that_are_unknown_or_absent_are_refused():
+    with pytest.raises(UsageError, match="does not serve device 'meta'"):
         TorchBackend.connect("meta")
+    with pytest.raises(UsageError, match="finds no device 'neuron'"):
+        TorchBackend.connect("neuron:0")
 
 
 def test_shutdown_is_final_and_idempotent(alone):
