@@ -45,9 +45,9 @@ class Vocabulary:
         return self.local_size * self.group.size != self.size
 
     def start(self, device: torch.device) -> torch.Tensor:
-        """The first id of this rank's part: int64 of shape [1], data rather than a constant of the program."""
+        """The first id of this rank's part: int64, 0-dim, data rather than a constant of the program."""
         starts = torch.arange(0, self.local_size * self.group.size, self.local_size, device=device)
-        return self.backend.chunk(starts, self.group, 0)
+        return self.backend.chunk(starts, self.group, 0).squeeze(0)
 
     def padding(self, device: torch.device) -> torch.Tensor | None:
         """Which columns of this rank's part are padding: bool of shape [local_size]; None if no rank has any."""
@@ -58,7 +58,7 @@ class Vocabulary:
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """[..., local_size] to the full [..., size] on every rank. What follows must compute the same on every rank."""
         full = gather_from_group(local, self.backend, self.group, local.dim() - 1, grad="chunk")
-        return full.narrow(-1, 0, self.size) if self.padded else full
+        return full.narrow(-1, 0, self.size).contiguous() if self.padded else full
 
     def part(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part [..., local_size] of ``full`` [..., size]; padding is zero. Not differentiable."""
