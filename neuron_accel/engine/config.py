@@ -159,8 +159,9 @@ def to_config(plugins: Iterable[StrategyPlugin], *, registry: Registry | None = 
 
 def _config_name(cls: type[StrategyPlugin], registry: Registry) -> str:
     entries = [entry for entry in registry.entries() if entry.name == cls.spec.name]
-    value = f"{cls.__module__}:{cls.__qualname__}"
-    return cls.spec.name if [entry.value for entry in entries] == [value] else value
+    if len(entries) == 1 and entries[0].stands_for(cls):
+        return cls.spec.name
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _options(plugin: StrategyPlugin) -> dict[str, Any]:

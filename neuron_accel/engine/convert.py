@@ -144,10 +144,9 @@ def _to_union(value: Any, hint: Any, members: tuple[Any, ...], at: Location) -> 
             return convert(value, member, at)
         except ConfigurationError as error:
             failures.append((member, error))
-    real = [error for member, error in failures if member is not type(None)]
-    deeper = [error for error in real if error.where != str(at)]
-    if len(real) == 1 and deeper:  # the one real alternative has more to say than "neither"
-        raise deeper[0]
+    real = [(member, error) for member, error in failures if member is not type(None)]
+    if len(real) == 1 and real[0][1].what != _wrong_type(value, real[0][0], at).what:
+        raise real[0][1]  # the one alternative to null has more to say than that this is neither
     return _refuse(value, hint, at)
 
 
@@ -232,7 +231,11 @@ def _unwritable(hint: Any, at: Location) -> ConfigurationError:
 
 
 def _refuse(value: Any, hint: Any, at: Location) -> typing.NoReturn:
-    raise at.error(f"{_name(at)} must be {_expected(hint)}, not {_shown(value)}.", fix=_advice(value, hint))
+    raise _wrong_type(value, hint, at)
+
+
+def _wrong_type(value: Any, hint: Any, at: Location) -> ConfigurationError:
+    return at.error(f"{_name(at)} must be {_expected(hint)}, not {_shown(value)}.", fix=_advice(value, hint))
 
 
 def _expected(hint: Any) -> str:

@@ -35,10 +35,10 @@ def _mesh(mesh: Mesh) -> list[str]:
 
 
 def _groups(groups: Sequence[Sequence[int]]) -> str:
-    text = " ".join(_group(group) for group in groups[:SHOWN_GROUPS])
-    if len(groups) > SHOWN_GROUPS:
-        text += f" ... {_group(groups[-1])} ({len(groups)} groups of {len(groups[0])})"
-    return text
+    if len(groups) <= SHOWN_GROUPS:
+        return " ".join(_group(group) for group in groups)
+    first, second, last = (_group(group) for group in (groups[0], groups[1], groups[-1]))
+    return f"{first} {second} ... {last} ({len(groups)} groups of {len(groups[0])})"
 
 
 def _group(ranks: Sequence[int]) -> str:

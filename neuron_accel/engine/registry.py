@@ -10,9 +10,11 @@ import functools
 import importlib
 import importlib.metadata
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
+from typing import Any
 
 from neuron_accel.engine.contract import check_contract
 from neuron_accel.engine.errors import PluginError, did_you_mean
@@ -56,6 +58,16 @@ class PluginEntry:
         if self.distribution is None:
             return f"{self.value} ({IN_PROCESS})"
         return f"{self.distribution} {self.version}"
+
+    def stands_for(self, cls: type) -> bool:
+        """Whether ``cls`` is the class of this entry, also under a name that a package gives it; imports nothing."""
+        if self.value == _value(cls):
+            return True
+        module, _, path = self.value.partition(":")
+        try:
+            return module in sys.modules and _attribute(sys.modules[module], path) is cls
+        except AttributeError:
+            return False
 
     def load(self) -> type[StrategyPlugin]:
         """Imports the class.
@@ -121,7 +133,7 @@ class Registry:
         """
         check_contract(cls, module_of(cls) if isinstance(cls, type) else IN_PROCESS)
         name = cls.spec.name
-        others = [entry for entry in self.entries() if entry.name == name and entry.value != _value(cls)]
+        others = [entry for entry in self.entries() if entry.name == name and not entry.stands_for(cls)]
         if others and not override:
             raise PluginError(
                 f"There is a plugin {name!r} already.",
@@ -211,7 +223,7 @@ class Registry:
 
     def provenance(self, cls: type[StrategyPlugin]) -> str:
         """The distribution and version that a plugin class comes from, or its module; imports nothing."""
-        entry = next((e for e in (*self._installed, *self._default_owners) if e.value == _value(cls)), None)
+        entry = next((e for e in (*self._installed, *self._default_owners) if e.stands_for(cls)), None)
         return entry.source if entry else module_of(cls)
 
 
@@ -241,11 +253,14 @@ def _value(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
+def _attribute(module: Any, path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), module)
+
+
 def _import(value: str, what: str) -> type[StrategyPlugin]:
     module, _, path = value.partition(":")
     try:
-        found = importlib.import_module(module)
-        return functools.reduce(getattr, path.split("."), found)  # type: ignore[return-value]  # checked by the caller
+        return _attribute(importlib.import_module(module), path)
     except Exception as error:  # a module may fail in any way while it is imported
         raise PluginError(
             f"Could not load {what}.",

@@ -1,0 +1,197 @@
+"""Layers know those below them and none above. These tests read the sources; nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "neuron_accel"
+
+# Layer to the parts of this package that it may import while it runs; what only type checkers read is free.
+MAY_IMPORT = {
+    "engine": {"engine", "backends"},
+    "backends": {"backends", "engine.errors"},
+    "models": {"models", "engine"},
+    "strategies": {"strategies", "models", "backends", "engine"},
+}
+NOT_IN_ENGINE = {"accelerate", "torch_xla", "transformers"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module; ``lazy`` inside a function, ``typing`` for type checkers only."""
+
+    module: str
+    lazy: bool
+    typing: bool
+    line: int
+
+
+def imports(source: str, package: str) -> Iterator[Import]:
+    """Every import of a module in ``package``, also through importlib."""
+    yield from _imports(ast.parse(source), package, lazy=False, typing=False)
+
+
+def _imports(node: ast.AST, package: str, lazy: bool, typing: bool) -> Iterator[Import]:
+    for module in _modules(node, package):
+        yield Import(module, lazy, typing, node.lineno)
+    lazy = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        for child in node.body:
+            yield from _imports(child, package, lazy, True)
+        for child in node.orelse:
+            yield from _imports(child, package, lazy, typing)
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _imports(child, package, lazy, typing)
+
+
+def _modules(node: ast.AST, package: str) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        module = ".".join([*base, *([node.module] if node.module else [])])
+        return [f"{module}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        return [a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    return []
+
+
+def below(module: str, roots: set[str]) -> bool:
+    return any(module == root or module.startswith(f"{root}.") for root in roots)
+
+
+def sources(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def imports_of(path: Path) -> list[Import]:
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    return list(imports(path.read_text(encoding="utf-8"), package))
+
+
+def layer_violations(found: list[Import], allowed: set[str]) -> list[str]:
+    own = {f"neuron_accel.{name}" for name in allowed}
+    return [
+        f"line {item.line}: {item.module}"
+        for item in found
+        if below(item.module, {"neuron_accel"}) and not item.typing and not below(item.module, own)
+    ]
+
+
+def files_with(violations: dict[Path, list[str]]) -> dict[str, list[str]]:
+    return {str(path.relative_to(ROOT)): found for path, found in violations.items() if found}
+
+
+@pytest.mark.parametrize("layer", MAY_IMPORT)
+def test_a_layer_imports_only_those_below_it(layer):
+    files = sources(PACKAGE / layer)
+    assert len(files) > 1
+    assert not files_with({path: layer_violations(imports_of(path), MAY_IMPORT[layer]) for path in files})
+
+
+def test_the_engine_imports_neither_accelerate_nor_torch_xla_nor_transformers():
+    found = {
+        path: [f"line {i.line}: {i.module}" for i in imports_of(path) if below(i.module, NOT_IN_ENGINE)]
+        for path in sources(PACKAGE / "engine")
+    }
+    assert not files_with(found)
+
+
+def test_torch_xla_is_imported_by_backends_alone_and_never_with_a_module():
+    def wrong(path: Path, item: Import) -> bool:
+        of_backends = (PACKAGE / "backends") in path.parents
+        return below(item.module, {"torch_xla"}) and not (item.typing or (of_backends and item.lazy))
+
+    found = {
+        path: [f"line {item.line}: {item.module}" for item in imports_of(path) if wrong(path, item)]
+        for path in sources(PACKAGE)
+    }
+    assert not files_with(found)
+
+
+def test_strategies_do_not_import_accelerate():
+    found = {
+        path: [f"line {i.line}: {i.module}" for i in imports_of(path) if below(i.module, {"accelerate"})]
+        for path in sources(PACKAGE / "strategies")
+    }
+    assert not files_with(found)
+
+
+# ---- the engine names no strategy -----------------------------------------------------------------------------------
+def strategies() -> tuple[set[str], set[str]]:
+    """Names and class names of the strategies that this distribution registers."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = setup["options.entry_points"]["neuron_accel.plugins"].strip().splitlines()
+    pairs = [line.split("=") for line in lines]
+    return {name.strip() for name, _ in pairs}, {value.split(":")[1].strip() for _, value in pairs}
+
+
+def named_strategies(source: str) -> list[str]:
+    """Uses of a strategy's name or class, and checks for a class of plugin other than the base."""
+    names, classes = strategies()
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and node.value in names:
+            found.append(f"line {node.lineno}: {node.value!r}")
+        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        if name in classes:
+            found.append(f"line {node.lineno}: {name}")
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            of = ast.unparse(node.args[1])
+            if "Plugin" in of.replace("StrategyPlugin", "").replace("PluginSpec", ""):
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_the_engine_names_no_strategy():
+    names, classes = strategies()
+    assert len(names) == len(classes) >= 4
+    files = sources(PACKAGE / "engine")
+    assert not files_with({path: named_strategies(path.read_text(encoding="utf-8")) for path in files})
+
+
+# ---- that these tests can fail --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("source", "module", "lazy", "typing"),
+    [
+        ("import torch_xla.core as x", "torch_xla.core", False, False),
+        ("from torch_xla import core", "torch_xla.core", False, False),
+        ("def f():\n    import torch_xla", "torch_xla", True, False),
+        ("def f():\n    importlib.import_module('torch_xla')", "torch_xla", True, False),
+        ("try:\n    import torch_xla\nexcept ImportError: pass", "torch_xla", False, False),
+        ("if TYPE_CHECKING:\n    import torch_xla", "torch_xla", False, True),
+        ("if TYPE_CHECKING:\n    pass\nelse:\n    import torch_xla", "torch_xla", False, False),
+        ("from . import x", "neuron_accel.engine.x", False, False),
+        ("from ..strategies import x", "neuron_accel.strategies.x", False, False),
+        ("from neuron_accel import strategies", "neuron_accel.strategies", False, False),
+    ],
+)
+def test_imports_are_found(source, module, lazy, typing):
+    (found,) = imports(source, "neuron_accel.engine")
+    assert (found.module, found.lazy, found.typing) == (module, lazy, typing)
+
+
+def test_violations_are_found():
+    lines = ["from neuron_accel import strategies", "from .mesh import Mesh", "import neuron_accel.cli", "import torch"]
+    source = "\n".join(lines)
+    found = layer_violations(list(imports(source, "neuron_accel.engine")), MAY_IMPORT["engine"])
+    assert found == ["line 1: neuron_accel.strategies", "line 3: neuron_accel.cli"]
+    assert not below("torch_xla_extras", {"torch_xla"})
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["if name == 'zero1': pass", "isinstance(x, OtherPlugin)", "Zero1Plugin()", "isinstance(x, (A, m.BPlugin))"],
+)
+def test_named_strategies_are_found(source):
+    assert named_strategies(source)
+    assert not named_strategies("isinstance(x, StrategyPlugin) and isinstance(y, PluginSpec) and name == 'plan'")

@@ -1,0 +1,248 @@
+"""Finding plugins: installed distributions made by hand, read by the ordinary importlib.metadata."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from neuron_accel.engine.errors import NeuronAccelError, PluginError
+from neuron_accel.engine.plugin import Claim
+from neuron_accel.engine.registry import DISABLE_VARIABLE, Registry, default_registry, register_plugin
+from tests.unit.fake_plugins import fake
+
+MODULE = """
+from dataclasses import dataclass
+from neuron_accel.engine.plugin import Claim, Phase, PluginSpec, StrategyPlugin
+
+@dataclass(frozen=True, kw_only=True)
+class {name}(StrategyPlugin):
+    spec = PluginSpec(name="{spec}", phase=Phase.GRADIENTS, claims=frozenset({{Claim.GRADIENT_REDUCTION}}))
+"""
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """A function that installs a distribution with entry points and one module below ``tmp_path``."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def install(distribution: str, module: str, source: str, *, owners: str = "", version: str = "1.2", **entries: str):
+        info = tmp_path / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        lines = ["[neuron_accel.plugins]", *(f"{name} = {value}" for name, value in entries.items())]
+        (info / "entry_points.txt").write_text("\n".join([*lines, "[neuron_accel.default_owners]", owners, ""]))
+        (tmp_path / f"{module}.py").write_text(textwrap.dedent(source))
+
+    yield install
+    for name in [name for name in sys.modules if name.startswith("installed_")]:
+        del sys.modules[name]
+
+
+def registry_of(path: Path, **arguments) -> Registry:
+    points = [p for d in importlib.metadata.distributions(path=[str(path)]) for p in d.entry_points]
+    return Registry(points, **arguments)
+
+
+def refusal(function: Callable[[], object]) -> NeuronAccelError:
+    with pytest.raises(PluginError) as caught:
+        function()
+    return caught.value
+
+
+def test_an_installed_plugin_is_loaded_only_when_named(installed, tmp_path):
+    installed("some-dist", "installed_a", MODULE.format(name="A", spec="a"), a="installed_a:A")
+    registry = registry_of(tmp_path)
+    (entry,) = registry.entries()
+    assert (entry.name, entry.distribution, entry.version, entry.value) == ("a", "some-dist", "1.2", "installed_a:A")
+    assert not entry.disabled
+    assert "installed_a" not in sys.modules
+    cls = registry.get("a")
+    assert cls.spec.name == "a"
+    assert entry.load() is cls
+    assert registry.provenance(cls) == "some-dist 1.2"
+
+
+def test_an_installed_plugin_is_found_in_the_environment(installed):
+    installed("some-dist", "installed_a", MODULE.format(name="A", spec="a"), a="installed_a:A")
+    registry = Registry.from_environment({})
+    assert registry.get("a").__name__ == "A"
+    assert {"zero1", "data_parallel", "model_parallelism", "sequence_parallel"} <= {e.name for e in registry.entries()}
+
+
+def test_a_plugin_that_its_package_exports_under_another_module(installed, tmp_path):
+    installed("some-dist", "installed_b", "from installed_inner import A", a="installed_b:A")
+    (tmp_path / "installed_inner.py").write_text(MODULE.format(name="A", spec="a"))
+    registry = registry_of(tmp_path)
+    cls = registry.get("a")
+    assert cls.__module__ == "installed_inner"
+    assert registry.provenance(cls) == "some-dist 1.2"
+    assert registry.register(cls) is cls
+
+
+def test_an_unknown_name(installed, tmp_path):
+    installed("some-dist", "installed_a", MODULE.format(name="A", spec="stripes"), stripes="installed_a:A")
+    error = refusal(lambda: registry_of(tmp_path).get("strips"))
+    assert "no plugin 'strips'" in error.what
+    assert "Did you mean 'stripes'?" in error.fix
+    assert "package.module:Class" in error.fix
+
+
+def test_one_name_in_two_distributions(installed, tmp_path):
+    installed("first-dist", "installed_a", MODULE.format(name="A", spec="a"), a="installed_a:A")
+    installed("second-dist", "installed_b", MODULE.format(name="B", spec="a"), a="installed_b:B", b="installed_b:B")
+    registry = registry_of(tmp_path)
+    error = refusal(lambda: registry.get("a"))
+    assert "several plugins 'a'" in error.what
+    assert "installed_a:A of first-dist 1.2" in error.where
+    assert "installed_b:B of second-dist 1.2" in error.where
+    assert "uninstall one" in error.fix
+    assert [entry.name for entry in registry.entries()] == ["a", "a", "b"]
+    assert registry.get("installed_a:A").spec.name == "a"
+
+
+def test_a_plugin_that_cannot_be_imported_breaks_no_other(installed, tmp_path):
+    installed("broken-dist", "installed_x", "import a_module_that_is_not_there", bad="installed_x:X")
+    installed("crashing-dist", "installed_y", "1 / 0", worse="installed_y:Y")
+    installed("good-dist", "installed_a", MODULE.format(name="A", spec="a"), a="installed_a:A", gone="installed_a:Gone")
+    registry = registry_of(tmp_path)
+    error = refusal(lambda: registry.get("bad"))
+    assert "plugin 'bad' of broken-dist 1.2" in error.what
+    assert error.where == "installed_x:X"
+    assert "a_module_that_is_not_there" in error.why
+    assert "install what it needs" in error.fix
+    assert "ZeroDivisionError" in refusal(lambda: registry.get("worse")).why
+    assert "Gone" in refusal(lambda: registry.get("gone")).why
+    assert registry.get("a").spec.name == "a"
+    assert len(registry.entries()) == 4
+
+
+def test_an_entry_point_that_calls_itself_otherwise(installed, tmp_path):
+    installed("some-dist", "installed_a", MODULE.format(name="A", spec="other"), a="installed_a:A")
+    error = refusal(lambda: registry_of(tmp_path).get("a"))
+    assert "'a' calls itself 'other'" in error.what
+    assert "some-dist 1.2" in error.where
+
+
+def test_another_version_of_the_contract_names_the_distribution(installed, tmp_path):
+    source = MODULE.format(name="A", spec="a").replace('name="a"', 'name="a", api_version=99')
+    installed("future-dist", "installed_a", source, a="installed_a:A")
+    error = refusal(lambda: registry_of(tmp_path).get("a"))
+    assert "version 99 of the plugin contract" in error.what
+    assert "future-dist 1.2" in error.where
+
+
+def test_what_is_no_plugin_class(installed, tmp_path):
+    installed("some-dist", "installed_a", "A = 3", a="installed_a:A")
+    error = refusal(lambda: registry_of(tmp_path).get("a"))
+    assert "3 is no plugin class" in error.what
+    assert error.where == "some-dist 1.2"
+
+
+def test_a_class_by_its_module(installed, tmp_path):
+    installed("some-dist", "installed_a", MODULE.format(name="A", spec="a"))
+    assert Registry().get("installed_a:A").spec.name == "a"
+    assert "AttributeError" in refusal(lambda: Registry().get("installed_a:Missing")).why
+    assert "ModuleNotFoundError" in refusal(lambda: Registry().get("installed_missing:A")).why
+    assert Registry().provenance(Registry().get("installed_a:A")) == "module installed_a"
+
+
+def test_disabled_plugins(installed, tmp_path):
+    installed("some-dist", "installed_a", MODULE.format(name="A", spec="a"), a="installed_a:A", b="installed_a:B")
+    registry = Registry.from_environment({DISABLE_VARIABLE: "a, zero1,"})
+    error = refusal(lambda: registry.get("a"))
+    assert "'a' is disabled" in error.what
+    assert error.where == "some-dist 1.2"
+    assert DISABLE_VARIABLE in error.why
+    assert "installed_a" not in sys.modules
+    assert {e.name for e in registry.entries() if e.disabled} == {"a", "zero1"}
+    assert "disabled" in refusal(lambda: registry.get("installed_a:A")).what
+
+
+def test_registering_a_class():
+    registry = Registry()
+    cls = type(fake("mine"))
+    assert registry.register(cls) is cls
+    assert registry.register(cls) is cls
+    assert registry.get("mine") is cls
+    (entry,) = registry.entries()
+    assert (entry.name, entry.distribution, entry.version) == ("mine", None, None)
+    assert entry.load() is cls
+    assert "registered in this process" in entry.source
+
+
+def test_registering_a_name_that_is_taken(installed, tmp_path):
+    installed("some-dist", "installed_a", MODULE.format(name="A", spec="a"), a="installed_a:A")
+    registry = registry_of(tmp_path)
+    cls = type(fake("a"))
+    error = refusal(lambda: registry.register(cls))
+    assert "There is a plugin 'a' already" in error.what
+    assert error.where == "some-dist 1.2"
+    assert "override=True" in error.fix
+    registry.register(cls, override=True)
+    assert registry.get("a") is cls
+    assert registry.provenance(cls) == f"module {cls.__module__}"
+    assert "installed_a" not in sys.modules
+
+
+def test_registering_what_is_no_plugin():
+    assert "no plugin class" in refusal(lambda: Registry().register(object)).what
+    assert "no plugin class" in refusal(lambda: Registry().register("zero1")).what
+
+
+def test_register_plugin_reaches_the_registry_of_the_process():
+    cls = type(fake("registered_by_a_unit_test"))
+    assert register_plugin(cls) is cls
+    assert default_registry().get("registered_by_a_unit_test") is cls
+    assert default_registry() is default_registry()
+
+
+# ---- default owners -------------------------------------------------------------------------------------------------
+def test_default_owners_are_one_object_for_all_their_duties(installed, tmp_path):
+    owners = "gradient_reduction = installed_a:A\ngradient_clipping = installed_a:A"
+    installed("some-dist", "installed_a", MODULE.format(name="A", spec="a"), owners=owners)
+    found = registry_of(tmp_path).default_owners()
+    assert set(found) == {Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING}
+    assert found[Claim.GRADIENT_REDUCTION] is found[Claim.GRADIENT_CLIPPING]
+    assert registry_of(tmp_path, disabled=["a"]).default_owners() == {}
+
+
+def test_the_built_in_default_owners():
+    owners = Registry.from_environment({}).default_owners()
+    assert {claim.value: owner.spec.name for claim, owner in owners.items()} == {
+        "gradient_reduction": "data_parallel",
+        "gradient_clipping": "data_parallel",
+    }
+    assert Registry.from_environment({}).provenance(type(owners[Claim.GRADIENT_REDUCTION])).startswith("neuron-accel ")
+
+
+def test_two_default_owners_of_one_duty(installed, tmp_path):
+    installed("first-dist", "installed_a", MODULE.format(name="A", spec="a"), owners="backward = installed_a:A")
+    installed("second-dist", "installed_b", MODULE.format(name="B", spec="b"), owners="backward = installed_b:B")
+    error = refusal(registry_of(tmp_path).default_owners)
+    assert "several default owners of backward" in error.what
+    assert "first-dist 1.2" in error.where
+    assert "second-dist 1.2" in error.where
+
+
+def test_a_default_owner_of_no_duty(installed, tmp_path):
+    installed("some-dist", "installed_a", MODULE.format(name="A", spec="a"), owners="backwards = installed_a:A")
+    error = refusal(registry_of(tmp_path).default_owners)
+    assert "'backwards' is no duty" in error.what
+    assert "some-dist 1.2" in error.where
+    assert "Did you mean 'backward'?" in error.fix
+
+
+def test_a_default_owner_with_a_required_option(installed, tmp_path):
+    source = MODULE.format(name="A", spec="a") + "    needed: int\n"
+    installed("some-dist", "installed_a", source, owners="backward = installed_a:A")
+    error = refusal(registry_of(tmp_path).default_owners)
+    assert "cannot be made without options" in error.what
+    assert "some-dist 1.2" in error.where
+    assert "needed" in error.why
