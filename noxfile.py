@@ -1,0 +1,56 @@
+"""Tasks of this repository, each in an environment of its own: ``nox --list`` shows them.
+
+``nox`` runs what must hold: lint, then the tests on both lines of torch. ``nox -s tests -- -k launch`` passes arguments
+on to pytest. Sessions run on the Python that runs nox; ``--force-python 3.12`` takes another.
+"""
+
+from __future__ import annotations
+
+import nox
+
+nox.needs_version = ">=2024.4.15"
+nox.options.sessions = ["lint", "xla", "tests"]
+nox.options.reuse_venv = "yes"
+
+NATIVE_TORCH = "torch==2.13.*"
+"""The line of torch that native Neuron (Trn2, Trn3) is built for. Named first in every installation: left to a range,
+pip would take the newest release there is."""
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, imports, formatting and types."""
+    session.install(NATIVE_TORCH, ".[lint]")
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All tests, on torch 2.13."""
+    session.install(NATIVE_TORCH, ".[test]")
+    if not session.posargs:
+        check_installation(session)
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def xla(session: nox.Session) -> None:
+    """All tests, on torch 2.9 with torch_xla installed (the line of Trn1): the CPU stays the default there."""
+    session.install(".[xla,test]")
+    session.run("python", "-c", "import torch, torch_xla; print(torch.__version__, torch_xla.__version__)")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """The main example: nox -s quickstart -- --verify"""
+    session.install(NATIVE_TORCH, ".[examples]")
+    session.run("neuron-accel", "launch", "--nproc-per-node", "4", "examples/quickstart/train.py", *session.posargs)
+
+
+def check_installation(session: nox.Session) -> None:
+    """Runs the smoke test away from the sources, which finds what the built package lacks."""
+    with session.chdir(session.create_tmp()):
+        session.run("neuron-accel", "test")
