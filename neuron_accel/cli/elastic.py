@@ -12,6 +12,7 @@ import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
@@ -148,7 +149,7 @@ def _silence_agent() -> None:
 def _failures(error: ChildFailedError, logs: RankLogs) -> list[RankFailure]:
     failures = []
     for rank, failure in error.failures.items():
-        message = failure.message if isinstance(failure.message, dict) else {}
+        message: dict[str, Any] = failure.message if isinstance(failure.message, dict) else {}
         failures.append(
             RankFailure(
                 rank=rank,

@@ -10,7 +10,7 @@ from pathlib import Path
 LINES_SHOWN = 40
 TOGETHER_SECONDS = 1.0
 
-HINTS = {
+HINTS: dict[int, str] = {
     signal.SIGKILL: "often the system running out of memory: see `dmesg`, or use fewer ranks or a smaller model",
     signal.SIGSEGV: "a crash in native code; the Python stack is in the rank's output",
     signal.SIGABRT: "native code gave up; its message and the Python stack are in the rank's output",
@@ -77,7 +77,7 @@ def describe(failures: Sequence[RankFailure]) -> str:
     """The last thing that a failed launch prints."""
     first = first_failure(failures)
     lines = [f"rank {first.rank} failed first: {first.how}"]
-    hint = HINTS.get(-first.exit_code) if first.exit_code < 0 else None
+    hint = HINTS.get(-first.exit_code)
     if hint:
         lines.append(f"  {hint}")
     if first.stderr is None:
