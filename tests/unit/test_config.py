@@ -320,9 +320,9 @@ def test_mistakes_in_a_file(text, what, where, fix, tmp_path, registry):
 def test_a_merge_key_is_no_duplicate(tmp_path, registry):
     text = "x: &x {count: 2}\nplugins:\n- typed: {<<: *x, rate: 2.0}"
     assert "'x' is no option" in refusal(write(tmp_path, text), registry).what
-    text = "plugins:\n- typed: {part: &x {depth: 2}, anything: {<<: *x, more: 1}}"
+    text = "plugins:\n- typed: {part: &x {depth: 2}, table: &y {a: []}, anything: {<<: *x, <<: *y, more: 1}}"
     (plugin,) = load_config(write(tmp_path, text), registry=registry).plugins
-    assert plugin.anything == {"depth": 2, "more": 1}
+    assert plugin.anything == {"depth": 2, "a": [], "more": 1}
 
 
 def test_an_unknown_plugin(tmp_path, registry):

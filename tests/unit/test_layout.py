@@ -143,6 +143,13 @@ def test_padding_lies_at_the_end_of_the_last_parts():
     assert not Layout(shape=(4,), dtype="float32").padded
 
 
+def test_padded_blocks_begin_at_the_same_place_in_every_shard():
+    full = torch.arange(1.0, 7.0)
+    cut = Cut(dim=0, axis="tp", degree=2, size=6, blocks=(3, 3), padded=True)
+    layout = Layout(shape=(6,), dtype="float32", cuts=(cut,))
+    assert [layout.shard(full, {"tp": index}).tolist() for index in range(2)] == [[1, 2, 4, 5], [3, 0, 6, 0]]
+
+
 @pytest.mark.parametrize(
     "cut", [None, Cut(dim=0, axis="tp", degree=2, size=4), Cut(dim=1, axis="tp", degree=2, size=4)]
 )

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neuron_accel.engine.errors import NeuronAccelError, PlanError, PluginError
+from neuron_accel.engine.ordering import in_order
 from neuron_accel.engine.plan import ABSENT, Plan, difference
 from neuron_accel.engine.planner import make_plan
 from neuron_accel.engine.plugin import API_VERSION, Claim, Phase, PlanContext, PluginSpec, StrategyPlugin
@@ -107,6 +108,14 @@ def test_a_cycle_is_printed():
         assert declaration in error.where
     assert "leave one of a, b, c out" in error.fix
     assert "a -> a" in refusal(fake("a", before={"a"})).what
+
+
+def test_ordering_sorts_for_itself():
+    given = {name: fake(name) for name in "cab"}
+    assert [plugin.spec.name for plugin, _ in in_order(given)] == ["a", "b", "c"]
+    pairs = {name: fake(name, after={other}) for name, other in ("dc", "cd", "ba", "ab")}
+    with pytest.raises(PlanError, match="a -> b -> a"):
+        in_order(pairs)
 
 
 def test_a_declaration_against_the_phases():
