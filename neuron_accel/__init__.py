@@ -12,17 +12,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from neuron_accel.accelerator import NeuronAccelerator as NeuronAccelerator
     from neuron_accel.engine.errors import NeuronAccelError as NeuronAccelError
+    from neuron_accel.engine.optimizers import make_optimizer_constructor_lazy as make_optimizer_constructor_lazy
     from neuron_accel.engine.plugin import StrategyPlugin as StrategyPlugin
     from neuron_accel.engine.registry import register_plugin as register_plugin
     from neuron_accel.strategies.data_parallel import DataParallelPlugin as DataParallelPlugin
     from neuron_accel.strategies.model_parallelism import ModelParallelismPlugin as ModelParallelismPlugin
     from neuron_accel.strategies.sequence_parallel import SequenceParallelPlugin as SequenceParallelPlugin
     from neuron_accel.strategies.zero1 import Zero1Plugin as Zero1Plugin
+    from neuron_accel.strategies.zero1.standalone import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 
 _WHERE = {
     "NeuronAccelerator": "neuron_accel.accelerator",
     "NeuronAccelError": "neuron_accel.engine.errors",
     "StrategyPlugin": "neuron_accel.engine.plugin",
+    "ZeroRedundancyOptimizer": "neuron_accel.strategies.zero1.standalone",
+    "make_optimizer_constructor_lazy": "neuron_accel.engine.optimizers",
     "register_plugin": "neuron_accel.engine.registry",
     "DataParallelPlugin": "neuron_accel.strategies.data_parallel",
     "ModelParallelismPlugin": "neuron_accel.strategies.model_parallelism",

@@ -23,6 +23,7 @@ from neuron_accel.data.loaders import prepare_data_loader  # noqa: E402
 from neuron_accel.engine.config import RunConfig, load_config  # noqa: E402
 from neuron_accel.engine.errors import ConfigurationError, UsageError  # noqa: E402
 from neuron_accel.engine.initial import broadcast_tensors, state_tensors  # noqa: E402
+from neuron_accel.engine.optimizers import keep_promise  # noqa: E402
 from neuron_accel.engine.parameters import ParameterMap, rebind  # noqa: E402
 from neuron_accel.engine.planner import make_plan  # noqa: E402
 from neuron_accel.engine.plugin import Claim, Phase, StrategyPlugin  # noqa: E402
@@ -260,9 +261,10 @@ class NeuronAccelerator(Accelerator):
         """Rebinds an optimizer to the rewritten parameters and lets the plugins transform it."""
         if getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement)
-        rebind(optimizer, [model.parameters for model in self.run.models])
+        rebind(optimizer, [model.parameters for model in self.run.models], self.run.coordinates)
         for plugin in self.plan.plugins:
             optimizer = plugin.transform_optimizer(optimizer, self.run)
+        keep_promise(optimizer)
         prepared = PreparedOptimizer(optimizer, self.run, self.scaler)
         prepared._is_accelerate_prepared = True
         self._optimizers.append(prepared)

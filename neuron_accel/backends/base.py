@@ -11,7 +11,7 @@ Every collective of a group of one rank is the identity and sends nothing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -60,6 +60,27 @@ class Done(Pending):
         self._result = result
 
     def wait(self) -> torch.Tensor:
+        return self._result
+
+
+class Then(Pending):
+    """A collective under way and what is to be done with its result.
+
+    Args:
+        pending: the collective.
+        finish: called once, by the first ``wait()``.
+    """
+
+    def __init__(self, pending: Pending, finish: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._pending: Pending | None = pending
+        self._finish = finish
+        self._result: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._result = self._finish(pending.wait())
+        assert self._result is not None
         return self._result
 
 
@@ -142,6 +163,16 @@ class Backend(ABC):
 
     @abstractmethod
     def start_all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending: ...
+
+    def start_all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Pending:
+        """An all-gather along dim 0 into memory of the caller's; the result is ``out``.
+
+        Args:
+            out: contiguous, with ``group.size`` times the elements of ``tensor``, the same dtype.
+            tensor: contiguous; may be this rank's own chunk of ``out``.
+        """
+        pending = self.start_all_gather(tensor.reshape(-1), group)
+        return Then(pending, lambda gathered: out.copy_(gathered.view(out.shape)))
 
     @abstractmethod
     def start_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending: ...

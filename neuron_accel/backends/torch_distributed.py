@@ -11,7 +11,6 @@ devices sums are the device library's.
 from __future__ import annotations
 
 import atexit
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -21,17 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from neuron_accel.backends import payload
+from neuron_accel.backends import payload, process_group
 from neuron_accel.backends.base import Backend, Done, Group, Pending, ReduceOp
 from neuron_accel.backends.failures import reported
 from neuron_accel.backends.movement import Flat, join_chunks, normalize_dim, reduce_rows, split_chunks
 from neuron_accel.engine.errors import UsageError
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""How long a collective may wait for a peer that lives: one rank may prepare data while the others wait. A peer that
-dies closes its connections and is noticed at once."""
-
-_PROCESS_GROUPS = {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # dtypes that gloo itself sums the way we want it; everything else goes through a local reduction by torch
 _GLOO_SUMS = {torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128}
@@ -53,7 +47,7 @@ class TorchBackend(Backend):
         self._device = device
         self._owns_default_group = owns_default_group
         self._timeout = timeout
-        connected = dist.is_available() and dist.is_initialized()
+        connected = dist.is_initialized()
         self._rank = dist.get_rank() if connected else 0
         self._world_size = dist.get_world_size() if connected else 1
         self._handles: dict[tuple[tuple[int, ...], ...], Any] = {}
@@ -76,19 +70,8 @@ class TorchBackend(Backend):
             UsageError: if there is no such device, or the process group that exists does not serve it.
             CommunicationError: if the other ranks cannot be reached.
         """
-        device = _parse(device or "cpu")
-        if dist.is_available() and dist.is_initialized():
-            _check_serves(device)
-            return cls(_with_index(device), timeout=timeout)
-        if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
-            return cls(_with_index(device))
-        if device.type == "cuda":  # nccl binds a communicator to the current device
-            device = _with_index(device)
-            torch.cuda.set_device(device)
-        where = f"rank {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']}"
-        with reported("connect", where):
-            dist.init_process_group(_PROCESS_GROUPS[device.type], timeout=timeout or DEFAULT_TIMEOUT)
-        return cls(_with_index(device), owns_default_group=True, timeout=timeout)
+        place, owns = process_group.join(device or "cpu", timeout)
+        return cls(place, owns_default_group=owns, timeout=timeout)
 
     # ---- who and where ---------------------------------------------------------------------------------------------
     @property
@@ -189,6 +172,19 @@ class TorchBackend(Backend):
         dim = normalize_dim(dim, tensor)
         self._note("all_gather", group, (group.size - 1) * _bytes(tensor))
         return self._start_gather(tensor, group, "all_gather", lambda rows: join_chunks(rows, dim))
+
+    def start_all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Pending:
+        """See :meth:`Backend.start_all_gather_into`. Copies nothing."""
+        if group.size == 1:
+            return Done(out if out.data_ptr() == tensor.data_ptr() else out.copy_(tensor.view(out.shape)))
+        self._note("all_gather", group, (group.size - 1) * _bytes(tensor))
+        outgoing, incoming = Flat(tensor.detach(), self._on_cpu).buffer, Flat(out.detach(), self._on_cpu).buffer
+        return self._start(
+            "all_gather",
+            group,
+            lambda: _all_gather(incoming, outgoing, group=group.handle, async_op=True),
+            lambda: out,
+        )
 
     def start_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
         """See :meth:`Backend.reduce_scatter`.
@@ -328,7 +324,7 @@ class TorchBackend(Backend):
             return
         self._closed = True
         atexit.unregister(self.shutdown)
-        if not (dist.is_available() and dist.is_initialized()):
+        if not dist.is_initialized():
             return  # somebody destroyed them all
         if self._owns_default_group:
             dist.destroy_process_group()  # with all others
@@ -413,40 +409,3 @@ def _reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, **kwargs: Any) -
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _parse(device: torch.device | str) -> torch.device:
-    kind = str(device).partition(":")[0]
-    if kind not in _PROCESS_GROUPS:
-        known = ", ".join(_PROCESS_GROUPS)
-        raise UsageError(f"The torch backend does not serve device {kind!r}.", fix=f"use one of {known}")
-    try:
-        present = kind == "cpu" or torch.get_device_module(kind).is_available()
-    except RuntimeError:  # the package that adds the device is not installed
-        present = False
-    if not present:
-        raise UsageError(
-            f"torch finds no device {kind!r} on this machine.", fix="let the backend be chosen, or use cpu"
-        )
-    return torch.device(device)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """The device of this rank among those of its machine."""
-    if device.type == "cpu" or device.index is not None:
-        return device
-    if device.type == "cuda":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device(device.type, torch.get_device_module(device.type).current_device())  # one core is visible
-
-
-def _check_serves(device: torch.device) -> None:
-    served = dist.get_backend_config()  # "cpu:gloo,cuda:nccl"
-    libraries = dict(pair.split(":", 1) for pair in served.split(","))
-    library = libraries.get(device.type)
-    if library is None or (library == "gloo" and device.type != "cpu"):
-        raise UsageError(
-            f"The process group that exists ({served}) does not serve device {device.type!r}.",
-            why="its collectives cannot reach tensors that live there",
-            fix="choose the backend that fits it (NEURON_ACCEL_BACKEND, cpu=True), or leave making it to this project",
-        )

@@ -19,7 +19,7 @@ from neuron_accel.engine.errors import UsageError
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Group
     from neuron_accel.engine.parameters import ParameterRecord
-    from neuron_accel.engine.run import PreparedModel, Run
+    from neuron_accel.engine.run import Run
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,25 @@ class BackwardWatcher:
 
     Args:
         buckets: what to watch; every parameter requires a gradient.
-        models: the models that these parameters belong to; a pass counts as one that synchronises if theirs says so.
+        synchronises: whether gradients that arrive now are to be announced, or only accumulate.
+        driven: whether whoever runs the backward pass will call :meth:`finish`; else autograd does at its end.
         ready: called with a bucket's index once its gradients are complete; in ascending order, each once per pass.
         done: called at the end of a pass, after every bucket was ready.
+        overlap: whether buckets are announced while the pass still runs, or all at its end.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        models: Sequence[PreparedModel],
         *,
+        synchronises: Callable[[], bool],
+        driven: Callable[[], bool],
         ready: Callable[[int], None],
         done: Callable[[], None],
+        overlap: bool = True,
     ) -> None:
-        self._buckets, self._models, self._ready, self._done = buckets, models, ready, done
+        self._buckets, self._ready, self._done = buckets, ready, done
+        self._synchronises, self._driven, self._overlap = synchronises, driven, overlap
         self._where = {p: i for i, bucket in enumerate(buckets) for p in bucket.parameters}
         self._names = {p: r.fqn for b in buckets for p, r in zip(b.parameters, b.records, strict=True)}
         self._seen: set[nn.Parameter] = set()
@@ -103,12 +108,12 @@ class BackwardWatcher:
         self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._where]
 
     def _arrived(self, parameter: torch.Tensor) -> None:
-        if not any(model.synchronises for model in self._models):
+        if not self._synchronises():
             self.unsynchronised = True
             return
         if not self._running:
             self._begin()
-            if not any(model.in_backward for model in self._models):
+            if not self._driven():
                 # A plain loss.backward(): autograd itself tells when it is through.
                 torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         index = self._where[parameter]  # type: ignore[index]
@@ -123,7 +128,8 @@ class BackwardWatcher:
             return
         self._seen.add(parameter)  # type: ignore[arg-type]
         self._missing[index] -= 1
-        self._advance()
+        if self._overlap:
+            self._advance()
 
     def _begin(self) -> None:
         self._running = True
@@ -170,8 +176,8 @@ def used_anywhere(local: list[bool], run: Run, group: Group) -> list[bool]:
     """
     if group.size == 1 or "host-reads" not in run.backend.capabilities:
         return local
-    flags = torch.tensor(local, dtype=torch.uint8, device=run.device)
-    return [bool(flag) for flag in run.backend.all_reduce(flags, group, "max").tolist()]
+    flags = torch.tensor(local, dtype=torch.int32, device=run.device)
+    return [flag > 0 for flag in run.backend.all_reduce(flags, group).tolist()]
 
 
 def flatten_gradients(bucket: Bucket, numel: int) -> torch.Tensor:

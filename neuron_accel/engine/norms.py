@@ -60,8 +60,8 @@ def _local(by_replicas: dict[int, list[torch.Tensor]], run: Run, norm_type: floa
     total = torch.zeros((), dtype=torch.float32, device=run.device)
     for replicas, tensors in by_replicas.items():
         if tensors:
-            norms = torch.stack(torch._foreach_norm([t.float() for t in tensors], norm_type))
-            total = total + (norms**norm_type).sum() / replicas
+            each = torch.stack(torch._foreach_norm([t.float() for t in tensors], norm_type))
+            total = total + (each**norm_type).sum() / replicas
     return total
 
 

@@ -7,8 +7,9 @@ place where an optimizer is rebound to the rewritten parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,14 +47,15 @@ class ParameterMap:
     """The parameters of one model, by FQN.
 
     Args:
-        model: the model as the user built it.
+        model: the model as the user built it, or its parameters with their names.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module | Iterable[tuple[str, nn.Parameter]]) -> None:
         self._records: dict[str, ParameterRecord] = {}
         self._by_name: dict[str, ParameterRecord] = {}
         self._by_object: dict[nn.Parameter, ParameterRecord] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        named = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else model
+        for name, parameter in named:
             self._add(name, parameter)
 
     def _add(self, name: str, parameter: nn.Parameter) -> None:
@@ -136,13 +138,19 @@ class ParameterMap:
                 self._add(name, parameter)
 
 
-def rebind(optimizer: torch.optim.Optimizer, maps: Iterable[ParameterMap]) -> None:
+def rebind(optimizer: torch.optim.Optimizer, maps: Iterable[ParameterMap], coordinates: Mapping[str, int]) -> None:
     """Makes ``optimizer`` hold the current parameters in place of those it was built with.
 
-    Groups, their order and hyper-parameters stay. Parameters that this rank holds no part of leave their group.
+    Groups, their order and hyper-parameters stay. Parameters that this rank holds no part of leave their group. State
+    that the optimizer has already is cut like the parameter.
+
+    Args:
+        optimizer: it is changed in place.
+        maps: the parameters of all prepared models.
+        coordinates: this rank's position in the mesh.
 
     Raises:
-        ParameterError: if the optimizer holds a parameter of no prepared model, or has state for one that changed.
+        ParameterError: if the optimizer holds a parameter of no prepared model, or state that cannot be cut.
     """
     maps = list(maps)
     for index, group in enumerate(optimizer.param_groups):
@@ -151,19 +159,30 @@ def rebind(optimizer: torch.optim.Optimizer, maps: Iterable[ParameterMap]) -> No
             record = next((r for r in (m.find(parameter) for m in maps) if r is not None), None)
             if record is None:
                 raise ParameterError(
-                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is part of no "
-                    "prepared model.",
+                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that no "
+                    "prepared model has.",
                     where=f"param_groups[{index}]['params'][{position}]",
                     why="it would never be synchronised, sharded or saved",
                     fix="build the optimizer from the parameters of the model that is prepared with it or was before",
                 )
+            state = optimizer.state.pop(parameter, None) if parameter is not record.current else None
             if record.current is None:
                 continue
-            if parameter is not record.current and optimizer.state.get(parameter):
-                raise ParameterError(
-                    f"{type(optimizer).__name__} already has state for {record.fqn!r}, which was rewritten.",
-                    why="the state has the shape of the whole parameter",
-                    fix="prepare the optimizer before its first step",
-                )
+            if state:
+                optimizer.state[record.current] = {
+                    name: _cut_state(value, record, name, coordinates) for name, value in state.items()
+                }
             parameters.append(record.current)
         group["params"] = parameters
+
+
+def _cut_state(value: Any, record: ParameterRecord, name: str, coordinates: Mapping[str, int]) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or not record.layout.cuts:
+        return value
+    if tuple(value.shape) == record.layout.shape:
+        return record.layout.shard(value, coordinates)
+    raise ParameterError(
+        f"The optimizer's state {name!r} for {record.fqn!r} has shape {tuple(value.shape)} and cannot be cut.",
+        why=f"the parameter has shape {record.layout.shape} and is divided over ranks",
+        fix="prepare the optimizer before its first step",
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -81,6 +81,12 @@ class Run:
         if key not in self._groups:
             self._groups[key] = self.backend.new_group(self.mesh.groups(*key), " x ".join(key) or "self")
         return self._groups[key]
+
+    def set_groups(self, axes: Sequence[str], partition: Sequence[Sequence[int]]) -> None:
+        """Uses these groups of ranks for ``axes`` instead of the mesh's own; collective, before they are asked for."""
+        key = tuple(axis.name for axis in self.mesh.axes if axis.name in axes and axis.degree > 1)
+        if len(key) == len(axes):
+            self._groups[key] = self.backend.new_group(partition, " x ".join(key))
 
     @property
     def world(self) -> Group:

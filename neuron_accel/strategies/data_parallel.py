@@ -143,7 +143,13 @@ class GradientAverager:
         self._memory = None if lazy else [FlatGradients(bucket) for bucket in self._buckets]
         self._pending: list[Pending] = []
         self._used: list[list[bool]] = []
-        self.watcher = BackwardWatcher(self._buckets, [model], ready=self._ready, done=self._done)
+        self.watcher = BackwardWatcher(
+            self._buckets,
+            synchronises=lambda: model.synchronises,
+            driven=lambda: model.in_backward,
+            ready=self._ready,
+            done=self._done,
+        )
 
     def _group(self, bucket: Bucket):
         return self._run.group(*self._run.mesh.gradient_axes, *bucket.partial_axes)

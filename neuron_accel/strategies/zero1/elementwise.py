@@ -7,10 +7,12 @@ user's own, the optimizer is tried: a few steps on a small matrix, whole and in 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import nn
+
+from neuron_accel.engine.optimizers import twin
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -32,14 +34,14 @@ def _group_is_elementwise(optimizer: torch.optim.Optimizer, group: dict) -> bool
     pieces = [nn.Parameter(part.clone()) for part in values.reshape(-1).split([cut, values.numel() - cut])]
     try:
         for parameters in (whole, pieces):
-            twin = _twin(optimizer, group, parameters)
+            trial = _twin(optimizer, group, parameters)
             for gradient in gradients:
                 parts = [gradient.clone()]
                 if len(parameters) > 1:
                     parts = [part.clone() for part in gradient.reshape(-1).split([p.numel() for p in parameters])]
                 for parameter, part in zip(parameters, parts, strict=True):
                     parameter.grad = part
-                twin.step()
+                trial.step()
     except (RuntimeError, ValueError, IndexError, TypeError):
         return False  # it cannot handle flat pieces at all (Muon insists on matrices), or needs a closure (LBFGS)
     # To rounding: vectorised and scalar code paths may differ in the last bit. What is not element-wise is far off.
@@ -47,12 +49,18 @@ def _group_is_elementwise(optimizer: torch.optim.Optimizer, group: dict) -> bool
 
 
 def _twin(optimizer: torch.optim.Optimizer, group: dict, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    twin = object.__new__(type(optimizer))
-    skipped = ("step", "state", "param_groups")
-    twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in skipped})
-    twin.state = defaultdict(dict)
+    # An optimizer with state from the start (Adagrad) begins with the same here: constant, so any element will do.
+    like = next((optimizer.state[p] for p in group["params"] if optimizer.state.get(p)), {})
+    state = {p: {name: _initial(value, p) for name, value in like.items()} for p in parameters}
     options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
     if "lr" in options:  # a warm-up may have set it to zero, and an optimizer that does nothing proves nothing
         options["lr"] = torch.full_like(options["lr"], 1e-2) if torch.is_tensor(options["lr"]) else 1e-2
-    twin.param_groups = [{**options, "params": parameters}]
-    return twin
+    return twin(optimizer, [{**options, "params": parameters}], state)
+
+
+def _initial(value: Any, parameter: nn.Parameter) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dim() == 0:
+        return value.detach().clone()
+    return torch.full_like(parameter.detach(), float(value.detach().reshape(-1)[0]))

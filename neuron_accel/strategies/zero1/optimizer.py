@@ -1,14 +1,16 @@
 """The optimizer that ``prepare`` returns under ZeRO-1.
 
 Outwardly it is the user's optimizer: the same groups with the model's parameters, which schedulers edit. Inwardly, a
-twin of it, of the same class and with the same hyper-parameters, updates this rank's pieces only (Rajbhandari et al., "ZeRO:
-Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, stage 1).
+twin of it, of the same class and with the same hyper-parameters, updates this rank's pieces only (Rajbhandari et al.,
+"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, stage 1).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +19,27 @@ from torch import nn
 from neuron_accel.engine.errors import ParameterError, UsageError
 from neuron_accel.engine.gradients import BackwardWatcher, make_buckets, used_anywhere
 from neuron_accel.engine.norms import GradientPart, clip_coefficient, global_norm
-from neuron_accel.strategies.zero1.partition import Partition
+from neuron_accel.engine.optimizers import recipe_of, twin
+from neuron_accel.strategies.zero1.partition import even, whole
 from neuron_accel.strategies.zero1.shards import BucketShard, ShardPiece
 
 if TYPE_CHECKING:
+    from neuron_accel.engine.parameters import ParameterRecord
     from neuron_accel.engine.run import PreparedModel, Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero1Options:
+    """How to divide and when to reduce; see :class:`~neuron_accel.strategies.zero1.plugin.Zero1Plugin`."""
+
+    optimizer_dtype: torch.dtype = torch.float32
+    max_norm: float | None = None
+    use_grad_acc_hook: bool = False
+    higher_cc_precision: bool = False
+    bucket_cap_mb: float = 25.0
+    whole_parameters: bool = False
+    save_master_weights: bool = True
+    overlap: bool = True
 
 
 class Zero1Optimizer(torch.optim.Optimizer):
@@ -30,55 +48,82 @@ class Zero1Optimizer(torch.optim.Optimizer):
     Args:
         optimizer: the user's optimizer, holding the rewritten parameters.
         run: the run.
-        partition: how a bucket is divided, :func:`~.partition.even` or :func:`~.partition.whole`.
-        keep_shapes: whether pieces have the shape of their parameter.
-        optimizer_dtype: dtype of the master weights and the optimizer's state.
-        bucket_cap_mb: size of the buckets in MiB.
-        max_norm: gradients are clipped to this global norm at every step; None: only when asked.
+        options: how.
+        synchronises: whether a backward pass that runs now is the last before a step; by default what the models say.
+
+    Attributes:
+        optimizer: the user's optimizer.
+        inner: its twin, which updates the pieces.
+        shards: this rank's share of every bucket.
+        grad_norm: norm of the last step's gradients before clipping, 0-dim; None if ``max_norm`` is not set.
+
+    Raises:
+        UsageError: if the optimizer cannot step without a closure.
+        ParameterError: if it holds a parameter of no prepared model.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         run: Run,
-        *,
-        partition: Callable[..., Partition],
-        keep_shapes: bool,
-        optimizer_dtype: torch.dtype,
-        bucket_cap_mb: float,
-        max_norm: float | None,
+        options: Zero1Options,
+        synchronises: Callable[[], bool] | None = None,
     ) -> None:
         # Like Accelerate's own wrapper, this is an Optimizer by interface: groups, state and defaults are those of the
         # optimizers inside, so the base class's constructor, which would make its own, is not run.
+        _refuse_closures(optimizer)
         self.optimizer = optimizer
-        self._run, self._max_norm = run, max_norm
+        self.options = options
+        self.grad_norm: torch.Tensor | None = None
+        self._run = run
         self._group = run.group(*run.mesh.gradient_axes)
-        self._models = self._models_of(optimizer)
-        records = [self._record(p) for group in optimizer.param_groups for p in group["params"]]
-        ordered = self._in_model_order([r for r in records if r.current.requires_grad])
-        self.shards = [
+        self._synchronises = synchronises or self._models_synchronise
+        self.shards: list[BucketShard] = []
+        self._pieces: dict[nn.Parameter, list[ShardPiece]] = defaultdict(list)
+        self._watchers: list[BackwardWatcher] = []
+        self._models: list[PreparedModel] = []
+        self._consumed = False
+        self._divide(optimizer.param_groups)
+        self.inner = twin(optimizer, [self._inner_group(g) for g in optimizer.param_groups], self._divided_state())
+        self._let_go()
+
+    # ---- construction ----------------------------------------------------------------------------------------------
+    def _divide(self, groups: Iterable[dict[str, Any]]) -> None:
+        parameters = [p for group in groups for p in group["params"]]
+        records = self._in_model_order([self._record(p) for p in parameters if p.requires_grad])
+        partition = whole if self.options.whole_parameters else even
+        shards = [
             BucketShard(
                 bucket=bucket,
                 partition=partition([p.numel() for p in bucket.parameters], self._group.size),
-                run=run,
+                run=self._run,
                 group=self._group,
-                optimizer_dtype=optimizer_dtype,
-                keep_shapes=keep_shapes,
+                optimizer_dtype=self.options.optimizer_dtype,
+                reduce_dtype=self.options.optimizer_dtype if self.options.higher_cc_precision else bucket.dtype,
+                keep_shapes=self.options.whole_parameters,
             )
-            for bucket in make_buckets(ordered, int(bucket_cap_mb * (1 << 20)))
+            for bucket in make_buckets(records, int(self.options.bucket_cap_mb * (1 << 20)))
         ]
-        self._pieces: dict[nn.Parameter, list[ShardPiece]] = defaultdict(list)
-        for shard in self.shards:
-            for piece in shard.pieces:
-                self._pieces[piece.parameter].append(piece)
-        self.inner = self._twin()
-        self._consumed = False
-        self.watcher = BackwardWatcher(
-            [shard.bucket for shard in self.shards], self._models, ready=self._ready, done=self._done
+        for piece in (piece for shard in shards for piece in shard.pieces):
+            self._pieces[piece.parameter].append(piece)
+        self.shards += shards
+        self._models = [
+            m
+            for m in self._run.models
+            if any(m.parameters.find(p) is not None for s in self.shards for p in s.parameters)
+        ]
+        self._watchers.append(
+            BackwardWatcher(
+                [shard.bucket for shard in shards],
+                synchronises=lambda: self.options.use_grad_acc_hook or self._synchronises(),
+                driven=lambda: any(model.in_backward for model in self._models),
+                ready=lambda index: shards[index].send_gradients(),
+                done=lambda: self._receive(shards),
+                overlap=self.options.overlap,
+            )
         )
 
-    # ---- construction ----------------------------------------------------------------------------------------------
-    def _record(self, parameter: nn.Parameter) -> Any:
+    def _record(self, parameter: nn.Parameter) -> ParameterRecord:
         record = self._run.find_parameter(parameter)
         if record is None:
             raise ParameterError(
@@ -87,40 +132,31 @@ class Zero1Optimizer(torch.optim.Optimizer):
             )
         return record
 
-    def _models_of(self, optimizer: torch.optim.Optimizer) -> list[PreparedModel]:
-        mine = [p for group in optimizer.param_groups for p in group["params"]]
-        return [m for m in self._run.models if any(m.parameters.find(p) is not None for p in mine)]
-
-    def _in_model_order(self, records: list[Any]) -> list[Any]:
+    def _in_model_order(self, records: list[ParameterRecord]) -> list[ParameterRecord]:
         """Backward reaches parameters in the reverse order of the model, whatever the optimizer's groups are."""
-        wanted = {record.fqn: record for record in records}
-        ordered: dict[int, Any] = {}
-        for model in self._models:
-            for record in model.parameters:
-                if wanted.get(record.fqn) is record:
-                    ordered[id(record)] = record
-        for record in records:
-            ordered.setdefault(id(record), record)
-        return list(ordered.values())
+        wanted = {id(record) for record in records}
+        return [record for model in self._run.models for record in model.parameters if id(record) in wanted]
 
-    def _twin(self) -> torch.optim.Optimizer:
-        """An optimizer like the user's that holds this rank's pieces. It is not built through the constructor, whose
-        arguments are unknown for a class of the user's own."""
-        outer = self.optimizer
-        if any(outer.state.get(p) for group in outer.param_groups for p in group["params"]):
-            raise UsageError(
-                f"{type(outer).__name__} already has state.",
-                why="ZeRO-1 would have to divide it",
-                fix="prepare the optimizer before its first step, and load its state afterwards",
-            )
-        twin = object.__new__(type(outer))
-        twin.__dict__.update({k: v for k, v in outer.__dict__.items() if k not in ("step", "state", "param_groups")})
-        twin.state = defaultdict(dict)
-        twin.param_groups = [
-            {**group, "params": [piece.master for p in group["params"] for piece in self._pieces.get(p, ())]}
-            for group in outer.param_groups
-        ]
-        return twin
+    def _models_synchronise(self) -> bool:
+        return any(model.synchronises for model in self._models)
+
+    def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {**group, "params": [piece.master for p in group["params"] for piece in self._pieces.get(p, ())]}
+
+    def _divided_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """State that the user's optimizer has from the start, or from steps before, in pieces."""
+        state: dict[nn.Parameter, dict[str, Any]] = {}
+        for parameter, pieces in self._pieces.items():
+            for name, value in self.optimizer.state.get(parameter, {}).items():
+                for piece in pieces:
+                    state.setdefault(piece.master, {})[name] = _divide_entry(value, parameter, piece)
+        return state
+
+    def _let_go(self) -> None:
+        """The user's optimizer is a face from now on: what it holds per parameter would be held twice."""
+        self.optimizer.state = defaultdict(dict)
+        if recipe_of(self.optimizer) is not None:
+            del self.optimizer._neuron_accel_recipe  # type: ignore[attr-defined]
 
     # ---- the face of an optimizer ----------------------------------------------------------------------------------
     @property
@@ -141,10 +177,12 @@ class Zero1Optimizer(torch.optim.Optimizer):
         return self.optimizer.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise UsageError(
-            "A parameter group cannot be added to an optimizer that ZeRO-1 has divided.",
-            fix="add the group before `prepare`",
-        )
+        """Divides further parameters, of models that are prepared already."""
+        self.optimizer.add_param_group(param_group)
+        group = self.optimizer.param_groups[-1]
+        self._divide([group])
+        self.inner.add_param_group(self._inner_group(group))
+        self.optimizer.state = defaultdict(dict)
 
     def __repr__(self) -> str:
         return f"Zero1Optimizer({self.optimizer!r})"
@@ -156,35 +194,38 @@ class Zero1Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-        self.watcher.unsynchronised = False
+        for watcher in self._watchers:
+            watcher.unsynchronised = False
         self._consumed = False
 
     # ---- gradients -------------------------------------------------------------------------------------------------
-    def _ready(self, index: int) -> None:
-        self.shards[index].send_gradients()
+    def _receive(self, shards: list[BucketShard]) -> None:
+        if self._consumed:  # a step without `zero_grad` after it: what comes now belongs to the next step
+            for shard in self.shards:
+                shard.drop_gradients()
+            self._consumed = False
+        used = iter(used_anywhere([flag for s in shards for flag in s.used], self._run, self._group))
+        for shard in shards:
+            partial = self._run.group(*shard.bucket.partial_axes)
+            shard.receive_gradients([next(used) for _ in shard.used], 1.0 / self._group.size, partial)
 
-    def _done(self) -> None:
-        used = iter(used_anywhere([flag for s in self.shards for flag in s.used], self._run, self._group))
-        for shard in self.shards:
-            shard.receive_gradients(
-                [next(used) for _ in shard.used],
-                1.0 / self._group.size,
-                self._run.group(*shard.bucket.partial_axes),
-                accumulate=not self._consumed,
-            )
-        self._consumed = False
+    def finish_backward(self) -> None:
+        """A backward pass is over."""
+        for watcher in self._watchers:
+            watcher.finish()
 
     def flush(self) -> None:
         """Completes the reduction of gradients that wait for it."""
-        self.watcher.finish()
-        if self.watcher.unsynchronised:
+        self.finish_backward()
+        if any(watcher.unsynchronised for watcher in self._watchers):
             if not all(model.sync_enabled for model in self._models):
                 raise UsageError(
                     "An optimizer step inside `no_sync` is not possible under ZeRO-1.",
                     why="a rank has only its share of the optimizer's state and needs the others' gradients",
                     fix="step outside `no_sync`; where ranks are meant to step alone (LocalSGD), train without ZeRO-1",
                 )
-            self.watcher.flush()
+            for watcher in self._watchers:
+                watcher.flush()
 
     def gradient_parts(self, parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
         """This rank's pieces of the reduced gradients of ``parameters``, those of other optimizers left out."""
@@ -192,9 +233,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         parts = []
         for shard in self.shards:
             mine = {piece.place.parameter: piece for piece in shard.pieces}
-            for index, (parameter, record) in enumerate(
-                zip(shard.bucket.parameters, shard.bucket.records, strict=True)
-            ):
+            for index, (parameter, record) in enumerate(zip(shard.parameters, shard.bucket.records, strict=True)):
                 if parameter in wanted and shard.used_anywhere[index]:
                     piece = mine.get(index)
                     axes = (*record.layout.axes, *self._run.mesh.gradient_axes)
@@ -204,54 +243,72 @@ class Zero1Optimizer(torch.optim.Optimizer):
     def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The reduced gradient of one parameter in its local shape; collective."""
         for shard in self.shards:
-            for index, candidate in enumerate(shard.bucket.parameters):
+            for index, candidate in enumerate(shard.parameters):
                 if candidate is parameter:
                     return shard.gather_gradients()[index]
         return None
 
     # ---- the step --------------------------------------------------------------------------------------------------
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates this rank's pieces and gathers everybody's.
 
-        Raises:
-            UsageError: if a closure is given: it would run a backward pass between reduction and update.
+        Args:
+            closure: runs forward and backward and returns the loss; called once, before the update.
         """
+        loss = None
         if closure is not None:
-            raise UsageError(
-                "ZeRO-1 cannot step with a closure.",
-                why="a closure runs forward and backward inside the step, after gradients were reduced",
-                fix="run forward and backward before `step()`, or train without ZeRO-1",
-            )
+            with torch.enable_grad():
+                loss = closure()
         self.flush()
-        if self._max_norm is not None:
+        if self.options.max_norm is not None:
             parts = self.gradient_parts(p for group in self.param_groups for p in group["params"])
-            scale_parts(parts, clip_coefficient(global_norm(parts, self._run), self._max_norm))
-        self._copy_options(self.optimizer, self.inner)
+            self.grad_norm = global_norm(parts, self._run)
+            scale_parts(parts, clip_coefficient(self.grad_norm, self.options.max_norm))
+        _copy_options(self.optimizer, self.inner)
         self.inner.step()
-        self._copy_options(self.inner, self.optimizer)
-        for finish in [shard.send_weights() for shard in self.shards]:
-            finish()
+        _copy_options(self.inner, self.optimizer)
+        self.gather_weights()
         self._consumed = True
         # A scheduler warns if the optimizer it was built with never steps; it looks at this attribute.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return loss
 
-    @staticmethod
-    def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-        for theirs, mine in zip(source.param_groups, target.param_groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
+    def gather_weights(self) -> None:
+        """Gives every rank the weights that the pieces of all ranks stand for."""
+        for finish in [shard.send_weights() for shard in self.shards]:
+            finish()
 
+    # ---- state -----------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """State of this rank's pieces only."""
-        return self.inner.state_dict()
+        """State of this rank's pieces, with the master weights where they are kept beside the parameters."""
+        result = self.inner.state_dict()
+        if self.options.save_master_weights and any(shard.has_masters for shard in self.shards):
+            result["master_weights"] = [p.master.detach().clone() for shard in self.shards for p in shard.pieces]
+        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict` gave on the same rank of the same mesh."""
-        self.inner.load_state_dict(state_dict)
-        self._copy_options(self.inner, self.optimizer)
+        """Loads what :meth:`state_dict` gave on the same rank of the same mesh. Without master weights in it, they are
+        taken from the model's parameters. Collective."""
+        masters = state_dict.get("master_weights")
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "master_weights"})
+        _copy_options(self.inner, self.optimizer)
+        if masters is None:
+            self.reload_masters()
+            return
+        with torch.no_grad():
+            for piece, value in zip((p for shard in self.shards for p in shard.pieces), masters, strict=True):
+                piece.master.copy_(value)
+        self.gather_weights()
+
+    def reload_masters(self) -> None:
+        """Takes the model's weights as the new masters, after somebody else has changed them."""
+        for shard in self.shards:
+            shard.reload()
 
     def close(self) -> None:
         """Stops watching backward passes."""
-        self.watcher.close()
+        for watcher in self._watchers:
+            watcher.close()
 
 
 def scale_parts(parts: Iterable[GradientPart], coefficient: torch.Tensor) -> None:
@@ -259,3 +316,36 @@ def scale_parts(parts: Iterable[GradientPart], coefficient: torch.Tensor) -> Non
     tensors = [part.tensor for part in parts if part.tensor is not None]
     if tensors:
         torch._foreach_mul_(tensors, coefficient.to(tensors[0].dtype))
+
+
+def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    for theirs, mine in zip(source.param_groups, target.param_groups, strict=True):
+        mine.update({key: value for key, value in theirs.items() if key != "params"})
+
+
+def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"{type(optimizer).__name__} cannot step without a closure.",
+            where="plugin 'zero1'",
+            why="it runs forward and backward several times inside a step, and looks at all parameters at once",
+            fix="train without ZeRO-1",
+        )
+
+
+def _divide_entry(value: Any, parameter: nn.Parameter, piece: ShardPiece) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == parameter.shape and parameter.dim() > 0:
+        part = value.reshape(-1)[piece.place.start : piece.place.stop]
+        return (
+            part.clone().view(piece.master.shape).to(piece.master.dtype if value.is_floating_point() else value.dtype)
+        )
+    if value.numel() == 1 or piece.master.shape == parameter.shape:
+        return value.clone()
+    raise UsageError(
+        f"State of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)} cannot be divided.",
+        where="plugin 'zero1'",
+        fix="prepare the optimizer before its first step",
+    )

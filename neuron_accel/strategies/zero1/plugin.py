@@ -12,8 +12,7 @@ from neuron_accel.engine.errors import ConfigurationError, PlanError
 from neuron_accel.engine.norms import clip_coefficient, global_norm
 from neuron_accel.engine.plugin import Claim, Phase, PluginSpec, StrategyPlugin
 from neuron_accel.strategies.zero1.elementwise import is_elementwise
-from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, scale_parts
-from neuron_accel.strategies.zero1.partition import even, whole
+from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, Zero1Options, scale_parts
 
 if TYPE_CHECKING:
     from neuron_accel.engine.run import Run
@@ -28,9 +27,16 @@ class Zero1Plugin(StrategyPlugin):
     Args:
         optimizer_dtype: dtype of master weights and optimizer state. Parameters of another dtype keep it in the model.
         max_norm: gradients are clipped to this global norm at every step; None: only where the loop says so.
+        use_grad_acc_hook: gradients are reduced after every micro-batch and accumulate as this rank's share, in
+            ``optimizer_dtype``: a rank never holds all accumulated gradients, at the price of sending each time. Off,
+            they accumulate whole and are sent once per step.
+        higher_cc_precision: gradients travel and are summed in ``optimizer_dtype`` instead of their own dtype.
         bucket_cap_mb: size of a bucket in MiB.
         partition: "even" cuts through parameters, for optimizers that treat elements alike; "parameters" keeps each
             whole, for those that look at a parameter's norm or shape.
+        save_master_weights: whether checkpoints contain the master weights where these are not the parameters
+            themselves; without them, a resumed run starts from the rounded parameters.
+        overlap: whether buckets are sent while the backward pass still runs, or all at its end.
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
@@ -41,8 +47,12 @@ class Zero1Plugin(StrategyPlugin):
 
     optimizer_dtype: torch.dtype = torch.float32
     max_norm: float | None = None
+    use_grad_acc_hook: bool = False
+    higher_cc_precision: bool = False
     bucket_cap_mb: float = 25.0
     partition: Literal["even", "parameters"] = "even"
+    save_master_weights: bool = True
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         if self.max_norm is not None and self.max_norm <= 0:
@@ -68,18 +78,23 @@ class Zero1Plugin(StrategyPlugin):
         sharded = Zero1Optimizer(
             optimizer,
             run,
-            partition=even if self.partition == "even" else whole,
-            keep_shapes=self.partition == "parameters",
-            optimizer_dtype=self.optimizer_dtype,
-            bucket_cap_mb=self.bucket_cap_mb,
-            max_norm=self.max_norm,
+            Zero1Options(
+                optimizer_dtype=self.optimizer_dtype,
+                max_norm=self.max_norm,
+                use_grad_acc_hook=self.use_grad_acc_hook,
+                higher_cc_precision=self.higher_cc_precision,
+                bucket_cap_mb=self.bucket_cap_mb,
+                whole_parameters=self.partition == "parameters",
+                save_master_weights=self.save_master_weights,
+                overlap=self.overlap,
+            ),
         )
         run.state(self).setdefault("optimizers", []).append(sharded)
         return sharded
 
     def after_backward(self, run: Run) -> None:
         for optimizer in self._optimizers(run):
-            optimizer.watcher.finish()
+            optimizer.finish_backward()
 
     def clip_grad_norm(
         self, parameters: list[nn.Parameter], max_norm: float, norm_type: float, run: Run

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from neuron_accel.engine.errors import UsageError
 from neuron_accel.engine.gradients import Bucket
 from neuron_accel.strategies.zero1.partition import Partition, Piece
 
@@ -43,6 +44,7 @@ class BucketShard:
         run: the run.
         group: the ranks that share the optimizer's state.
         optimizer_dtype: dtype of the masters.
+        reduce_dtype: dtype in which gradients travel and are summed.
         keep_shapes: whether pieces that are whole parameters keep their shape.
     """
 
@@ -51,6 +53,7 @@ class BucketShard:
     run: Run
     group: Group
     optimizer_dtype: torch.dtype
+    reduce_dtype: torch.dtype
     keep_shapes: bool
     pieces: list[ShardPiece] = field(init=False)
     used: list[bool] = field(init=False)
@@ -80,6 +83,15 @@ class BucketShard:
         self.used_anywhere = [False] * len(parameters)
         self.pieces = [self._piece(place) for place in self.partition.pieces(self.group.index)]
 
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        return self.bucket.parameters
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the masters are memory of their own, beside the parameters."""
+        return self._flat is None or self.optimizer_dtype != self.bucket.dtype
+
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [
             flat[offset : offset + parameter.numel()].view(parameter.shape)
@@ -98,13 +110,15 @@ class BucketShard:
         """Starts the reduce-scatter of the bucket's gradients and lets go of them."""
         parameters = self.bucket.parameters
         self.used = [p.grad is not None for p in parameters]
-        flat = torch.empty(self.partition.numel, dtype=self.bucket.dtype, device=parameters[0].device)
+        flat = torch.empty(self.partition.numel, dtype=self.reduce_dtype, device=parameters[0].device)
         covered = 0
         targets, sources = [], []
         for parameter, view in zip(parameters, self._views(flat), strict=True):
             covered += parameter.numel()
             if parameter.grad is None:
                 view.zero_()
+            elif parameter.grad.is_sparse:
+                raise self._sparse(parameter)
             else:
                 targets.append(view)
                 sources.append(parameter.grad)
@@ -116,20 +130,28 @@ class BucketShard:
             parameter.grad = None
         self._pending = self.run.backend.start_reduce_scatter(flat, self.group)
 
+    def _sparse(self, parameter: nn.Parameter) -> UsageError:
+        name = next(r.fqn for r, p in zip(self.bucket.records, self.parameters, strict=True) if p is parameter)
+        return UsageError(
+            f"The gradient of {name!r} is sparse.",
+            where="plugin 'zero1'",
+            why="gradients travel in dense buckets",
+            fix="build the embedding with sparse=False",
+        )
+
     def _zero_padding(self, flat: torch.Tensor) -> None:
         ends = sorted((o, o + s) for o, s in zip(self.partition.offsets, self.partition.sizes, strict=True))
         for (_, end), (begin, _) in zip([(0, 0), *ends], [*ends, (flat.numel(), 0)], strict=True):
             if end < begin:
                 flat[end:begin].zero_()
 
-    def receive_gradients(self, used: Sequence[bool], scale: float, partial: Group, *, accumulate: bool) -> None:
-        """Waits for the reduced gradients and hands each piece its own.
+    def receive_gradients(self, used: Sequence[bool], scale: float, partial: Group) -> None:
+        """Waits for the reduced gradients and hands each piece its own, added to what it has already.
 
         Args:
             used: for each parameter of the bucket, whether any rank had a gradient.
             scale: what the sum is multiplied by.
             partial: the group over which they still are partial sums.
-            accumulate: whether to add to what the pieces hold.
         """
         assert self._pending is not None
         gradient, self._pending = self._pending.wait(), None
@@ -138,7 +160,7 @@ class BucketShard:
         gradient = gradient.to(self.optimizer_dtype)
         if scale != 1.0:
             gradient = gradient * scale if "lazy" in self.run.backend.capabilities else gradient.mul_(scale)
-        if accumulate and self._gradient is not None:
+        if self._gradient is not None:
             gradient = self._gradient + gradient
             used = [a or b for a, b in zip(used, self.used_anywhere, strict=True)]
         self._gradient, self.used_anywhere = gradient, list(used)
@@ -166,16 +188,16 @@ class BucketShard:
     # ---- weights ---------------------------------------------------------------------------------------------------
     def send_weights(self) -> Callable[[], None]:
         """Starts to gather the updated weights; what it returns finishes that."""
+        backend = self.run.backend
         chunk = self._chunk.detach().to(self.bucket.dtype)
-        pending = self.run.backend.start_all_gather(chunk, self.group)
+        if self._flat is not None:  # the parameters are views of it
+            pending = backend.start_all_gather_into(self._flat, chunk, self.group)
+            return lambda: (pending.wait(), None)[1]
+        pending = backend.start_all_gather(chunk, self.group)
 
         def finish() -> None:
-            gathered = pending.wait()
             with torch.no_grad():
-                if self._flat is not None:
-                    self._flat.copy_(gathered)
-                    return
-                for parameter, view in zip(self.bucket.parameters, self._views(gathered), strict=True):
+                for parameter, view in zip(self.bucket.parameters, self._views(pending.wait()), strict=True):
                     parameter.copy_(view)
 
         return finish

@@ -1,0 +1,155 @@
+"""ZeRO-1 without an accelerator: the wrapper that existing torch-xla scripts use, on every backend.
+
+The same arguments and defaults as torch_xla's ``ZeroRedundancyOptimizer``; what differs is inside: parameters are cut
+as one flat buffer, so short and 0-dim ones need no padding, messages are bucketed, and gradient accumulation through
+the hook keeps this rank's share only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuron_accel.backends.base import Backend
+from neuron_accel.backends.select import connect, settle
+from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.engine.layout import Cut, Layout
+from neuron_accel.engine.mesh import Mesh
+from neuron_accel.engine.optimizers import make_optimizer_constructor_lazy
+from neuron_accel.engine.parameters import ParameterMap
+from neuron_accel.engine.plan import Plan
+from neuron_accel.engine.plugin import AxisKind, AxisSpec
+from neuron_accel.engine.run import PreparedModel, Run
+from neuron_accel.strategies.zero1.elementwise import is_elementwise
+from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, Zero1Options
+
+Ranks = Sequence[Sequence[int]]
+
+
+class ZeroRedundancyOptimizer(Zero1Optimizer):
+    """Divides an optimizer's state over ranks; gradients are averaged over them at :meth:`step`.
+
+    Args:
+        params: parameters or groups, as for any optimizer.
+        optimizer_class: the optimizer to divide.
+        optimizer_dtype: dtype of master weights and state.
+        grad_clipping: whether every step clips gradients; their norm before is ``optimizer.grad_norm``.
+        max_norm: to which global norm.
+        pin_layout: accepted for torch-xla scripts. Collectives here never pin a layout, which is what Neuron needs.
+        sharding_groups: lists of ranks that share the state; all ranks by default.
+        grad_norm_groups: lists of ranks over which the norm is summed further: those that hold other parts of the same
+            parameters. A parameter counts as cut over them if its attribute ``tensor_model_parallel`` is true, as
+            neuronx-distributed marks them; the others are copies and count once.
+        lazy_init: accepted for torch-xla scripts; nothing is ever held whole here.
+        use_grad_acc_hook: gradients are reduced as every backward pass produces them and accumulate as this rank's
+            share. Off, they accumulate in ``parameter.grad`` and are sent once, at :meth:`step`.
+        higher_cc_precision: gradients travel in ``optimizer_dtype``.
+        bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: size of buckets in MiB, 0 for the default. One size
+            serves both directions: the larger of the two.
+        save_master_weights: whether ``state_dict`` contains the master weights.
+        backend: the ranks; by default those of this process.
+        defaults: options of ``optimizer_class``.
+
+    Raises:
+        ConfigurationError: for groups that do not partition the ranks, or an optimizer that does not treat elements
+            alike (use ``Zero1Plugin(partition="parameters")`` for those).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        optimizer_dtype: torch.dtype | None = torch.float32,
+        grad_clipping: bool = True,
+        max_norm: float | None = 1.0,
+        pin_layout: bool = False,
+        sharding_groups: Ranks | None = None,
+        grad_norm_groups: Ranks | None = None,
+        lazy_init: bool = False,
+        use_grad_acc_hook: bool = False,
+        higher_cc_precision: bool = False,
+        bucket_cap_mb_all_gather: float = 0,
+        bucket_cap_mb_reduce_scatter: float = 0,
+        save_master_weights: bool = False,
+        backend: Backend | None = None,
+        **defaults: Any,
+    ) -> None:
+        del pin_layout, lazy_init  # neither asks for anything that is not so already
+        optimizer = make_optimizer_constructor_lazy(optimizer_class)(params, **defaults)
+        if not is_elementwise(optimizer):
+            raise ConfigurationError(
+                f"{optimizer_class.__name__} does not treat the elements of a parameter alike.",
+                where="ZeroRedundancyOptimizer",
+                why="parameters are cut in pieces, and its update looks at the norm or shape of a whole one",
+                fix="use NeuronAccelerator with Zero1Plugin(partition='parameters')",
+            )
+        parameters = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+        run = _run(backend or _connected(), parameters, sharding_groups, grad_norm_groups)
+        options = Zero1Options(
+            optimizer_dtype=optimizer_dtype or torch.float32,
+            max_norm=max_norm if grad_clipping else None,
+            use_grad_acc_hook=use_grad_acc_hook,
+            higher_cc_precision=higher_cc_precision,
+            bucket_cap_mb=max(bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter) or Zero1Options.bucket_cap_mb,
+            save_master_weights=save_master_weights,
+        )
+        # Nobody announces the last micro-batch here, so nothing is sent before the step unless the hook asks for it.
+        super().__init__(optimizer, run, options, synchronises=lambda: False)
+
+
+def _connected() -> Backend:
+    return connect(settle(os.environ))
+
+
+def _run(
+    backend: Backend, parameters: Sequence[nn.Parameter], sharding_groups: Ranks | None, norm_groups: Ranks | None
+) -> Run:
+    """A run with nothing but a data axis and, where norms are summed further, a model axis."""
+    everyone = tuple(range(backend.world_size))
+    sharding = _partition(sharding_groups or [everyone], everyone, "sharding_groups")
+    norms = _partition(norm_groups or [[rank] for rank in everyone], everyone, "grad_norm_groups")
+    data = AxisSpec(name="dp", degree=len(sharding[0]), kind=AxisKind.DATA)
+    model = AxisSpec(name="tp", degree=len(norms[0]), kind=AxisKind.MODEL)
+    run = Run(plan=Plan(mesh=Mesh((data, model)), plugins=(), owners={}), backend=backend)
+    run.set_groups(("dp",), sharding)
+    run.set_groups(("tp",), norms)
+    run.set_groups(("dp", "tp"), _joined(sharding, norms))
+    records = ParameterMap((f"parameters.{i}", p) for i, p in enumerate(parameters))
+    for record in records:
+        if model.degree > 1 and getattr(record.current, "tensor_model_parallel", False):
+            record.layout = _cut_layout(record.layout, getattr(record.current, "partition_dim", 0), model.degree)
+    run.models.append(PreparedModel(original=nn.Module(), module=nn.Module(), parameters=records))
+    return run
+
+
+def _cut_layout(local: Layout, dim: int, degree: int) -> Layout:
+    shape = list(local.shape)
+    shape[dim] *= degree
+    cut = Cut(dim=dim, axis="tp", degree=degree, size=shape[dim])
+    return Layout(shape=tuple(shape), dtype=local.dtype, cuts=(cut,))
+
+
+def _partition(groups: Ranks, everyone: tuple[int, ...], name: str) -> list[tuple[int, ...]]:
+    result = sorted(tuple(sorted(group)) for group in groups)
+    if sorted(rank for group in result for rank in group) != list(everyone) or len({len(g) for g in result}) != 1:
+        raise ConfigurationError(
+            f"{name} is {[list(g) for g in groups]}.",
+            where="ZeroRedundancyOptimizer",
+            why=f"every one of the {len(everyone)} ranks is in exactly one group, and groups are equally large",
+            fix="give one list of ranks per group, covering all ranks once",
+        )
+    return result
+
+
+def _joined(first: Ranks, second: Ranks) -> list[tuple[int, ...]]:
+    """The partition into ranks that are connected through groups of either kind."""
+    parts = [set(group) for group in first]
+    for group in second:
+        touching = [part for part in parts if part & set(group)]
+        parts = [part for part in parts if part not in touching] + [set().union(*touching)]
+    return sorted(tuple(sorted(part)) for part in parts)
