@@ -12,7 +12,7 @@ from neuron_accel.engine.errors import CommunicationError
 
 # torch raises RuntimeError for a lost peer and for a wrong argument alike; only the text tells them apart
 _LOST = re.compile(
-    r"gloo[/\\]|nccl|neuron|connection|connect\b|socket|timed? ?out|closed|reset by peer|broken pipe|rendezvous|store",
+    r"gloo[/\\]|nccl (error|communicator)|connect|socket|timed? ?out|reset by peer|broken pipe|rendezvous",
     re.IGNORECASE,
 )
 _TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 STACK_SIGNAL = signal.SIGUSR1
+READY, GO = b"ready", b"go"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +65,16 @@ class RemoteError(Exception):
 
 
 def main(task: RankTask, connection: Connection) -> None:
-    """Runs the task and reports. Success waits for the caller's permission to leave, because a rank that leaves early
-    closes the sockets its peers may still read from; failure leaves at once, so that peers notice."""
+    """Connects, runs the task, reports, leaves.
+
+    All ranks begin together and, if all goes well, leave together, at the caller's word: a rank that ends closes its
+    sockets, and its peers may still be connecting or reading. A rank that fails leaves at once, so that peers notice.
+    """
     _isolate(task)
     try:
+        _connect(task)
+        connection.send_bytes(READY)
+        connection.recv_bytes()
         report = Report(payload=_run(task))
     except BaseException as error:
         _send(connection, Report(payload=_pickle_error(error), traceback=traceback.format_exc()))
@@ -78,7 +85,8 @@ def main(task: RankTask, connection: Connection) -> None:
 
 
 def _isolate(task: RankTask) -> None:
-    """Own session (so that it can be ended with all it started), own output, own random state, own death watch."""
+    """Own session (so that it can be ended with all it started), own output, own random state, own death watch; and
+    what this process has from being forked and a torchrun rank has not, undone."""
     os.setsid()
     descriptor = os.open(task.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
@@ -93,6 +101,7 @@ def _isolate(task: RankTask) -> None:
     settled = {name: os.environ[name] for name in ("USE_TORCH_XLA",) if name in os.environ}
     os.environ.clear()
     os.environ.update({**settled, **task.environ})
+    multiprocessing.set_start_method(None, force=True)  # the default, for workers of data loaders
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -107,18 +116,17 @@ def _die_with_caller(folder: str) -> None:
 
 
 def _run(task: RankTask) -> bytes:
-    import torch
-
-    torch.set_num_threads(1)
-    if task.backend is not None:
-        _open_process_group(task)
     function, args, kwargs = pickle.loads(task.call)
     return pickle.dumps(function(*args, **kwargs))
 
 
-def _open_process_group(task: RankTask) -> None:
+def _connect(task: RankTask) -> None:
+    import torch
     import torch.distributed as dist
 
+    torch.set_num_threads(1)
+    if task.backend is None:
+        return
     dist.init_process_group(
         task.backend,
         store=dist.FileStore(os.path.join(task.folder, "store"), task.size),

@@ -114,7 +114,7 @@ def run_ranks(
         raise UsageError(f"run_ranks needs at least one rank, not {n}.")
     if backend not in ("gloo", None):
         raise UsageError(f"run_ranks knows no backend {backend!r}.", fix='use "gloo", or None for no process group')
-    with tempfile.TemporaryDirectory(prefix="neuron-accel-ranks-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix=f"neuron-accel-ranks-{os.getpid()}-", ignore_cleanup_errors=True) as folder:
         port = _free_port()
         tasks = [
             _rank.RankTask(
@@ -144,6 +144,7 @@ class _Ranks:
         self.tasks = tasks
         self.processes: list[Any] = []
         self.connections: list[Connection] = []
+        self.ready: set[int] = set()
         self.results: dict[int, Any] = {}
         self.errors: dict[int, BaseException] = {}
         self.tracebacks: dict[int, str] = {}
@@ -183,7 +184,11 @@ class _Ranks:
 
     def _receive(self, rank: int) -> None:
         try:
-            value, text = _rank.read_report(self.connections[rank].recv_bytes())
+            data = self.connections[rank].recv_bytes()
+            if data == _rank.READY:
+                self._begin(rank)
+                return
+            value, text = _rank.read_report(data)
         except (EOFError, OSError):
             self.processes[rank].join(5)
             self.errors[rank] = RankExit(self.processes[rank].exitcode)
@@ -194,6 +199,16 @@ class _Ranks:
             self.results[rank] = value
         else:
             self.errors[rank], self.tracebacks[rank] = value, text
+
+    def _begin(self, rank: int) -> None:
+        self.ready.add(rank)
+        if len(self.ready) == len(self.tasks):
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.send_bytes(_rank.GO)
 
     def _time_out(self, reason: str) -> None:
         for rank in self.running:
@@ -210,9 +225,7 @@ class _Ranks:
             raise RanksError(len(self.tasks), self.errors, self.tracebacks, outputs)
         for rank, text in outputs.items():
             sys.stdout.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
-        for connection in self.connections:
-            with contextlib.suppress(OSError):
-                connection.send_bytes(b"leave")
+        self._tell_all()
         for process in self.processes:
             process.join(10)
         return [self.results[task.rank] for task in self.tasks]

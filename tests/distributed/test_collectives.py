@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from neuron_accel.backends.torch_distributed import TorchBackend, _check_serves
+from neuron_accel.backends.process_group import check_serves
+from neuron_accel.backends.torch_distributed import TorchBackend
 from neuron_accel.engine.errors import CommunicationError, LayoutError, UsageError
 from neuron_accel.testing import RanksError, run_ranks
 
@@ -423,7 +424,7 @@ def leave_the_group_of_others() -> None:
     again = TorchBackend.connect()
     assert again.all_reduce(torch.ones(1), again.new_group([[0, 1], [2]], "tp")).item() == pair.size
     with pytest.raises(UsageError, match="does not serve device 'cuda'"):
-        _check_serves(torch.device("cuda"))
+        check_serves(torch.device("cuda"))
 
 
 def test_a_group_that_others_made_stays():
