@@ -92,15 +92,24 @@ def run(args: argparse.Namespace) -> int:
         grace=args.grace,
         max_restarts=args.max_restarts,
     )
-    check_request(request)  # before torch is imported, so that a wrong path is answered at once
-    probes = Machine()
-    decision = choose(None, os.environ, probes, cpu=request.cpu)
-    host = Host(cores=count_cores(), loopback=find_loopback(), torch_xla=probes.torch_xla)
-    plan = plan_launch(request, host, decision, os.environ)
+    plan = prepare(request)
     if args.dry_run:
         print(f"{plan.explain()}\neach rank runs:\n  {shlex.join([sys.executable, *plan.command('LAUNCHER_PID')])}")
         return 0
     return launch(plan, quiet=args.quiet)
+
+
+def prepare(request: LaunchRequest) -> LaunchPlan:
+    """Decides how to launch on this machine, in this environment.
+
+    Raises:
+        ConfigurationError: the request cannot be launched.
+    """
+    check_request(request)  # before torch is imported, so that a wrong path is answered at once
+    probes = Machine()
+    decision = choose(None, os.environ, probes, cpu=request.cpu)
+    host = Host(cores=count_cores(), loopback=find_loopback(), torch_xla=probes.torch_xla)
+    return plan_launch(request, host, decision, os.environ)
 
 
 def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:

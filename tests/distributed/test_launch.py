@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import socket
-import sys
-import tempfile
 import time
 
 import psutil
 import pytest
 
-from neuron_accel.cli.main import main
-
-MARKS = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "OMP_NUM_THREADS", "ACCELERATE_", "GLOO_", "LOCAL_", "GROUP_")
 SECONDS = 60
-
-
-@pytest.fixture
-def environment(tmp_path):
-    """The environment of a shell: nothing that a launch sets is set already. Logs go where the test's files go."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(MARKS)}
-    return {**inherited, "TMPDIR": str(tmp_path)}
 
 
 @pytest.fixture
@@ -58,53 +45,6 @@ def reports(tmp_path):
         return {int(p.stem): json.loads(p.read_text()) for p in (tmp_path / "reports").glob("*.json")}
 
     return read
-
-
-class Launch:
-    """``neuron-accel launch`` in a process forked from one that has imported torch, which is most of its start."""
-
-    def __init__(self, arguments, environment, folder):
-        self.stdout, self.stderr = folder / "stdout", folder / "stderr"
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["neuron_accel.testing._preload"])  # there is one such process for all tests
-        outputs = (str(self.stdout), str(self.stderr))
-        self.process = context.Process(target=run_launcher, args=(arguments, environment, *outputs))
-        self.process.start()
-
-    def signal(self, number):
-        os.kill(self.process.pid, number)
-
-    def finish(self, timeout=SECONDS):
-        """Exit code, standard output and error of the launcher and the ranks that it shows."""
-        self.process.join(timeout)
-        assert not self.process.is_alive(), f"still running after {timeout} s: {self.stderr.read_text()}"
-        return self.process.exitcode, self.stdout.read_text(), self.stderr.read_text()
-
-
-def run_launcher(arguments, environment, stdout, stderr):
-    os.environ.clear()
-    os.environ.update(environment)
-    tempfile.tempdir = environment["TMPDIR"]
-    for descriptor, path in ((1, stdout), (2, stderr)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
-    sys.exit(main(["launch", *arguments]))
-
-
-@pytest.fixture
-def start(environment, tmp_path):
-    """Starts a launch in the background; ends it, should the test not have."""
-    started = []
-
-    def run(*arguments):
-        folder = tmp_path / f"launch_{len(started)}"
-        folder.mkdir()
-        started.append(Launch(arguments, environment, folder))
-        return started[-1]
-
-    yield run
-    for launch in started:
-        launch.process.kill()
-        launch.process.join(10)
 
 
 def until(condition, timeout=SECONDS):
