@@ -141,6 +141,16 @@ def test_a_rank_that_ignores_signals_is_killed_after_the_grace(start, script, re
     assert alive(entry["pid"] for entry in reports().values()) == []
 
 
+def test_a_rank_that_does_not_see_an_interrupt_is_terminated(start, script, reports):
+    """As one that waits inside a collective, where Python's handlers do not run."""
+    body = "signal.signal(signal.SIGINT, signal.SIG_IGN)\nreport('here')\ntime.sleep(60)\n"
+    launch = start("--nproc-per-node", "1", "--quiet", script(body))
+    until(lambda: len(reports()) == 1)
+    launch.signal(signal.SIGINT)
+    assert launch.finish(timeout=20)[0] == 128 + signal.SIGINT
+    assert alive(entry["pid"] for entry in reports().values()) == []
+
+
 def test_a_second_signal_does_not_wait(start, script, reports):
     body = """
 for number in (signal.SIGINT, signal.SIGTERM):

@@ -42,6 +42,8 @@ def test_variables_are_the_relevant_ones_without_secrets():
         "HOME": "/home/somebody",
         "ACCELERATE_API_KEY": "hunter2",
         "NEURON_ACCESS_TOKEN": "hunter2",
+        "XLA_CLIENT_SECRET": "hunter2",
+        "SLURM_PASSWORD": "hunter2",
         "NEURON_COMPILE_CACHE_URL": "https://me:hunter2@example.com/cache",
         "MASTER_PORT": "29500",
     }
