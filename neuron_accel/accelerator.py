@@ -104,8 +104,9 @@ class NeuronAccelerator(Accelerator):
             ranks,
         )
         self.run = Run(plan=plan, backend=ranks)
-        for axes in {(), plan.mesh.gradient_axes, plan.mesh.data_axes, plan.mesh.model_axes}:
-            self.run.group(*axes)
+        mesh = plan.mesh
+        for axes in ((), mesh.gradient_axes, mesh.data_axes, mesh.model_axes, (*mesh.model_axes, *mesh.gradient_axes)):
+            self.run.group(*axes)  # now, in the same order on every rank
         for plugin in plan.plugins:
             plugin.setup(self.run)
 

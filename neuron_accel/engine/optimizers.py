@@ -79,7 +79,7 @@ def keep_promise(optimizer: torch.optim.Optimizer) -> None:
 def twin(
     optimizer: torch.optim.Optimizer,
     groups: list[dict[str, Any]],
-    state: Mapping[nn.Parameter, dict[str, Any]] | None = None,
+    state: Mapping[torch.Tensor, dict[str, Any]] | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer of the same class and options around other groups of parameters.
 

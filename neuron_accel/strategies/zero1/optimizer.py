@@ -143,9 +143,9 @@ class Zero1Optimizer(torch.optim.Optimizer):
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
         return {**group, "params": [piece.master for p in group["params"] for piece in self._pieces.get(p, ())]}
 
-    def _divided_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+    def _divided_state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """State that the user's optimizer has from the start, or from steps before, in pieces."""
-        state: dict[nn.Parameter, dict[str, Any]] = {}
+        state: dict[torch.Tensor, dict[str, Any]] = {}
         for parameter, pieces in self._pieces.items():
             for name, value in self.optimizer.state.get(parameter, {}).items():
                 for piece in pieces:
