@@ -1,0 +1,80 @@
+"""Who holds which part of a bucket."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from neuron_accel.strategies.zero1.elementwise import is_elementwise
+from neuron_accel.strategies.zero1.partition import even, whole
+
+SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=12)
+DEGREES = st.integers(1, 9)
+
+
+@pytest.mark.parametrize("divide", [even, whole])
+@given(sizes=SIZES, degree=DEGREES)
+def test_pieces_cover_every_element_once(divide, sizes, degree):
+    partition = divide(sizes, degree)
+    seen = [[0] * size for size in sizes]
+    for rank in range(degree):
+        for piece in partition.pieces(rank):
+            assert 0 <= piece.offset <= partition.chunk - (piece.stop - piece.start)
+            for element in range(piece.start, piece.stop):
+                seen[piece.parameter][element] += 1
+                # the element lies in the buffer where the parameter's offset says
+                assert rank * partition.chunk + piece.offset + element - piece.start == (
+                    partition.offsets[piece.parameter] + element
+                )
+    assert all(count == 1 for counts in seen for count in counts)
+
+
+@given(sizes=SIZES, degree=DEGREES)
+def test_even_pads_less_than_one_element_per_rank(sizes, degree):
+    partition = even(sizes, degree)
+    assert partition.numel - sum(sizes) < max(degree, 2)
+
+
+@given(sizes=SIZES, degree=DEGREES)
+def test_whole_cuts_nothing_and_balances(sizes, degree):
+    partition = whole(sizes, degree)
+    for rank in range(degree):
+        for piece in partition.pieces(rank):
+            assert (piece.start, piece.stop) == (0, sizes[piece.parameter])
+    # Graham's bound for longest processing time first
+    assert partition.chunk <= max(1, sum(sizes) / degree + max(sizes))
+
+
+class _Lamb(torch.optim.Optimizer):
+    """Looks at the norm of a whole parameter."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * float(p.norm() / p.grad.norm()))
+
+
+ELEMENTWISE = ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_finds_elementwise_optimizers(name):
+    options = {"lr": 0.0} if name != "SGD" else {"lr": 0.0, "momentum": 0.9, "nesterov": True}
+    assert is_elementwise(getattr(torch.optim, name)([nn.Parameter(torch.ones(3))], **options))
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_finds_optimizers_that_look_at_whole_parameters(name):
+    assert not is_elementwise(getattr(torch.optim, name)([nn.Parameter(torch.ones(3, 4))], lr=0.0))
+
+
+def test_tries_classes_it_has_never_seen():
+    assert not is_elementwise(_Lamb([nn.Parameter(torch.ones(3, 4))], lr=0.0))
