@@ -101,6 +101,19 @@ def _regions(degree: int) -> None:
         _check_region(degree, True, length)
 
 
+def _autocast() -> None:
+    """The bias, which stays in full precision, does not make the output so."""
+    boundary = _boundary(2)
+    for whole in _linear_kinds().values():
+        row = parallel_linear(whole[1], "rowwise", boundary)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert row(torch.ones(2, 24)).dtype == torch.bfloat16
+
+
+def test_autocast_reaches_the_output() -> None:
+    run_ranks(_autocast, 2)
+
+
 @DEGREES
 def test_region_of_linear_layers(degree: int) -> None:
     run_ranks(_regions, degree, degree)

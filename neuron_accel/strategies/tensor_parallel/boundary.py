@@ -78,7 +78,9 @@ class SequenceFlow(Flow):
 
     def join(self, share: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`split`; what follows must compute the same on every rank."""
-        return self._trim(gather_from_group(share, self._backend, self._group, 1, grad="chunk"))
+        full = self._trim(gather_from_group(share, self._backend, self._group, 1, grad="chunk"))
+        self._remember_length(full)
+        return full
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._trim(gather_from_group(hidden, self._backend, self._group, 1, grad="reduce_scatter"))
@@ -86,9 +88,9 @@ class SequenceFlow(Flow):
     def exit(self, partial: torch.Tensor) -> torch.Tensor:
         return reduce_scatter_to_group(self._pad(partial), self._backend, self._group, 1)
 
-    def remember_length(self, output: torch.Tensor) -> None:
-        """Makes the length of the sequence known again when the gradient of ``output`` arrives: activation
-        checkpointing then runs regions again, perhaps after a forward pass over sequences of another length."""
+    def _remember_length(self, output: torch.Tensor) -> None:
+        """Makes the length of the sequence known again when a gradient comes back: activation checkpointing then runs
+        regions again, perhaps after a forward pass over sequences of another length."""
         if output.requires_grad:
             length = self._length
 

@@ -35,8 +35,6 @@ def divide_sequence(architecture: Architecture, boundary: Boundary, parameters: 
     boundary.flow = flow
     stack = _Stack(blocks, boundary, flow)
     blocks[0].register_forward_pre_hook(stack.enter, with_kwargs=True)
-    for block in blocks:
-        block.register_forward_hook(stack.after_block)
     architecture.final_norm[1].register_forward_hook(stack.leave)
     architecture.base.register_forward_hook(stack.ended, always_call=True)
     change_output(architecture, "hidden_states", flow.join, keep="last_hidden_state")
@@ -55,14 +53,9 @@ class _Stack:
         self._boundary.randomness.begin(self._dropouts.active)
         return replace_hidden(args, kwargs, self._flow.split)
 
-    def after_block(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._flow.remember_length(output[0] if isinstance(output, tuple) else output)
-
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         self._boundary.randomness.end()
-        full = self._flow.join(output)
-        self._flow.remember_length(full)
-        return full
+        return self._flow.join(output)
 
     def ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._boundary.randomness.end()  # after an error inside
