@@ -1,0 +1,28 @@
+"""Whose state ZeRO-1 keeps on this rank, for checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from neuron_accel.engine.optimizer_state import StatePiece
+
+if TYPE_CHECKING:
+    from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
+
+
+def state_pieces(optimizer: Zero1Optimizer, axes: tuple[str, ...]) -> list[StatePiece]:
+    """This rank's pieces of every parameter of ``optimizer``, whose state is divided along ``axes``."""
+    groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    return [
+        StatePiece(
+            record=shard.bucket.records[piece.place.parameter],
+            parameter=piece.master,
+            start=piece.place.start,
+            stop=piece.place.stop,
+            group=groups[piece.parameter],
+            axes=axes,
+            master=piece.master.dtype != piece.parameter.dtype and optimizer.options.save_master_weights,
+        )
+        for shard in optimizer.shards
+        for piece in shard.pieces
+    ]
