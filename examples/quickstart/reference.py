@@ -1,0 +1,83 @@
+"""The same training in one process, with PyTorch and transformers alone, and how far the sharded run is from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What one process arrives at.
+
+    Args:
+        losses: of every step.
+        norms: global norm of the gradients before clipping, of every step.
+        weights: of the trained model, by name.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def train_in_one_process(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader,
+    schedule: Callable[[int], float],
+    *,
+    max_norm: float,
+    show: bool = True,
+) -> Reference:
+    """Trains on one whole batch a step: what all ranks of the sharded run saw together in that step.
+
+    Args:
+        model: with the weights the sharded run began with.
+        optimizer: of ``model``.
+        loader: yields one batch for every optimizer step.
+        schedule: fraction of the learning rate at a step.
+        max_norm: to clip gradients to.
+        show: whether to draw a progress bar.
+    """
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    losses, norms = [], []
+    for batch in tqdm(loader, desc="one process", unit="step", disable=not show, mininterval=1.0):
+        loss = model(**batch).loss
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Reference(losses=losses, norms=norms, weights=model.state_dict())
+
+
+def largest_difference(values: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest relative difference; infinite where either is not a number.
+
+    Raises:
+        ValueError: if they are not equally many.
+    """
+    differences = [abs(a - b) / abs(b) for a, b in zip(values, reference, strict=True)]
+    return max((d if d == d else float("inf") for d in differences), default=0.0)
+
+
+def largest_weight_difference(folder: Path, weights: dict[str, torch.Tensor]) -> float:
+    """Between the weights saved in ``folder`` and ``weights``: the largest difference in a tensor, relative to the
+    tensor's largest entry.
+
+    Raises:
+        ValueError: if names or shapes are not the same.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    saved = model.state_dict()
+    if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in weights.items()}:
+        raise ValueError(f"{folder} does not hold the weights of the one-process model: names or shapes differ")
+    return max(((saved[n] - w).abs().max() / w.abs().max()).item() for n, w in weights.items())

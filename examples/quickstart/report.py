@@ -1,0 +1,139 @@
+"""What a run shows: a progress bar while it trains; a table, a chart and a line of code when it is done."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from neuron_accel import NeuronAccelerator
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_ASCII = "_.,-=+*#"
+
+
+class Progress:
+    """Collects the losses of a run and shows them in a bar on the main process.
+
+    Reading a loss makes the host wait for the device, and averaging it is a collective; both happen once in a number of
+    steps only.
+
+    Args:
+        accelerator: of the run.
+        steps: number of optimizer steps.
+        tokens_per_step: over all ranks.
+        every: optimizer steps between two readings.
+
+    Attributes:
+        losses: mean loss of every optimizer step, over micro-batches and ranks.
+        norms: global norm of the gradients before clipping, of every optimizer step.
+    """
+
+    def __init__(self, accelerator: NeuronAccelerator, *, steps: int, tokens_per_step: int, every: int) -> None:
+        self._accelerator, self._tokens_per_step, self._every = accelerator, tokens_per_step, every
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self._micro_batches: list[torch.Tensor] = []
+        self._unread: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._bar = tqdm(
+            total=steps,
+            desc="training",
+            unit="step",
+            disable=not accelerator.is_main_process,
+            mininterval=0.2 if sys.stderr.isatty() else 5.0,  # a log file needs a line now and then, not a film
+            bar_format="{desc} {percentage:3.0f}% |{bar:24}| {n_fmt}/{total_fmt} [{elapsed}, eta {remaining}{postfix}]",
+        )
+        self._start = time.monotonic()
+
+    def micro_batch(self, loss: torch.Tensor) -> None:
+        """A micro-batch is through; ``loss`` is this rank's mean loss."""
+        self._micro_batches.append(loss.detach())
+
+    def step(self, norm: torch.Tensor) -> None:
+        """The weights were updated."""
+        self._unread.append((torch.stack(self._micro_batches).mean(), norm.detach()))
+        self._micro_batches.clear()
+        if len(self._unread) == self._every:
+            self._read()
+
+    def close(self) -> float:
+        """Reads what is left and returns the seconds since the start."""
+        self._read()
+        self._bar.close()
+        return time.monotonic() - self._start
+
+    def _read(self) -> None:
+        if not self._unread:
+            return
+        losses, norms = (torch.stack(values) for values in zip(*self._unread, strict=True))
+        self.losses += self._accelerator.reduce(losses, "mean").tolist()
+        self.norms += norms.tolist()
+        rate = len(self.losses) * self._tokens_per_step / (time.monotonic() - self._start)
+        self._bar.set_postfix_str(f"loss {self.losses[-1]:.3f}, {rate:,.0f} tokens/s", refresh=False)
+        self._bar.update(len(self._unread))
+        self._unread.clear()
+
+
+def loss_table(losses: Sequence[float], reference: Sequence[float] | None = None, *, rows: int = 12) -> str:
+    """Losses at evenly spaced steps, the first and the last among them; beside them the reference's, if there is one.
+
+    Args:
+        losses: of the sharded run, one a step.
+        reference: of the one-process run, for the same steps.
+        rows: number of lines at most.
+    """
+    count = min(rows, len(losses))
+    chosen = [round(i * (len(losses) - 1) / max(count - 1, 1)) for i in range(count)]
+    if reference is None:
+        return "\n".join([" step      loss", *(f"{i + 1:5d} {losses[i]:9.5f}" for i in chosen)])
+    lines = [" step   sharded  one process  difference"]
+    lines += [f"{i + 1:5d} {losses[i]:9.5f} {reference[i]:12.5f} {losses[i] - reference[i]:11.1e}" for i in chosen]
+    return "\n".join(lines)
+
+
+def sparkline(values: Sequence[float], *, width: int = 60, encoding: str | None = None) -> str:
+    """The course of ``values`` in one line of text: bars between the smallest and the largest, each the mean of equally
+    many neighbours.
+
+    Args:
+        values: what to draw.
+        width: characters at most.
+        encoding: of the output; without block characters in it, ASCII is used. That of stdout by default.
+    """
+    try:
+        _BLOCKS.encode(encoding or sys.stdout.encoding or "ascii")
+        bars = _BLOCKS
+    except UnicodeEncodeError:
+        bars = _ASCII
+    width = min(width, len(values))
+    edges = [len(values) * i // width for i in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    return "".join(bars[round((m - low) / (high - low) * (len(bars) - 1)) if high > low else 0] for m in means)
+
+
+def complete_line(folder: Path, prompt: str, *, tokens: int = 32) -> str:
+    """Opens a saved folder with plain transformers and lets the model finish the line that ``prompt`` begins. A prompt as
+    long as the sequences that the model knows comes back as it is."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    # A document begins where the one before it ends.
+    inputs = torch.tensor([[tokenizer.eos_token_id, *tokenizer(prompt)["input_ids"]]])
+    room = model.config.max_position_embeddings - inputs.shape[1]
+    if room < 1:
+        return prompt
+    output = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=min(tokens, room),
+        do_sample=False,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    continuation = tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True)
+    return prompt + continuation.split("\n", 1)[0]

@@ -1,0 +1,227 @@
+"""Trains a small Llama on the source code of Python's standard library, divided over several ranks.
+
+How it is divided is written in a YAML file; the loop in `train` is an ordinary one and does not know. The batch size is
+that of an optimizer step over all ranks, so every way to divide the same run gives the same losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import data
+import recipe
+import reference
+import report
+import torch
+from options import parse
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from transformers.utils.logging import disable_progress_bar
+
+from neuron_accel import NeuronAccelerator, NeuronAccelError
+from neuron_accel.engine.errors import ConfigurationError
+
+
+def train(accelerator, model, optimizer, loader, scheduler, progress) -> None:
+    model.train()
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), recipe.MAX_NORM)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        progress.micro_batch(loss)
+        if accelerator.sync_gradients:
+            progress.step(norm)
+
+
+def evaluate(accelerator, model, loader) -> float:
+    """Mean loss over ``loader``, whose batches are all of the same size."""
+    model.eval()
+    losses = []
+    with torch.no_grad():
+        for batch in loader:
+            loss = model(**batch).loss
+            losses.append(accelerator.gather_for_metrics(loss.repeat(len(batch["input_ids"]))))
+    return torch.cat(losses).mean().item()
+
+
+def run(options: argparse.Namespace) -> int:
+    """The whole main job; returns the exit code."""
+    begin = time.monotonic()
+    settings = data.CorpusSettings(
+        share=options.corpus_share,
+        held_out=options.held_out_share,
+        vocab_size=options.vocab_size,
+        sequence_length=options.sequence_length,
+    )
+    accelerator = NeuronAccelerator(config=options.config)
+    micro_batch_size = _micro_batch_size(options, accelerator)
+    accelerator.print(accelerator.plan.explain())
+
+    with accelerator.local_main_process_first():
+        corpus = data.load_corpus(settings, options.output / "corpus.safetensors")
+    _check_same_corpus(accelerator, corpus)
+    _check_enough(corpus, options)
+    seconds = {"corpus": time.monotonic() - begin}
+    accelerator.print(
+        f"\ntext: {corpus.train.size:,} tokens to train on, {corpus.held_out.size:,} held out"
+        f" ({'reused' if corpus.reused else 'made'} in {seconds['corpus']:.1f} s)"
+    )
+
+    config = recipe.llama_config(
+        vocab_size=len(corpus.tokenizer),
+        hidden_size=options.hidden_size,
+        layers=options.layers,
+        heads=options.heads,
+        key_value_heads=options.key_value_heads,
+        positions=options.sequence_length,
+        end=corpus.tokenizer.eos_token_id,
+    )
+    sequences = data.Sequences(corpus.train)
+    order = data.TrainingOrder(size=len(sequences), total=options.steps * options.batch_size, seed=options.seed)
+    eval_batches = min(options.eval_batches, len(corpus.held_out) // options.batch_size)
+    eval_sequences = data.Sequences(data.spread(corpus.held_out, eval_batches * options.batch_size))
+
+    model = recipe.build_model(config, options.seed)
+    optimizer = recipe.build_optimizer(model, options.learning_rate)
+    loader = DataLoader(sequences, batch_size=micro_batch_size, sampler=order)
+    eval_loader = DataLoader(eval_sequences, batch_size=micro_batch_size)
+    # Accelerate's convention: a scheduler is stepped once for every data-parallel rank in each optimizer step.
+    ranks = accelerator.num_processes
+    scheduler = LambdaLR(optimizer, lambda step: recipe.learning_rate_at(step / ranks, options.steps))
+    accelerator.print(f"model: Llama with {sum(p.numel() for p in model.parameters()):,} parameters\n")
+
+    model, optimizer, loader, eval_loader, scheduler = accelerator.prepare(
+        model, optimizer, loader, eval_loader, scheduler
+    )
+    tokens_per_step = options.batch_size * options.sequence_length
+    progress = report.Progress(
+        accelerator, steps=options.steps, tokens_per_step=tokens_per_step, every=options.log_every
+    )
+    train(accelerator, model, optimizer, loader, scheduler, progress)
+    seconds["training"] = progress.close()
+    evaluation_loss = evaluate(accelerator, model, eval_loader)
+
+    folder = options.output / "model"
+    accelerator.save_model(model, folder)
+    if accelerator.is_main_process:
+        corpus.tokenizer.save_pretrained(folder)
+    is_main_process = accelerator.is_main_process
+    accelerator.end_training()
+    if not is_main_process:
+        return 0
+
+    # From here on nothing is shared any more: the main process goes on alone, with the saved folder.
+    losses = progress.losses
+    print(f"\nloss {report.sparkline(losses)}")
+    print(f"     {losses[0]:.3f} at the start, {losses[-1]:.3f} at the end, {evaluation_loss:.3f} on held-out files")
+    rate = options.steps * tokens_per_step / seconds["training"]
+    print(f"     {seconds['training']:.1f} s, {rate:,.0f} tokens/s")
+    print(f"\nsaved in {folder}; plain transformers opens it and completes a line of Python:")
+    print(f"     {report.complete_line(folder, options.prompt)}")
+
+    history: dict[str, Any] = {
+        "losses": losses,
+        "gradient_norms": progress.norms,
+        "evaluation_loss": evaluation_loss,
+        "corpus_reused": corpus.reused,
+        "seconds": seconds,
+    }
+    code = 0
+    if options.verify:
+        start = time.monotonic()
+        history["reference"] = verify(options, config, sequences, order, folder, history)
+        seconds["one process"] = time.monotonic() - start
+        code = 0 if history["reference"]["within_tolerance"] else 1
+    else:
+        print(f"\n{report.loss_table(losses)}")
+    seconds["all"] = time.monotonic() - begin
+    (options.output / "history.json").write_text(json.dumps(history, indent=1))
+    print("\n" + ", ".join(f"{what} {value:.1f} s" for what, value in seconds.items()))
+    return code
+
+
+def verify(options: argparse.Namespace, config, sequences, order, folder: Path, history: dict) -> dict[str, Any]:
+    """Trains the one-process reference and compares.
+
+    Accelerate deals batches to data-parallel ranks in turn, so what all ranks see in the micro-batches of one optimizer
+    step is the next ``batch_size`` samples of the order: one batch of a loader that is not divided.
+    """
+    print()
+    model = recipe.build_model(config, options.seed)
+    result = reference.train_in_one_process(
+        model,
+        recipe.build_optimizer(model, options.learning_rate),
+        DataLoader(sequences, batch_size=options.batch_size, sampler=order),
+        lambda step: recipe.learning_rate_at(step, options.steps),
+        max_norm=recipe.MAX_NORM,
+    )
+    difference = reference.largest_difference(history["losses"], result.losses)
+    norm_difference = reference.largest_difference(history["gradient_norms"], result.norms)
+    weight_difference = reference.largest_weight_difference(folder, result.weights)
+    within = difference <= options.tolerance
+    print(f"\n{report.loss_table(history['losses'], result.losses)}")
+    print(f"\nlargest relative difference of the losses in {options.steps} steps: {difference:.1e}", end=" ")
+    print(f"({'within' if within else 'ABOVE'} the tolerance of {options.tolerance:.0e})")
+    print(f"of the gradient norms: {norm_difference:.1e}; of the saved weights: {weight_difference:.1e}")
+    return {
+        "losses": result.losses,
+        "largest_difference": difference,
+        "largest_norm_difference": norm_difference,
+        "largest_weight_difference": weight_difference,
+        "within_tolerance": within,
+    }
+
+
+def _micro_batch_size(options: argparse.Namespace, accelerator) -> int:
+    """Sequences in a micro-batch of one rank."""
+    ranks, accumulation = accelerator.data_parallel_size, accelerator.gradient_accumulation_steps
+    size, rest = divmod(options.batch_size, ranks * accumulation)
+    if rest or not size:
+        raise ConfigurationError(
+            f"A batch of {options.batch_size} sequences cannot be divided into {ranks * accumulation} equal parts.",
+            where=f"--batch-size {options.batch_size}, {options.config}",
+            why=f"an optimizer step has {accumulation} micro-batches on each of {ranks} data-parallel ranks",
+            fix=f"choose a multiple of {ranks * accumulation} for --batch-size",
+        )
+    return size
+
+
+def _check_same_corpus(accelerator, corpus) -> None:
+    """Machines with different versions of Python have different standard libraries."""
+    mine = torch.tensor([int(corpus.digest[:15], 16)], device=accelerator.device)
+    if len(set(accelerator.gather(mine).tolist())) > 1:
+        raise data.CorpusError(
+            "the machines of this run have different text to train on; give them the same version of Python, the same "
+            "version of tokenizers, and the same arguments"
+        )
+
+
+def _check_enough(corpus, options: argparse.Namespace) -> None:
+    for what, rows in (("train on", corpus.train), ("evaluate with", corpus.held_out)):
+        if len(rows) < options.batch_size:
+            raise data.CorpusError(
+                f"there are only {len(rows)} sequences of {options.sequence_length} tokens to {what}, which is less "
+                f"than one batch of {options.batch_size}; choose a larger --corpus-share or --held-out-share"
+            )
+
+
+def main() -> int:
+    options = parse(__doc__)
+    disable_progress_bar()  # of loading weights; the one for training is ours
+    try:
+        return run(options)
+    except (NeuronAccelError, data.CorpusError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
