@@ -50,17 +50,19 @@ def _group_is_elementwise(optimizer: torch.optim.Optimizer, group: dict) -> bool
 
 def _twin(optimizer: torch.optim.Optimizer, group: dict, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     # An optimizer with state from the start (Adagrad) begins with the same here: constant, so any element will do.
-    like = next((optimizer.state[p] for p in group["params"] if optimizer.state.get(p)), {})
-    state = {p: {name: _initial(value, p) for name, value in like.items()} for p in parameters}
+    # Of a parameter with dims, where what is kept per element can be told from what is kept once.
+    owner = next((p for p in group["params"] if optimizer.state.get(p) and p.dim()), None)
+    like = optimizer.state[owner] if owner is not None else {}
+    state = {p: {name: _initial(value, owner, p) for name, value in like.items()} for p in parameters}
     options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
     if "lr" in options:  # a warm-up may have set it to zero, and an optimizer that does nothing proves nothing
         options["lr"] = torch.full_like(options["lr"], 1e-2) if torch.is_tensor(options["lr"]) else 1e-2
     return twin(optimizer, [{**options, "params": parameters}], state)
 
 
-def _initial(value: Any, parameter: nn.Parameter) -> Any:
+def _initial(value: Any, owner: torch.Tensor, parameter: nn.Parameter) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    if value.dim() == 0:
+    if value.shape != owner.shape:
         return value.detach().clone()
     return torch.full_like(parameter.detach(), float(value.detach().reshape(-1)[0]))

@@ -26,7 +26,7 @@ class ShardPiece:
         parameter: the model's parameter.
         place: which of its elements.
         master: what the optimizer updates, a view into the rank's chunk, in the optimizer's dtype; ``[stop - start]``,
-            or the parameter's shape where the piece is all of it and pieces are whole parameters.
+            or the parameter's shape where it has no dims, or pieces are whole parameters.
     """
 
     parameter: nn.Parameter
@@ -101,7 +101,7 @@ class BucketShard:
     def _piece(self, place: Piece) -> ShardPiece:
         parameter = self.bucket.parameters[place.parameter]
         view = self._chunk[place.offset : place.offset + place.stop - place.start]
-        if self.keep_shapes:
+        if self.keep_shapes or parameter.dim() == 0:
             view = view.view(parameter.shape)
         return ShardPiece(parameter=parameter, place=place, master=nn.Parameter(view))
 
