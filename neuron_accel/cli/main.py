@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from neuron_accel.cli import env, launch, plugins, smoke_test
+from neuron_accel.cli import env, launch, plugins, schedule, smoke_test
 from neuron_accel.engine.errors import NeuronAccelError
 
-COMMANDS = {"launch": launch, "env": env, "plugins": plugins, "test": smoke_test}
+COMMANDS = {"launch": launch, "env": env, "plugins": plugins, "schedule": schedule, "test": smoke_test}
 
 EPILOG = """\
 examples:
@@ -18,6 +18,7 @@ examples:
   neuron-accel test                                             does this installation work?
   neuron-accel env                                              what to paste into a bug report
   neuron-accel plugins                                          which strategies are installed
+  neuron-accel schedule --stages 4 --microbatches 8             what a pipeline schedule looks like
 """
 
 
