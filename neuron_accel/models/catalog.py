@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from neuron_accel.models.gpt2 import GPT2
-from neuron_accel.models.llama import LLAMA
+from neuron_accel.models.llama import LLAMA, QWEN3
 from neuron_accel.models.plan import ArchitecturePlan
 
-_PLANS = (GPT2, LLAMA)
+_PLANS = (GPT2, LLAMA, QWEN3)
 
 
 def known_model_types() -> tuple[str, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from neuron_accel.models.plan import ArchitecturePlan, colwise, rowwise
+from dataclasses import replace
+
+from neuron_accel.models.plan import ArchitecturePlan, colwise, rowwise, shared
 
 LLAMA = ArchitecturePlan(
     model_types=("llama", "mistral", "qwen2"),
@@ -19,4 +21,11 @@ LLAMA = ArchitecturePlan(
         "layers.*.mlp.up_proj": colwise(units="intermediate_size"),
         "layers.*.mlp.down_proj": rowwise(units="intermediate_size"),
     },
+)
+
+QWEN3 = replace(
+    LLAMA,
+    model_types=("qwen3",),
+    # norms over the features of one head, the same for every head
+    styles={**LLAMA.styles, "layers.*.self_attn.q_norm": shared(), "layers.*.self_attn.k_norm": shared()},
 )

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from neuron_accel.strategies.tensor_parallel.randomness import RankRandomness
 from neuron_accel.testing.ranks import run_ranks
 from tests.distributed.tensor_parallel_support import FAMILIES, batch, divide, full_gradients, make_run
 
@@ -125,19 +124,3 @@ def _untouched() -> None:
 
 def test_without_dropout_nothing_is_drawn() -> None:
     run_ranks(_untouched, 2)
-
-
-def test_numbers_of_a_rank_depend_on_seed_and_rank_only() -> None:
-    def draw(index: int, seed: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        randomness = RankRandomness(torch.device("cpu"), index)
-        randomness.begin(True)
-        inside = torch.rand(4)
-        randomness.end()
-        randomness.end()
-        return torch.cat([inside, torch.rand(4)])
-
-    assert torch.equal(draw(0, 1), draw(0, 1))
-    assert not torch.equal(draw(0, 1)[:4], draw(1, 1)[:4])
-    assert torch.equal(draw(0, 1)[4:], draw(1, 1)[4:])
-    assert not torch.equal(draw(0, 1)[:4], draw(0, 2)[:4])

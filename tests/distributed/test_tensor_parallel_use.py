@@ -17,6 +17,8 @@ from transformers import (
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from neuron_accel.engine.errors import LayoutError, UsageError
@@ -153,11 +155,13 @@ def _other_models(sequence_parallel: bool) -> None:
     options = {"degree": 2, "sequence_parallel": sequence_parallel}
     mistral = llama_config().to_dict() | {"model_type": "mistral", "sliding_window": 4}
     qwen2 = llama_config().to_dict() | {"model_type": "qwen2"}
+    qwen3 = llama_config().to_dict() | {"model_type": "qwen3", "head_dim": 8}
     torch.manual_seed(0)
     other_shape = gpt2(n_inner=12, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True)
     cases = {
         "mistral": (MistralForCausalLM(MistralConfig(**mistral)), inputs),
         "qwen2": (Qwen2ForCausalLM(Qwen2Config(**qwen2)), inputs),
+        "qwen3": (Qwen3ForCausalLM(Qwen3Config(**qwen3)), inputs),
         "llama with biases": (llama(attention_bias=True, mlp_bias=True), inputs),
         "llama with a pad token": (llama(pad_token_id=3), inputs | {"input_ids": inputs["input_ids"] % 4}),
         "llama classification": (

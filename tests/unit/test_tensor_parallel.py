@@ -1,0 +1,301 @@
+"""What tensor parallelism decides before it touches a model: plans, divisions, layouts, refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+)
+
+from neuron_accel.engine.errors import LayoutError, PlanError, UnsupportedModelError
+from neuron_accel.engine.layout import Layout
+from neuron_accel.engine.parameters import ParameterMap
+from neuron_accel.engine.planner import make_plan
+from neuron_accel.engine.plugin import Claim
+from neuron_accel.models import architecture_of, colwise, known_model_types, plan_for
+from neuron_accel.models.plan import matches
+from neuron_accel.strategies.data_parallel import DataParallelPlugin
+from neuron_accel.strategies.model_parallelism import ModelParallelismPlugin
+from neuron_accel.strategies.sequence_parallel import SequenceParallelPlugin
+from neuron_accel.strategies.tensor_parallel.division import divide
+from neuron_accel.strategies.tensor_parallel.randomness import RankRandomness
+
+
+def _llama(**options) -> LlamaForCausalLM:
+    config = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**{**config, **options}))
+
+
+def _gpt2(**options) -> GPT2LMHeadModel:
+    config = {"vocab_size": 50, "n_embd": 32, "n_head": 8, "n_layer": 2, "n_positions": 16}
+    with torch.device("meta"):
+        return GPT2LMHeadModel(GPT2Config(**{**config, **options}))
+
+
+def _layouts(model: nn.Module, degree: int, **options) -> dict[str, Layout]:
+    divisions = divide(architecture_of(model), degree, **options)
+    return {f"{d.fqn}.{name}": layout for d in divisions for name, layout in d.layouts.items()}
+
+
+# ---- plans and where they apply --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("layers.*.mlp", "layers.0.mlp", True),
+        ("layers.*.mlp", "layers.12.mlp", True),
+        ("layers.*.mlp", "layers.0.mlp.up_proj", False),
+        ("layers.*.mlp", "layers.0.self_attn.mlp", False),
+        ("layers.*", "layers", False),
+        ("h.*", "xh.0", False),
+        ("norm", "normal", False),
+    ],
+)
+def test_patterns(pattern: str, name: str, expected: bool) -> None:
+    assert matches(pattern, name) is expected
+
+
+def test_every_known_family_is_found_by_its_name() -> None:
+    for model_type in known_model_types():
+        assert model_type in plan_for(model_type).model_types
+    assert plan_for("no such family") is None
+
+
+@pytest.mark.parametrize(
+    ("model", "base_name", "head"),
+    [
+        (lambda: _llama(), "model", "lm_head"),
+        (lambda: LlamaModel(_llama().config), "", None),
+        (lambda: LlamaForSequenceClassification(_llama().config), "model", None),
+        (lambda: _gpt2(), "transformer", "lm_head"),
+        (lambda: GPT2Model(_gpt2().config), "", None),
+        (lambda: nn.ModuleDict({"inner": _llama()}), "inner.model", "inner.lm_head"),
+    ],
+)
+def test_where_the_parts_of_a_model_are(model, base_name: str, head: str | None) -> None:
+    model = model()
+    architecture = architecture_of(model)
+    assert architecture.base_name == base_name
+    assert model.get_submodule(base_name) is architecture.base
+    assert (architecture.head or (None,))[0] == head
+    assert len(architecture.blocks) == 2
+    assert len(architecture.regions) == 4
+    for name, module in [
+        *architecture.blocks,
+        *architecture.regions,
+        architecture.final_norm,
+        architecture.token_embedding,
+    ]:
+        assert model.get_submodule(name) is module
+
+
+def test_models_without_a_plan() -> None:
+    with pytest.raises(UnsupportedModelError, match="No plan is known for Linear"):
+        architecture_of(nn.Linear(2, 2))
+    bert = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8))
+    with pytest.raises(UnsupportedModelError, match="model type 'bert' of BertModel") as error:
+        architecture_of(bert)
+    assert all(name in error.value.fix for name in known_model_types())
+    with pytest.raises(UnsupportedModelError, match="add_cross_attention=True"):
+        architecture_of(_gpt2(add_cross_attention=True))
+
+
+# ---- divisions -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("degree", [2, 4])
+def test_llama_shards(degree: int) -> None:
+    shapes = {name: layout.local_shape for name, layout in _layouts(_llama(attention_bias=True), degree).items()}
+    attention, mlp = "model.layers.1.self_attn.", "model.layers.1.mlp."
+    assert shapes[attention + "q_proj.weight"] == (32 // degree, 32)
+    assert shapes[attention + "q_proj.bias"] == (32 // degree,)
+    assert shapes[attention + "k_proj.weight"] == shapes[attention + "v_proj.weight"] == (16 // degree, 32)
+    assert shapes[attention + "o_proj.weight"] == (32, 32 // degree)
+    assert shapes[attention + "o_proj.bias"] == (32,)
+    assert shapes[mlp + "gate_proj.weight"] == shapes[mlp + "up_proj.weight"] == (48 // degree, 32)
+    assert shapes[mlp + "down_proj.weight"] == (32, 48 // degree)
+    rows = -(-50 // degree)
+    assert shapes["model.embed_tokens.weight"] == shapes["lm_head.weight"] == (rows, 32)
+
+
+def test_gpt2_fused_projection_keeps_query_key_and_value_of_a_head_together() -> None:
+    layout = _layouts(_gpt2(), 4)["transformer.h.0.attn.c_attn.weight"]
+    assert layout.local_shape == (32, 24)
+    columns = torch.arange(96).expand(32, 96)
+    assert layout.shard(columns, {"tp": 1})[0].tolist() == [*range(8, 16), *range(40, 48), *range(72, 80)]
+    (cut,) = layout.cuts
+    assert (cut.dim, cut.blocks, cut.unit) == (1, (32, 32, 32), 4)
+
+
+def test_embeddings_can_stay_whole() -> None:
+    layouts = _layouts(_llama(), 2, parallelize_embeddings=False)
+    assert not {"model.embed_tokens.weight", "lm_head.weight"} & set(layouts)
+
+
+@pytest.mark.parametrize("model", [_llama, _gpt2])
+def test_every_weight_of_a_region_is_divided(model) -> None:
+    model = model()
+    layouts = _layouts(model, 2)
+    for region, module in architecture_of(model).regions:
+        for name, parameter in module.named_parameters():
+            layout = layouts[f"{region}.{name}"]
+            assert layout.shape == parameter.shape
+            assert bool(layout.cuts) is (parameter.dim() == 2 or "c_attn" in name or "c_fc" in name)
+
+
+@pytest.mark.parametrize(
+    ("options", "degree", "message", "fix"),
+    [
+        ({"num_attention_heads": 2, "num_key_value_heads": 2}, 4, "num_attention_heads = 2 does", "1, 2"),
+        ({"num_key_value_heads": 2}, 4, "num_key_value_heads = 2 does not divide by 4", "1, 2"),
+        ({"intermediate_size": 42}, 4, "intermediate_size = 42", "1, 2"),
+        ({}, 3, "num_attention_heads = 8 does not divide by 3; num_key_value_heads = 4", "1, 2, 4"),
+    ],
+)
+def test_what_does_not_divide(options: dict, degree: int, message: str, fix: str) -> None:
+    with pytest.raises(LayoutError, match=message) as error:
+        divide(architecture_of(_llama(**options)), degree)
+    assert error.value.fix == f"choose tensor_parallel_size from: {fix}"
+    assert f"tensor_parallel_size={degree}" in error.value.where
+
+
+def test_gpt2_feed_forward_without_a_configured_size() -> None:
+    with pytest.raises(LayoutError, match="num_attention_heads = 8 does not divide by 3"):
+        divide(architecture_of(_gpt2()), 3)
+    with pytest.raises(LayoutError, match="n_inner = 30 does not divide by 4"):
+        divide(architecture_of(_gpt2(n_inner=30)), 4)
+    assert _layouts(_gpt2(), 8)["transformer.h.0.mlp.c_fc.weight"].local_shape == (32, 16)
+
+
+class _Scaled(nn.Embedding):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+class _Quantised(nn.Linear):
+    def forward(self, input):
+        return super().forward(input).round()
+
+
+def test_modules_that_are_not_what_the_plan_takes_them_for() -> None:
+    model = _llama()
+    model.model.layers[1].self_attn.q_proj = _Quantised(32, 32)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn\.q_proj' is a _Quantised"):
+        divide(architecture_of(model), 2)
+
+    model = _llama()
+    model.model.layers[0].mlp.up_proj.forward = lambda x: x
+    with pytest.raises(UnsupportedModelError, match="up_proj"):
+        divide(architecture_of(model), 2)
+
+    model = _llama()
+    model.model.embed_tokens = _Scaled(50, 32)
+    with pytest.raises(UnsupportedModelError, match="not a plain Embedding") as error:
+        divide(architecture_of(model), 2)
+    assert "parallelize_embeddings=False" in error.value.fix
+    divide(architecture_of(model), 2, parallelize_embeddings=False)
+
+    model = _llama()
+    model.model.layers[0].mlp.gate = nn.Linear(32, 1)
+    with pytest.raises(UnsupportedModelError, match=r"Nothing is known about the parameter '.*mlp\.gate"):
+        divide(architecture_of(model), 2)
+
+    model = _llama()
+    for layer in model.model.layers:
+        del layer.mlp.up_proj
+    with pytest.raises(UnsupportedModelError, match=r"no module 'layers\.\*\.mlp\.up_proj'"):
+        divide(architecture_of(model), 2)
+
+
+def test_a_style_that_nothing_handles() -> None:
+    architecture = architecture_of(_llama())
+    styles = {**architecture.plan.styles, "layers.*.mlp.up_proj": replace(colwise(), kind="diagonal")}
+    with pytest.raises(UnsupportedModelError, match="style 'diagonal' of 'model"):
+        divide(replace(architecture, plan=replace(architecture.plan, styles=styles)), 2)
+
+
+# ---- plugins ---------------------------------------------------------------------------------------------------------
+def _plan(*plugins, world_size: int = 4):
+    return make_plan(plugins, world_size=world_size, default_owners={Claim.GRADIENT_REDUCTION: DataParallelPlugin()})
+
+
+def test_plans_with_tensor_parallelism() -> None:
+    plan = _plan(SequenceParallelPlugin(), ModelParallelismPlugin(tensor_parallel_size=2))
+    assert plan.mesh.degree("tp") == plan.mesh.degree("dp") == 2
+    assert plan.mesh.model_axes == ("tp",)
+    names = [plugin.spec.name for plugin in plan.plugins]
+    assert names.index("model_parallelism") < names.index("sequence_parallel")
+
+
+@pytest.mark.parametrize(
+    ("plugins", "message"),
+    [
+        ([ModelParallelismPlugin(pipeline_parallel_size=2)], "pipeline_parallel_size=2"),
+        ([ModelParallelismPlugin(tensor_parallel_size=2, num_microbatches=4)], "num_microbatches=4"),
+        ([ModelParallelismPlugin(tensor_parallel_size=3)], "4 ranks cannot be divided"),
+        ([ModelParallelismPlugin(tensor_parallel_size=0)], "degree 0"),
+        ([SequenceParallelPlugin()], "sequence_parallel"),
+        ([SequenceParallelPlugin(), ModelParallelismPlugin(tensor_parallel_size=1)], "sequence_parallel"),
+    ],
+)
+def test_plans_that_cannot_be(plugins: list, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        _plan(*plugins)
+
+
+def test_sequence_parallelism_of_a_model_that_is_not_divided() -> None:
+    model = _llama()
+    with pytest.raises(PlanError, match="no tensor-parallel region in LlamaForCausalLM"):
+        SequenceParallelPlugin().transform_model(model, None, ParameterMap(model))
+
+
+def test_importing_the_plugins_is_cheap() -> None:
+    code = (
+        "import sys, json; import neuron_accel.models, neuron_accel.strategies.model_parallelism, "
+        "neuron_accel.strategies.sequence_parallel, neuron_accel.strategies.tensor_parallel.rewrite; "
+        "print(json.dumps([n for n in ('transformers', 'torch_xla', 'accelerate') if n in sys.modules]))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert json.loads(output) == []
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
+def _draw(index: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers drawn by a rank while ranks differ, and afterwards."""
+    torch.manual_seed(seed)
+    randomness = RankRandomness(torch.device("cpu"), index)
+    randomness.begin(True)
+    inside = torch.rand(4)
+    randomness.end()
+    after = torch.rand(4)
+    randomness.end()  # a second time does nothing
+    return inside, torch.cat([after, torch.rand(4)])
+
+
+def test_random_numbers_of_a_rank_depend_on_seed_and_rank_alone() -> None:
+    assert torch.equal(_draw(0, 1)[0], _draw(0, 1)[0])
+    assert not torch.equal(_draw(0, 1)[0], _draw(1, 1)[0])
+    assert not torch.equal(_draw(0, 1)[0], _draw(0, 2)[0])
+    assert torch.equal(_draw(0, 1)[1], _draw(1, 1)[1])
+    after = _draw(0, 1)[1]
+    assert not torch.equal(after[:4], after[4:])
