@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from neuron_accel.cli.main import main
 from neuron_accel.engine.errors import ConfigurationError
 from neuron_accel.strategies.pipeline.actions import Action, Kind, Schedule, needs
 from neuron_accel.strategies.pipeline.schedules import SCHEDULES, make_schedule
@@ -54,7 +57,8 @@ def test_every_stage_computes_every_micro_batch_once(schedule):
         for m in range(schedule.microbatches)
     }
     found = Counter(action for rank in range(schedule.ranks) for action in schedule.compute(rank))
-    assert set(found) == wanted and set(found.values()) == {1}
+    assert set(found) == wanted
+    assert set(found.values()) == {1}
     for rank in range(schedule.ranks):
         assert {schedule.rank_of(action.stage) for action in schedule.actions[rank]} <= {rank}
 
@@ -211,7 +215,7 @@ def test_a_timeline_keeps_the_order_and_waits_for_what_it_needs(schedule):
         assert all(ends[needed] <= span.start for needed in needs(span.action, schedule.stages))
     for rank in range(schedule.ranks):
         mine = [span for span in timeline.spans if span.rank == rank]
-        assert all(a.end <= b.start for a, b in zip(mine, mine[1:], strict=False))
+        assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
         assert tuple(span.action for span in mine) == schedule.compute(rank)
 
 
@@ -245,6 +249,35 @@ def test_the_known_pictures():
     assert rows("zero-bubble", stages=2, microbatches=3) == ["F0 F1 I0 W0 F2 I1 W1 I2 W2", "F0 I0 F1 I1 W0 F2 I2 W1 W2"]
     schedule = make_schedule("interleaved", stages=2, microbatches=2, virtual_stages=2)
     assert [str(a) for a in schedule.compute(1)] == ["F0@1", "F1@1", "F0@3", "B0@3", "F1@3", "B1@3", "B0@1", "B1@1"]
+
+
+def test_the_command_line_draws(capsys, tmp_path):
+    path = tmp_path / "picture.svg"
+    arguments = ["schedule", "--stages", "2", "--microbatches", "3", "--schedule", "1f1b", "--svg", str(path)]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "1f1b: 2 stages, 3 micro-batches, bubble 25.0%, at most 2 micro-batches in flight",
+        "rank 0  F0 F1 .  B0 -- F2 B1 -- .  B2 --",
+        "rank 1  .  F0 B0 -- F1 B1 -- F2 B2 -- .",
+    ]
+    picture = ElementTree.parse(path).getroot()
+    namespace = "{http://www.w3.org/2000/svg}"
+    boxes = picture.findall(f"{namespace}g")
+    assert len(boxes) == 12
+    titles = [box.find(f"{namespace}title").text for box in boxes]
+    assert "backward of micro-batch 2, stage 0, 10 to 12" in titles
+
+
+def test_the_command_line_draws_stages_of_one_rank_apart(capsys):
+    arguments = "schedule --stages 2 --microbatches 2 --schedule interleaved --virtual-stages 2"
+    assert main(arguments.split()) == 0
+    assert "rank 0  F0.0 F1.0 F0.1 F1.1 " in capsys.readouterr().out
+
+
+def test_the_command_line_says_what_is_impossible(capsys):
+    assert main(["schedule", "--schedule", "interleaved"]) == 2
+    assert "is 1F1B" in capsys.readouterr().err
 
 
 def test_schedules_know_nothing_of_torch():

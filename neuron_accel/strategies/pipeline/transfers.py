@@ -13,8 +13,8 @@ def with_transfers(compute: Sequence[Sequence[Action]], stages: int) -> tuple[tu
     The computations are played through. Whenever one ends whose result another rank needs, a send is appended to the
     list of the one and a receive to that of the other at the same moment. Any two ranks therefore name the messages
     between them in the same order, and the moments form an order in which every message could be handed over at once:
-    even with sends that wait for their receiver nobody waits for ever. A receive stands in front of whatever its rank does next,
-    so that messages travel while the rank computes.
+    even with sends that wait for their receiver nobody waits for ever. A receive stands in front of whatever its rank
+    does next, so that messages travel while the rank computes.
 
     Raises:
         ValueError: if the computations wait for each other in a circle.
