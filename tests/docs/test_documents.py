@@ -1,0 +1,78 @@
+"""What the documentation shows is so: configurations load, commands parse, code compiles, links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from neuron_accel.cli.main import build_parser
+from neuron_accel.engine.config import load_config
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)[^)]*\)")
+
+
+def blocks(*languages):
+    """Every fenced block in one of ``languages``, with where it is for an id."""
+    return list(_blocks(languages))
+
+
+def _blocks(languages):
+    for document in DOCUMENTS:
+        for number, (language, text) in enumerate(FENCE.findall(document.read_text())):
+            if language in languages:
+                yield pytest.param(text, id=f"{document.relative_to(ROOT)}-{number}")
+
+
+def commands():
+    """Every command line of this project's that a block for the shell shows."""
+    return list(_commands())
+
+
+def _commands():
+    for block in blocks("console", "bash", "sh", "shell"):
+        for line in block.values[0].replace("\\\n", " ").splitlines():
+            for part in re.split(r"&&|;|\|", line):
+                if "neuron-accel " in part and "pip install" not in part:
+                    yield pytest.param(part[part.index("neuron-accel ") :].strip(), id=part.strip())
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_configurations_load(text):
+    load_config(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_code_compiles_and_imports_what_exists(text):
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("neuron_accel"):
+            module = importlib.import_module(node.module)
+            assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_parse(command):
+    words = shlex.split(command, comments=True)[1:]
+    if "--help" not in words:
+        build_parser().parse_args(words)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document):
+    targets = [target for target in LINK.findall(document.read_text()) if "://" not in target]
+    assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+def test_there_is_something_to_test():
+    assert blocks("yaml")
+    assert blocks("python")
+    assert commands()
