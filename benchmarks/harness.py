@@ -1,0 +1,141 @@
+"""What all benchmarks share: peers run in turn, several rounds in one invocation, and are compared pair by pair.
+
+A figure of one run says little on a machine that others use too. So every round runs each peer once, in fresh ranks, and
+what is reported is the ratio to the first peer *of the same round*: its median over rounds, with the smallest and
+largest beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from neuron_accel.testing import run_ranks
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one peer did in one round.
+
+    Args:
+        rate: units of work per second, over all ranks.
+        peak_bytes: highest resident memory of any rank above what it had before it built its model.
+        counts: whatever else was counted, exact.
+    """
+
+    rate: float
+    peak_bytes: int = 0
+    counts: Mapping[str, float] | None = None
+
+
+def rounds(
+    peers: Mapping[str, Callable[..., Measurement | None]],
+    ranks: int,
+    *args: Any,
+    repeat: int = 5,
+    timeout: float = 600,
+) -> dict[str, list[Measurement]]:
+    """Runs every peer on ``ranks`` gloo ranks, in turn, ``repeat`` times.
+
+    Args:
+        peers: name to an importable function; called on every rank with ``args``, it returns a measurement on rank 0.
+    """
+    results: dict[str, list[Measurement]] = {name: [] for name in peers}
+    for i in range(repeat):
+        for name, run in peers.items():
+            note(f"round {i + 1}/{repeat}, {ranks} ranks: {name}")
+            measured = [m for m in run_ranks(run, ranks, *args, timeout=timeout) if m is not None]
+            results[name].append(
+                Measurement(
+                    rate=measured[0].rate,
+                    peak_bytes=max(m.peak_bytes for m in measured),
+                    counts=measured[0].counts,
+                )
+            )
+    note("")
+    return results
+
+
+def note(text: str) -> None:
+    """Progress on one line of stderr."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def ratios(results: Mapping[str, Sequence[Measurement]], reference: str) -> dict[str, tuple[float, float, float]]:
+    """For each peer, its rate relative to ``reference`` round by round: median, smallest, largest."""
+    answer = {}
+    for name, measured in results.items():
+        each = [m.rate / r.rate for m, r in zip(measured, results[reference], strict=True)]
+        answer[name] = (statistics.median(each), min(each), max(each))
+    return answer
+
+
+def table(results: Mapping[str, Sequence[Measurement]], reference: str) -> str:
+    """A table in Markdown: rate relative to ``reference``, memory relative to it, and counts."""
+    names = list(next(iter(results.values()))[0].counts or {})
+    head = ["peer", f"rate / {reference}", "min-max", f"peak memory / {reference}", *names]
+    rows = [head, ["---"] * len(head)]
+    relative = ratios(results, reference)
+    memory = statistics.median(m.peak_bytes for m in results[reference])
+    for name, measured in results.items():
+        middle, low, high = relative[name]
+        peak = statistics.median(m.peak_bytes for m in measured)
+        counts = measured[0].counts or {}
+        rows.append(
+            [
+                name,
+                f"{middle:.2f}",
+                f"{low:.2f}-{high:.2f}",
+                f"{peak / memory:.2f}" if memory else "-",
+                *(f"{counts[n]:.3f}" if n in counts else "-" for n in names),
+            ]
+        )
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def timed_steps(step: Callable[[], Any], barrier: Callable[[], Any], *, warm_up: int, steps: int) -> float:
+    """Seconds per step, after ``warm_up`` steps that do not count."""
+    for _ in range(warm_up):
+        step()
+    barrier()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        step()
+    barrier()
+    return (time.perf_counter() - begin) / steps
+
+
+class PeakMemory:
+    """Highest resident memory of this process above what it has now."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark, see proc_pid_clear_refs(5)
+        self._before = _status("VmRSS")
+
+    def bytes(self) -> int:
+        return _status("VmHWM") - self._before
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Options that every benchmark has."""
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    result.add_argument("--repeat", type=int, default=5, help="rounds; each runs every peer once (default: 5)")
+    result.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
+    result.add_argument("--small", action="store_true", help="a tiny model, to see that the benchmark runs")
+    return result
