@@ -6,6 +6,8 @@ on to pytest. Sessions run on the Python that runs nox; ``--force-python 3.12`` 
 
 from __future__ import annotations
 
+import shutil
+
 import nox
 
 nox.needs_version = ">=2024.4.15"
@@ -20,7 +22,7 @@ pip would take the newest release there is."""
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, imports, formatting and types."""
-    session.install(NATIVE_TORCH, ".[lint]")
+    install(session, NATIVE_TORCH, ".[lint]")
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("mypy")
@@ -29,7 +31,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """All tests, on torch 2.13."""
-    session.install(NATIVE_TORCH, ".[test]")
+    install(session, NATIVE_TORCH, ".[test]")
     if not session.posargs:
         check_installation(session)
     session.run("pytest", *session.posargs)
@@ -38,7 +40,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def xla(session: nox.Session) -> None:
     """All tests, on torch 2.9 with torch_xla installed (the line of Trn1): the CPU stays the default there."""
-    session.install(".[xla,test]")
+    install(session, ".[xla,test]")
     session.run("python", "-c", "import torch, torch_xla; print(torch.__version__, torch_xla.__version__)")
     session.run("pytest", *session.posargs)
 
@@ -46,8 +48,15 @@ def xla(session: nox.Session) -> None:
 @nox.session
 def quickstart(session: nox.Session) -> None:
     """The main example: nox -s quickstart -- --verify"""
-    session.install(NATIVE_TORCH, ".[examples]")
+    install(session, NATIVE_TORCH, ".[examples]")
     session.run("neuron-accel", "launch", "--nproc-per-node", "4", "examples/quickstart/train.py", *session.posargs)
+
+
+def install(session: nox.Session, *requirements: str) -> None:
+    """Installs requirements and this package, built from what is there now: setuptools would reuse files in ``build``
+    that the sources no longer have."""
+    shutil.rmtree("build", ignore_errors=True)
+    session.install(*requirements)
 
 
 def check_installation(session: nox.Session) -> None:
