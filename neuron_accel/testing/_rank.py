@@ -7,7 +7,6 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import random
 import shutil
 import signal
 import sys
@@ -102,9 +101,8 @@ def _isolate(task: RankTask) -> None:
     os.environ.clear()
     os.environ.update({**settled, **task.environ})
     multiprocessing.set_start_method(None, force=True)  # the default, for workers of data loaders
-    random.seed()
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
+        sys.modules["numpy"].random.seed()  # the standard library's generators do this themselves when forked
 
 
 def _die_with_caller(folder: str) -> None:

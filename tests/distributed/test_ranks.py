@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import random
@@ -12,8 +13,10 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from pathlib import Path
 
+import numpy
 import psutil
 import pytest
 import torch
@@ -92,7 +95,8 @@ def surroundings() -> dict:
         "backend": dist.get_backend(),
         "threads": torch.get_num_threads(),
         "seed": torch.initial_seed(),
-        "random": random.random(),
+        "random": (random.random(), uuid.uuid4(), float(numpy.random.random())),
+        "start method": multiprocessing.get_start_method(allow_none=True),
         "processes": accelerator.num_processes,
         "device": accelerator.device.type,
         "others": [t.name for t in threading.enumerate() if t is not threading.main_thread()],
@@ -116,7 +120,8 @@ def test_what_a_rank_finds(monkeypatch):
         assert found["others"] == ["watch-caller"]
     assert first["port"] == second["port"]
     assert first["seed"] == second["seed"]
-    assert first["random"] != second["random"]
+    assert all(one != other for one, other in zip(first["random"], second["random"], strict=True))
+    assert first["start method"] is None  # the platform's default, as in a rank that torchrun starts
     assert "EXTRA" not in os.environ
 
 

@@ -166,9 +166,7 @@ def test_lost_peers_are_reported(message, slow):
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("Invalid scalar type"), RuntimeError("neuron: out of memory")]
-)
+@pytest.mark.parametrize("error", [RuntimeError("Invalid scalar type"), RuntimeError("neuron: out of memory")])
 def test_wrong_arguments_stay_what_they_are(error):
     assert not is_communication_failure(error)
     with pytest.raises(RuntimeError) as caught, reported("all_reduce", "rank 0"):
