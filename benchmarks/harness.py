@@ -1,7 +1,7 @@
 """What all benchmarks share: peers run in turn, several rounds in one invocation, and are compared pair by pair.
 
-A figure of one run says little on a machine that others use too. So every round runs each peer once, in fresh ranks, and
-what is reported is the ratio to the first peer *of the same round*: its median over rounds, with the smallest and
+A figure of one run says little on a machine that others use too. So every round runs each peer once, in fresh ranks,
+and what is reported is the ratio to the first peer *of the same round*: its median over rounds, with the smallest and
 largest beside it.
 """
 
