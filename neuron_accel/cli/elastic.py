@@ -22,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from neuron_accel.cli.escalation import Escalation, signal_ranks
 from neuron_accel.cli.failures import RankFailure
-from neuron_accel.cli.launch_plan import LaunchPlan
+from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, LaunchPlan
 from neuron_accel.engine.errors import CommunicationError
 
 TERMINAL = ""
@@ -129,7 +129,7 @@ def _config(plan: LaunchPlan, logs: RankLogs) -> LaunchConfig:
         run_id="neuron_accel" if plan.is_static else uuid.uuid4().hex,
         rdzv_backend="static" if plan.is_static else "c10d",
         rdzv_endpoint=plan.endpoint,
-        rdzv_configs={"rank": request.node_rank} if plan.is_static else {},
+        rdzv_configs={"timeout": RENDEZVOUS_SECONDS, **({"rank": request.node_rank} if plan.is_static else {})},
         max_restarts=request.max_restarts,
         local_addr="127.0.0.1" if request.nnodes == 1 else None,
         logs_specs=logs,

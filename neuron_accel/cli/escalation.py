@@ -25,6 +25,9 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 class Escalation:
     """While active: a first signal gives the ranks ``grace`` seconds to end, a second one none.
 
+    Before there are ranks, an interrupt ends this process at once: it may be waiting for other machines inside native
+    code, where Python's own handler would not run. The elastic agent replaces the handlers when it starts ranks.
+
     An interrupt that has not ended a rank after :data:`INTERRUPT_SECONDS` is followed by SIGTERM, which ends it unless
     the script handles SIGTERM itself.
 
@@ -38,14 +41,18 @@ class Escalation:
         self._writer.setblocking(False)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="neuron_accel_escalation")
         self._previous = -1
+        self._handlers = {number: signal.getsignal(number) for number in HANDLED}
 
     def __enter__(self) -> Escalation:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         self._previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         signal.set_wakeup_fd(self._previous)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
         self._writer.close()  # the thread reads the end of the stream and stops
         self._thread.join(timeout=5)
         self._reader.close()

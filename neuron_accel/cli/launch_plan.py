@@ -16,6 +16,7 @@ from neuron_accel.cli.table import format_pairs
 from neuron_accel.engine.errors import ConfigurationError, did_you_mean
 
 DEFAULT_MASTER_PORT = 29500
+RENDEZVOUS_SECONDS = 900
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,8 @@ class LaunchPlan:
         where = "this machine" if request.nnodes == 1 else f"{request.nnodes} machines, this is {request.node_rank}"
         pairs = [(f"{setting.name}={setting.value}", setting.why) for setting in self.settings]
         if self.is_static:
-            pairs.append((f"rendezvous {self.endpoint}", "as asked"))
+            waits = f"waits {RENDEZVOUS_SECONDS // 60} minutes for all machines" if request.nnodes > 1 else "as asked"
+            pairs.append((f"rendezvous {self.endpoint}", waits))
         pairs.append(("output", _explain_output(request)))
         return f"{ranks} of {request.target} on {where}; device {self.device}: {self.reason}\n{format_pairs(pairs)}"
 

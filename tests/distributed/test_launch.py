@@ -54,6 +54,17 @@ def until(condition, timeout=SECONDS):
         time.sleep(0.02)
 
 
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def listens(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 def alive(pids):
     found = []
     for pid in pids:
@@ -151,6 +162,14 @@ def test_a_rank_that_does_not_see_an_interrupt_is_terminated(start, script, repo
     assert alive(entry["pid"] for entry in reports().values()) == []
 
 
+def test_an_interrupt_ends_a_launcher_that_waits_for_another_machine(start, script):
+    port = free_port()
+    launch = start("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), script("report(1)"))
+    until(lambda: listens(port))
+    launch.signal(signal.SIGINT)
+    assert launch.finish(timeout=10)[0] == -signal.SIGINT
+
+
 def test_a_second_signal_does_not_wait(start, script, reports):
     body = """
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -205,9 +224,7 @@ total = torch.full((1,), float(rank + 1))
 dist.all_reduce(total)
 report([total.item(), os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"]])
 """
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     common = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--quiet", script(body)]
     machines = [start("--node-rank", str(machine), *common) for machine in (0, 1)]
     for machine in machines:
