@@ -1,7 +1,8 @@
 """How the state of an optimizer belongs to the parameters of the original model.
 
-Whoever divides an optimizer over ranks says what each rank holds, in terms of the one identity that parameters have: their
-FQN and layout. That is all a checkpoint needs in order to store the state of any division and to load it into another.
+Whoever divides an optimizer over ranks says what each rank holds, in terms of the one identity that parameters have:
+their FQN and layout. That is all a checkpoint needs in order to store the state of any division and to load it into
+another.
 """
 
 from __future__ import annotations

@@ -1,0 +1,308 @@
+"""Loading a checkpoint into whatever mesh runs now.
+
+First everything is checked: the manifest, the checksum of every file (shared out over the ranks), that every tensor
+wanted is there in full, and that the other state fits the training. Only when every rank agrees is anything changed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from neuron_accel.checkpoint.agreement import agreed
+from neuron_accel.checkpoint.index import (
+    Index,
+    index_checkpoint,
+    index_pretrained,
+    is_pretrained,
+    master_collection,
+    model_collection,
+)
+from neuron_accel.checkpoint.manifest import Manifest, check_file, locate, read_manifest
+from neuron_accel.checkpoint.save import STATE
+from neuron_accel.checkpoint.snapshot import buffers_of, pieces_of
+from neuron_accel.checkpoint.source import Bytes, SourceTensor, words
+from neuron_accel.checkpoint.tensorfile import read_header
+from neuron_accel.checkpoint.training import Restored, Training
+from neuron_accel.engine.errors import CheckpointError, did_you_mean
+from neuron_accel.engine.layout import Layout
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.optimizer_state import StatePiece
+    from neuron_accel.engine.run import PreparedModel, Run
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """A tensor that this rank needs.
+
+    Args:
+        source: where it comes from.
+        layout: how it is divided here.
+        start, stop: elements of this rank's flattened shard.
+        target: is filled, converted to its dtype where that differs; or
+        sink: takes a new tensor on the CPU, flat, of the source's dtype.
+    """
+
+    source: SourceTensor
+    layout: Layout
+    start: int
+    stop: int
+    target: torch.Tensor | None = None
+    sink: Callable[[torch.Tensor], None] | None = None
+
+    def fulfil(self, files: Bytes, coordinates: dict[str, int]) -> None:
+        dtype = getattr(torch, self.source.layout.dtype)
+        direct = (
+            self.target is not None
+            and self.target.device.type == "cpu"
+            and self.target.dtype == dtype
+            and self.target.is_contiguous()
+        )
+        flat = (
+            self.target.detach().reshape(-1)
+            if direct and self.target is not None
+            else torch.empty(self.stop - self.start, dtype=dtype)
+        )
+        if flat.numel():
+            size = self.source.item_size
+            out = flat.view(_WORDS[size]).numpy().view(words(size))
+            self.source.read(files, self.layout, coordinates, out, self.start, self.stop)
+        if self.sink is not None:
+            self.sink(flat)
+        elif not direct and self.target is not None:
+            with torch.no_grad():
+                self.target.copy_(flat.view(self.target.shape))
+
+
+def load(training: Training, folder: Path, *, verify: bool = True) -> dict[str, int]:
+    """Loads a checkpoint, or the weights of an unsharded folder of transformers. Collective.
+
+    Args:
+        training: what is given the state.
+        folder: the checkpoint.
+        verify: whether to compare all files with their checksums first.
+
+    Returns:
+        the counters of the training that was saved; empty for a folder of transformers.
+
+    Raises:
+        CheckpointError: on every rank; nothing is changed then.
+    """
+    run = training.run
+    if agreed(run, lambda: is_pretrained(folder)):
+        for _, model in training.numbered_models()[:1]:
+            load_weights(model, folder, run)
+        refresh_masters(training.optimizers, run)
+        return {}
+    manifest = agreed(run, lambda: read_manifest(folder))
+    if verify:
+        agreed(run, lambda: _check_files(folder, manifest, run))
+    index = agreed(run, lambda: index_checkpoint(folder, manifest))
+    with Bytes() as files:
+        restored = agreed(run, lambda: _restored(training, folder, manifest, files))
+        needs = agreed(run, lambda: _all_needs(training, index))
+        _reset_states(training, restored)
+        agreed(run, lambda: _fulfil(needs, files, run.coordinates))
+    refresh_masters(training.optimizers, run, index)
+    restored.apply()
+    return restored.counters
+
+
+def load_weights(model: PreparedModel, folder: Path, run: Run, number: int = 0) -> None:
+    """Loads the weights of one model from a checkpoint or a folder of transformers. Collective.
+
+    Raises:
+        CheckpointError: on every rank; nothing is changed then.
+    """
+
+    def indexed() -> Index:
+        if is_pretrained(folder):
+            return index_pretrained(folder)
+        manifest = read_manifest(folder)
+        _check_files(folder, manifest, run)
+        return index_checkpoint(folder, manifest, ("model",))
+
+    index = agreed(run, indexed)
+    needs = agreed(run, lambda: list(_model_needs(model, index, number)))
+    with Bytes() as files:
+        agreed(run, lambda: _fulfil(needs, files, run.coordinates))
+
+
+def _check_files(folder: Path, manifest: Manifest, run: Run) -> None:
+    """Checks this rank's share of the files."""
+    loads = [0] * run.world.size
+    for relative, entry in sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0])):
+        reader = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
+        loads[reader] += entry.size + 4096
+        if reader == run.world.index:
+            check_file(folder, relative, entry)
+
+
+def _restored(training: Training, folder: Path, manifest: Manifest, files: Bytes) -> Restored:
+    paths = manifest.of_kind("state")
+    if len(paths) != 1:
+        raise CheckpointError(f"The checkpoint names {len(paths)} files of training state.", where=str(folder))
+    path = locate(folder, paths[0])
+    header = read_header(path)
+    try:
+        state = json.loads(header.metadata[STATE])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"The training state cannot be read: {error!r}.", where=str(path)) from error
+
+    def tensor(key: str) -> torch.Tensor:
+        stored = header.tensors[key]
+        result = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        if stored.nbytes:
+            files.read(path, stored.offset, result.reshape(-1).view(torch.uint8).numpy())
+        return result
+
+    return Restored(training, state, tensor, manifest.info)
+
+
+def _fulfil(needs: list[Need], files: Bytes, coordinates: dict[str, int]) -> None:
+    for need in needs:
+        need.fulfil(files, coordinates)
+
+
+def _all_needs(training: Training, index: Index) -> list[Need]:
+    needs: list[Need] = []
+    for number, model in training.numbered_models():
+        needs += _model_needs(model, index, number)
+    for number, optimizer in enumerate(training.optimizers):
+        needs += _optimizer_needs(optimizer, number, index, training.run)
+    return needs
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
+def _model_needs(model: PreparedModel, index: Index, number: int) -> Iterator[Need]:
+    collection = model_collection(number)
+    known = {name for record in model.parameters for name in record.names}
+    strangers = [t for t in index.tensors(collection) if not t.buffer and known.isdisjoint((t.name, *t.aliases))]
+    buffers = buffers_of(model)
+    strangers = [t for t in strangers if t.name not in {name for names in buffers for name in names}]
+    if strangers:
+        raise CheckpointError(
+            f"The checkpoint has a weight {strangers[0].name!r}, the model has not.",
+            where=f"{type(model.original).__name__}; {len(strangers)} such weights",
+            why="it is the checkpoint of another model",
+            fix=did_you_mean(strangers[0].name, known),
+        )
+    for record in model.parameters:
+        if record.current is not None:
+            source = _found(index, collection, record.names, record.layout.shape)
+            yield Need(
+                source=source,
+                layout=record.layout,
+                start=0,
+                stop=record.current.numel(),
+                target=record.current.data,
+            )
+    for names, value in buffers.items():
+        source = _found(index, collection, names, tuple(value.shape))
+        yield Need(source=source, layout=Layout.of(value), start=0, stop=value.numel(), target=value.data)
+
+
+def _found(index: Index, collection: str, names: tuple[str, ...], shape: tuple[int, ...]) -> SourceTensor:
+    source = index.find(collection, names)
+    if source is None:
+        raise CheckpointError(
+            f"The checkpoint has no {names[0]!r}.",
+            where=collection,
+            why="it is the checkpoint of another model",
+            fix=did_you_mean(names[0], index.collections.get(collection, {})),
+        )
+    if source.layout.shape != shape:
+        raise CheckpointError(
+            f"{names[0]!r} has shape {source.layout.shape} in the checkpoint and {shape} in the model.",
+            where=collection,
+            fix="build the model with the configuration that it was saved with",
+        )
+    source.check()
+    return source
+
+
+# ---- optimizers ----------------------------------------------------------------------------------------------------
+def _optimizer_needs(optimizer: Any, number: int, index: Index, run: Run) -> Iterator[Need]:
+    for piece in pieces_of(optimizer, run):
+        record = piece.record
+        if piece.master:
+            master = index.find(master_collection(number), record.names)
+            if master is not None:
+                _check_shape(master, record.layout.shape, "master weight")
+                yield Need(
+                    source=master,
+                    layout=record.layout,
+                    start=piece.start,
+                    stop=piece.stop,
+                    target=piece.parameter.data,
+                )
+        yield from _state_needs(optimizer, piece, index.entries(number, record.names))
+
+
+def _state_needs(optimizer: Any, piece: StatePiece, entries: dict[str, SourceTensor]) -> Iterator[Need]:
+    layout, parameter = piece.record.layout, piece.parameter
+    options = optimizer.param_groups[piece.group]
+    on_device = bool(options.get("capturable") or options.get("fused"))
+
+    def put(entry: str, shape: tuple[int, ...]) -> Callable[[torch.Tensor], None]:
+        # The same rule as in torch.optim: a step counter stays on the host unless the device reads it.
+        place = "cpu" if entry == "step" and not on_device else parameter.device
+
+        def sink(flat: torch.Tensor) -> None:
+            optimizer.state[parameter][entry] = flat.view(shape).to(place)
+
+        return sink
+
+    for entry, source in entries.items():
+        if source.form == "own":
+            source.check()
+            shape = source.layout.shape
+            yield Need(source=source, layout=source.layout, start=0, stop=math.prod(shape), sink=put(entry, shape))
+        else:
+            _check_shape(source, layout.shape, f"optimizer state {entry!r}")
+            shape = tuple(parameter.shape)
+            yield Need(source=source, layout=layout, start=piece.start, stop=piece.stop, sink=put(entry, shape))
+
+
+def _reset_states(training: Training, restored: Restored) -> None:
+    """Leaves in the optimizers what is no tensor."""
+    for number, optimizer in enumerate(training.optimizers):
+        values = restored.optimizers[number]["values"]
+        for piece in pieces_of(optimizer, training.run):
+            optimizer.state.pop(piece.parameter, None)
+            for name in piece.record.names:
+                if name in values:
+                    optimizer.state[piece.parameter] = dict(values[name])
+
+
+def _check_shape(source: SourceTensor, shape: tuple[int, ...], what: str) -> None:
+    if source.layout.shape != shape:
+        raise CheckpointError(
+            f"The {what} of {source.name!r} has shape {source.layout.shape}, the parameter {shape}.",
+            why="it is the checkpoint of another model",
+        )
+    source.check()
+
+
+def refresh_masters(optimizers: Any, run: Run, index: Index | None = None) -> None:
+    """Takes the model's weights as what optimizers update, wherever that is kept apart and was not loaded itself."""
+    for number, optimizer in enumerate(optimizers):
+        for piece in pieces_of(optimizer, run):
+            current = piece.record.current
+            if current is None or current is piece.parameter:
+                continue
+            names = piece.record.names
+            if piece.master and index is not None and index.find(master_collection(number), names) is not None:
+                continue
+            with torch.no_grad():
+                part = current.detach().reshape(-1)[piece.start : piece.stop]
+                piece.parameter.copy_(part.view(piece.parameter.shape))

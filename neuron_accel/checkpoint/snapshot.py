@@ -1,0 +1,340 @@
+"""What a rank contributes to a checkpoint: its tensors, those of them that it writes, and its files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from neuron_accel.checkpoint.files import Files, Written
+from neuron_accel.checkpoint.index import METADATA, master_collection, model_collection, state_collection
+from neuron_accel.checkpoint.manifest import MODEL_FOLDER
+from neuron_accel.checkpoint.source import place_of
+from neuron_accel.checkpoint.tensorfile import encode_header, item_size
+from neuron_accel.engine.errors import CheckpointError
+from neuron_accel.engine.layout import Layout
+from neuron_accel.engine.mesh import Mesh
+from neuron_accel.engine.optimizer_state import DividedOptimizer, StatePiece
+from neuron_accel.engine.plugin import AxisKind
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.parameters import ParameterRecord
+    from neuron_accel.engine.run import PreparedModel, Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A tensor on this rank.
+
+    Args:
+        collection: which of the checkpoint's collections it belongs to.
+        name: FQN; together with ``aliases`` the names of one parameter.
+        layout: how the whole tensor lies over the mesh.
+        tensor: this rank's part of it.
+        start, stop: elements of the flattened shard, where it is only a run of them; else None.
+        form: ``"parameter"`` or ``"own"``, see :class:`~neuron_accel.checkpoint.source.SourceTensor`.
+        axes: axes along which ranks hold other parts, besides those of the layout.
+        leads: axes along which all ranks hold the same, and the first writes it.
+        buffer: whether it is a buffer: only the first of the ranks that have one is heard.
+        record: the parameter.
+    """
+
+    collection: str
+    name: str
+    aliases: tuple[str, ...]
+    layout: Layout
+    tensor: torch.Tensor
+    start: int | None = None
+    stop: int | None = None
+    form: str = "parameter"
+    axes: tuple[str, ...] = ()
+    leads: tuple[str, ...] = ()
+    buffer: bool = False
+    record: ParameterRecord | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def key(self) -> str:
+        """Its name in a file: the FQN in files of models."""
+        if self.collection.startswith("model."):
+            return self.name
+        return f"{self.collection}/{self.name}" + (f"@{self.start}" if self.start is not None else "")
+
+    @property
+    def kind(self) -> str:
+        return self.collection.partition(".")[0]
+
+    def describe(self, coordinates: dict[str, int]) -> dict[str, Any]:
+        """What the file says about it."""
+        result: dict[str, Any] = {
+            "collection": self.collection,
+            "name": self.name,
+            "layout": self.layout.to_dict(),
+            "at": dict(place_of(self.layout, coordinates)),
+        }
+        if self.aliases:
+            result["aliases"] = list(self.aliases)
+        if self.start is not None:
+            result["range"] = [self.start, self.stop]
+        if self.form != "parameter":
+            result["form"] = self.form
+        if self.buffer:
+            result["buffer"] = True
+        return result
+
+
+def inner_module(model: PreparedModel) -> torch.nn.Module:
+    """The module whose state dict has the original names, below a compiled one."""
+    return getattr(model.module, "_orig_mod", model.module)
+
+
+def buffers_of(model: PreparedModel) -> dict[tuple[str, ...], torch.Tensor]:
+    """Persistent buffers by their names; one that is shared has several."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, value in inner_module(model).state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and name not in model.parameters:
+            names.setdefault(value, []).append(name)
+    return {tuple(group): value for value, group in names.items()}
+
+
+def items_of_model(model: PreparedModel, index: int) -> list[Item]:
+    """Parameters and persistent buffers of one model on this rank."""
+    collection = model_collection(index)
+    items = []
+    for record in model.parameters:
+        if record.current is not None:
+            items.append(
+                Item(
+                    collection=collection,
+                    name=record.fqn,
+                    aliases=record.aliases,
+                    layout=_typed(record.layout, record.current),
+                    tensor=record.current.detach(),
+                    record=record,
+                )
+            )
+    for names, value in buffers_of(model).items():
+        items.append(
+            Item(
+                collection=collection,
+                name=names[0],
+                aliases=names[1:],
+                layout=Layout.of(value),
+                tensor=value.detach(),
+                buffer=True,
+            )
+        )
+    return items
+
+
+def pieces_of(optimizer: Any, run: Run) -> list[StatePiece]:
+    """What an optimizer, the one below Accelerate's wrapper, holds on this rank."""
+    if isinstance(optimizer, DividedOptimizer):
+        return optimizer.state_pieces()
+    pieces = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            record = run.find_parameter(parameter)
+            if record is None:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} of no prepared "
+                    "model.",
+                    where=f"param_groups[{index}]",
+                    why="its state could not be found again",
+                )
+            pieces.append(StatePiece(record=record, parameter=parameter, start=0, stop=parameter.numel(), group=index))
+    return pieces
+
+
+def items_of_optimizer(optimizer: Any, index: int, run: Run) -> tuple[list[Item], dict[str, dict[str, Any]]]:
+    """An optimizer's state on this rank.
+
+    Returns:
+        The tensors, and what is no tensor by FQN and entry.
+
+    Raises:
+        CheckpointError: if an entry has neither the shape of its parameter nor is the parameter whole.
+    """
+    items: list[Item] = []
+    values: dict[str, dict[str, Any]] = {}
+    for piece in pieces_of(optimizer, run):
+        if piece.master:
+            items.append(_state_item(master_collection(index), piece, piece.parameter.detach(), "parameter"))
+        for entry, value in optimizer.state.get(piece.parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                form = form_of(value, piece)
+                if form == "own" and piece.start:
+                    continue  # the piece that begins the parameter speaks for all
+                items.append(_state_item(state_collection(index, entry), piece, value.detach(), form))
+            elif not piece.start:
+                values.setdefault(piece.record.fqn, {})[entry] = value
+    return items, values
+
+
+def form_of(value: torch.Tensor, piece: StatePiece) -> str:
+    """Whether an entry is cut like its parameter, or has a shape of its own."""
+    if value.shape == piece.parameter.shape and value.dim() > 0:
+        return "parameter"
+    if value.dim() == 0:
+        return "own"
+    whole = not piece.record.layout.axes and piece.stop - piece.start == math.prod(piece.record.layout.shape)
+    if not whole:
+        raise CheckpointError(
+            f"The optimizer's state of {piece.record.fqn!r} cannot be saved: an entry has shape "
+            f"{tuple(value.shape)}, the parameter's part on this rank has {tuple(piece.parameter.shape)}.",
+            where=f"a parameter that lies over {', '.join(piece.record.layout.axes) or 'data-parallel'} ranks",
+            why="nothing says how such an entry of a part belongs to the whole parameter",
+            fix="train with an optimizer whose state has the parameter's shape, or without dividing parameters",
+        )
+    return "own"
+
+
+def _state_item(collection: str, piece: StatePiece, value: torch.Tensor, form: str) -> Item:
+    record = piece.record
+    whole = piece.stop - piece.start == math.prod(record.layout.local_shape)
+    partial = form == "parameter" and not whole
+    return Item(
+        collection=collection,
+        name=record.fqn,
+        aliases=record.aliases,
+        layout=_typed(record.layout, value) if form == "parameter" else Layout.of(value),
+        tensor=value,
+        start=piece.start if partial else None,
+        stop=piece.stop if partial else None,
+        form=form,
+        axes=piece.axes,
+        # What has a shape of its own is the same wherever a rank holds a part of the parameter.
+        leads=record.layout.axes if form == "own" else (),
+        record=record,
+    )
+
+
+def _typed(layout: Layout, tensor: torch.Tensor) -> Layout:
+    return replace(layout, dtype=str(tensor.dtype).removeprefix("torch."))
+
+
+def written_here(items: Iterable[Item], run: Run) -> list[Item]:
+    """Those of ``items`` that this rank writes, such that every part is written once and the work is spread.
+
+    Every rank decides alone: ranks that hold the same parts list them in the same order. Collective where a pipeline
+    may tie weights of several stages.
+    """
+    stages = run.mesh.names(AxisKind.STAGE)
+    elsewhere = _held_before(stages, run) if stages else set()
+    coordinates = run.coordinates
+    loads: dict[tuple[str, ...], list[int]] = {}
+    result = []
+    for item in sorted(items, key=lambda i: (-i.nbytes, i.collection, i.name)):
+        if (item.record is not None and id(item.record) in elsewhere) or not _speaks(item, coordinates):
+            continue
+        apart = {*item.axes, *item.leads, *item.layout.axes, *stages}
+        axes = tuple(axis.name for axis in run.mesh.axes if axis.name not in apart)
+        load = loads.setdefault(axes, [0] * math.prod(run.mesh.degree(axis) for axis in axes))
+        writer = 0 if item.buffer else min(range(len(load)), key=lambda i: (load[i], i))
+        load[writer] += max(1, item.nbytes)
+        if writer == position(run.mesh, coordinates, axes):
+            result.append(item)
+    return result
+
+
+def _held_before(stages: tuple[str, ...], run: Run) -> set[int]:
+    """The records (by id) that an earlier stage holds, too: it is the one that writes them."""
+    group = run.group(*stages)
+    held = {
+        (index, record.fqn): id(record)
+        for index, model in enumerate(run.models)
+        for record in model.parameters
+        if record.current is not None
+    }
+    before = run.backend.all_gather_object(list(held), group)[: group.index]
+    return {held[key] for keys in before for key in keys if key in held}
+
+
+def _speaks(item: Item, coordinates: dict[str, int]) -> bool:
+    """Whether this rank is the first along the cut axes that holds this part."""
+    return not any(coordinates.get(axis, 0) for axis in item.leads) and all(
+        coordinates.get(cut.axis, 0) % cut.replicas == 0 for cut in item.layout.cuts if cut.parts > 1
+    )
+
+
+def position(mesh: Mesh, coordinates: dict[str, int], axes: Sequence[str]) -> int:
+    """A rank's position among those that differ from it along ``axes`` only."""
+    result = 0
+    for axis in axes:
+        result = result * mesh.degree(axis) + coordinates.get(axis, 0)
+    return result
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+def copy_to_host(items: Iterable[Item]) -> list[Item]:
+    """The items with tensors of their own in host memory, which training does not change."""
+    return [replace(item, tensor=item.tensor.to("cpu", copy=True).contiguous()) for item in items]
+
+
+def write_items(folder: Path, items: Iterable[Item], run_facts: RankFacts, generation: int, files: Files) -> FileList:
+    """Writes this rank's share of the tensors, a file for each kind; each is on disk when this returns.
+
+    Raises:
+        CheckpointError: naming the file that could not be written.
+    """
+    by_kind: dict[str, list[Item]] = {}
+    for item in items:
+        by_kind.setdefault(item.kind, []).append(item)
+    result: FileList = {}
+    for kind, members in sorted(by_kind.items()):
+        relative = f"{MODEL_FOLDER if kind == 'model' else 'optimizer'}/{run_facts.file_name(generation)}"
+        members.sort(key=lambda i: (i.collection, i.name, i.start or 0))
+        result[relative] = (kind, files.write(folder / relative, file_parts(members, run_facts.coordinates)))
+    return result
+
+
+FileList = dict[str, tuple[str, Written]]
+"""Relative path to kind and what was written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """Who writes.
+
+    Args:
+        coordinates: this rank's position along every axis of the mesh that has more than one rank.
+    """
+
+    coordinates: dict[str, int]
+
+    def file_name(self, generation: int) -> str:
+        others = [axis for axis in self.coordinates if axis not in ("tp", "pp", "dp")]
+        parts = [f"{axis}_rank_{self.coordinates.get(axis, 0):02d}" for axis in ("tp", "pp", "dp", *others)]
+        return "_".join(parts) + (f"-g{generation}" if generation else "") + ".safetensors"
+
+
+def file_parts(items: Sequence[Item], coordinates: dict[str, int]) -> Iterable[bytes | memoryview]:
+    """The bytes of a file that holds ``items``: header first, then one tensor after another."""
+    described = {item.key: item.describe(coordinates) for item in items}
+    metadata = {"format": "pt", METADATA: json.dumps({"version": 1, "tensors": described}, separators=(",", ":"))}
+    yield tensors_header([(item.key, item.tensor) for item in items], metadata)
+    for item in items:
+        yield bytes_of(item.tensor)
+
+
+def tensors_header(tensors: Iterable[tuple[str, torch.Tensor]], metadata: dict[str, str]) -> bytes:
+    entries = []
+    for key, tensor in tensors:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        item_size(dtype)
+        entries.append((key, dtype, tuple(tensor.shape)))
+    return encode_header(entries, metadata)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in host memory; without a copy where it lies there contiguously."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")

@@ -1,0 +1,191 @@
+"""Loaders that know how far they are, and go on from there.
+
+A checkpoint taken in the middle of an epoch holds, for each loader, the epoch, the number of samples given out, and the
+state of the random numbers that made its order. A loader that was told such a position begins its next epoch with it,
+with the samples that were not given out yet, each once: also where the number of data-parallel ranks has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    IterableDatasetShard,
+    SkipBatchSampler,
+    skip_first_batches,
+)
+
+from neuron_accel.data.shared import share
+from neuron_accel.engine.errors import CheckpointError
+
+
+class _Positioned:
+    """Counts what is given out. Mixed into Accelerate's loaders."""
+
+    _given: int = 0
+    _before: int = 0
+    _resume: dict[str, Any] | None = None
+    _begin: dict[str, torch.Tensor] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        resume, self._resume = self._resume, None
+        try:
+            if resume is None:
+                self._begin, self._given, self._before = self._generators(), 0, 0
+                batches = super().__iter__()  # type: ignore[misc]
+            else:
+                batches = self._rest_of(resume)
+            for batch in batches:
+                self._given += 1
+                yield batch
+        finally:  # also where the loop is left early: the next one starts over
+            self._begin, self._given, self._before = None, 0, 0
+
+    def _generators(self) -> dict[str, torch.Tensor]:
+        generators = {"default": torch.get_rng_state()}
+        if getattr(self, "synchronized_generator", None) is not None:
+            generators["own"] = self.synchronized_generator.get_state()  # type: ignore[attr-defined]
+        return generators
+
+    def _rest_of(self, resume: dict[str, Any]) -> Iterator[Any]:
+        """The batches of the epoch that was interrupted which were not given out yet."""
+        self.iteration = epoch = resume["epoch"]
+        samples, self._begin, self._given = resume["samples"], resume["begin"], 0
+        now = torch.get_rng_state()
+        if self._begin is not None:
+            torch.set_rng_state(self._begin["default"])
+            if "own" in self._begin and getattr(self, "synchronized_generator", None) is not None:
+                self.synchronized_generator.set_state(self._begin["own"])  # type: ignore[attr-defined]
+        self._before = samples
+        self.set_epoch(epoch)  # type: ignore[attr-defined]
+        batches = iter(_without(self, samples))
+        first = next(batches, _END)  # the order is drawn here, from the numbers that the epoch began with
+        torch.set_rng_state(now)
+        if first is not _END:
+            yield first
+            yield from batches
+        self.iteration = epoch + 1
+
+    # ---- for checkpoints -------------------------------------------------------------------------------------------
+    def position(self) -> dict[str, Any]:
+        """Where this loader is: plain values and tensors; the same on all ranks that see the same data."""
+        return {
+            "epoch": self.iteration,  # type: ignore[attr-defined]
+            "samples": self._before + self._given * samples_at_once(self),
+            "begin": self._begin,
+        }
+
+    def set_position(self, position: dict[str, Any]) -> None:
+        """The next epoch begins at ``position``."""
+        self.check_position(position)
+        self.iteration = position["epoch"]
+        # Between epochs nothing is pending, except that the next order is drawn from the numbers at hand.
+        self._resume = dict(position) if position["begin"] is not None else None
+
+    def forget_position(self) -> None:
+        """Somebody else skips what was given out."""
+        self._resume = None
+
+    def check_position(self, position: dict[str, Any]) -> None:
+        """Raises CheckpointError if the samples given out are no whole number of this loader's batches."""
+        samples = position["samples"]
+        size = samples_at_once(self)
+        sampler = _batch_sampler(self)
+        if samples % size == 0 or (
+            isinstance(sampler, BatchSamplerShard) and not sampler.split_batches and samples % sampler.batch_size == 0
+        ):
+            return
+        raise CheckpointError(
+            f"A loader gave out {samples} samples of its epoch, which are no whole number of batches of {size}.",
+            why="a sample would be seen twice, or never",
+            fix="resume with a batch size and a number of data-parallel ranks whose product divides that number",
+        )
+
+
+@functools.cache
+def _positioned_class(cls: type) -> type:
+    return type(f"Positioned{cls.__name__}", (_Positioned, cls), {"__doc__": cls.__doc__})
+
+
+def positioned(loader: Any) -> Any:
+    """``loader``, as Accelerate prepared it, as one that knows its position; itself if it is of another kind."""
+    if not issubclass(type(loader), (DataLoaderShard, DataLoaderDispatcher)):
+        return loader
+    result = object.__new__(_positioned_class(type(loader)))  # Accelerate's constructors would make it anew
+    result.__dict__.update(loader.__dict__)
+    return result
+
+
+def samples_at_once(loader: Any) -> int:
+    """How many samples all ranks together get from a loader at once."""
+    shard = loader.dataset
+    if isinstance(shard, IterableDatasetShard):
+        return shard.batch_size * (1 if shard.split_batches else shard.num_processes)
+    return loader.total_batch_size
+
+
+_END = object()
+
+
+class _SkipBatches(SkipBatchSampler):
+    """A batch sampler that begins later and is like the other in everything else."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+
+class _Rest(DataLoaderShard):
+    """The rest of an epoch."""
+
+    skipped: int = 0
+
+    def begin(self) -> None:
+        super().begin()
+        if self.remainder >= 0:
+            self.remainder = (self.total_dataset_length - self.skipped) % self.total_batch_size
+
+
+def _batch_sampler(loader: Any) -> Any:
+    return loader.sampler if isinstance(loader.sampler, torch.utils.data.BatchSampler) else loader.batch_sampler
+
+
+def _without(loader: Any, samples: int) -> Any:
+    """A loader of the same epoch without the first ``samples``."""
+    at_once = samples_at_once(loader)
+    sampler = _batch_sampler(loader)
+    own_sampler = isinstance(loader.dataset, torch.utils.data.IterableDataset) or sampler is loader.sampler
+    if isinstance(loader, DataLoaderDispatcher) or own_sampler:
+        rest = skip_first_batches(loader, samples // at_once)
+        rest._drop_last, rest._non_blocking = loader._drop_last, loader._non_blocking
+        return share(rest, loader.run) if hasattr(loader, "run") else rest
+    if samples % at_once == 0:
+        left: Any = _SkipBatches(sampler, samples // at_once)
+    else:  # dealt out to another number of ranks than those before
+        left = BatchSamplerShard(
+            _SkipBatches(sampler.batch_sampler, samples // sampler.batch_size),
+            num_processes=sampler.num_processes,
+            process_index=sampler.process_index,
+            even_batches=sampler.even_batches,
+        )
+    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "generator")
+    rest = _Rest(
+        loader.dataset,
+        device=loader.device,
+        rng_types=loader.rng_types,
+        synchronized_generator=loader.synchronized_generator,
+        iteration=loader.iteration,
+        batch_sampler=left,
+        _drop_last=loader._drop_last,
+        _non_blocking=loader._non_blocking,
+        **{name: getattr(loader.base_dataloader, name) for name in names},
+    )
+    rest.skipped = samples
+    return rest

@@ -1,0 +1,125 @@
+"""Trainings that are saved and loaded, for the tests of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tests.distributed.models import MODELS, token_batches
+
+TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
+TP4 = {"model_parallelism": {"tensor_parallel_size": 4}}
+TOPOLOGIES: dict[str, tuple[int, list[Any]]] = {
+    "dp1": (1, []),
+    "dp4": (4, []),
+    "dp3-zero1": (3, ["zero1"]),
+    "tp2": (2, [TP2]),
+    "tp4": (4, [TP4]),
+    "tp2-dp2-zero1": (4, [TP2, "zero1"]),
+    "tp2-sp": (2, [TP2, "sequence_parallel"]),
+}
+BATCHES = token_batches(8, size=12)
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-6),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
+}
+
+
+class Trained:
+    """A prepared training on this rank."""
+
+    def __init__(
+        self,
+        model: str,
+        plugins: Sequence[Any],
+        *,
+        seed: int = 0,
+        optimizer: str = "adamw",
+        dtype: Any = None,
+        **options: Any,
+    ) -> None:
+        from neuron_accel import NeuronAccelerator
+
+        self.accelerator = NeuronAccelerator(config={"plugins": list(plugins)}, **options)
+        torch.manual_seed(seed)
+        built = MODELS[model]()
+        built.train()
+        if dtype is not None:
+            built.to(dtype)
+        made = OPTIMIZERS[optimizer](built.parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (1 + step))
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(built, made, scheduler)
+
+    def step(self, batch: Mapping[str, torch.Tensor]) -> float:
+        size, rank = self.accelerator.data_parallel_size, self.accelerator.data_parallel_rank
+        share = {name: value.chunk(size)[rank] for name, value in batch.items()}
+        loss = self.model(**share).loss
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return self.accelerator.reduce(loss.detach(), "mean").item()
+
+    def contents(self) -> dict[str, torch.Tensor]:
+        """Weights and optimizer state of the original model, whole, on the main process; what a checkpoint must keep."""
+        from neuron_accel.checkpoint.gather import full_tensor
+        from neuron_accel.checkpoint.snapshot import pieces_of
+
+        run = self.accelerator.run
+        result = dict(self.accelerator.get_state_dict(self.model))
+        inner = self.optimizer.optimizer
+        mine: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = {}
+        for piece in pieces_of(inner, run):
+            entries = dict(inner.state.get(piece.parameter, {}))
+            if piece.master:
+                entries["master"] = piece.parameter.detach()
+            for entry, value in entries.items():
+                mine.setdefault((piece.record.fqn, entry), []).append((piece.start, value.detach().clone()))
+        group = run.group(*run.mesh.gradient_axes)
+        everyone = run.backend.all_gather_object(mine, group)
+        for key in sorted({key for one in everyone for key in one}):
+            fqn, entry = key
+            found = [part for one in everyone for part in one.get(key, ())]
+            layout = next(m.parameters[fqn] for m in run.models).layout
+            if found[0][1].dim() == 0 or found[0][1].numel() == 1 < len(layout.shape):
+                result[f"{fqn}/{entry}"] = found[0][1]
+                continue
+            pieces = dict(sorted(found, key=lambda part: part[0]))
+            flat = torch.cat([value.reshape(-1) for value in pieces.values()])
+            result[f"{fqn}/{entry}"] = full_tensor(flat.view(layout.local_shape), layout, run)
+        return result if self.accelerator.is_main_process else {}
+
+
+def train_and_save(
+    folder: str, model: str, plugins: Sequence[Any], steps: int = 2, **options: Any
+) -> tuple[dict, float]:
+    """Trains a little, saves, and returns what was saved and the loss of the next step."""
+    trained = Trained(model, plugins, **options)
+    for batch in BATCHES[:steps]:
+        trained.step(batch)
+    trained.accelerator.save_state(folder)
+    contents = trained.contents()
+    return contents, trained.step(BATCHES[steps])
+
+
+def load_and_step(
+    folder: str, model: str, plugins: Sequence[Any], steps: int = 2, **options: Any
+) -> tuple[dict, float]:
+    """Loads into a model of other weights, and returns what was loaded and the loss of the next step."""
+    trained = Trained(model, plugins, seed=1, **options)
+    trained.accelerator.load_state(folder)
+    contents = trained.contents()
+    return contents, trained.step(BATCHES[steps])
+
+
+def assert_equal(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> None:
+    """Bit for bit, NaNs included."""
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        other = found[name]
+        assert value.dtype == other.dtype, name
+        assert value.shape == other.shape, name
+        assert value.numpy(force=True).tobytes() == other.numpy(force=True).tobytes(), name
