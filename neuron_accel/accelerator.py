@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,12 @@ settle(os.environ)
 
 import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
-from accelerate.utils import DataLoaderConfiguration, recursively_apply  # noqa: E402
+from accelerate.utils import DataLoaderConfiguration  # noqa: E402
 from torch import nn  # noqa: E402
 
 from neuron_accel.checkpoint.gather import full_gradients, full_state_dict  # noqa: E402
-from neuron_accel.data.loaders import prepare_data_loader  # noqa: E402
+from neuron_accel.data.loaders import prepare_data_loader, skip_first_batches  # noqa: E402
+from neuron_accel.data.split import share_of  # noqa: E402
 from neuron_accel.engine.config import RunConfig, load_config  # noqa: E402
 from neuron_accel.engine.errors import ConfigurationError, UsageError  # noqa: E402
 from neuron_accel.engine.initial import broadcast_tensors, state_tensors  # noqa: E402
@@ -30,6 +31,11 @@ from neuron_accel.engine.plugin import Claim, Phase, StrategyPlugin  # noqa: E40
 from neuron_accel.engine.registry import default_registry  # noqa: E402
 from neuron_accel.engine.run import PreparedModel, Run  # noqa: E402
 from neuron_accel.engine.start import agree_on_plan  # noqa: E402
+from neuron_accel.loops import values  # noqa: E402
+from neuron_accel.loops.clipping import Clipping  # noqa: E402
+from neuron_accel.loops.items import ItemCount  # noqa: E402
+from neuron_accel.loops.no_sync import NoSync  # noqa: E402
+from neuron_accel.loops.uneven import even_batches_as, join_uneven_inputs  # noqa: E402
 from neuron_accel.prepared import PreparedOptimizer, PreparedScheduler  # noqa: E402
 
 if TYPE_CHECKING:
@@ -92,7 +98,7 @@ class NeuronAccelerator(Accelerator):
         options["cpu"] = decision.device == "cpu"
         super().__init__(**options)
         ranks = connect(decision)
-        _check_connected(ranks.world_size)
+        _check_connected(ranks.world_size, self.state.num_processes)
         plan = agree_on_plan(
             lambda: make_plan(
                 wanted,
@@ -107,6 +113,7 @@ class NeuronAccelerator(Accelerator):
         mesh = plan.mesh
         for axes in ((), mesh.gradient_axes, mesh.data_axes, mesh.model_axes, (*mesh.model_axes, *mesh.gradient_axes)):
             self.run.group(*axes)  # now, in the same order on every rank
+        self._items, self._clipping = ItemCount(self.run), Clipping(self.run)
         for plugin in plan.plugins:
             plugin.setup(self.run)
 
@@ -226,7 +233,9 @@ class NeuronAccelerator(Accelerator):
             for plugin in self.plan.plugins:
                 if plugin.spec.phase >= Phase.GRADIENTS:
                     self._transform(plugin, record)
-            record.module.register_forward_pre_hook(record.settle_synchronisation)
+            record.handles.append(record.module.register_forward_pre_hook(record.settle_synchronisation))
+            if not hasattr(record.module, "no_sync"):
+                record.module.no_sync = NoSync(record)
         self._models[-1] = record.module
         return record.module
 
@@ -266,7 +275,9 @@ class NeuronAccelerator(Accelerator):
         for plugin in self.plan.plugins:
             optimizer = plugin.transform_optimizer(optimizer, self.run)
         keep_promise(optimizer)
-        prepared = PreparedOptimizer(optimizer, self.run, self.scaler)
+        prepared = PreparedOptimizer(
+            optimizer, self.run, self.scaler, peers=self._optimizers, gradients_complete=self._items.settle
+        )
         prepared._is_accelerate_prepared = True
         self._optimizers.append(prepared)
         return prepared
@@ -290,12 +301,28 @@ class NeuronAccelerator(Accelerator):
         return prepared
 
     # ---- a step ----------------------------------------------------------------------------------------------------
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Runs the backward pass and, on the last micro-batch, the reduction of gradients."""
+    def backward(self, loss: torch.Tensor, *, num_items: int | torch.Tensor | None = None, **kwargs: Any) -> None:
+        """Runs the backward pass and, on the last micro-batch, the reduction of gradients.
+
+        Args:
+            loss: of this micro-batch on this rank, 0-dim.
+            num_items: how many items (tokens that count) ``loss`` is the mean of. Given, the step's gradient is that of
+                the mean over all items of all ranks and micro-batches, however they are spread; left out, that of the
+                mean over micro-batches, as in Accelerate. All losses of a step are given with their items, or none.
+            kwargs: passed on to ``loss.backward``.
+        """
         run = self.run
         for plugin in self.plan.plugins:
             loss = plugin.before_backward(loss, run)
         owner = run.owner(Claim.BACKWARD)
+        if num_items is not None:
+            if owner is not None:
+                raise UsageError(
+                    "`num_items` is not possible here.",
+                    where=f"plugin {owner.spec.name!r}",
+                    why="it runs the backward pass before the loss reaches `backward`",
+                )
+            loss = loss * (self._items.add(num_items) * self.gradient_accumulation_steps)
         with run.driving_backward():
             if owner is None:
                 super().backward(loss, **kwargs)
@@ -308,15 +335,8 @@ class NeuronAccelerator(Accelerator):
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Forward passes inside lead to backward passes that do not sum gradients over ranks."""
         record = self.run.prepared(model)
-        if record is None:
-            with super().no_sync(model):
-                yield
-            return
-        previous, record.sync_enabled = record.sync_enabled, False
-        try:
+        with super().no_sync(model) if record is None else NoSync(record)():
             yield
-        finally:
-            record.sync_enabled = previous
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:  # type: ignore[override]
@@ -331,6 +351,32 @@ class NeuronAccelerator(Accelerator):
         finally:
             record.synchronises = previous
 
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Ranks may leave the loop inside after different numbers of steps. One that is through performs the backward
+        passes, clipping, optimizer and scheduler steps of the others without data, so that all leave with equal weights
+        and optimizers. Gradients are divided by the number of all ranks throughout.
+
+        Args:
+            joinables: the prepared models (and optimizers).
+            even_batches: overrides the accelerator's ``even_batches`` for map-style loaders. Where batches are even
+                there is nothing to join, and nothing is done.
+
+        Raises:
+            UsageError: on every rank, for a `gather`, `reduce` and the like that would need a rank that is through.
+        """
+        if not all(self._is_mine(joinable) for joinable in joinables):
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+            return
+        enabled = not (self.even_batches if even_batches is None else even_batches) and self.world_size > 1
+        joined = join_uneven_inputs(self.run) if enabled else nullcontext()
+        with even_batches_as(even_batches, self._dataloaders), joined:
+            yield
+
+    def _is_mine(self, value: Any) -> bool:
+        return self.run.prepared(value) is not None or any(value is optimizer for optimizer in self._optimizers)
+
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
         """Clips the gradients of a step to a global norm and returns the norm before; 0-dim.
 
@@ -344,7 +390,8 @@ class NeuronAccelerator(Accelerator):
         if owner is None or all(self.run.find_parameter(p) is None for p in parameters):
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         self.unscale_gradients()
-        return owner.clip_grad_norm(parameters, float(max_norm), float(norm_type), self.run)
+        self._items.settle()
+        return self._clipping.norm(owner, parameters, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, parameters, clip_value):
         """Clamps the gradients of a step element by element; nothing happens while gradients accumulate."""
@@ -356,7 +403,8 @@ class NeuronAccelerator(Accelerator):
             super().clip_grad_value_(parameters, clip_value)
             return
         self.unscale_gradients()
-        owner.clip_grad_value(parameters, float(clip_value), self.run)
+        self._items.settle()
+        self._clipping.value(owner, parameters, float(clip_value))
 
     def _parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parameter]:
         """The parameters that train now, where a caller has those from before `prepare`."""
@@ -375,46 +423,52 @@ class NeuronAccelerator(Accelerator):
 
     def gather(self, tensor):
         """Concatenates tensors of the ranks that see different data along the first dim."""
-        if not self._shares_data:
-            return super().gather(tensor)
-        group = self.run.group(*self.plan.mesh.data_axes)
-
-        def one(value: torch.Tensor) -> torch.Tensor:
-            return self.run.backend.all_gather(value.unsqueeze(0) if value.ndim == 0 else value.contiguous(), group)
-
-        return recursively_apply(one, tensor, error_on_other_type=True)
+        self.run.company.together_only("`gather`")
+        return values.gather(tensor, self.run) if self._shares_data else super().gather(tensor)
 
     def gather_for_metrics(self, input_data, use_gather_object=False):
         """Gathers over the ranks that see different data and drops what a ragged end was filled up with."""
         if not self._shares_data:
+            self.run.company.together_only("`gather_for_metrics`")
             return super().gather_for_metrics(input_data, use_gather_object)
-        try:
-            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
-        except TypeError:
-            use_gather_object = True
-        if use_gather_object:
-            parts = self.run.backend.all_gather_object(input_data, self.run.group(*self.plan.mesh.data_axes))
-            data = [item for part in parts for item in part]
+        if use_gather_object or not values.are_tensors(input_data):
+            data = values.gather_objects(input_data, self.run)
         else:
             data = self.gather(input_data)
-        remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
-        if remainder <= 0:  # -1 where the dataset has no length
-            return data
-        return data[:remainder] if use_gather_object else recursively_apply(lambda t: t[:remainder], data)
+        end = self.gradient_state.end_of_dataloader
+        return values.without_repeats(data, self.gradient_state.remainder) if end else data
 
     def reduce(self, tensor, reduction="sum", scale=1.0):
         """Sums (or averages) over the ranks that see different data."""
+        self.run.company.together_only("`reduce`")
         if not self._shares_data:
             return super().reduce(tensor, reduction, scale)
-        group = self.run.group(*self.plan.mesh.data_axes)
-        if reduction == "none":
-            return tensor
+        return values.reduce(tensor, self.run, reduction, scale)
 
-        def one(value: torch.Tensor) -> torch.Tensor:
-            total = self.run.backend.all_reduce(value.clone(), group, "max" if reduction == "max" else "sum")
-            return total / group.size if reduction == "mean" else total
+    def pad_across_processes(self, tensor, dim=0, pad_index=0, pad_first=False):
+        self.run.company.together_only("`pad_across_processes`")
+        return super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
-        return recursively_apply(one, tensor, error_on_other_type=True)
+    def wait_for_everyone(self) -> None:
+        self.run.company.together_only("`wait_for_everyone`")
+        super().wait_for_everyone()
+
+    def check_trigger(self) -> bool:
+        """Whether any process called ``set_trigger`` since it was last found set; the same answer on every process."""
+        self.run.company.together_only("`check_trigger`")
+        fired = values.any_rank(self.flag_tensor is not None and bool(self.flag_tensor), self.run)
+        if fired:
+            self.flag_tensor = torch.tensor(0, device=self.device)
+        return fired
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's share of inputs that every rank has: ranks that share data get the same share."""
+        yield share_of(inputs, self.data_parallel_rank, self.data_parallel_size, pad=apply_padding)
+
+    def skip_first_batches(self, dataloader, num_batches: int = 0):
+        """A loader like a prepared one without its first batches; not to be prepared again."""
+        return skip_first_batches(dataloader, num_batches, self.run)
 
     # ---- state -----------------------------------------------------------------------------------------------------
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
@@ -433,6 +487,7 @@ class NeuronAccelerator(Accelerator):
         record = self.run.prepared(model)
         if record is None:
             raise UsageError("This model was not prepared by this accelerator.")
+        self._items.settle()
         return full_gradients(record, self.run)
 
     def save_model(
@@ -485,7 +540,25 @@ class NeuronAccelerator(Accelerator):
     def _teardown(self) -> None:
         for plugin in reversed(self.plan.plugins):
             plugin.teardown(self.run)
+        for record in self.run.models:
+            for handle in record.handles:
+                handle.remove()
+            if not any(r.layout.cuts for r in record.parameters):  # as good as new
+                self.unwrap_model(record.module, keep_fp32_wrapper=False)
+                record.original._is_accelerate_prepared = record.module._is_accelerate_prepared = False
         self.run.models.clear()
+        self.run.company.forget()
+        self._items, self._clipping = ItemCount(self.run), Clipping(self.run)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process knows the plan and its place in it, but is connected to no one and has prepared
+        nothing."""
+        prepared = ("_models", "_optimizers", "_schedulers", "_dataloaders")
+        return {**self.__dict__, **{name: [] for name in prepared}, "_items": None, "_clipping": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._items, self._clipping = ItemCount(self.run), Clipping(self.run)
 
 
 def _merged_options(configured: RunConfig, given: dict[str, Any]) -> dict[str, Any]:
@@ -506,13 +579,21 @@ def _merged_options(configured: RunConfig, given: dict[str, Any]) -> dict[str, A
     return options | given
 
 
-def _check_connected(world_size: int) -> None:
+def _check_connected(world_size: int, known_to_accelerate: int) -> None:
     announced = int(os.environ.get("WORLD_SIZE", "1"))
     if announced != world_size:
         raise UsageError(
             f"The environment announces {announced} processes, but this one is connected to {world_size - 1} others.",
             why="every process would train alone, on the same data",
             fix="start with `neuron-accel launch`, or check that the launcher's variables reach the processes",
+        )
+    if known_to_accelerate != world_size:
+        raise UsageError(
+            f"Accelerate was set up for {known_to_accelerate} processes before, but there are {world_size}.",
+            where="accelerate.state.PartialState",
+            why="something (a PartialState, another Accelerator) asked it for the number of processes before this run "
+            "had chosen the device; every process would consider itself the main one",
+            fix="create the NeuronAccelerator first, or call PartialState(cpu=True)",
         )
 
 

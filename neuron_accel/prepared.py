@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+
+from neuron_accel.engine.errors import UsageError
+from neuron_accel.loops.orphans import check_every_parameter_is_held
 
 if TYPE_CHECKING:
     import torch
@@ -23,22 +27,59 @@ class PreparedOptimizer(AcceleratedOptimizer):
         optimizer: what the plugins made of the user's optimizer.
         run: the run.
         scaler: the gradient scaler of fp16 training, or None.
+        peers: every prepared optimizer of the run, this one included once it is there.
+        gradients_complete: called before gradients are used; collective.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, run: Run, scaler: Any = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        run: Run,
+        scaler: Any = None,
+        *,
+        peers: list[PreparedOptimizer],
+        gradients_complete: Callable[[], None],
+    ) -> None:
         super().__init__(optimizer, device_placement=False, scaler=scaler)
-        self._run = run
+        self._run, self._peers, self._gradients_complete = run, peers, gradients_complete
+        self._has_stepped = False
+        self._stepping = run.company.register("an optimizer step", self._step_along, settles=True)
+        self._zeroing = run.company.register("zeroing gradients", self.optimizer.zero_grad)
 
     def step(self, closure: Any = None) -> None:
         self.gradient_state.is_xla_gradients_synced = True
         if not self.gradient_state.sync_gradients:
             return
+        if not self._has_stepped:
+            check_every_parameter_is_held(self, self._peers, self._run)
+            self._has_stepped = True
+        if closure is not None and self._stepping.announced:
+            raise UsageError(
+                "An optimizer step with a closure is not possible here.",
+                where="inside `join_uneven_inputs`",
+                why="a rank without data cannot run the closure",
+                fix="run forward and backward before `step()`",
+            )
+        self._gradients_complete()
+        self._stepping()
         for plugin in self._run.plan.plugins:
             plugin.before_step(self.optimizer, self._run)
         super().step(closure)
         for plugin in self._run.plan.plugins:
             plugin.after_step(self.optimizer, self._run)
         self._run.backend.step_boundary()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        if self.gradient_state.sync_gradients:
+            self._zeroing()
+        super().zero_grad(set_to_none)
+
+    def _step_along(self) -> None:
+        """A step of the others, on a rank without data. Their loop has its own way to drop gradients; here nobody else
+        does."""
+        self.gradient_state._set_sync_gradients(True)
+        self.step()
+        self.optimizer.zero_grad()
 
 
 class PreparedScheduler(AcceleratedScheduler):
@@ -51,8 +92,11 @@ class PreparedScheduler(AcceleratedScheduler):
     def __init__(self, scheduler: Any, optimizers: Any, run: Run, **kwargs: Any) -> None:
         super().__init__(scheduler, optimizers, **kwargs)
         self._run = run
+        self._stepping = run.company.register("a scheduler step", self._step_along)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
+        if not self.step_with_optimizer or self.gradient_state.sync_gradients:
+            self._stepping(args, kwargs)
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
@@ -66,3 +110,7 @@ class PreparedScheduler(AcceleratedScheduler):
             # A one-cycle schedule refuses to go past its end, which a ragged last batch can make it do.
             if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", float("inf")):
                 self.scheduler.step(*args, **kwargs)
+
+    def _step_along(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.gradient_state._set_sync_gradients(True)
+        self.step(*args, **kwargs)

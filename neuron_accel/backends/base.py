@@ -44,6 +44,12 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "handle": None}  # connections stay in their process
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self  # copies of a model communicate as the original does
+
 
 class Pending(ABC):
     """A collective under way."""

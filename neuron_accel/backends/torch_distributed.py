@@ -73,6 +73,13 @@ class TorchBackend(Backend):
         place, owns = process_group.join(device or "cpu", timeout)
         return cls(place, owns_default_group=owns, timeout=timeout)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process may know; it is not connected."""
+        return {**self.__dict__, "_handles": {}, "_recordings": [], "_closed": True, "_owns_default_group": False}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchBackend:
+        return self  # copies of a model communicate as the original does
+
     # ---- who and where ---------------------------------------------------------------------------------------------
     @property
     def rank(self) -> int:

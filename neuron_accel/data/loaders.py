@@ -7,50 +7,41 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.data_loader import get_sampler
 from accelerate.data_loader import prepare_data_loader as accelerate_prepare
+from accelerate.data_loader import skip_first_batches as accelerate_skip
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from neuron_accel.engine.errors import UsageError
+from neuron_accel.data.position import positioned
+from neuron_accel.data.shared import share, sharing_group
 
 if TYPE_CHECKING:
     from neuron_accel.engine.run import Run
 
 
-def prepare_data_loader(
-    loader: DataLoader, run: Run, *, dispatch_batches: bool | None, put_on_device: bool, **options: Any
-) -> DataLoader:
+def prepare_data_loader(loader: DataLoader, run: Run, **options: Any) -> DataLoader:
     """Accelerate's ``prepare_data_loader`` over the data-parallel ranks of the mesh instead of all processes.
+
+    Ranks that share samples compare the first batch of every epoch and raise DesyncError if theirs differ.
 
     Args:
         loader: the user's loader.
         run: the run.
-        dispatch_batches: whether the main process reads for all; by default, as in Accelerate, where the dataset is
-            iterable and no two ranks share samples. Where ranks do, each reads for itself.
-        put_on_device: whether batches go to the run's device.
-        options: passed on.
-
-    Raises:
-        UsageError: if batches are to be dispatched although ranks share samples.
+        options: passed on. With ``dispatch_batches`` the main process reads for all ranks; by default, as in
+            Accelerate, where the dataset is iterable.
     """
-    shares = run.data_parallel_size < run.mesh.world_size
+    shares = sharing_group(run).size > 1
     if shares:
-        if dispatch_batches:
-            raise UsageError(
-                "`dispatch_batches=True` is not possible here.",
-                where=f"mesh {run.mesh}",
-                why="the main process would give different samples to ranks that must see the same",
-                fix="leave `dispatch_batches` out: every rank then reads its own share",
-            )
-        dispatch_batches = False
         _agree_on_shuffling(loader, run)
-    return accelerate_prepare(
-        loader,
-        run.device,
-        num_processes=run.data_parallel_size,
-        process_index=run.data_parallel_rank,
-        dispatch_batches=dispatch_batches,
-        put_on_device=put_on_device,
-        **options,
+    prepared = accelerate_prepare(
+        loader, run.device, num_processes=run.data_parallel_size, process_index=run.data_parallel_rank, **options
     )
+    return positioned(share(prepared, run) if shares else prepared)
+
+
+def skip_first_batches(loader: Any, count: int, run: Run) -> Any:
+    """A loader like a prepared one that leaves out its first ``count`` batches."""
+    original = getattr(loader, "run", None)
+    skipping = accelerate_skip(loader, num_batches=count)
+    return share(skipping, run) if original is run else skipping
 
 
 def _agree_on_shuffling(loader: DataLoader, run: Run) -> None:

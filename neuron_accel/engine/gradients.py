@@ -18,6 +18,7 @@ from neuron_accel.engine.errors import UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Group
+    from neuron_accel.engine.company import Action
     from neuron_accel.engine.parameters import ParameterRecord
     from neuron_accel.engine.run import Run
 
@@ -83,6 +84,7 @@ class BackwardWatcher:
         ready: called with a bucket's index once its gradients are complete; in ascending order, each once per pass.
         done: called at the end of a pass, after every bucket was ready.
         overlap: whether buckets are announced while the pass still runs, or all at its end.
+        action: the reduction as others can take part in it that have run out of data.
     """
 
     def __init__(
@@ -94,7 +96,9 @@ class BackwardWatcher:
         ready: Callable[[int], None],
         done: Callable[[], None],
         overlap: bool = True,
+        action: Action | None = None,
     ) -> None:
+        self._action = action
         self._buckets, self._ready, self._done = buckets, ready, done
         self._synchronises, self._driven, self._overlap = synchronises, driven, overlap
         self._where = {p: i for i, bucket in enumerate(buckets) for p in bucket.parameters}
@@ -128,7 +132,7 @@ class BackwardWatcher:
             return
         self._seen.add(parameter)  # type: ignore[arg-type]
         self._missing[index] -= 1
-        if self._overlap:
+        if self._overlap and not (self._action and self._action.announced):
             self._advance()
 
     def _begin(self) -> None:
@@ -146,6 +150,8 @@ class BackwardWatcher:
         """The backward pass is over: announces what is left. Does nothing between passes."""
         if not self._running:
             return
+        if self._action:
+            self._action()
         self._advance(everything=True)
         self._running = False
         self.unsynchronised = False
@@ -157,6 +163,11 @@ class BackwardWatcher:
         if self.unsynchronised:
             self._begin()
             self.finish()
+
+    def take_part(self) -> None:
+        """A pass without one: this rank has no data, and contributes what gradients it has, or zeros."""
+        self._begin()
+        self.finish()
 
     def close(self) -> None:
         """Stops watching."""

@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 64 << 20
 
 
-def broadcast_tensors(tensors: Iterable[torch.Tensor], run: Run, group: Group) -> None:
-    """Gives every rank of ``group`` the values of its first one, in place, a few large messages at a time."""
+def broadcast_tensors(tensors: Iterable[torch.Tensor], run: Run, group: Group, source: int = 0) -> None:
+    """Gives every rank of ``group`` the values of the one at position ``source``, in place, a few large messages at a
+    time."""
     if group.size == 1:
         return
     with torch.no_grad():
         for batch in _batches(tensors):
             flat = torch.cat([t.reshape(-1) for t in batch])
-            flat = run.backend.broadcast(flat, group)
+            flat = run.backend.broadcast(flat, group, source)
             for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 

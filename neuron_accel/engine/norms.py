@@ -27,6 +27,17 @@ class GradientPart:
     replicas: int = 1
 
 
+def whole_gradients(parameters: Iterable[torch.Tensor], run: Run) -> list[GradientPart]:
+    """The gradients that lie with their parameters, ``parameter.grad``, as parts."""
+    parts = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            record = run.find_parameter(parameter)
+            axes, replicas = (record.layout.axes, record.layout.replicas) if record else ((), 1)
+            parts.append(GradientPart(parameter.grad, axes, replicas))
+    return parts
+
+
 def global_norm(parts: Iterable[GradientPart], run: Run, norm_type: float = 2.0) -> torch.Tensor:
     """The ``norm_type``-norm over all parts of all ranks; 0-dim, fp32, equal on every rank.
 

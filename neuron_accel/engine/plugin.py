@@ -214,6 +214,13 @@ class StrategyPlugin:
         """Owner of :attr:`Claim.GRADIENT_CLIPPING`: clamps every gradient element to ``[-clip_value, clip_value]``."""
         raise NotImplementedError(f"{type(self).__name__} claims gradient clipping without doing it")
 
+    def scale_gradients(self, parameters: list[torch.nn.Parameter], factor: torch.Tensor, run: Run) -> None:
+        """Owner of :attr:`Claim.GRADIENT_REDUCTION`: multiplies the gradients of local parameters, wherever they lie,
+        by ``factor`` (0-dim, fp32)."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
     def full_gradient(self, parameter: torch.nn.Parameter, run: Run) -> torch.Tensor | None:
         """Owner of :attr:`Claim.GRADIENT_REDUCTION`: the reduced gradient of a local parameter, in its local shape, or
         None if it has none. Collective: every rank of the parameter's group calls it in the same order."""

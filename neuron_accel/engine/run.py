@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from neuron_accel.engine.company import Company
 from neuron_accel.engine.parameters import ParameterMap, ParameterRecord
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ class PreparedModel:
     in_backward: bool = False
     """Whether the run itself drives the backward pass, and will say when it ends."""
 
+    handles: list[Any] = field(default_factory=list)
+    """Hooks to be removed when the run lets go of the model."""
+
     def settle_synchronisation(self, *_: Any) -> None:
         """A forward pass begins, for which a backward pass will follow."""
         if torch.is_grad_enabled():
@@ -58,8 +62,21 @@ class Run:
     plan: Plan
     backend: Backend
     models: list[PreparedModel] = field(default_factory=list)
+    company: Company = field(init=False)
+    """How a rank that ran out of data keeps up with the others."""
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
     _state: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.company = Company(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy for another process: who is where, and nothing that was prepared."""
+        return {"plan": self.plan, "backend": self.backend, "_groups": self._groups}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["plan"], state["backend"])  # type: ignore[misc]
+        self._groups = state["_groups"]
 
     @property
     def mesh(self):

@@ -6,6 +6,7 @@ The default owner of gradient reduction and clipping. Gradients travel in bucket
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,12 +24,12 @@ from neuron_accel.engine.gradients import (
     used_anywhere,
 )
 from neuron_accel.engine.initial import broadcast_tensors
-from neuron_accel.engine.norms import GradientPart, clip_coefficient, global_norm
+from neuron_accel.engine.norms import clip_coefficient, global_norm, whole_gradients
 from neuron_accel.engine.plugin import Claim, Phase, PluginSpec, StrategyPlugin
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Pending
-    from neuron_accel.engine.parameters import ParameterMap
+    from neuron_accel.engine.parameters import ParameterMap, ParameterRecord
     from neuron_accel.engine.run import PreparedModel, Run
 
 
@@ -73,9 +74,16 @@ class DataParallelPlugin(StrategyPlugin):
         if not buffers or group.size == 1:
             return
 
+        def send() -> None:
+            current = [b for n, b in model.named_buffers() if n in persistent]
+            broadcast_tensors(current, run, group, run.company.leader)
+
+        action = run.company.register("a training forward", send)
+
         def follow(module: nn.Module, _inputs: Any) -> None:
             if module.training and torch.is_grad_enabled():
-                broadcast_tensors([b for n, b in module.named_buffers() if n in persistent], run, group)
+                action()
+                send()
 
         run.state(self).setdefault("hooks", []).append(model.register_forward_pre_hook(follow))
 
@@ -92,13 +100,7 @@ class DataParallelPlugin(StrategyPlugin):
     ) -> torch.Tensor:
         self._flush(run)
         gradients = [p.grad for p in parameters if p.grad is not None]
-        parts = []
-        for parameter in parameters:
-            if parameter.grad is not None:
-                record = run.find_parameter(parameter)
-                axes, replicas = (record.layout.axes, record.layout.replicas) if record else ((), 1)
-                parts.append(GradientPart(parameter.grad, axes, replicas))
-        norm = global_norm(parts, run, norm_type)
+        norm = global_norm(whole_gradients(parameters, run), run, norm_type)
         if gradients:
             torch._foreach_mul_(gradients, clip_coefficient(norm, max_norm).to(gradients[0].device))
         return norm
@@ -108,6 +110,10 @@ class DataParallelPlugin(StrategyPlugin):
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.clamp_(-clip_value, clip_value)
+
+    def scale_gradients(self, parameters: list[nn.Parameter], factor: torch.Tensor, run: Run) -> None:
+        self._flush(run)
+        super().scale_gradients(parameters, factor, run)
 
     def full_gradient(self, parameter: nn.Parameter, run: Run) -> torch.Tensor | None:
         self._flush(run)
@@ -135,21 +141,35 @@ class GradientAverager:
     """
 
     def __init__(self, model: PreparedModel, run: Run, bucket_cap_mb: float) -> None:
-        trained = [r for r in model.parameters if r.current is not None and r.current.requires_grad]
-        self._model, self._run = model, run
-        self._buckets = [b for b in make_buckets(trained, int(bucket_cap_mb * (1 << 20))) if self._group(b).size > 1]
+        self._model, self._run, self._cap_bytes = model, run, int(bucket_cap_mb * (1 << 20))
         self._data_group = run.group(*run.mesh.gradient_axes)
-        lazy = "lazy" in run.backend.capabilities
-        self._memory = None if lazy else [FlatGradients(bucket) for bucket in self._buckets]
         self._pending: list[Pending] = []
         self._used: list[list[bool]] = []
+        self._action = run.company.register(
+            "a backward pass", lambda: self.watcher.take_part(), settle=lambda: self.flush()
+        )
+        self._watch([r for r in model.parameters if r.current is not None and r.current.requires_grad])
+
+    def _watch(self, records: list[ParameterRecord]) -> None:
+        model, lazy = self._model, "lazy" in self._run.backend.capabilities
+        self._buckets = [b for b in make_buckets(records, self._cap_bytes) if self._group(b).size > 1]
+        self._memory = None if lazy else [FlatGradients(bucket) for bucket in self._buckets]
         self.watcher = BackwardWatcher(
             self._buckets,
             synchronises=lambda: model.synchronises,
             driven=lambda: model.in_backward,
             ready=self._ready,
             done=self._done,
+            action=self._action,
         )
+
+    def leave(self, parameters: Collection[torch.Tensor]) -> None:
+        """Leaves some parameters to somebody else."""
+        kept = [r for b in self._buckets for r in b.records if r.current not in parameters]
+        if len(kept) < sum(len(b.records) for b in self._buckets):
+            self.watcher.close()
+            wanted = {id(record) for record in kept}
+            self._watch([record for record in self._model.parameters if id(record) in wanted])
 
     def _group(self, bucket: Bucket):
         return self._run.group(*self._run.mesh.gradient_axes, *bucket.partial_axes)

@@ -7,12 +7,14 @@ Usage: ``python run_upstream.py SCRIPT [--plugins name,name]``, on one rank or u
 from __future__ import annotations
 
 import argparse
-import functools
+import importlib
+import importlib.util
+import os
 import runpy
 import sys
 from pathlib import Path
 
-import neuron_accel
+STAND_INS = Path(__file__).parent / "stand_ins"
 
 
 def main() -> None:
@@ -20,21 +22,14 @@ def main() -> None:
     parser.add_argument("script")
     parser.add_argument("--plugins", default="")
     options, rest = parser.parse_known_args()
-    accelerator_class = neuron_accel.NeuronAccelerator
-
-    import accelerate
-
-    names = [name for name in options.plugins.split(",") if name]
-    replacement = accelerator_class
-    if names:
-        # A subclass, so that isinstance checks in the scripts keep working.
-        class WithPlugins(accelerator_class):  # type: ignore[misc, valid-type]
-            @functools.wraps(accelerator_class.__init__)
-            def __init__(self, **kwargs):
-                super().__init__(**{"config": {"plugins": names}, **kwargs})
-
-        replacement = WithPlugins
-    accelerate.Accelerator = accelerate.accelerator.Accelerator = replacement
+    os.environ["CONFORMANCE_PLUGINS"] = options.plugins
+    swapped = importlib.import_module("swapped")  # before accelerate: it settles the backend
+    accelerate = importlib.import_module("accelerate")
+    accelerate.Accelerator = accelerate.accelerator.Accelerator = swapped.SwappedAccelerator
+    if options.script == "test_ops.py":
+        swapped.SwappedAccelerator()  # by itself the script runs in a world of one
+    if any(importlib.util.find_spec(name) is None for name in ("datasets", "evaluate")):
+        sys.path.append(str(STAND_INS))
     script = Path(accelerate.__file__).parent / "test_utils" / "scripts" / options.script
     sys.argv = [str(script), *rest]
     sys.path.insert(0, str(script.parent))

@@ -112,14 +112,18 @@ class Zero1Optimizer(torch.optim.Optimizer):
             for m in self._run.models
             if any(m.parameters.find(p) is not None for s in self.shards for p in s.parameters)
         ]
+        index = len(self._watchers)
         self._watchers.append(
             BackwardWatcher(
                 [shard.bucket for shard in shards],
                 synchronises=lambda: self.options.use_grad_acc_hook or self._synchronises(),
                 driven=lambda: any(model.in_backward for model in self._models),
-                ready=lambda index: shards[index].send_gradients(),
+                ready=lambda bucket: shards[bucket].send_gradients(),
                 done=lambda: self._receive(shards),
                 overlap=self.options.overlap,
+                action=self._run.company.register(
+                    "a backward pass", lambda: self._watchers[index].take_part(), settle=self.flush
+                ),
             )
         )
 

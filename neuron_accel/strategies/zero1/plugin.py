@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from neuron_accel.engine.errors import ConfigurationError, PlanError
-from neuron_accel.engine.norms import clip_coefficient, global_norm
+from neuron_accel.engine.norms import clip_coefficient, global_norm, whole_gradients
 from neuron_accel.engine.plugin import Claim, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.strategies.data_parallel import GradientAverager
 from neuron_accel.strategies.zero1.elementwise import is_elementwise
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, Zero1Options, scale_parts
 
 if TYPE_CHECKING:
+    from neuron_accel.engine.parameters import ParameterMap
     from neuron_accel.engine.run import Run
 
 
@@ -66,6 +68,12 @@ class Zero1Plugin(StrategyPlugin):
         if not self.optimizer_dtype.is_floating_point:
             raise ConfigurationError(f"optimizer_dtype is {self.optimizer_dtype}; it must be a floating-point dtype.")
 
+    def transform_model(self, model: nn.Module, run: Run, parameters: ParameterMap) -> nn.Module:
+        record = next(m for m in run.models if m.parameters is parameters)
+        averager = GradientAverager(record, run, self.bucket_cap_mb)
+        run.state(self).setdefault("averagers", []).append(averager)
+        return model
+
     def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
         if self.partition == "even" and not is_elementwise(optimizer):
             raise PlanError(
@@ -90,9 +98,14 @@ class Zero1Plugin(StrategyPlugin):
             ),
         )
         run.state(self).setdefault("optimizers", []).append(sharded)
+        divided = {p for shard in sharded.shards for p in shard.parameters}
+        for averager in self._averagers(run):
+            averager.leave(divided)
         return sharded
 
     def after_backward(self, run: Run) -> None:
+        for averager in self._averagers(run):
+            averager.watcher.finish()
         for optimizer in self._optimizers(run):
             optimizer.finish_backward()
 
@@ -100,24 +113,33 @@ class Zero1Plugin(StrategyPlugin):
         self, parameters: list[nn.Parameter], max_norm: float, norm_type: float, run: Run
     ) -> torch.Tensor:
         parts = [part for optimizer in self._flushed(run) for part in optimizer.gradient_parts(parameters)]
+        parts += whole_gradients(parameters, run)  # of models that no optimizer divides
         norm = global_norm(parts, run, norm_type)
         scale_parts(parts, clip_coefficient(norm, max_norm))
         return norm
 
     def clip_grad_value(self, parameters: list[nn.Parameter], clip_value: float, run: Run) -> None:
-        for optimizer in self._flushed(run):
-            for part in optimizer.gradient_parts(parameters):
-                if part.tensor is not None:
-                    part.tensor.clamp_(-clip_value, clip_value)
+        parts = [part for optimizer in self._flushed(run) for part in optimizer.gradient_parts(parameters)]
+        for part in (*parts, *whole_gradients(parameters, run)):
+            if part.tensor is not None:
+                part.tensor.clamp_(-clip_value, clip_value)
+
+    def scale_gradients(self, parameters: list[nn.Parameter], factor: torch.Tensor, run: Run) -> None:
+        parts = [part for optimizer in self._flushed(run) for part in optimizer.gradient_parts(parameters)]
+        for part in (*parts, *whole_gradients(parameters, run)):
+            if part.tensor is not None:
+                part.tensor.mul_(factor)
 
     def full_gradient(self, parameter: nn.Parameter, run: Run) -> torch.Tensor | None:
         for optimizer in self._flushed(run):
             gradient = optimizer.full_gradient(parameter)
             if gradient is not None:
                 return gradient
-        return None
+        return parameter.grad
 
     def teardown(self, run: Run) -> None:
+        for averager in self._averagers(run):
+            averager.watcher.close()
         for optimizer in self._optimizers(run):
             optimizer.close()
         run.state(self).clear()
@@ -125,7 +147,13 @@ class Zero1Plugin(StrategyPlugin):
     def _optimizers(self, run: Run) -> list[Zero1Optimizer]:
         return run.state(self).get("optimizers", [])
 
+    def _averagers(self, run: Run) -> list[GradientAverager]:
+        """What averages the gradients that no optimizer divides: of a model prepared without one, say."""
+        return run.state(self).get("averagers", [])
+
     def _flushed(self, run: Run) -> list[Zero1Optimizer]:
+        for averager in self._averagers(run):
+            averager.flush()
         for optimizer in self._optimizers(run):
             optimizer.flush()
         return self._optimizers(run)
