@@ -132,6 +132,7 @@ def _connect(task: RankTask) -> None:
         world_size=task.size,
         timeout=timedelta(seconds=task.timeout + 60),  # the caller ends the rank first, and shows where it stood
     )
+    os.ftruncate(1, 0)  # gloo of torch 2.9 announces every connection on stdout
 
 
 def _pickle_error(error: BaseException) -> bytes:

@@ -446,5 +446,5 @@ def leave_without_a_word() -> list[tuple[int, str]]:
 
 def test_a_process_may_simply_end():
     for code, out, err in run_ranks(leave_without_a_word, 2, backend=None):
-        assert (code, out) == (0, "2"), err
+        assert (code, out.splitlines()[-1:]) == (0, ["2"]), err  # gloo of torch 2.9 has something to say before
         assert "Error" not in err
