@@ -79,9 +79,11 @@ def reduce_rows(rows: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     if rows.dtype == torch.bool:
         return rows.any(0)
     if rows.dtype in (torch.bfloat16, torch.float16):
-        total = rows[0].float()
-    else:
-        total = rows[0].clone()
-    for row in rows[1:]:
+        total, rest = rows[0].float(), rows[1:]
+    elif len(rows) == 1:
+        return rows[0].clone()
+    else:  # one pass where a copy and a sum would be two
+        total, rest = rows[0] + rows[1], rows[2:]
+    for row in rest:
         total += row
     return total.to(rows.dtype)

@@ -18,10 +18,11 @@ from torch import nn
 
 from neuron_accel.engine.errors import ParameterError, UsageError
 from neuron_accel.engine.gradients import BackwardWatcher, make_buckets, used_anywhere
-from neuron_accel.engine.norms import GradientPart, clip_coefficient, global_norm
+from neuron_accel.engine.norms import GradientPart, clip_coefficient, elsewhere, global_norm
 from neuron_accel.engine.optimizers import recipe_of, twin
 from neuron_accel.strategies.zero1.partition import even, whole
-from neuron_accel.strategies.zero1.shards import BucketShard, ShardPiece
+from neuron_accel.strategies.zero1.shards import BucketShard, SendBuffers, ShardPiece
+from neuron_accel.strategies.zero1.state import state_pieces
 
 if TYPE_CHECKING:
     from neuron_accel.engine.parameters import ParameterRecord
@@ -71,7 +72,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
     ) -> None:
         # Like Accelerate's own wrapper, this is an Optimizer by interface: groups, state and defaults are those of the
         # optimizers inside, so the base class's constructor, which would make its own, is not run.
-        _refuse_closures(optimizer)
+        refuse_closures(optimizer)
         self.optimizer = optimizer
         self.options = options
         self.grad_norm: torch.Tensor | None = None
@@ -92,6 +93,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         parameters = [p for group in groups for p in group["params"]]
         records = self._in_model_order([self._record(p) for p in parameters if p.requires_grad])
         partition = whole if self.options.whole_parameters else even
+        buffers = SendBuffers()
         shards = [
             BucketShard(
                 bucket=bucket,
@@ -101,6 +103,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
                 optimizer_dtype=self.options.optimizer_dtype,
                 reduce_dtype=self.options.optimizer_dtype if self.options.higher_cc_precision else bucket.dtype,
                 keep_shapes=self.options.whole_parameters,
+                buffers=buffers,
             )
             for bucket in make_buckets(records, int(self.options.bucket_cap_mb * (1 << 20)))
         ]
@@ -240,9 +243,9 @@ class Zero1Optimizer(torch.optim.Optimizer):
             for index, (parameter, record) in enumerate(zip(shard.parameters, shard.bucket.records, strict=True)):
                 if parameter in wanted and shard.used_anywhere[index]:
                     piece = mine.get(index)
-                    axes = (*record.layout.axes, *self._run.mesh.gradient_axes)
-                    parts.append(GradientPart(piece.master.grad if piece else None, axes, record.layout.replicas))
-        return parts
+                    axes = (*record.axes, *self._run.mesh.gradient_axes)
+                    parts.append(GradientPart(piece.master.grad if piece else None, axes, record.replicas))
+        return [*parts, *elsewhere(self._run, self._run.mesh.gradient_axes)]
 
     def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The reduced gradient of one parameter in its local shape; collective."""
@@ -283,6 +286,10 @@ class Zero1Optimizer(torch.optim.Optimizer):
             finish()
 
     # ---- state -----------------------------------------------------------------------------------------------------
+    def state_pieces(self) -> list[StatePiece]:
+        """What this rank holds, in terms of the original model's parameters."""
+        return state_pieces(self, self._run.mesh.gradient_axes)
+
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """State of this rank's pieces, with the master weights where they are kept beside the parameters."""
         result = self.inner.state_dict()
@@ -327,7 +334,8 @@ def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) 
         mine.update({key: value for key, value in theirs.items() if key != "params"})
 
 
-def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UsageError for an optimizer that cannot step without a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(

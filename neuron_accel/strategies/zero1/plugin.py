@@ -13,7 +13,7 @@ from neuron_accel.engine.norms import clip_coefficient, global_norm, whole_gradi
 from neuron_accel.engine.plugin import Claim, Phase, PluginSpec, StrategyPlugin
 from neuron_accel.strategies.data_parallel import GradientAverager
 from neuron_accel.strategies.zero1.elementwise import is_elementwise
-from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, Zero1Options, scale_parts
+from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, Zero1Options, refuse_closures, scale_parts
 
 if TYPE_CHECKING:
     from neuron_accel.engine.parameters import ParameterMap
@@ -75,6 +75,7 @@ class Zero1Plugin(StrategyPlugin):
         return model
 
     def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
+        refuse_closures(optimizer)
         if self.partition == "even" and not is_elementwise(optimizer):
             raise PlanError(
                 f"{type(optimizer).__name__} does not treat the elements of a parameter alike, and ZeRO-1 would cut "

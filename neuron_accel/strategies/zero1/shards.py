@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -34,6 +35,47 @@ class ShardPiece:
     master: nn.Parameter
 
 
+class SendBuffers:
+    """Memory for gradients on their way: a few buffers that buckets take in turn, pass after pass.
+
+    Without a limit the gradients of a whole model would be on their way at once, beside the gradients themselves; and
+    memory that is new in every step costs a page fault for every page.
+
+    Args:
+        limit: number of buckets on their way at a time; the oldest is waited for before another sets out.
+    """
+
+    def __init__(self, limit: int = 3) -> None:
+        self._limit = limit
+        self._travelling: deque[tuple[BucketShard, torch.Tensor]] = deque()
+        self._free: list[torch.Tensor] = []
+
+    def take(self, shard: BucketShard, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised tensor of ``numel`` elements for the gradients of ``shard``, to be sent at once."""
+        if "lazy" in shard.run.backend.capabilities:
+            return torch.empty(numel, dtype=dtype, device=device)
+        while len(self._travelling) >= self._limit:
+            self._arrived()
+        fitting = [b for b in self._free if b.dtype == dtype and numel <= b.numel() <= 2 * numel]
+        buffer = min(fitting, key=torch.Tensor.numel, default=None)
+        if buffer is None:
+            buffer = torch.empty(numel, dtype=dtype, device=device)
+        else:
+            self._free = [b for b in self._free if b is not buffer]
+        self._travelling.append((shard, buffer))
+        return buffer[:numel]
+
+    def _arrived(self) -> None:
+        shard, buffer = self._travelling.popleft()
+        shard.complete()
+        self._free = [*self._free, buffer][-self._limit :]
+
+    def settle(self) -> None:
+        """Waits for all that is on its way."""
+        while self._travelling:
+            self._arrived()
+
+
 @dataclass
 class BucketShard:
     """This rank's share of one bucket.
@@ -46,6 +88,7 @@ class BucketShard:
         optimizer_dtype: dtype of the masters.
         reduce_dtype: dtype in which gradients travel and are summed.
         keep_shapes: whether pieces that are whole parameters keep their shape.
+        buffers: where gradients on their way are held.
     """
 
     bucket: Bucket
@@ -55,6 +98,7 @@ class BucketShard:
     optimizer_dtype: torch.dtype
     reduce_dtype: torch.dtype
     keep_shapes: bool
+    buffers: SendBuffers
     pieces: list[ShardPiece] = field(init=False)
     used: list[bool] = field(init=False)
     """For each parameter, whether this rank had a gradient in the last backward pass."""
@@ -64,6 +108,7 @@ class BucketShard:
     _chunk: torch.Tensor = field(init=False)
     _gradient: torch.Tensor | None = field(init=False, default=None)
     _pending: Pending | None = field(init=False, default=None)
+    _reduced: torch.Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         backend, parameters = self.run.backend, self.bucket.parameters
@@ -110,7 +155,7 @@ class BucketShard:
         """Starts the reduce-scatter of the bucket's gradients and lets go of them."""
         parameters = self.bucket.parameters
         self.used = [p.grad is not None for p in parameters]
-        flat = torch.empty(self.partition.numel, dtype=self.reduce_dtype, device=parameters[0].device)
+        flat = self.buffers.take(self, self.partition.numel, self.reduce_dtype, parameters[0].device)
         covered = 0
         targets, sources = [], []
         for parameter, view in zip(parameters, self._views(flat), strict=True):
@@ -129,6 +174,11 @@ class BucketShard:
         for parameter in parameters:
             parameter.grad = None
         self._pending = self.run.backend.start_reduce_scatter(flat, self.group)
+
+    def complete(self) -> None:
+        """Waits for the reduce-scatter that is under way, if any."""
+        if self._pending is not None:
+            self._reduced, self._pending = self._pending.wait(), None
 
     def _sparse(self, parameter: nn.Parameter) -> UsageError:
         name = next(r.fqn for r, p in zip(self.bucket.records, self.parameters, strict=True) if p is parameter)
@@ -153,8 +203,10 @@ class BucketShard:
             scale: what the sum is multiplied by.
             partial: the group over which they still are partial sums.
         """
-        assert self._pending is not None
-        gradient, self._pending = self._pending.wait(), None
+        self.buffers.settle()
+        self.complete()
+        assert self._reduced is not None
+        gradient, self._reduced = self._reduced, None
         if partial.size > 1:
             gradient = self.run.backend.all_reduce(gradient, partial)
         gradient = gradient.to(self.optimizer_dtype)
