@@ -197,16 +197,13 @@ def connect(decision: Decision, *, timeout: timedelta | None = None) -> Backend:
         timeout: how long a collective may take.
 
     Raises:
-        UsageError: if this version does not have the backend.
+        UsageError: if the backend cannot serve this process.
         CommunicationError: if the other ranks cannot be reached.
     """
     if decision.backend == "xla":
-        raise UsageError(
-            "The xla backend is not part of this version yet.",
-            where=f"backend 'xla', because {decision.reason}",
-            why="this version trains through torch.distributed: on the CPU, on CUDA and on the native neuron device",
-            fix="set NEURON_ACCEL_BACKEND=torch before Accelerate is imported",
-        )
+        from neuron_accel.backends.xla import XlaBackend
+
+        return XlaBackend.connect(timeout=timeout)
     from neuron_accel.backends.torch_distributed import TorchBackend
 
     return TorchBackend.connect(decision.device, timeout=timeout)

@@ -76,7 +76,7 @@ def main(task: RankTask, connection: Connection) -> None:
         connection.recv_bytes()
         report = Report(payload=_run(task))
     except BaseException as error:
-        _send(connection, Report(payload=_pickle_error(error), traceback=traceback.format_exc()))
+        _send(connection, Report(payload=pickle_error(error), traceback=traceback.format_exc()))
         os._exit(1)
     _send(connection, report)
     with contextlib.suppress(EOFError, OSError):
@@ -135,7 +135,7 @@ def _connect(task: RankTask) -> None:
     os.ftruncate(1, 0)  # gloo of torch 2.9 announces every connection on stdout
 
 
-def _pickle_error(error: BaseException) -> bytes:
+def pickle_error(error: BaseException) -> bytes:
     try:
         payload = pickle.dumps(error)
         pickle.loads(payload)

@@ -103,7 +103,8 @@ def run_ranks(
         timeout: seconds until ranks that still run are ended.
         grace: seconds that the other ranks have to end on their own once one has failed.
         env: more environment variables for the ranks.
-        backend: ``"gloo"``, or None for ranks without a process group.
+        backend: ``"gloo"``; None for ranks without a process group; ``"xla"`` for ranks of torch_xla on the CPU, which
+            are threads of one process (see :mod:`neuron_accel.testing.xla_ranks`) and share its environment.
 
     Raises:
         RanksError: if a rank raises, ends early, or runs out of time.
@@ -112,8 +113,14 @@ def run_ranks(
     call = _pickle_call(fn, args, kwargs)
     if n < 1:
         raise UsageError(f"run_ranks needs at least one rank, not {n}.")
+    if backend == "xla":
+        from neuron_accel.testing.xla_ranks import run_xla_ranks
+
+        return run_xla_ranks(call, n, timeout=timeout, grace=grace, env=env or {})
     if backend not in ("gloo", None):
-        raise UsageError(f"run_ranks knows no backend {backend!r}.", fix='use "gloo", or None for no process group')
+        raise UsageError(
+            f"run_ranks knows no backend {backend!r}.", fix='use "gloo", "xla", or None for no process group'
+        )
     with tempfile.TemporaryDirectory(prefix=f"neuron-accel-ranks-{os.getpid()}-", ignore_cleanup_errors=True) as folder:
         port = _free_port()
         tasks = [

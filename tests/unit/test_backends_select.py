@@ -152,13 +152,6 @@ def test_accelerate_has_torch_already():
         settle({}, probes=TRN1, modules=accelerate_that(uses_xla=False))
 
 
-def test_the_xla_backend_is_refused_for_now():
-    decision = Decision(backend="xla", device="xla", reason="this is Neuron hardware")
-    with pytest.raises(UsageError, match="not part of this version") as caught:
-        connect(decision)
-    assert "NEURON_ACCEL_BACKEND=torch" in str(caught.value)
-
-
 def test_connecting_to_the_cpu():
     backend = connect(Decision(backend="torch", device="cpu", reason="test"))
     assert (backend.name, backend.device.type, backend.rank, backend.world_size) == ("torch", "cpu", 0, 1)

@@ -1,0 +1,265 @@
+"""Collectives through torch_xla: lazy tensors, one graph per step, on whatever device PJRT has.
+
+Nothing is computed when it is written down. Operations collect in a graph that :meth:`XlaBackend.step_boundary`
+compiles, unless the same graph ran before, and executes. So nothing here reads a value, and nothing that differs
+between ranks is a Python number: it would be a constant of the graph and cost one compilation per rank.
+
+Sums are the device's. Layouts are never pinned: torch_xla makes an all-reduce of zero-padded tensors of a pinned
+all-gather, which sends twice as much, and cannot pin a coalesced reduce-scatter at all. Tensors that live on the host
+travel beside the device, see :mod:`neuron_accel.backends.xla_channel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+
+from neuron_accel.backends.base import Backend, Done, Group, Pending, ReduceOp
+from neuron_accel.backends.movement import normalize_dim, reduce_rows, split_chunks
+from neuron_accel.backends.xla_channel import MEETING, Alone, HostChannel, ProcessChannel, ThreadChannel
+from neuron_accel.engine.errors import UsageError
+
+_OPS = ("sum", "max", "min")
+
+
+class XlaBackend(Backend):
+    """Ranks of PJRT. Made by :meth:`connect`.
+
+    Args:
+        channel: how ranks talk beside the device.
+    """
+
+    name: ClassVar[str] = "xla"
+
+    def __init__(self, channel: HostChannel) -> None:
+        import torch_xla
+        import torch_xla.runtime as xr
+
+        super().__init__()
+        self._channel = channel
+        self._device = torch_xla.device()
+        self._rank, self._world_size = xr.global_ordinal(), xr.world_size()
+        self._handles: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._indices: dict[tuple[tuple[int, ...], ...], torch.Tensor] = {}
+
+    @classmethod
+    def connect(cls, *, timeout: timedelta | None = None) -> XlaBackend:
+        """The backend of this process, or of this thread where threads are ranks.
+
+        Raises:
+            UsageError: if threads are ranks and whoever started them did not say where they meet.
+            CommunicationError: if the other ranks cannot be reached.
+        """
+        import torch_xla.runtime as xr
+
+        meeting = MEETING.get()
+        if xr.world_size() == 1:
+            return cls(Alone())
+        if meeting is not None:
+            return cls(ThreadChannel(meeting, xr.global_ordinal()))
+        if xr.local_process_count() * xr.addressable_device_count() > 1 and xr.addressable_device_count() > 1:
+            raise UsageError(
+                f"This process has {xr.addressable_device_count()} XLA devices, one for each of its threads.",
+                where="backend 'xla'",
+                why="one process trains on one device",
+                fix="start one process per device (neuron-accel launch, torchrun); in tests use "
+                "neuron_accel.testing.run_ranks(..., backend='xla')",
+            )
+        return cls(ProcessChannel(timeout))
+
+    # ---- who and where ---------------------------------------------------------------------------------------------
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        return frozenset({"lazy"})
+
+    # ---- groups ----------------------------------------------------------------------------------------------------
+    def new_group(self, partition: Sequence[Sequence[int]], name: str) -> Group:
+        """See :meth:`Backend.new_group`.
+
+        Raises:
+            ValueError: if ``partition`` does not name every rank exactly once, or its groups differ in size.
+        """
+        key = tuple(sorted(tuple(sorted(ranks)) for ranks in partition))
+        if sorted(rank for ranks in key for rank in ranks) != list(range(self.world_size)):
+            raise ValueError(f"{key} does not partition the ranks 0 to {self.world_size - 1}")
+        if len({len(ranks) for ranks in key}) > 1:
+            raise ValueError(f"{key}: replica groups of one collective have one size")
+        ranks = next(ranks for ranks in key if self.rank in ranks)
+        group = Group(ranks=ranks, index=ranks.index(self.rank), partition=key, name=name)
+        if key not in self._handles:
+            self._handles[key] = self._channel.new_group(key) if group.size > 1 else None
+        return replace(group, handle=self._handles[key])
+
+    def _index(self, group: Group) -> torch.Tensor:
+        """This rank's position in the group: int64 [1], device data. One tensor for each partition, never shared
+        between two of equal value: the graph would have one input less on some ranks."""
+        if group.partition not in self._indices:
+            self._indices[group.partition] = torch.tensor([group.index]).to(self._device)
+        return self._indices[group.partition]
+
+    # ---- collectives on tensors ------------------------------------------------------------------------------------
+    def start_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> Pending:
+        """See :meth:`Backend.all_reduce`. The sum of booleans is "any". The input stays as it is."""
+        if op not in _OPS:
+            raise ValueError(f"op is one of {', '.join(_OPS)}, not {op!r}")
+        if group.size == 1 or not tensor.numel():
+            return Done(tensor)
+        tensor = tensor.detach()
+        if self._on_host(tensor):
+            return Done(reduce_rows(torch.stack(self.all_gather_object(tensor, group)), op))
+        self._note("all_reduce", group, 2 * (group.size - 1) * _bytes(tensor) // group.size)
+        if tensor.dtype == torch.bool:
+            counted = self._all_reduce(tensor.to(torch.int32), group, op)
+            return Done(counted > 0)
+        return Done(self._all_reduce(tensor, group, op))
+
+    def _all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
+        xm = self._collectives(tensor)
+        return xm.all_reduce(op, tensor, groups=_replicas(group), pin_layout=False)
+
+    def start_all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
+        """See :meth:`Backend.all_gather`. A tensor without dims counts as one of one element."""
+        if group.size == 1:
+            return Done(tensor)
+        tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+        dim = normalize_dim(dim, tensor)
+        if self._on_host(tensor):
+            return Done(torch.cat(self.all_gather_object(tensor, group), dim))
+        self._note("all_gather", group, (group.size - 1) * _bytes(tensor))
+        xm = self._collectives(tensor)
+        return Done(xm.all_gather(tensor, dim, groups=_replicas(group), pin_layout=False))
+
+    def start_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
+        """See :meth:`Backend.reduce_scatter`.
+
+        Raises:
+            LayoutError: if the group's size does not divide the dim.
+        """
+        if group.size == 1:
+            return Done(tensor)
+        tensor = tensor.detach()
+        split_chunks(tensor, dim, group.size)  # refuses what does not divide
+        self._refuse_host(tensor, "reduce_scatter")
+        self._note("reduce_scatter", group, (group.size - 1) * _bytes(tensor) // group.size)
+        xm = self._collectives(tensor)
+        dim = normalize_dim(dim, tensor)
+        return Done(
+            xm.reduce_scatter(xm.REDUCE_SUM, tensor, 1.0, dim, group.size, groups=_replicas(group), pin_layout=False)
+        )
+
+    def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
+        """See :meth:`Backend.all_to_all`.
+
+        Raises:
+            LayoutError: if the group's size does not divide ``split_dim``.
+        """
+        if group.size == 1:
+            return tensor
+        tensor = tensor.detach()
+        split_chunks(tensor, split_dim, group.size)
+        self._refuse_host(tensor, "all_to_all")
+        self._note("all_to_all", group, (group.size - 1) * _bytes(tensor) // group.size)
+        xm = self._collectives(tensor)
+        split_dim, concat_dim = normalize_dim(split_dim, tensor), normalize_dim(concat_dim, tensor)
+        return xm.all_to_all(tensor, split_dim, concat_dim, group.size, groups=_replicas(group), pin_layout=False)
+
+    def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
+        """See :meth:`Backend.permute`. All groups of the partition turn by the same number of positions."""
+        if shift % group.size == 0:
+            return tensor
+        tensor = tensor.detach()
+        self._refuse_host(tensor, "permute")
+        self._note("permute", group, _bytes(tensor))
+        pairs = [[ranks[i], ranks[(i + shift) % group.size]] for ranks in group.partition for i in range(group.size)]
+        return self._collectives(tensor).collective_permute(tensor, pairs)
+
+    def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
+        """See :meth:`Backend.broadcast`. On the device, the sum over the group of the source's values and zeros."""
+        if group.size == 1:
+            return tensor
+        tensor = tensor.detach()
+        if self._on_host(tensor):
+            return self.broadcast_object(tensor if group.index == source else None, group, source)
+        if not tensor.numel():
+            return tensor
+        self._note("broadcast", group, 2 * (group.size - 1) * _bytes(tensor) // group.size)
+        wide = tensor.to(torch.int32) if tensor.dtype == torch.bool else tensor
+        mine = torch.where(self._index(group) == source, wide, torch.zeros_like(wide))
+        return self._all_reduce(mine.reshape(wide.shape), group, "sum").to(tensor.dtype)
+
+    def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
+        """See :meth:`Backend.chunk`. The rank is an operand, so that all ranks trace one graph.
+
+        Raises:
+            LayoutError: if the group's size does not divide the dim.
+        """
+        if group.size == 1:
+            return tensor
+        rows = split_chunks(tensor.detach(), dim, group.size)
+        if self._on_host(tensor):
+            return rows[group.index].clone()
+        return rows.index_select(0, self._index(group)).squeeze(0)
+
+    # ---- collectives on objects ------------------------------------------------------------------------------------
+    def all_gather_object(self, value: Any, group: Group) -> list[Any]:
+        return [value] if group.size == 1 else self._channel.all_gather_object(value, group)
+
+    def broadcast_object(self, value: Any, group: Group, source: int = 0) -> Any:
+        return value if group.size == 1 else self._channel.broadcast_object(value, group, source)
+
+    def barrier(self) -> None:
+        self._channel.barrier()
+
+    # ---- steps and values ------------------------------------------------------------------------------------------
+    def step_boundary(self) -> None:
+        """Compiles what has collected, unless the same graph ran before, and executes it. Collective."""
+        self._channel.execute(wait=False)
+
+    def shutdown(self) -> None:
+        self._channel.close()
+
+    # ---- within ----------------------------------------------------------------------------------------------------
+    def _collectives(self, tensor: torch.Tensor) -> Any:
+        """torch_xla's functions, which order collectives by the device that the calling thread stands for. Autograd's
+        threads, which work for one device each, are told which."""
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+
+        device = str(tensor.device)
+        if torch_xla._XLAC._xla_get_default_device() != device:
+            torch_xla._XLAC._xla_set_default_device(device)
+        return xm
+
+    def _on_host(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type != "xla"
+
+    def _refuse_host(self, tensor: torch.Tensor, op: str) -> None:
+        if self._on_host(tensor):
+            raise UsageError(
+                f"{op} of a tensor on {tensor.device} is not possible on the xla backend.",
+                fix="move it to the device first: tensor.to(accelerator.device)",
+            )
+
+
+def _replicas(group: Group) -> list[list[int]]:
+    return [list(ranks) for ranks in group.partition]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

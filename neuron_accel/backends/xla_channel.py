@@ -1,0 +1,273 @@
+"""How XLA ranks talk beside the device: objects, tensors on the host, and when to execute.
+
+A device that compiles every shape it meets is a bad carrier for plans, error messages and file names. Ranks that are
+processes exchange those through torch.distributed on the host; ranks that are threads of one process, which is how
+torch_xla runs several devices of one process, through its memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any
+
+from neuron_accel.backends import payload
+from neuron_accel.backends.base import Group
+from neuron_accel.engine.errors import CommunicationError
+
+COMPILE_TIMEOUT_S = 300.0
+_SETTLE_S = 0.1  # torch_xla counts a compilation a moment before its cache holds it
+
+
+class HostChannel(ABC):
+    """Exchange between the ranks of a run beside the device."""
+
+    @abstractmethod
+    def new_group(self, partition: Sequence[Sequence[int]]) -> Any:
+        """What the other methods find in ``group.handle``. Collective."""
+
+    @abstractmethod
+    def all_gather_object(self, value: Any, group: Group) -> list[Any]:
+        """Every rank's picklable ``value``, in the order of the group."""
+
+    @abstractmethod
+    def broadcast_object(self, value: Any, group: Group, source: int) -> Any:
+        """The ``value`` of the rank at position ``source``."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Returns once every rank has called it."""
+
+    def execute(self, *, wait: bool) -> None:
+        """Runs what the device has collected; collective where it contains collectives.
+
+        Args:
+            wait: return only when it is done.
+        """
+        import torch_xla
+
+        torch_xla.sync(wait=wait)
+
+    def close(self) -> None:  # noqa: B027  most channels have nothing to release
+        """Releases connections. Idempotent."""
+
+
+class Alone(HostChannel):
+    """One rank."""
+
+    def new_group(self, partition: Sequence[Sequence[int]]) -> Any:
+        return None
+
+    def all_gather_object(self, value: Any, group: Group) -> list[Any]:
+        return [value]
+
+    def broadcast_object(self, value: Any, group: Group, source: int) -> Any:
+        return value
+
+    def barrier(self) -> None:
+        return
+
+
+class ProcessChannel(HostChannel):
+    """Ranks that are processes: gloo groups of torch.distributed, beside the device's own process group.
+
+    Args:
+        timeout: how long an exchange may take; None leaves it to torch.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        import torch.distributed as dist
+
+        self._timeout = timeout
+        self._owns_default = not dist.is_initialized()
+        if self._owns_default:
+            dist.init_process_group("gloo", timeout=timeout)
+        self._world = dist.new_group(backend="gloo", timeout=timeout)
+
+    def new_group(self, partition: Sequence[Sequence[int]]) -> Any:
+        import torch.distributed as dist
+
+        if len(partition) == 1:
+            return self._world
+        own, _ = dist.new_subgroups_by_enumeration(
+            [list(ranks) for ranks in partition], timeout=self._timeout, backend="gloo"
+        )
+        return own
+
+    def all_gather_object(self, value: Any, group: Group) -> list[Any]:
+        import torch.distributed as dist
+
+        from neuron_accel.backends.failures import reported
+
+        values = [None] * group.size
+        with reported("all_gather_object", f"group {group.name!r} of ranks {list(group.ranks)}"):
+            dist.all_gather_object(values, value, group=group.handle)
+        return values
+
+    def broadcast_object(self, value: Any, group: Group, source: int) -> Any:
+        import torch.distributed as dist
+
+        from neuron_accel.backends.failures import reported
+
+        values = [value]
+        with reported("broadcast_object", f"group {group.name!r} of ranks {list(group.ranks)}"):
+            dist.broadcast_object_list(values, src=group.ranks[source], group=group.handle)
+        return values[0]
+
+    def barrier(self) -> None:
+        import torch.distributed as dist
+
+        from neuron_accel.backends.failures import reported
+
+        with reported("barrier", "all ranks"):
+            dist.barrier(group=self._world)
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        if self._owns_default and dist.is_initialized():
+            self._owns_default = False
+            dist.destroy_process_group()
+
+
+class Meeting:
+    """Where the threads of one process meet that are its ranks.
+
+    Args:
+        size: number of ranks.
+        timeout: seconds that a rank waits for the others.
+    """
+
+    def __init__(self, size: int, timeout: float = COMPILE_TIMEOUT_S) -> None:
+        self.size, self.timeout = size, timeout
+        self.one_at_a_time = threading.Lock()
+        self._lock = threading.Lock()
+        self._rooms: dict[tuple[int, ...], _Room] = {}
+        self._leader_done = threading.Event()
+        self._gone = False
+
+    def exchange(self, value: Any, ranks: tuple[int, ...], index: int) -> list[Any]:
+        """Every rank's ``value``: copies, as between processes. Collective over ``ranks``.
+
+        Raises:
+            CommunicationError: if a rank does not come.
+        """
+        with self._lock:
+            room = self._rooms.setdefault(ranks, _Room(len(ranks)))
+            if self._gone:
+                room.barrier.abort()
+        room.slots[index] = payload.dump(value)
+        self._wait(room.barrier, ranks)
+        values = [payload.load(slot) for slot in room.slots]
+        self._wait(room.barrier, ranks)
+        return values
+
+    def abort(self) -> None:
+        """Nobody waits any more, now or later: a rank has failed."""
+        with self._lock:
+            self._gone = True
+            for room in self._rooms.values():
+                room.barrier.abort()
+
+    def _wait(self, barrier: threading.Barrier, ranks: tuple[int, ...]) -> None:
+        try:
+            barrier.wait(self.timeout)
+        except threading.BrokenBarrierError as error:
+            raise CommunicationError(
+                f"The ranks {list(ranks)} did not all arrive.",
+                why="one of them has failed, waits for something else, or was too slow",
+                fix="look for the first error of another rank",
+            ) from error
+
+    def execute(self, rank: int) -> None:
+        """Runs the pending graph of every rank, compiled once.
+
+        The CPU client of PJRT matches the participants of a collective by the compiled module, so ranks that compile
+        the same graph each for itself never meet: the first rank compiles, the others begin once they find the result
+        in the cache, which all threads of a process share. And nobody lets go of its collective token before all are
+        through, because that takes Python's lock while another rank may need it to get there.
+        """
+        import torch_xla
+
+        everyone = tuple(range(self.size))
+        self.exchange(None, everyone, rank)
+        before, compiled = _graphs(), _compilations()
+        if rank == 0:
+            self._leader_done.clear()
+        self.exchange(None, everyone, rank)
+        if rank != 0:
+            self._await_leader(before, compiled)
+        device = torch_xla._XLAC._xla_get_default_device()
+        torch_xla._XLAC._xla_step_marker(device, [], wait=True, reset_scope=True)
+        if rank == 0:
+            self._leader_done.set()
+        self.exchange(None, everyone, rank)
+        torch_xla.sync()
+        self.exchange(None, everyone, rank)
+
+    def _await_leader(self, before: int, compiled: int) -> None:
+        deadline = time.monotonic() + self.timeout
+        while _graphs() == before and not self._leader_done.is_set():
+            if self._gone or time.monotonic() > deadline:
+                raise CommunicationError(
+                    "The first rank neither compiled nor found its graph.",
+                    why="it has failed, or compiling takes longer than " + f"{self.timeout:g} s",
+                )
+            time.sleep(0.001)
+        if _compilations() != compiled:
+            time.sleep(_SETTLE_S)
+
+
+class ThreadChannel(HostChannel):
+    """Ranks that are threads of one process.
+
+    Args:
+        meeting: where they meet; the same object for all.
+        rank: this one.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting, self._rank = meeting, rank
+
+    def new_group(self, partition: Sequence[Sequence[int]]) -> Any:
+        return None
+
+    def all_gather_object(self, value: Any, group: Group) -> list[Any]:
+        return self._meeting.exchange(value, group.ranks, group.index)
+
+    def broadcast_object(self, value: Any, group: Group, source: int) -> Any:
+        return self.all_gather_object(value if group.index == source else None, group)[source]
+
+    def barrier(self) -> None:
+        self._meeting.exchange(None, tuple(range(self._meeting.size)), self._rank)
+
+    def execute(self, *, wait: bool) -> None:
+        self._meeting.execute(self._rank)
+
+
+MEETING: ContextVar[Meeting | None] = ContextVar("neuron_accel.meeting", default=None)
+"""Set in every thread that is a rank, by whoever started the threads."""
+
+
+class _Room:
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.slots: list[bytes] = [b""] * size
+
+
+def _compilations() -> int:
+    import torch_xla.debug.metrics as metrics
+
+    timed = metrics.metric_data("CompileTime")
+    return timed[0] if timed else 0
+
+
+def _graphs() -> int:
+    """Number of graphs compiled or found in the cache so far, by all ranks of this process."""
+    import torch_xla.debug.metrics as metrics
+
+    return _compilations() + (metrics.counter_value("CachedCompile") or 0)

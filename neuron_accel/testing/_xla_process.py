@@ -1,0 +1,96 @@
+"""What happens inside the process whose threads are the XLA ranks of a test."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from neuron_accel.backends.xla_channel import MEETING, Meeting
+from neuron_accel.testing._rank import STACK_SIGNAL, pickle_error
+
+
+@dataclass(frozen=True, kw_only=True)
+class XlaTask:
+    """What the process needs to know.
+
+    Args:
+        size: number of ranks.
+        call: pickle of ``(function, args, kwargs)``.
+        environ: the whole environment.
+        timeout: seconds after which the caller ends the process.
+        grace: seconds that other ranks have once one has failed.
+        syspath: where modules are found.
+    """
+
+    size: int
+    call: bytes
+    environ: dict[str, str]
+    timeout: float
+    grace: float
+    syspath: list[str]
+
+
+def main(folder: str) -> NoReturn:
+    """Runs the task in ``folder``, leaves a report of each rank there, and ends the process."""
+    os.setsid()
+    descriptor = os.open(Path(folder, "output"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for target in (1, 2):
+        os.dup2(descriptor, target)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    try:
+        task: XlaTask = pickle.loads(Path(folder, "task").read_bytes())
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(int(task.timeout) + 30)  # should the caller be gone
+        stack = os.open(Path(folder, "stack"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        faulthandler.enable(file=2)
+        faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+        os.environ.clear()
+        os.environ.update(task.environ)
+        sys.path[:] = task.syspath
+        _run(task, folder)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # the runtime's threads need not be waited for
+
+
+def _run(task: XlaTask, folder: str) -> None:
+    import torch
+    import torch_xla.runtime as xr
+    from torch_xla._internal import pjrt
+
+    torch.set_num_threads(1)
+    meeting = Meeting(task.size, timeout=task.timeout)
+
+    def rank() -> None:
+        index = xr.global_ordinal()
+        MEETING.set(meeting)
+        try:
+            function, args, kwargs = pickle.loads(task.call)
+            report: Any = (pickle.dumps(function(*args, **kwargs)), None)
+        except BaseException as error:
+            report = (pickle_error(error), traceback.format_exc())
+            meeting.abort()
+            threading.Thread(target=_leave, args=(task.grace,), daemon=True).start()
+        partial = Path(folder, f"report{index}.partial")
+        partial.write_bytes(pickle.dumps(report))
+        partial.rename(Path(folder, f"report{index}"))
+
+    # What torch_xla.launch does in each process that it starts; this one is started already.
+    pjrt._run_thread_per_device(0, 1, rank, pjrt.initialize_multiprocess)
+
+
+def _leave(after: float) -> None:
+    """A rank has failed; others may wait for it in a collective that nothing interrupts."""
+    time.sleep(after)
+    os._exit(1)

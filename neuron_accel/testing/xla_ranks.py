@@ -1,0 +1,173 @@
+"""Runs a function on several real torch_xla ranks of this machine's CPU: lazy graphs, compilation, collectives.
+
+The CPU client of PJRT connects the devices of one process only, so ranks are threads of one process, each with a device
+of its own. What that asks of them is in :mod:`neuron_accel.backends.xla_channel`. They share what a process has once:
+environment variables, and torch's generator for the CPU, so models are built one at a time (:func:`one_at_a_time`).
+
+The process is forked from one that has torch_xla, Accelerate and transformers imported already; that one is started at
+the first call and ends with the caller's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from neuron_accel.backends.select import Machine
+from neuron_accel.backends.xla_channel import MEETING
+from neuron_accel.engine.errors import UsageError
+from neuron_accel.testing._rank import STACK_SIGNAL
+from neuron_accel.testing._xla_process import XlaTask
+from neuron_accel.testing.ranks import RankExit, RanksError, RankTimeout
+
+# Every rank blocks threads in rendezvous; the defaults are the number of cores, which starves four ranks on two.
+_THREADS = "64"
+_SET = {
+    "PJRT_DEVICE": "CPU",
+    "NEURON_ACCEL_BACKEND": "xla",
+    "NPROC": _THREADS,
+    "XLA_THREAD_POOL_SIZE": _THREADS,
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+_UNSET = ("ACCELERATE_USE_CPU", "USE_TORCH_XLA", "DISABLE_XLA", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_START_S = 120.0  # the imports
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """One rank at a time is inside, where ranks are threads of one process; others do not wait."""
+    meeting = MEETING.get()
+    with meeting.one_at_a_time if meeting else contextlib.nullcontext():
+        yield
+
+
+def run_xla_ranks(call: bytes, n: int, *, timeout: float, grace: float, env: Mapping[str, str]) -> list[Any]:
+    """What :func:`neuron_accel.testing.run_ranks` does for ``backend="xla"``.
+
+    Args:
+        call: pickle of ``(function, args, kwargs)``.
+
+    Raises:
+        RanksError: if a rank raises, ends early, or runs out of time.
+        UsageError: without torch_xla.
+    """
+    if not Machine().torch_xla:
+        raise UsageError(
+            "There is no torch_xla to run ranks on.", fix="install the extra: pip install 'neuron-accel[xla]'"
+        )
+    with tempfile.TemporaryDirectory(prefix=f"neuron-accel-xla-{os.getpid()}-", ignore_cleanup_errors=True) as folder:
+        task = XlaTask(
+            size=n,
+            call=call,
+            environ={**_environment(), "CPU_NUM_DEVICES": str(n), **env},
+            timeout=timeout,
+            grace=grace,
+            syspath=list(sys.path),
+        )
+        Path(folder, "task").write_bytes(pickle.dumps(task))
+        in_time, code = _server().run(folder, timeout)
+        return _results(Path(folder), n, in_time, code, timeout)
+
+
+def _environment() -> dict[str, str]:
+    return {**{k: v for k, v in os.environ.items() if k not in _UNSET}, **_SET}
+
+
+def _results(folder: Path, n: int, in_time: bool, code: int, timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    errors: dict[int, BaseException] = {}
+    tracebacks: dict[int, str] = {}
+    reports = {rank: path for rank in range(n) if (path := folder / f"report{rank}").exists()}
+    for rank, path in sorted(reports.items(), key=lambda item: item[1].stat().st_mtime_ns):
+        payload, text = pickle.loads(path.read_bytes())
+        value = pickle.loads(payload)
+        if text is None:
+            results[rank] = value
+        else:
+            errors[rank], tracebacks[rank] = value, text
+    stack = folder / "stack"
+    for rank in (r for r in range(n) if r not in reports):
+        late = f"still running after {timeout:g} s"
+        errors[rank] = RankExit(code) if in_time else RankTimeout(late)
+        if not in_time and stack.exists():
+            tracebacks.setdefault(rank, stack.read_text(errors="replace"))
+    output = folder / "output"
+    text = output.read_text(errors="replace")[-20_000:] if output.exists() else ""
+    if errors:
+        raise RanksError(n, errors, tracebacks, {min(errors): text} if text else {})
+    sys.stdout.write("".join(f"[xla ranks] {line}\n" for line in text.splitlines()))
+    return [results[rank] for rank in range(n)]
+
+
+class _Server:
+    """The process that ranks are forked from, seen from outside."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "neuron_accel.testing._xla_server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**_environment(), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            text=True,
+        )
+        atexit.register(self.close)
+
+    def run(self, folder: str, timeout: float) -> tuple[bool, int]:
+        """Whether the process for ``folder`` ended in time, and its exit code."""
+        assert self._process.stdin is not None
+        print(folder, file=self._process.stdin, flush=True)
+        pid = self._answer("pid", _START_S)
+        if pid is None:
+            self.close()
+            raise UsageError("The process that XLA ranks are forked from does not answer.")
+        try:
+            code = self._answer("exit", timeout)
+        except BaseException:
+            self._end(pid)
+            self._answer("exit", 30)
+            raise
+        if code is not None:
+            return True, code
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, STACK_SIGNAL)
+        time.sleep(1)  # the stacks are written by a signal handler
+        self._end(pid)
+        return False, self._answer("exit", 30) or 0
+
+    def _end(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+
+    def _answer(self, word: str, timeout: float) -> int | None:
+        stream = self._process.stdout
+        assert stream is not None
+        if not select.select([stream], [], [], timeout)[0]:
+            return None
+        line = stream.readline().split()
+        if not line or line[0] != word:
+            raise UsageError(f"The process that XLA ranks are forked from answered {line} instead of {word!r}.")
+        return int(line[1])
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
+
+@functools.lru_cache(maxsize=1)
+def _server() -> _Server:
+    return _Server()
