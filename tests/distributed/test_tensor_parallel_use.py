@@ -238,6 +238,13 @@ def _details(family: str) -> None:
     assert _name(model, embedding) not in gradients
     assert difference(gradients, reference_gradients(whole))[0] < 1e-4
 
+    # what a layer says of itself is what it holds
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module.weight.shape[0] < 101 // 2:
+            assert (module.out_features, module.in_features) == module.weight.shape
+        if hasattr(module, "nf"):
+            assert (module.nx, module.nf) == module.weight.shape
+
     # weights put together again are those of before, a copy of the model works, and nothing divides it a second time
     values = full_values(parameters, run, lambda record: record.current)
     for name, value in whole.named_parameters():

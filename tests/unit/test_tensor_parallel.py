@@ -292,6 +292,15 @@ def _draw(index: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inside, torch.cat([after, torch.rand(4)])
 
 
+def test_what_an_error_left_open_is_forgotten() -> None:
+    randomness = RankRandomness(torch.device("cpu"), 0)
+    randomness.begin(True)
+    randomness.begin(False)
+    before = torch.get_rng_state()
+    randomness.end()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_random_numbers_of_a_rank_depend_on_seed_and_rank_alone() -> None:
     assert torch.equal(_draw(0, 1)[0], _draw(0, 1)[0])
     assert not torch.equal(_draw(0, 1)[0], _draw(1, 1)[0])

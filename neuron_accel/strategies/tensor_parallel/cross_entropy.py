@@ -74,7 +74,7 @@ class _CrossEntropy(torch.autograd.Function):
         work -= backend.all_reduce(work.amax(-1), group, "max").unsqueeze(-1)
 
         index = target - vocabulary.start(local.device)
-        mine = counts & (index >= 0) & (index < vocabulary.local_size)
+        mine = (index >= 0) & (index < vocabulary.local_size)
         index = index.masked_fill(~mine, 0).unsqueeze(-1)
         parts = [work.gather(-1, index).squeeze(-1).masked_fill(~mine, 0)]
         if smoothing:
