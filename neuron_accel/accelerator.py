@@ -110,6 +110,7 @@ class NeuronAccelerator(Accelerator):
             ranks,
         )
         self.run = Run(plan=plan, backend=ranks)
+        self.run.backward_scale = lambda: 1.0 / self.gradient_accumulation_steps
         mesh = plan.mesh
         for axes in ((), mesh.gradient_axes, mesh.data_axes, mesh.model_axes, (*mesh.model_axes, *mesh.gradient_axes)):
             self.run.group(*axes)  # now, in the same order on every rank

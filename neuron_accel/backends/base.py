@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from neuron_accel.engine.errors import UsageError
+
 if TYPE_CHECKING:
     import torch
 
@@ -199,6 +201,16 @@ class Backend(ABC):
     def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
         """This rank's of ``group.size`` equal chunks along ``dim``; no communication. May be a view of the input. On a
         lazy device the rank is data, not a constant, so that all ranks trace the same graph."""
+
+    # ---- point to point, where "point-to-point" is among the capabilities ----------------------------------------
+    def start_send(self, tensor: torch.Tensor, group: Group, target: int) -> Pending:
+        """Sends to the rank at position ``target``, which receives the same shape and dtype. Messages between two ranks
+        of a group arrive in order. Whoever waits gets ``tensor`` back, and may write into it again."""
+        raise UsageError(f"The {self.name} backend cannot send from rank to rank.")
+
+    def start_receive(self, shape: Sequence[int], dtype: torch.dtype, group: Group, source: int) -> Pending:
+        """Receives what the rank at position ``source`` sends to this one, in new memory."""
+        raise UsageError(f"The {self.name} backend cannot receive from a single rank.")
 
     # ---- collectives on objects ------------------------------------------------------------------------------------
     @abstractmethod

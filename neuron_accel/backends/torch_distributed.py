@@ -279,6 +279,29 @@ class TorchBackend(Backend):
             return tensor
         return split_chunks(tensor, dim, group.size)[group.index]
 
+    # ---- point to point ----------------------------------------------------------------------------------------------
+    def start_send(self, tensor: torch.Tensor, group: Group, target: int) -> Pending:
+        """See :meth:`Backend.start_send`."""
+        shared = tensor.detach().contiguous()
+        self._note("send", group, _bytes(shared))
+        if not shared.numel():
+            return Done(shared)
+        buffer = Flat(shared, self._on_cpu).buffer
+        return self._start(
+            "send", group, lambda: dist.isend(buffer, group.ranks[target], group=group.handle), lambda: shared
+        )
+
+    def start_receive(self, shape: Sequence[int], dtype: torch.dtype, group: Group, source: int) -> Pending:
+        """See :meth:`Backend.start_receive`."""
+        result = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        self._note("receive", group, 0)
+        if not result.numel():
+            return Done(result)
+        buffer = Flat(result, self._on_cpu).buffer
+        return self._start(
+            "receive", group, lambda: dist.irecv(buffer, group.ranks[source], group=group.handle), lambda: result
+        )
+
     # ---- collectives on objects ------------------------------------------------------------------------------------
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
         if group.size == 1:

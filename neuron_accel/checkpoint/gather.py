@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from neuron_accel.engine.plugin import AxisKind
+
 if TYPE_CHECKING:
+    from neuron_accel.backends.base import Group
     from neuron_accel.engine.layout import Layout
     from neuron_accel.engine.run import PreparedModel, Run
 
@@ -35,6 +38,9 @@ def full_state_dict(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
         cut, else an empty dict: no rank but one holds the full model, and that one a tensor at a time beside it.
     """
     module = getattr(model.module, "_orig_mod", model.module)
+    stages = stage_group(run)
+    if stages.size > 1:
+        return _state_of_stages(model, module, run, stages)
     cut = any(record.layout.cuts for record in model.parameters)
     keep = run.backend.rank == 0 or not cut
     result: dict[str, torch.Tensor] = {}
@@ -63,10 +69,66 @@ def full_gradients(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
 
     owner = run.owner(Claim.GRADIENT_REDUCTION)
     result = {}
+    stages = stage_group(run)
     for record in model.parameters:
-        if record.current is None or not record.current.requires_grad:
-            continue
-        gradient = owner.full_gradient(record.current, run) if owner else record.current.grad
-        if gradient is not None:
-            result[record.fqn] = full_tensor(gradient, record.layout, run).to("cpu", copy=True)
+        holder = next((indices[0] for indices in record.holders.values()), 0)
+        gradient = None
+        if stages.index == holder and record.current is not None and record.current.requires_grad:
+            gradient = owner.full_gradient(record.current, run) if owner else record.current.grad
+            if gradient is not None:
+                gradient = full_tensor(gradient, record.layout, run)
+        form = None if gradient is None else (tuple(gradient.shape), gradient.dtype)
+        form = run.backend.broadcast_object(form, stages, holder)
+        if form is not None:
+            result[record.fqn] = _from_stage(gradient, form, run, stages, holder).to("cpu", copy=True)
     return result
+
+
+def stage_group(run: Run) -> Group:
+    """The ranks that hold the other layers of this rank's copy of the model."""
+    return run.group(*run.mesh.names(AxisKind.STAGE))
+
+
+def _from_stage(
+    tensor: torch.Tensor | None, form: tuple[tuple[int, ...], torch.dtype], run: Run, stages: Group, holder: int
+) -> torch.Tensor:
+    """A tensor that the rank at position ``holder`` has, on all ranks of ``stages``."""
+    if stages.index != holder or tensor is None:
+        tensor = torch.empty(form[0], dtype=form[1], device=run.device)
+    return run.backend.broadcast(tensor, stages, holder)
+
+
+def _state_of_stages(model: PreparedModel, module: torch.nn.Module, run: Run, stages: Group) -> dict[str, torch.Tensor]:
+    """The state dict of a model whose layers lie on several stages, on the main process."""
+    local = module.state_dict(keep_vars=True)
+    records = model.parameters
+    described: dict[str, Any] = {}
+    for name, value in local.items():
+        if isinstance(value, torch.Tensor):
+            shape = records[name].layout.shape if name in records else tuple(value.shape)
+            described[name] = (tuple(shape), value.dtype)
+        else:
+            described[name] = value
+    everywhere = run.backend.all_gather_object(described, stages)
+    holder_of: dict[str, int] = {}
+    for index, names in enumerate(everywhere):
+        for name in names:
+            holder_of.setdefault(name, index)
+    places = {name: place for place, name in enumerate(n for record in records for n in record.names)}
+    result: dict[str, torch.Tensor] = {}
+    copies: dict[str, torch.Tensor] = {}
+    for name in sorted(holder_of, key=lambda name: places.get(name, len(places))):
+        form, holder = everywhere[holder_of[name]][name], holder_of[name]
+        identity = records[name].fqn if name in records else name
+        if not (isinstance(form, tuple) and isinstance(form[-1], torch.dtype)):
+            copies[identity] = form
+        elif identity not in copies:
+            full = None
+            if stages.index == holder:
+                full = local[name].detach()
+                if name in records:
+                    full = full_tensor(full, records[name].layout, run)
+            full = _from_stage(full, form, run, stages, holder)
+            copies[identity] = full.to("cpu", copy=True) if run.backend.rank == 0 else torch.empty(0)
+        result[name] = copies[identity]
+    return result if run.backend.rank == 0 else {}

@@ -103,6 +103,7 @@ class BackwardWatcher:
         self._synchronises, self._driven, self._overlap = synchronises, driven, overlap
         self._where = {p: i for i, bucket in enumerate(buckets) for p in bucket.parameters}
         self._names = {p: r.fqn for b in buckets for p, r in zip(b.parameters, b.records, strict=True)}
+        self._late = {p for b in buckets for p, r in zip(b.parameters, b.records, strict=True) if r.completed_late}
         self._seen: set[nn.Parameter] = set()
         self._missing: list[int] = []
         self._next = 0
@@ -120,6 +121,8 @@ class BackwardWatcher:
             if not self._driven():
                 # A plain loss.backward(): autograd itself tells when it is through.
                 torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        if parameter in self._late:
+            return  # goes with its bucket at the end
         index = self._where[parameter]  # type: ignore[index]
         if parameter in self._seen:
             if index < self._next:

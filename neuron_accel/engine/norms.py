@@ -33,9 +33,16 @@ def whole_gradients(parameters: Iterable[torch.Tensor], run: Run) -> list[Gradie
     for parameter in parameters:
         if parameter.grad is not None:
             record = run.find_parameter(parameter)
-            axes, replicas = (record.layout.axes, record.layout.replicas) if record else ((), 1)
+            axes, replicas = (record.axes, record.replicas) if record else ((), 1)
             parts.append(GradientPart(parameter.grad, axes, replicas))
-    return parts
+    return [*parts, *elsewhere(run)]
+
+
+def elsewhere(run: Run, axes: Iterable[str] = ()) -> list[GradientPart]:
+    """An empty part for every gradient that only some ranks along an axis have, so that all take part in the same
+    reductions; ``axes`` are divided over besides."""
+    records = (record for model in run.models for record in model.parameters if record.holders)
+    return [GradientPart(None, (*record.axes, *axes), record.replicas) for record in records]
 
 
 def global_norm(parts: Iterable[GradientPart], run: Run, norm_type: float = 2.0) -> torch.Tensor:

@@ -7,6 +7,7 @@ place where an optimizer is rebound to the rewritten parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ class ParameterRecord:
         current: the object that trains now; None where this rank holds no part of it.
         partial_axes: axes over which the gradient that autograd computes is a partial sum. It is summed over them, and
             then averaged over the mesh's gradient axes.
+        holders: for axes along which not every rank holds the parameter, the indices of those that do, ascending; all
+            of them hold the same.
     """
 
     fqn: str
@@ -36,11 +39,28 @@ class ParameterRecord:
     current: nn.Parameter | None
     aliases: tuple[str, ...] = ()
     partial_axes: tuple[str, ...] = ()
+    holders: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _known: list[nn.Parameter] = field(default_factory=list, repr=False)
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.fqn, *self.aliases)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes along which ranks hold different parts of the parameter, or none of it."""
+        return (*self.layout.axes, *self.holders)
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks along :attr:`axes` hold each element."""
+        return self.layout.replicas * math.prod(len(indices) for indices in self.holders.values())
+
+    @property
+    def completed_late(self) -> bool:
+        """Whether the gradient is complete only when the whole backward pass is over, because whoever lets several
+        ranks along an axis hold the parameter adds up their gradients then."""
+        return any(len(indices) > 1 for indices in self.holders.values())
 
 
 class ParameterMap:
@@ -94,6 +114,10 @@ class ParameterMap:
         if axis not in record.partial_axes:
             record.partial_axes += (axis,)
 
+    def set_holders(self, name: str, axis: str, indices: Iterable[int]) -> None:
+        """Says which ranks along ``axis`` hold a parameter. Whoever says so adds up the gradients of several."""
+        self._by_name[name].holders[axis] = tuple(sorted(indices))
+
     def follow(self, model: nn.Module, absent: Iterable[str] = ()) -> None:
         """Takes note of what a rewrite made of the parameters.
 
@@ -115,6 +139,8 @@ class ParameterMap:
                         why="a strategy that rewrites a model keeps the names of its parameters",
                     )
                 record.current = None
+                for parameter in record._known:  # an optimizer may hold it; its memory is not needed any more
+                    parameter.data = parameter.data.new_empty(0)
                 continue
             parameter = found[present[0]]
             for name in present[1:]:

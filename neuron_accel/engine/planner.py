@@ -7,7 +7,7 @@ are given, so every rank comes to the same plan, or to the same error.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from neuron_accel.engine.contract import check_contract
@@ -53,7 +53,7 @@ def make_plan(
         PluginError: if something is no plugin, or was written for another version of the contract.
         PlanError: if the plugins cannot run together, or not on this many ranks.
     """
-    given = _by_name(plugins, provenance)
+    given = _by_name(_with_companions(plugins), provenance)
     defaults = {claim: given.get(plugin.spec.name, plugin) for claim, plugin in sorted(default_owners.items())}
     known = {plugin.spec.name: plugin for plugin in defaults.values()} | given
     sources = {name: provenance(type(plugin)) for name, plugin in known.items()}
@@ -82,6 +82,13 @@ def make_plan(
         by_name = {other.spec.name: other for other in plan.plugins}
         plugin.validate(PlanContext(mesh=mesh, plugins=by_name, capabilities=plan.capabilities))
     return plan
+
+
+def _with_companions(plugins: Iterable[StrategyPlugin]) -> Iterator[StrategyPlugin]:
+    for plugin in plugins:
+        yield plugin
+        if isinstance(plugin, StrategyPlugin):
+            yield from _with_companions(plugin.companions())
 
 
 def _by_name(plugins: Iterable[StrategyPlugin], provenance: Provenance) -> dict[str, StrategyPlugin]:

@@ -146,6 +146,11 @@ class StrategyPlugin:
         """Mesh axes that this plugin brings. The rest of the ranks becomes the ``dp`` axis."""
         return ()
 
+    def companions(self) -> tuple[StrategyPlugin, ...]:
+        """Further strategies that this one consists of, which act in phases of their own. They take part in the plan as
+        if they had been given beside it."""
+        return ()
+
     def validate(self, context: PlanContext) -> None:
         """Raises :class:`~neuron_accel.engine.errors.PlanError` if this plugin cannot run in ``context``."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -62,6 +62,9 @@ class Run:
     plan: Plan
     backend: Backend
     models: list[PreparedModel] = field(default_factory=list)
+    backward_scale: Callable[[], float] = lambda: 1.0
+    """What a loss is multiplied by before its backward pass: one over the number of accumulated micro-batches. For who
+    runs backward passes before the loss is returned."""
     company: Company = field(init=False)
     """How a rank that ran out of data keeps up with the others."""
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)

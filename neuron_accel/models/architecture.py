@@ -88,7 +88,7 @@ def architecture_of(model: nn.Module) -> Architecture:
     Raises:
         UnsupportedModelError: if there is none, or its configuration asks for something that its plan does not cover.
     """
-    found = _owner(model)
+    found = family_inside(model)
     if found is None:
         raise UnsupportedModelError(
             f"No plan is known for {type(model).__name__}.",
@@ -125,7 +125,8 @@ def architecture_of(model: nn.Module) -> Architecture:
     )
 
 
-def _owner(model: nn.Module) -> tuple[str, nn.Module] | None:
+def family_inside(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """FQN and module of the first model of transformers' making that ``model`` is or holds; None if there is none."""
     # The class is asked, not the instance: wrappers such as adapters' forward attributes to what they wrap.
     for name, module in model.named_modules():
         if hasattr(type(module), "base_model_prefix") and getattr(module, "config", None) is not None:

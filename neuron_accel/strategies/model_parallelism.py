@@ -1,12 +1,13 @@
-"""Models divided over ranks: tensor parallelism."""
+"""Models divided over ranks: tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from neuron_accel.engine.errors import PlanError
 from neuron_accel.engine.plugin import AxisKind, AxisSpec, Phase, PlanContext, PluginSpec, StrategyPlugin
+from neuron_accel.strategies.pipeline.plugin import PipelinePlugin
 
 if TYPE_CHECKING:
     import torch
@@ -14,19 +15,33 @@ if TYPE_CHECKING:
     from neuron_accel.engine.parameters import ParameterMap
     from neuron_accel.engine.run import Run
 
+_OF_A_PIPELINE = ("num_microbatches", "schedule", "virtual_stages", "stage_cuts", "evaluation_logits")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParallelismPlugin(StrategyPlugin):
-    """Divides a model of a known family over ``tensor_parallel_size`` neighbouring ranks.
+    """Divides a model of a known family over ``tensor_parallel_size`` neighbouring ranks, and its layers over
+    ``pipeline_parallel_size`` stages of such ranks.
 
     Attention heads and feed-forward features are divided; each rank computes its part and the ranks add up what comes
     out, once for each attention and each feed-forward. The model is rewritten in place and keeps its FQNs.
 
+    In a pipeline each rank has the layers of its stages only. In training, calling the model runs forward and backward
+    of all micro-batches of the batch, and returns the loss on every rank; ``accelerator.backward(loss)`` then finds
+    nothing left to do, and the loop stays as it is. In evaluation it returns loss and logits.
+
     Args:
         tensor_parallel_size: number of ranks that hold one copy of the model together. Heads, key/value heads and
             feed-forward size must divide by it.
-        pipeline_parallel_size: must be 1.
-        num_microbatches: number of parts of a batch that a pipeline has under way; without one it must be 1.
+        pipeline_parallel_size: number of stages, or of ranks that have the stages.
+        num_microbatches: number of equal parts of a rank's batch that the pipeline has under way; divides the batch.
+            Many make the bubble small, few make the parts large.
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero-bubble"``; see ``neuron-accel schedule``.
+        virtual_stages: number of stages on each rank, for the interleaved schedule.
+        stage_cuts: FQNs of the blocks at which all stages but the first begin, for models without a plan and for uneven
+            cuts; by default cuts are balanced by what blocks, embedding and head cost.
+        evaluation_logits: whether an evaluation with labels returns everything that the last stage computed, on every
+            rank, or only the loss.
         parallelize_embeddings: divide token embedding and head along the vocabulary, and compute the loss without
             gathering logits.
     """
@@ -34,6 +49,10 @@ class ModelParallelismPlugin(StrategyPlugin):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     num_microbatches: int = 1
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
+    virtual_stages: int = 1
+    stage_cuts: tuple[str, ...] | None = None
+    evaluation_logits: bool = True
     parallelize_embeddings: bool = True
 
     spec = PluginSpec(name="model_parallelism", phase=Phase.LAYOUT)
@@ -41,19 +60,32 @@ class ModelParallelismPlugin(StrategyPlugin):
     def axes(self) -> tuple[AxisSpec, ...]:
         return (AxisSpec(name="tp", degree=self.tensor_parallel_size, kind=AxisKind.MODEL),)
 
+    def companions(self) -> tuple[StrategyPlugin, ...]:
+        if self.pipeline_parallel_size == 1:
+            return ()
+        return (
+            PipelinePlugin(
+                degree=self.pipeline_parallel_size,
+                num_microbatches=self.num_microbatches,
+                schedule=self.schedule,
+                virtual_stages=self.virtual_stages,
+                stage_cuts=None if self.stage_cuts is None else tuple(self.stage_cuts),
+                evaluation_logits=self.evaluation_logits,
+            ),
+        )
+
     def validate(self, context: PlanContext) -> None:
         if self.pipeline_parallel_size != 1:
-            raise PlanError(
-                f"pipeline_parallel_size={self.pipeline_parallel_size} is not possible: pipelines do not exist yet.",
-                where="plugin model_parallelism",
-                fix="leave pipeline_parallel_size at 1 and divide the model with tensor_parallel_size",
-            )
-        if self.num_microbatches != 1:
-            raise PlanError(
-                f"num_microbatches={self.num_microbatches} has no effect without a pipeline.",
-                where="plugin model_parallelism",
-                fix="leave num_microbatches at 1; to accumulate gradients use gradient_accumulation_steps",
-            )
+            return
+        for option in _OF_A_PIPELINE:
+            value, default = getattr(self, option), type(self).__dataclass_fields__[option].default
+            if value != default:
+                raise PlanError(
+                    f"{option}={value!r} has no effect without a pipeline.",
+                    where="plugin model_parallelism",
+                    fix="leave it out, or set pipeline_parallel_size; to accumulate gradients use "
+                    "gradient_accumulation_steps",
+                )
 
     def transform_model(self, model: torch.nn.Module, run: Run, parameters: ParameterMap) -> torch.nn.Module:
         """Divides ``model`` in place.

@@ -259,7 +259,7 @@ def test_the_command_line_draws(capsys, tmp_path):
     assert lines[:3] == [
         "1f1b: 2 stages, 3 micro-batches, bubble 25.0%, at most 2 micro-batches in flight",
         "rank 0  F0 F1 .  .  B0 -- F2 B1 -- .  B2 --",
-        "rank 1  .  F0 B0 -- F1 B1 -- F2 B2 -- .",
+        "rank 1  .  F0 B0 -- F1 B1 -- F2 B2 -- .  .",
     ]
     picture = ElementTree.parse(path).getroot()
     namespace = "{http://www.w3.org/2000/svg}"

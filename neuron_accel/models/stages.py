@@ -1,0 +1,166 @@
+"""Where a model can be cut into stages: its repeated blocks, and what comes before and after them.
+
+The description comes from transformers' own plan for pipelines where a model has one (``base_model_pp_plan``), else
+from this project's plan of the family, else from the user, who names the blocks at which stages begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from neuron_accel.engine.errors import UnsupportedModelError
+from neuron_accel.models.architecture import family_inside, join
+from neuron_accel.models.catalog import plan_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A model as something before, a list of blocks, and something after.
+
+    Args:
+        container: FQN of the module whose children, ``"0"``, ``"1"``, ..., are the blocks.
+        blocks: number of blocks.
+        before: FQNs of the modules with parameters that the first stage needs.
+        after: FQNs of the modules with parameters that the last stage needs.
+    """
+
+    container: str
+    blocks: int
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+    def block(self, index: int) -> str:
+        """FQN of a block."""
+        return join(self.container, str(index))
+
+    def stages_of(self, starts: Sequence[int]) -> Iterator[tuple[str, int]]:
+        """FQN of every part and the stage it belongs to.
+
+        Args:
+            starts: for each stage, the index of its first block.
+        """
+        yield from ((fqn, 0) for fqn in self.before)
+        for stage, start in enumerate(starts):
+            stop = starts[stage + 1] if stage + 1 < len(starts) else self.blocks
+            yield from ((self.block(index), stage) for index in range(start, stop))
+        yield from ((fqn, len(starts) - 1) for fqn in self.after)
+
+
+def stack_of(model: nn.Module, container: str | None = None) -> Stack:
+    """Finds the blocks of a model.
+
+    Args:
+        model: the model.
+        container: FQN of the module that holds the blocks; None to look it up in the plan of the model's family.
+
+    Raises:
+        UnsupportedModelError: if there is no plan for the model, or parameters lie where no stage can own them.
+    """
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+    if container is None:
+        container, first, last = _planned(model)
+    modules = dict(model.named_modules())
+    holder = modules.get(container)
+    if not isinstance(holder, (nn.ModuleList, nn.Sequential)) or not len(holder):
+        kind = type(holder).__name__ if holder is not None else "nothing"
+        raise UnsupportedModelError(
+            f"{container!r} in {type(model).__name__} is {kind}, not a list of blocks.",
+            why="stages are cut between the children of an nn.ModuleList or nn.Sequential",
+        )
+    before, after = [], []
+    for fqn, is_before in _beside(model, container):
+        if fqn in first or fqn in last:
+            is_before = fqn in first
+        (before if is_before else after).append(fqn)
+    return Stack(container=container, blocks=len(holder), before=tuple(before), after=tuple(after))
+
+
+def _planned(model: nn.Module) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """FQN of the container of blocks, and FQNs before and after it, from the plan of a family."""
+    found = family_inside(model)
+    if found is None:
+        raise _no_plan(model, "it holds no model with a configuration that names its family")
+    name, owner = found
+    prefix = owner.base_model_prefix
+    base = getattr(owner, prefix, None) if prefix else None
+    base_name, base = (join(name, prefix), base) if isinstance(base, nn.Module) else (name, owner)
+    steps = getattr(base.config, "base_model_pp_plan", None) or getattr(base, "_pp_plan", None)
+    modules = dict(base.named_modules())
+    if steps:
+        names = [step for step in steps if step in modules]
+        lists = [step for step in names if isinstance(modules[step], nn.ModuleList)]
+        if len(lists) == 1:
+            place = names.index(lists[0])
+            parts = [join(base_name, step) for step in names]
+            return parts[place], tuple(parts[:place]), tuple(parts[place + 1 :])
+    plan = plan_for(owner.config.model_type)
+    if plan is None or not plan.blocks.endswith(".*"):
+        raise _no_plan(model, f"no plan says where a {owner.config.model_type!r} can be cut")
+    container = join(base_name, plan.blocks.removesuffix(".*"))
+    return container, (join(base_name, plan.token_embedding),), (join(base_name, plan.final_norm),)
+
+
+def _no_plan(model: nn.Module, why: str) -> UnsupportedModelError:
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    example = f"{lists[0]}.{len(lists[0:1])}" if lists else "blocks.1"
+    return UnsupportedModelError(
+        f"No plan is known by which {type(model).__name__} could be cut into stages.",
+        why=why,
+        fix=f"name the blocks at which stages begin: stage_cuts=({example!r},)",
+    )
+
+
+def _beside(model: nn.Module, container: str) -> Iterator[tuple[str, bool]]:
+    """FQN of every module with parameters beside the way from the model down to the container, and whether it is
+    registered before that way."""
+    parent, name = model, ""
+    for step in container.split(".") if container else ():
+        _check_loose(parent, name)
+        is_before = True
+        for child_name, child in parent.named_children():
+            if child_name == step:
+                is_before = False
+            elif any(True for _ in child.parameters()):
+                yield join(name, child_name), is_before
+        parent, name = getattr(parent, step), join(name, step)
+    _check_loose(parent, name)
+
+
+def _check_loose(module: nn.Module, name: str) -> None:
+    loose = [parameter for parameter, _ in module.named_parameters(recurse=False)]
+    if loose:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} holds parameters of its own: {', '.join(join(name, p) for p in loose)}.",
+            why="it surrounds the blocks and therefore exists on every stage, but a parameter belongs to one",
+            fix="put them in a module of their own, before or after the blocks",
+        )
+
+
+def container_of(model: nn.Module, cuts: Iterable[str]) -> tuple[str, tuple[int, ...]]:
+    """The container and the indices of the blocks that a user named.
+
+    Raises:
+        UnsupportedModelError: if they are no blocks, or not of one container.
+    """
+    cuts = tuple(cuts)
+    modules = dict(model.named_modules())
+    parents = {cut.rpartition(".")[0] for cut in cuts}
+    for cut in cuts:
+        if cut not in modules or not cut.rpartition(".")[2].isdigit():
+            raise UnsupportedModelError(
+                f"{cut!r} is no block of {type(model).__name__}.",
+                where="stage_cuts",
+                why="a cut names the first block of a stage, a child of an nn.ModuleList or nn.Sequential",
+                fix="look at model.named_modules()",
+            )
+    if len(parents) != 1:
+        raise UnsupportedModelError(
+            f"The cuts {', '.join(cuts)} are children of {len(parents)} modules.",
+            where="stage_cuts",
+            why="all stages divide one list of blocks",
+        )
+    return parents.pop(), tuple(int(cut.rpartition(".")[2]) for cut in cuts)

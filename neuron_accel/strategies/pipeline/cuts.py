@@ -1,0 +1,115 @@
+"""Where to cut a model into stages, so that no stage takes much longer than the others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from torch import nn
+
+from neuron_accel.engine.errors import UnsupportedModelError
+from neuron_accel.models.stages import Stack, container_of, stack_of
+
+
+def cut(model: nn.Module, stages: int, stage_cuts: Sequence[str] | None) -> tuple[Stack, tuple[int, ...]]:
+    """The blocks of a model, and for each stage the index of its first one.
+
+    Args:
+        model: the model.
+        stages: number of stages.
+        stage_cuts: FQNs of the blocks at which all stages but the first begin; None for a balanced cut.
+
+    Raises:
+        UnsupportedModelError: if no plan says where the model's blocks are, or it cannot be cut so often or there.
+    """
+    if stage_cuts is None:
+        stack = stack_of(model)
+        _check_count(model, stack, stages)
+        return stack, balanced(*costs_of(model, stack), stages)
+    if len(stage_cuts) != stages - 1:
+        raise UnsupportedModelError(
+            f"{len(stage_cuts)} stage_cuts make {len(stage_cuts) + 1} stages, but there are {stages}.",
+            where="stage_cuts",
+            why="a cut names the first block of every stage but the first",
+            fix=f"name {stages - 1} blocks",
+        )
+    container, indices = container_of(model, stage_cuts)
+    stack = stack_of(model, container)
+    _check_count(model, stack, stages)
+    starts = (0, *indices)
+    if any(a >= b for a, b in itertools.pairwise(starts)):
+        raise UnsupportedModelError(
+            f"The cuts {', '.join(stage_cuts)} leave a stage without a block.",
+            where="stage_cuts",
+            fix="name them in the order of the model, none of them its first block",
+        )
+    return stack, starts
+
+
+def _check_count(model: nn.Module, stack: Stack, stages: int) -> None:
+    if stages > stack.blocks:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {stack.blocks} blocks and cannot be cut into {stages} stages.",
+            where=f"{stack.container}, pipeline_parallel_size x virtual_stages = {stages}",
+            why="every stage has a block of its own",
+            fix=f"use {stack.blocks} stages at most",
+        )
+
+
+def costs_of(model: nn.Module, stack: Stack) -> tuple[list[float], float, float]:
+    """How much time the blocks, what comes before them, and what comes after them take, relative to each other."""
+    modules = dict(model.named_modules())
+    blocks = [cost(modules[stack.block(index)]) for index in range(stack.blocks)]
+    return blocks, sum(cost(modules[n]) for n in stack.before), sum(cost(modules[n]) for n in stack.after)
+
+
+def cost(module: nn.Module) -> float:
+    """Work per token, in multiplications: each weight of a matrix multiplies once, and what comes out is written.
+
+    A table that is looked up multiplies nothing; it only writes a row. Attention's work between tokens is left out: it
+    is the same in all blocks.
+    """
+    total = 0.0
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            if isinstance(part, nn.Embedding):
+                total += parameter.shape[-1]
+            else:
+                written = parameter.shape[0] if parameter.dim() > 1 else 0
+                total += parameter.numel() + written
+    return total
+
+
+def balanced(blocks: Sequence[float], before: float, after: float, stages: int) -> tuple[int, ...]:
+    """The index of the first block of each stage, such that the most expensive stage is as cheap as possible.
+
+    Among the cuts of which that holds, it is the one whose stages have the smallest sum of squares, the most even one.
+
+    Args:
+        blocks: what each block costs.
+        before: what the first stage does besides its blocks.
+        after: what the last stage does besides its blocks.
+        stages: number of stages, no more than there are blocks.
+    """
+    count = len(blocks)
+    sums = [0.0]
+    for block in blocks:
+        sums.append(sums[-1] + block)
+
+    def stage_cost(stage: int, start: int, stop: int) -> float:
+        extra = (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
+        return sums[stop] - sums[start] + extra
+
+    # best[stop]: (largest cost, sum of squares, starts) of the first stages over the first `stop` blocks
+    best = {stop: (stage_cost(0, 0, stop), stage_cost(0, 0, stop) ** 2, (0,)) for stop in range(1, count + 1)}
+    for stage in range(1, stages):
+        better = {}
+        for stop in range(stage + 1, count + 1):
+            options = []
+            for start in range(stage, stop):
+                largest, squares, starts = best[start]
+                own = stage_cost(stage, start, stop)
+                options.append((max(largest, own), squares + own**2, (*starts, start)))
+            better[stop] = min(options)
+        best = better
+    return best[count][2]

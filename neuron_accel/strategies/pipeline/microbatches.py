@@ -1,0 +1,138 @@
+"""A batch in parts, and how much each part counts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.errors import UsageError
+
+IGNORED = -100
+"""The label that counts nothing, transformers' and torch's default."""
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples, lists and mappings, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, dict) or hasattr(value, "items"):
+        for _, item in value.items():
+            yield from tensors(item)
+
+
+def convert(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The same nested value with every tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        items = [convert(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if hasattr(value, "items"):
+        return {key: convert(item, change) for key, item in value.items()}
+    return value
+
+
+def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Size of the batch: of the first dim of the first tensor that has one.
+
+    Raises:
+        UsageError: if there is no tensor.
+    """
+    for tensor in (*tensors(args), *tensors(kwargs)):
+        if tensor.dim():
+            return tensor.shape[0]
+    raise UsageError("The model was called without a tensor.", why="a pipeline divides a batch into micro-batches")
+
+
+def split(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments of each micro-batch: equal parts along the first dim.
+
+    What has another size there than the batch, one or none, belongs to all samples and goes into every part.
+
+    Raises:
+        UsageError: if ``count`` does not divide the batch, or a tensor can be neither divided nor shared.
+    """
+    size = batch_size(args, kwargs)
+    if size % count:
+        legal = [n for n in range(1, size + 1) if size % n == 0]
+        nearest = min(legal, key=lambda n: (abs(n - count), n))
+        raise UsageError(
+            f"A batch of {size} samples cannot be divided into {count} micro-batches.",
+            where="num_microbatches",
+            why="all micro-batches have the same shape",
+            fix=f"use {nearest} micro-batches, a batch size that {count} divides, or drop_last=True in the loader",
+        )
+
+    def part(index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def of(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() and tensor.shape[0] == size:
+                return tensor if count == 1 else tensor.chunk(count)[index]
+            if tensor.dim() == 0 or tensor.shape[0] == 1 or count == 1:
+                return tensor
+            raise UsageError(
+                f"A tensor of shape {tuple(tensor.shape)} cannot be divided into micro-batches.",
+                why=f"its first dim is neither that of the batch, {size}, nor 1",
+                fix="give it a first dim of the batch's size, or use num_microbatches=1",
+            )
+
+        return of
+
+    return [(convert(args, part(i)), convert(kwargs, part(i))) for i in range(count)]
+
+
+def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What the shapes of activations depend on."""
+    return tuple((tuple(t.shape), t.dtype) for t in (*tensors(args), *tensors(kwargs)))
+
+
+class Shares:
+    """How much the loss of each micro-batch counts in the loss of the batch.
+
+    A model of transformers for causal language modelling averages over target tokens, which are the labels but the
+    first of each row; any other model with integer labels over the labels that are not -100; everything else over
+    samples. A loss that was divided by ``num_items_in_batch`` is a sum already.
+
+    Args:
+        model: the model that is called.
+        forward: its own forward.
+    """
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
+        self._signature = inspect.signature(forward)
+        standard = hasattr(type(model), "loss_function")
+        self._shifted = standard and getattr(model, "loss_type", None) in (None, "ForCausalLM")
+
+    def of(self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[torch.Tensor | float]:
+        """The share of each micro-batch, 0-dim float32 on the device of the labels, or a number."""
+        given = [self._arguments(*call) for call in calls]
+        if given[0].get("num_items_in_batch") is not None:
+            return [1.0] * len(calls)
+        counts = [self._count(arguments) for arguments in given]
+        if any(count is None for count in counts):
+            return [1.0 / len(calls)] * len(calls)
+        total = torch.stack(counts).sum()  # type: ignore[arg-type]
+        return [count / total for count in counts]  # type: ignore[operator]
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        arguments = dict(self._signature.bind_partial(*args, **kwargs).arguments)
+        for parameter in self._signature.parameters.values():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                arguments |= arguments.pop(parameter.name, {})
+        return arguments
+
+    def _count(self, arguments: dict[str, Any]) -> torch.Tensor | None:
+        labels = arguments.get("labels")
+        if self._shifted and isinstance(arguments.get("shift_labels"), torch.Tensor):
+            labels = arguments["shift_labels"]
+        elif self._shifted and isinstance(labels, torch.Tensor):
+            labels = labels[..., 1:]
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.is_complex():
+            return None
+        return (labels != IGNORED).sum().float()

@@ -1,0 +1,123 @@
+"""What a pipelined model returns: the last stage's outputs, put together again and known to every rank."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from neuron_accel.engine.errors import UsageError
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.base import Group
+    from neuron_accel.engine.run import Run
+
+TENSOR, MAPPING, TUPLE = 0, 1, 2
+"""Kinds of outputs: a tensor, something with names, a tuple."""
+
+
+class PipelineOutput(OrderedDict):
+    """Outputs by name, as attributes and by position, like those of transformers; what is None is not there."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        return tuple(self.values())
+
+
+def kind_of(output: Any) -> int:
+    if isinstance(output, torch.Tensor):
+        return TENSOR
+    return TUPLE if isinstance(output, (tuple, list)) else MAPPING
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in a model's output: the output itself, its ``loss``, or its first entry.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    if isinstance(output, torch.Tensor):
+        loss = output
+    elif isinstance(output, (tuple, list)):
+        loss = output[0] if output else None
+    else:
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise UsageError(
+            "The model returned no loss.",
+            where="the last stage of the pipeline",
+            why="in training the backward pass runs inside the model's call, so the loss has to be made there",
+            fix="pass labels, or return the loss from forward; to predict, call model.eval()",
+        )
+    return loss.reshape(())
+
+
+def of_loss(kind: int, loss: torch.Tensor) -> Any:
+    """An output that consists of a loss."""
+    return {TENSOR: loss, TUPLE: (loss,)}.get(kind) if kind != MAPPING else PipelineOutput(loss=loss)
+
+
+def put_together(outputs: Sequence[Any], shares: Sequence[torch.Tensor | float]) -> tuple[int, list[tuple[str, Any]]]:
+    """The output for a batch from those for its micro-batches: what has samples is concatenated, what has no dim is
+    averaged by shares, what is no tensor is left out."""
+    kind = kind_of(outputs[0])
+    if kind == TENSOR:
+        rows = [[("", output)] for output in outputs]
+    elif kind == TUPLE:
+        rows = [[(str(i), value) for i, value in enumerate(output)] for output in outputs]
+    else:
+        rows = [list(_items(output)) for output in outputs]
+    merged = []
+    for column in zip(*rows, strict=True):
+        name, values = column[0][0], [value for _, value in column]
+        if all(isinstance(value, torch.Tensor) for value in values):
+            merged.append((name, _merge(values, shares)))
+    return kind, merged
+
+
+def _items(output: Any) -> Any:
+    return output.items() if hasattr(output, "items") else vars(output).items()
+
+
+def _merge(values: list[torch.Tensor], shares: Sequence[torch.Tensor | float]) -> torch.Tensor:
+    if values[0].dim():
+        return torch.cat(values) if len(values) > 1 else values[0]
+    # a micro-batch without targets has no mean loss, and no share either
+    parts = [torch.where(torch.as_tensor(share) == 0, 0.0, v * share) for v, share in zip(values, shares, strict=True)]
+    return torch.stack(parts).sum().to(values[0].dtype)
+
+
+def tell_everyone(
+    kind: int, fields: list[tuple[str, torch.Tensor]] | None, run: Run, group: Group, *, only_loss: bool
+) -> Any:
+    """Gives every rank of a pipeline the output of its last one. Collective.
+
+    Args:
+        kind: of the output; counts on the last rank.
+        fields: names and tensors on the last rank, None on the others.
+        only_loss: leaves out everything but what has no dim.
+    """
+    last = group.size - 1
+    described = None
+    if fields is not None:
+        fields = [(name, value) for name, value in fields if not only_loss or value.dim() == 0]
+        described = (kind, [(name, tuple(value.shape), value.dtype) for name, value in fields])
+    kind, forms = run.backend.broadcast_object(described, group, last)
+    values = [value for _, value in fields] if fields is not None else [None] * len(forms)
+    result = []
+    for (name, shape, dtype), value in zip(forms, values, strict=True):
+        if value is None:
+            value = torch.empty(shape, dtype=dtype, device=run.device)
+        result.append((name, run.backend.broadcast(value.contiguous(), group, last)))
+    if kind == TENSOR:
+        return result[0][1]
+    return tuple(value for _, value in result) if kind == TUPLE else PipelineOutput(result)

@@ -1,0 +1,204 @@
+"""A pipelined model's call: in training forward and backward of all micro-batches, else forward."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import pickle
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.errors import UsageError
+from neuron_accel.strategies.pipeline.microbatches import Shares, batch_size, signature, split
+from neuron_accel.strategies.pipeline.outputs import kind_of, loss_of, of_loss, put_together, tell_everyone
+from neuron_accel.strategies.pipeline.schedules import make_schedule
+from neuron_accel.strategies.pipeline.step import Call, NeighbourFailed, Step
+from neuron_accel.strategies.pipeline.wire import Wire
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.run import PreparedModel, Run
+    from neuron_accel.strategies.pipeline.actions import Schedule
+    from neuron_accel.strategies.pipeline.stage import Stage
+    from neuron_accel.strategies.pipeline.ties import Ties
+
+_ALL_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+class Pipeline:
+    """Runs a model whose stages lie on several ranks. Called in place of the model's forward.
+
+    Args:
+        model: the model, of which this rank has its stages.
+        stages: these stages.
+        forward: the model's own forward.
+        record: the model's place in the run.
+        run: the run.
+        axis: the mesh axis of the pipeline.
+        ties: weights that several stages share.
+        schedule: name of the schedule for training.
+        microbatches: number of parts that a batch is divided into.
+        virtual_stages: number of stages on each rank.
+        evaluation_logits: whether an evaluation with labels returns more than the loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: list[Stage],
+        forward: Callable[..., Any],
+        *,
+        record: PreparedModel,
+        run: Run,
+        axis: str,
+        ties: Ties,
+        schedule: str,
+        microbatches: int,
+        virtual_stages: int,
+        evaluation_logits: bool,
+    ) -> None:
+        self._model, self._record, self._run, self.ties = model, record, run, ties
+        self._stages = {stage.index: stage for stage in stages}
+        self._group = run.group(axis)
+        self._wire = Wire(run.backend, self._group)
+        self._name, self._microbatches, self._virtual = schedule, microbatches, virtual_stages
+        self._evaluation_logits = evaluation_logits
+        self._parameters = inspect.signature(forward).parameters
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters wrap a model
+        self._shares = Shares(inner, forward)
+        self._schedules: dict[tuple[str, int], Schedule] = {}
+        self.most_in_flight = 0
+        """The largest number of micro-batches whose activations this rank kept at a time in the last training step."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs = self._checked(kwargs)
+        if self._model.training and torch.is_grad_enabled():
+            return self._train(args, kwargs)
+        with torch.no_grad():
+            return self._evaluate(args, kwargs)
+
+    def _checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        config = getattr(self._model, "config", None)
+        for name in _ALL_LAYERS:
+            if kwargs.get(name, getattr(config, name, None)):
+                raise UsageError(
+                    f"{name} is not possible in a pipeline.",
+                    why="it collects something from every layer, and each rank has some of the layers only",
+                    fix="leave it out; to look inside, gather the weights with get_state_dict and run one process",
+                )
+        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+            raise UsageError(
+                "A key/value cache, and with it `generate`, is not possible in a pipeline.",
+                why="each rank would keep its own layers' part of it, and micro-batches would mix",
+                fix="gather the weights with get_state_dict or save_model, and generate in one process",
+            )
+        return {**kwargs, "use_cache": False} if "use_cache" in self._parameters else kwargs
+
+    # ---- training --------------------------------------------------------------------------------------------------
+    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        calls = split(args, kwargs, self._microbatches)
+        shares = self._shares.of(calls)
+        scale = self._run.backward_scale()
+        wanted = self._record.synchronises
+
+        def synchronise(last: bool) -> None:
+            self._record.synchronises = wanted and last
+
+        step = self._step(calls, self._name, weight=lambda m: shares[m] * scale, synchronise=synchronise)
+        self.ties.begin()
+        with self._run.driving_backward():
+            step.run()
+        self._record.synchronises, self.most_in_flight = wanted, step.most_in_flight
+        total, kind = self._losses(step, shares)
+        total, kind = self._agree(step, total, kind)
+        self.ties.finish()
+        loss = _Settled.apply(torch.zeros((), device=total.device, requires_grad=True), total, scale, self._host_reads)
+        return of_loss(kind, loss)
+
+    def _losses(self, step: Step, shares: list[torch.Tensor | float]) -> tuple[torch.Tensor, int]:
+        """The batch's loss, and the kind of the model's output, on the rank of the last stage; zeros elsewhere."""
+        if step.error is not None or not step.outputs:
+            return torch.zeros((), device=self._run.device), 0
+        _, fields = put_together([loss_of(output).detach() for output in step.outputs], shares)
+        return fields[0][1].float(), kind_of(step.outputs[0])
+
+    # ---- evaluation ------------------------------------------------------------------------------------------------
+    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        count = math.gcd(batch_size(args, kwargs), self._microbatches)
+        calls = split(args, kwargs, count)
+        step = self._step(calls, "forward")
+        step.run()
+        kind, fields = 0, None
+        if step.outputs and step.error is None:
+            kind, fields = put_together(step.outputs, self._shares.of(calls))
+        self._agree(step, torch.zeros((), device=self._run.device), 0)
+        only_loss = not self._evaluation_logits and kwargs.get("labels") is not None
+        return tell_everyone(kind, fields, self._run, self._group, only_loss=only_loss)
+
+    # ---- both ------------------------------------------------------------------------------------------------------
+    def _step(self, calls: list[Call], name: str, **options: Any) -> Step:
+        schedule = self._schedule(name, len(calls))
+        device = self._run.device.type
+        key: Hashable = (signature(*calls[0]), torch.is_autocast_enabled(device), self._model.training)
+        return Step(schedule, self._group.index, self._stages, self._wire, calls, key, **options)
+
+    def _schedule(self, name: str, microbatches: int) -> Schedule:
+        if (name, microbatches) not in self._schedules:
+            self._schedules[name, microbatches] = make_schedule(
+                name, stages=self._group.size, microbatches=microbatches, virtual_stages=self._virtual
+            )
+        return self._schedules[name, microbatches]
+
+    @property
+    def _host_reads(self) -> bool:
+        return "host-reads" in self._run.backend.capabilities
+
+    def _agree(self, step: Step, loss: torch.Tensor, kind: int) -> tuple[torch.Tensor, int]:
+        """Tells every rank the loss that the last one knows, and whether a stage raised. Collective.
+
+        Raises:
+            Exception: what the stage raised, on every rank.
+        """
+        failed = 0.0 if step.error is None else 1.0
+        mine = torch.stack([loss, loss.new_tensor(failed), loss.new_tensor(float(kind))])
+        loss, failures, kinds = self._run.backend.all_reduce(mine, self._group).unbind()
+        if float(failures):
+            self._raise(step)
+        return loss, int(kinds)
+
+    def _raise(self, step: Step) -> None:
+        if step.error is not None and not isinstance(step.error, NeighbourFailed):
+            self._run.backend.all_gather_object(_portable(step.error), self._group)
+            raise step.error
+        errors = self._run.backend.all_gather_object(None, self._group)
+        raise next(error for error in errors if error is not None)
+
+
+def _portable(error: Exception) -> Exception:
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return UsageError(f"A stage raised {type(error).__name__}: {error}")
+
+
+class _Settled(torch.autograd.Function):
+    """A loss whose gradient has been computed already. ``backward`` finds nothing to do, and checks that the loss is
+    what it was: a loss that was changed meanwhile would have another gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, scale: float, host_reads: bool) -> torch.Tensor:
+        ctx.scale, ctx.host_reads = scale, host_reads
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None]:
+        if ctx.host_reads and not math.isclose(float(gradient), ctx.scale, rel_tol=1e-5):
+            raise UsageError(
+                f"The loss of a pipelined model was multiplied by {float(gradient) / ctx.scale:g} before `backward`.",
+                why="the backward passes of all micro-batches have run inside the model's call, without that factor",
+                fix="call accelerator.backward(loss) with the loss that the model returned; scale gradients or the "
+                "learning rate instead, and accumulate with gradient_accumulation_steps",
+            )
+        return None, None, None, None

@@ -1,0 +1,138 @@
+"""The pipeline strategy: configuration, and what becomes of a model."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from neuron_accel.engine.errors import PlanError
+from neuron_accel.engine.plugin import AxisKind, AxisSpec, Claim, Phase, PlanContext, PluginSpec, StrategyPlugin
+from neuron_accel.strategies.pipeline.schedules import make_schedule
+
+if TYPE_CHECKING:
+    import torch
+
+    from neuron_accel.engine.parameters import ParameterMap
+    from neuron_accel.engine.run import Run
+    from neuron_accel.strategies.pipeline.pipeline import Pipeline
+
+AXIS = "pp"
+"""The mesh axis of pipeline parallelism."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlugin(StrategyPlugin):
+    """Divides a model's blocks over ranks, each of which runs its own for one micro-batch after the other.
+
+    Part of :class:`~neuron_accel.strategies.model_parallelism.ModelParallelismPlugin`, whose options these are.
+
+    Args:
+        degree: number of ranks along the pipeline.
+        num_microbatches: number of equal parts of a batch that are under way.
+        schedule: in which order they are.
+        virtual_stages: number of stages on each rank.
+        stage_cuts: FQNs of the blocks at which all stages but the first begin.
+        evaluation_logits: whether an evaluation with labels returns more than the loss.
+    """
+
+    degree: int
+    num_microbatches: int
+    schedule: str
+    virtual_stages: int
+    stage_cuts: tuple[str, ...] | None
+    evaluation_logits: bool
+
+    spec: ClassVar[PluginSpec] = PluginSpec(name="pipeline", phase=Phase.STAGES, claims=frozenset({Claim.BACKWARD}))
+
+    def axes(self) -> tuple[AxisSpec, ...]:
+        return (AxisSpec(name=AXIS, degree=self.degree, kind=AxisKind.STAGE),)
+
+    def validate(self, context: PlanContext) -> None:
+        make_schedule(
+            self.schedule,
+            stages=self.degree,
+            microbatches=self.num_microbatches,
+            virtual_stages=self.virtual_stages,
+        )
+        if "point-to-point" not in context.capabilities:
+            raise PlanError(
+                f"pipeline_parallel_size={self.degree} is not possible on this backend.",
+                where="plugin 'model_parallelism'",
+                why="stages hand activations from rank to rank, and it cannot send to a single rank",
+                fix="divide the model with tensor_parallel_size, or choose a backend that can send",
+            )
+
+    def transform_model(self, model: torch.nn.Module, run: Run, parameters: ParameterMap) -> torch.nn.Module:
+        """Leaves this rank's stages of ``model``, and makes calling it run the pipeline.
+
+        Raises:
+            UnsupportedModelError: if the model cannot be cut, or not so often or there. It is unchanged then.
+        """
+        from neuron_accel.strategies.pipeline.cuts import cut
+        from neuron_accel.strategies.pipeline.pipeline import Pipeline
+        from neuron_accel.strategies.pipeline.stage import make_stages
+        from neuron_accel.strategies.pipeline.ties import Ties, check_shared_memory, find_ties
+
+        stages = self.degree * self.virtual_stages
+        stack, starts = cut(model, stages, self.stage_cuts)
+        stage_of = stages_of_parameters(model, dict(stack.stages_of(starts)))
+        check_shared_memory(model, stage_of)
+        rank = run.coordinates[AXIS]
+        forward = model.forward
+        mine = make_stages(model, stack, starts, list(range(rank, stages, self.degree)), forward)
+        absent = []
+        for record in parameters:
+            holders = tuple(sorted({stage_of[name] % self.degree for name in record.names}))
+            parameters.set_holders(record.fqn, AXIS, holders)
+            if rank not in holders:
+                absent.append(record.fqn)
+        parameters.follow(model, absent=absent)
+        pipeline = Pipeline(
+            model,
+            mine,
+            forward,
+            record=next(m for m in run.models if m.parameters is parameters),
+            run=run,
+            axis=AXIS,
+            ties=Ties(find_ties(parameters, run, AXIS), run),
+            schedule=self.schedule,
+            microbatches=self.num_microbatches,
+            virtual_stages=self.virtual_stages,
+            evaluation_logits=self.evaluation_logits,
+        )
+        self.pipelines(run).append(pipeline)
+        model.forward = _function(pipeline, inspect.signature(forward))  # type: ignore[method-assign]
+        return model
+
+    def pipelines(self, run: Run) -> list[Pipeline]:
+        """The pipelines of a run, one for each prepared model."""
+        return run.state(self).setdefault("pipelines", [])
+
+    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        for pipeline in self.pipelines(run):
+            pipeline.ties.agree()
+
+    def teardown(self, run: Run) -> None:
+        run.state(self).clear()
+
+
+def stages_of_parameters(model: torch.nn.Module, stage_of: dict[str, int]) -> dict[str, int]:
+    """The stage of each parameter's FQN, from the stage of each part's."""
+    result = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        part = name
+        while part not in stage_of:
+            part = part.rpartition(".")[0]
+        result[name] = stage_of[part]
+    return result
+
+
+def _function(pipeline: Pipeline, signature: inspect.Signature) -> Any:
+    """A plain function, because what wraps a forward later (autocast) binds methods to the model."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return pipeline(*args, **kwargs)
+
+    forward.__signature__ = signature  # type: ignore[attr-defined]  # callers look which arguments a model takes
+    return forward

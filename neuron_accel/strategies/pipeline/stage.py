@@ -1,0 +1,186 @@
+"""One stage of a model: the model itself, with stubs where other stages have their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.errors import UnsupportedModelError
+from neuron_accel.models.stages import Stack
+from neuron_accel.strategies.pipeline.stubs import Entry, Exit, NotHere, OnLastStage, Passage, Skipped, StageEnd
+
+
+@dataclass
+class Place:
+    """A module's place in a model, and what can stand there.
+
+    Args:
+        parent: the module that holds it.
+        name: its name there.
+        rest: what stands there between passes.
+    """
+
+    parent: nn.Module
+    name: str
+    rest: nn.Module
+
+    def put(self, module: nn.Module) -> None:
+        setattr(self.parent, self.name, module)
+
+
+@dataclass
+class Stage:
+    """One stage that this rank runs.
+
+    Args:
+        index: which, from 0.
+        last: whether it is the last of all.
+        forward: the model's own forward.
+        passage: what its stubs share.
+        swaps: what has to be put where while the stage runs, where that differs from what stands there between passes.
+    """
+
+    index: int
+    last: bool
+    forward: Callable[..., Any]
+    passage: Passage
+    swaps: list[tuple[Place, nn.Module]] = field(default_factory=list)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], received: torch.Tensor | None) -> Any:
+        """One forward pass of one micro-batch.
+
+        Args:
+            args, kwargs: the model's arguments for this micro-batch.
+            received: the hidden states from the stage before; None on the first.
+
+        Returns:
+            the model's output on the last stage, the hidden states for the next stage on the others.
+        """
+        with self._in_place():
+            self.passage.received, self.passage.entered = received, False
+            try:
+                output = self.forward(*args, **kwargs)
+            except StageEnd as end:
+                end.__traceback__ = None  # its frames hold activations
+                return end.hidden
+            finally:
+                self.passage.received = None
+        if not self.last:
+            raise UnsupportedModelError(
+                f"The model's forward ended before it reached the end of stage {self.index}.",
+                why="a stage ends where the next block would be called",
+            )
+        return output
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        for place, module in self.swaps:
+            place.put(module)
+        try:
+            yield
+        finally:
+            for place, _ in self.swaps:
+                place.put(place.rest)
+
+
+def make_stages(
+    model: nn.Module, stack: Stack, starts: tuple[int, ...], mine: list[int], forward: Callable[..., Any]
+) -> list[Stage]:
+    """Takes out of a model what is on other ranks' stages.
+
+    Args:
+        model: the model; changed in place.
+        stack: its blocks.
+        starts: for each stage, the index of its first block.
+        mine: the stages of this rank, ascending.
+        forward: the model's own forward.
+
+    Returns:
+        this rank's stages, ascending.
+    """
+    modules = dict(model.named_modules())
+    container = modules[stack.container]
+    blocks = list(container.children())
+    stops = (*starts[1:], stack.blocks)
+    passages = {stage: Passage() for stage in mine}
+    wanted = {stage: _blocks_of(blocks, starts[stage], stops[stage], passages[stage]) for stage in mine}
+    places: list[tuple[Place, dict[int, nn.Module]]] = []
+    for index, block in enumerate(blocks):
+        options = {stage: wanted[stage][index] for stage in mine}
+        rest = next((m for m in options.values() if m is block), options[mine[0]])
+        places.append((Place(container, str(index), rest), options))
+    for stage in mine:
+        last_block = blocks[stops[stage] - 1]
+        last_block.register_forward_hook(_remember_form(passages[stage]))
+    places += _ends(model, stack, len(starts), mine, passages)
+    for place, _ in places:
+        place.put(place.rest)
+    return [
+        Stage(
+            index=stage,
+            last=stage == len(starts) - 1,
+            forward=forward,
+            passage=passages[stage],
+            swaps=[(place, options[stage]) for place, options in places if options[stage] is not place.rest],
+        )
+        for stage in mine
+    ]
+
+
+def _blocks_of(blocks: list[nn.Module], start: int, stop: int, passage: Passage) -> list[nn.Module]:
+    result: list[nn.Module] = []
+    for index, block in enumerate(blocks):
+        if start <= index < stop:
+            result.append(block)
+        elif index == start - 1:
+            result.append(Entry(block, passage))
+        elif index == stop:
+            result.append(Exit(block, passage))
+        else:
+            result.append(Skipped(block, passage))
+    return result
+
+
+def _remember_form(passage: Passage) -> Callable[..., None]:
+    def remember(module: nn.Module, args: Any, output: Any) -> None:
+        passage.as_tuple = isinstance(output, (tuple, list))
+
+    return remember
+
+
+def _ends(
+    model: nn.Module, stack: Stack, stages: int, mine: list[int], passages: dict[int, Passage]
+) -> list[tuple[Place, dict[int, nn.Module]]]:
+    """The layers before and after the blocks, and what each of this rank's stages has in their place."""
+    places: list[tuple[Place, dict[int, nn.Module]]] = []
+    for fqns, home in ((stack.before, 0), (stack.after, stages - 1)):
+        for fqn in fqns:
+            for name, parent, child, module in _holders(model, fqn):
+                options: dict[int, nn.Module] = {}
+                for stage in mine:
+                    if stage == home:
+                        options[stage] = module
+                    elif home == 0:
+                        options[stage] = NotHere(name, module, passages[stage])
+                    else:
+                        options[stage] = OnLastStage(name)
+                rest = module if home in mine else options[mine[0]]
+                places.append((Place(parent, child, rest), options))
+    return places
+
+
+def _holders(model: nn.Module, fqn: str) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """FQN, parent, name and module of everything at or below ``fqn`` that holds parameters itself."""
+    parent_name, _, child = fqn.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    module = getattr(parent, child)
+    if any(True for _ in module.parameters(recurse=False)):
+        yield fqn, parent, child, module
+        return
+    for name, _ in list(module.named_children()):
+        yield from _holders(model, f"{fqn}.{name}")

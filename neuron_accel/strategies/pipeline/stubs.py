@@ -1,0 +1,133 @@
+"""What stands in a stage's model where other stages have their layers.
+
+A stage runs the model's own forward. Positions, rotary tables and masks are computed as ever, from the batch. The
+layers of other stages pass on what they are given; where the stage begins, what was received takes its place; where it
+ends, the forward is left. So no model has to be traced, copied or rewritten.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.errors import UnsupportedModelError, UsageError
+
+
+class StageEnd(Exception):
+    """Leaves a model's forward at the end of a stage.
+
+    Args:
+        hidden: what the stage computed.
+    """
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+        super().__init__("the stage ends here")
+
+
+class Passage:
+    """What the stubs of one stage share: what the stage received, and what blocks return."""
+
+    def __init__(self) -> None:
+        self.received: torch.Tensor | None = None
+        self.as_tuple = False
+        """Whether blocks return a tuple that begins with the hidden states."""
+        self.entered = False
+        """Whether the forward under way has reached the stage's first block."""
+
+
+class Skipped(nn.Module):
+    """A block of another stage: passes the hidden states on.
+
+    It keeps the block's plain attributes, by which some models choose a mask for it, and the hooks on its input.
+    """
+
+    def __init__(self, block: nn.Module, passage: Passage) -> None:
+        super().__init__()
+        own = vars(self)
+        for name, value in vars(block).items():
+            if name not in own and isinstance(value, (str, int, float, bool, type(None))):
+                setattr(self, name, value)
+        # The first block's input may be where activations enter a share of the sequence.
+        self._forward_pre_hooks.update(block._forward_pre_hooks)
+        self._forward_pre_hooks_with_kwargs.update(block._forward_pre_hooks_with_kwargs)
+        self.passage = passage
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = hidden_of(args, kwargs)
+        return (hidden,) if self.passage.as_tuple else hidden
+
+
+class Entry(Skipped):
+    """Stands in place of the block before a stage's first one: hands in what was received."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = self.passage.received
+        self.passage.entered = True
+        return (hidden,) if self.passage.as_tuple else hidden
+
+
+class Exit(Skipped):
+    """Stands in place of the block after a stage's last one: leaves the forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise StageEnd(hidden_of(args, kwargs))
+
+
+class NotHere(nn.Module):
+    """A layer with parameters before the first block, on another stage than the first.
+
+    What it gives has the right shape and is not a number: if it is used in place of what was received, that shows.
+    """
+
+    def __init__(self, fqn: str, module: nn.Module, passage: Passage) -> None:
+        super().__init__()
+        self.fqn, self.passage = fqn, passage
+        weight = next(module.parameters(recurse=False))
+        self.dtype = weight.dtype
+        looked_up = isinstance(module, nn.Embedding)
+        self.width = weight.shape[-1] if looked_up else getattr(module, "out_features", None)
+        self.embedding_dim, self.looked_up = self.width, looked_up
+        for name in ("padding_idx", "num_embeddings"):
+            if hasattr(module, name):
+                setattr(self, name, getattr(module, name))
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.passage.entered:
+            raise UnsupportedModelError(
+                f"{self.fqn!r} is used after the blocks, but it is on the first stage only.",
+                why="it stands before the blocks in the model, so it was taken for something that they need",
+                fix="register it in the model after the blocks",
+            )
+        given = hidden_of(args, kwargs)
+        if self.width is None:
+            return given
+        shape = given.shape if self.looked_up else given.shape[:-1]
+        return torch.full((), torch.nan, dtype=self.dtype, device=given.device).expand(*shape, self.width)
+
+
+class OnLastStage(nn.Module):
+    """A layer with parameters after the last block, on another stage than the last. Never reached."""
+
+    def __init__(self, fqn: str) -> None:
+        super().__init__()
+        self.fqn = fqn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedModelError(
+            f"{self.fqn!r} is used before the last block, but it is on the last stage only.",
+            why="it stands after the blocks in the model, so it was taken for something that follows them",
+            fix="register it in the model before the blocks",
+        )
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The first tensor that a layer is called with."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, (tuple, list)) and value and isinstance(value[0], torch.Tensor):
+            return value[0]
+    raise UsageError("A block was called without hidden states.", why="stages hand on one tensor")
