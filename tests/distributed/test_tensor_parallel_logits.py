@@ -168,3 +168,15 @@ def _no_grad_first() -> None:
 
 def test_gathering_remembers_whether_a_gradient_was_wanted() -> None:
     run_ranks(_no_grad_first, 2)
+
+
+def _other_collectives() -> None:
+    whole, _, shard = _shard()
+    for tensor in (shard, shard.detach()):
+        result = torch.empty(2, *whole.shape)
+        torch.distributed.all_gather_into_tensor(result.view(4, 5, 11), tensor)
+        torch.testing.assert_close(result, torch.stack([whole, whole]).detach())
+
+
+def test_collectives_of_torch_see_whole_logits() -> None:
+    run_ranks(_other_collectives, 2)
