@@ -160,6 +160,7 @@ class GradientAverager:
             driven=lambda: model.in_backward,
             ready=self._ready,
             done=self._done,
+            overlap=not lazy,  # nothing runs before the graph is complete, and then the compiler decides
             action=self._action,
         )
 
@@ -192,7 +193,8 @@ class GradientAverager:
                 flat = flat.div_(group.size)
             for parameter, gradient in zip(bucket.parameters, split_like(flat, bucket.parameters), strict=True):
                 if next(flags):
-                    parameter.grad = gradient
+                    # Clipping a view in place would rewrite the whole bucket, each by itself, on a lazy device.
+                    parameter.grad = gradient if self._memory is not None else gradient.clone()
 
     def flush(self) -> None:
         """Reduces what backward passes under ``no_sync`` left behind, unless ``no_sync`` still holds."""

@@ -15,16 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from neuron_accel.engine.errors import ParameterError, UsageError
 from neuron_accel.engine.gradients import BackwardWatcher, make_buckets, used_anywhere
 from neuron_accel.engine.norms import GradientPart, clip_coefficient, elsewhere, global_norm
 from neuron_accel.engine.optimizers import recipe_of, twin
+from neuron_accel.strategies.zero1.alike import alike
 from neuron_accel.strategies.zero1.partition import even, whole
 from neuron_accel.strategies.zero1.shards import BucketShard, SendBuffers, ShardPiece
 from neuron_accel.strategies.zero1.state import state_pieces
 
 if TYPE_CHECKING:
+    from neuron_accel.engine.optimizer_state import StatePiece
     from neuron_accel.engine.parameters import ParameterRecord
     from neuron_accel.engine.run import PreparedModel, Run
 
@@ -92,7 +95,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
     def _divide(self, groups: Iterable[dict[str, Any]]) -> None:
         parameters = [p for group in groups for p in group["params"]]
         records = self._in_model_order([self._record(p) for p in parameters if p.requires_grad])
-        partition = whole if self.options.whole_parameters else even
+        partition = whole if self.options.whole_parameters else alike if self._lazy else even
         buffers = SendBuffers()
         shards = [
             BucketShard(
@@ -123,12 +126,16 @@ class Zero1Optimizer(torch.optim.Optimizer):
                 driven=lambda: any(model.in_backward for model in self._models),
                 ready=lambda bucket: shards[bucket].send_gradients(),
                 done=lambda: self._receive(shards),
-                overlap=self.options.overlap,
+                overlap=self.options.overlap and not self._lazy,
                 action=self._run.company.register(
                     "a backward pass", lambda: self._watchers[index].take_part(), settle=self.flush
                 ),
             )
         )
+
+    @property
+    def _lazy(self) -> bool:
+        return "lazy" in self._run.backend.capabilities
 
     def _record(self, parameter: nn.Parameter) -> ParameterRecord:
         record = self._run.find_parameter(parameter)
@@ -351,6 +358,7 @@ def _divide_entry(value: Any, parameter: nn.Parameter, piece: ShardPiece) -> Any
         return value
     if value.shape == parameter.shape and parameter.dim() > 0:
         part = value.reshape(-1)[piece.place.start : piece.place.stop]
+        part = F.pad(part, (0, piece.place.padding)) if piece.place.padding else part
         return (
             part.clone().view(piece.master.shape).to(piece.master.dtype if value.is_floating_point() else value.dtype)
         )

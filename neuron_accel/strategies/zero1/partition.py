@@ -19,12 +19,19 @@ class Piece:
         parameter: index of the parameter in the bucket.
         start, stop: elements of the flattened parameter.
         offset: where ``start`` lies in the chunk.
+        padding: elements without meaning that follow ``stop`` in the chunk and belong to the piece.
     """
 
     parameter: int
     start: int
     stop: int
     offset: int
+    padding: int = 0
+
+    @property
+    def length(self) -> int:
+        """Elements of the chunk, padding included."""
+        return self.stop - self.start + self.padding
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,13 @@ class Zero1Plugin(StrategyPlugin):
 
     def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
         refuse_closures(optimizer)
+        if self.partition == "parameters" and "lazy" in run.backend.capabilities:
+            raise PlanError(
+                "Ranks that hold different parameters run different graphs.",
+                where=f"plugin 'zero1', partition='parameters', backend {run.backend.name!r}",
+                why="this device compiles one graph for all ranks",
+                fix="use partition='even', with an optimizer that treats the elements of a parameter alike",
+            )
         if self.partition == "even" and not is_elementwise(optimizer):
             raise PlanError(
                 f"{type(optimizer).__name__} does not treat the elements of a parameter alike, and ZeRO-1 would cut "

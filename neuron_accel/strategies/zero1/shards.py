@@ -12,6 +12,7 @@ from torch import nn
 
 from neuron_accel.engine.errors import UsageError
 from neuron_accel.engine.gradients import Bucket
+from neuron_accel.strategies.zero1.alike import AlikePartition
 from neuron_accel.strategies.zero1.partition import Partition, Piece
 
 if TYPE_CHECKING:
@@ -52,8 +53,6 @@ class SendBuffers:
 
     def take(self, shard: BucketShard, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor of ``numel`` elements for the gradients of ``shard``, to be sent at once."""
-        if "lazy" in shard.run.backend.capabilities:
-            return torch.empty(numel, dtype=dtype, device=device)
         while len(self._travelling) >= self._limit:
             self._arrived()
         fitting = [b for b in self._free if b.dtype == dtype and numel <= b.numel() <= 2 * numel]
@@ -113,11 +112,9 @@ class BucketShard:
     def __post_init__(self) -> None:
         backend, parameters = self.run.backend, self.bucket.parameters
         with torch.no_grad():
-            flat = torch.zeros(self.partition.numel, dtype=self.bucket.dtype, device=parameters[0].device)
-            for parameter, view in zip(parameters, self._views(flat), strict=True):
-                view.copy_(parameter)
+            flat = self._new_flat()
             chunk = backend.chunk(flat, self.group)
-            if "lazy" not in backend.capabilities:
+            if not isinstance(self.partition, AlikePartition):
                 # Parameters live in the buffer: what is gathered into it after a step needs no copy.
                 self._flat = flat
                 for parameter, view in zip(parameters, self._views(flat), strict=True):
@@ -137,7 +134,19 @@ class BucketShard:
         """Whether the masters are memory of their own, beside the parameters."""
         return self._flat is None or self.optimizer_dtype != self.bucket.dtype
 
+    def _new_flat(self) -> torch.Tensor:
+        parameters = self.bucket.parameters
+        if isinstance(self.partition, AlikePartition):
+            return self.partition.join(parameters, self.bucket.dtype, parameters[0].device)
+        flat = torch.zeros(self.partition.numel, dtype=self.bucket.dtype, device=parameters[0].device)
+        for parameter, view in zip(parameters, self._views(flat), strict=True):
+            view.copy_(parameter)
+        return flat
+
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        if isinstance(self.partition, AlikePartition):
+            parts = self.partition.split(flat)
+            return [part.view(p.shape) for part, p in zip(parts, self.bucket.parameters, strict=True)]
         return [
             flat[offset : offset + parameter.numel()].view(parameter.shape)
             for offset, parameter in zip(self.partition.offsets, self.bucket.parameters, strict=True)
@@ -145,8 +154,10 @@ class BucketShard:
 
     def _piece(self, place: Piece) -> ShardPiece:
         parameter = self.bucket.parameters[place.parameter]
-        view = self._chunk[place.offset : place.offset + place.stop - place.start]
-        if self.keep_shapes or parameter.dim() == 0:
+        view = self._chunk[place.offset : place.offset + place.length]
+        if isinstance(self.partition, AlikePartition):
+            view = view.clone()  # updates of a view would rewrite the whole chunk, each by itself, on a lazy device
+        elif self.keep_shapes or parameter.dim() == 0:
             view = view.view(parameter.shape)
         return ShardPiece(parameter=parameter, place=place, master=nn.Parameter(view))
 
@@ -155,6 +166,9 @@ class BucketShard:
         """Starts the reduce-scatter of the bucket's gradients and lets go of them."""
         parameters = self.bucket.parameters
         self.used = [p.grad is not None for p in parameters]
+        if isinstance(self.partition, AlikePartition):
+            self._send_joined(self.partition)
+            return
         flat = self.buffers.take(self, self.partition.numel, self.reduce_dtype, parameters[0].device)
         covered = 0
         targets, sources = [], []
@@ -171,6 +185,16 @@ class BucketShard:
             self._zero_padding(flat)
         if targets:
             torch._foreach_copy_(targets, sources)
+        for parameter in parameters:
+            parameter.grad = None
+        self._pending = self.run.backend.start_reduce_scatter(flat, self.group)
+
+    def _send_joined(self, partition: AlikePartition) -> None:
+        parameters = self.bucket.parameters
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise self._sparse(parameter)
+        flat = partition.join([p.grad for p in parameters], self.reduce_dtype, parameters[0].device)
         for parameter in parameters:
             parameter.grad = None
         self._pending = self.run.backend.start_reduce_scatter(flat, self.group)
@@ -221,7 +245,8 @@ class BucketShard:
 
     def _part(self, chunk: torch.Tensor, piece: ShardPiece) -> torch.Tensor:
         place = piece.place
-        return chunk[place.offset : place.offset + place.stop - place.start].view(piece.master.shape)
+        part = chunk[place.offset : place.offset + place.length].view(piece.master.shape)
+        return part.clone() if isinstance(self.partition, AlikePartition) else part  # is clipped in place
 
     def drop_gradients(self) -> None:
         self._gradient = None
@@ -241,6 +266,8 @@ class BucketShard:
     def send_weights(self) -> Callable[[], None]:
         """Starts to gather the updated weights; what it returns finishes that."""
         backend = self.run.backend
+        if isinstance(self.partition, AlikePartition):
+            self._chunk = torch.cat([piece.master.detach() for piece in self.pieces])
         chunk = self._chunk.detach().to(self.bucket.dtype)
         if self._flat is not None:  # the parameters are views of it
             pending = backend.start_all_gather_into(self._flat, chunk, self.group)
@@ -258,5 +285,11 @@ class BucketShard:
         """Takes the model's weights as the new masters, after somebody else has changed them."""
         with torch.no_grad():
             for piece in self.pieces:
+                if isinstance(self.partition, AlikePartition):
+                    continue
                 flat = piece.parameter.reshape(-1)[piece.place.start : piece.place.stop]
                 piece.master.copy_(flat.view(piece.master.shape))
+            if isinstance(self.partition, AlikePartition):
+                self._chunk = self.run.backend.chunk(self._new_flat(), self.group).to(self.optimizer_dtype, copy=True)
+                for piece in self.pieces:
+                    piece.master.copy_(self._part(self._chunk, piece))
