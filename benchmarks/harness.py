@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from neuron_accel.testing import run_ranks
@@ -110,24 +109,6 @@ def timed_steps(step: Callable[[], Any], barrier: Callable[[], Any], *, warm_up:
         step()
     barrier()
     return (time.perf_counter() - begin) / steps
-
-
-class PeakMemory:
-    """Highest resident memory of this process above what it has now."""
-
-    def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark, see proc_pid_clear_refs(5)
-        self._before = _status("VmRSS")
-
-    def bytes(self) -> int:
-        return _status("VmHWM") - self._before
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

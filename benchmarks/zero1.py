@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness import Measurement, PeakMemory, note, parser, rounds, table, timed_steps
-from tests.distributed.tcp import bytes_sent
+from benchmarks.harness import Measurement, note, parser, rounds, table, timed_steps
+from neuron_accel.testing.resources import PeakMemory, bytes_sent
 
 LENGTH = 128
 

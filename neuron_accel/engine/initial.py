@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from neuron_accel.backends.base import Group
     from neuron_accel.engine.run import Run
 
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 8 << 20
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], run: Run, group: Group, source: int = 0) -> None:

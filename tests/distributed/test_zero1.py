@@ -312,7 +312,7 @@ def test_state_is_one_nth_and_bytes_are_those_of_one_all_reduce(ranks):
 def count_wire():
     """Bytes that the kernel sent over this process's TCP connections in a step, against parameter bytes."""
     from neuron_accel import NeuronAccelerator, Zero1Plugin
-    from tests.distributed.tcp import bytes_sent
+    from neuron_accel.testing.resources import bytes_sent
 
     accelerator = NeuronAccelerator(plugins=[Zero1Plugin()])
     torch.manual_seed(0)
@@ -335,6 +335,32 @@ def test_wire_traffic_is_at_the_floor():
     sent = sum(sent for sent, _ in results) / 2
     floor = results[0][1]  # 2 (N - 1) / N of the parameters' bytes, at two ranks
     assert floor * 0.99 <= sent <= 1.05 * floor
+
+
+def peak_of_preparing(name, lazy):
+    """Memory above the model's own that preparing it and one step take, in units of its bf16 parameters."""
+    from neuron_accel import NeuronAccelerator, Zero1Plugin, make_optimizer_constructor_lazy
+    from neuron_accel.testing.resources import PeakMemory
+
+    accelerator = NeuronAccelerator(plugins=[Zero1Plugin(bucket_cap_mb=4)])
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(32))).to(torch.bfloat16)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    cls = getattr(torch.optim, name)
+    small = nn.Linear(2, 2)
+    accelerator.prepare(small, cls(small.parameters()))  # what torch imports at a first step does not count
+    memory = PeakMemory()
+    make = make_optimizer_constructor_lazy(cls) if lazy else cls
+    accelerator.prepare(model, make(model.parameters()))
+    return memory.bytes() / size
+
+
+def test_nothing_whole_is_ever_held_with_a_promised_optimizer():
+    # Adagrad's state exists from the start. At four ranks fp32 masters and state are half a model each; there are a few
+    # buckets, and memory of the old weights that the allocator keeps. An fp32 copy of the whole would be 2 by itself.
+    promised = run_ranks(peak_of_preparing, 4, "Adagrad", True)
+    assert max(promised) < 2.0
+    # the measure sees what it is to see: built at once, the state is a bf16 model of its own before it is divided
+    assert min(run_ranks(peak_of_preparing, 4, "Adagrad", False)) > max(promised) + 0.5
 
 
 def accumulate_quietly():
