@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.data_loader import get_sampler
+from accelerate.data_loader import SkipBatchSampler, get_sampler
 from accelerate.data_loader import prepare_data_loader as accelerate_prepare
 from accelerate.data_loader import skip_first_batches as accelerate_skip
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
@@ -41,6 +41,13 @@ def skip_first_batches(loader: Any, count: int, run: Run) -> Any:
     """A loader like a prepared one that leaves out its first ``count`` batches."""
     original = getattr(loader, "run", None)
     skipping = accelerate_skip(loader, num_batches=count)
+    # What Accelerate leaves behind, without which nobody can tell how much of the last global batch is real.
+    skipping._drop_last = getattr(loader, "_drop_last", False)
+    sampler = skipping.batch_sampler
+    if isinstance(sampler, SkipBatchSampler):
+        for name in ("batch_size", "split_batches", "num_processes"):
+            if hasattr(sampler.batch_sampler, name):
+                setattr(sampler, name, getattr(sampler.batch_sampler, name))
     return share(skipping, run) if original is run else skipping
 
 
