@@ -1,10 +1,11 @@
-"""One rank of a launch: ``python -m neuron_accel.cli._rank LAUNCHER_PID script|module TARGET [ARGUMENT ...]``.
+"""One rank of a launch: ``python .../_rank.py LAUNCHER_PID script|module TARGET [ARGUMENT ...]``.
 
 Runs the target as Python itself would run it, with three things added. The rank dies with its launcher, however that
 dies. An exception is written to the error file with its exact time, so that the launcher can tell the rank that failed
 first from those that failed because of it. A crash in native code prints the Python stack.
 
-It imports only the standard library: what the target must be the first to import, or to configure, stays untouched.
+It imports only the standard library, and is run as a file: what the target must be the first to import or to configure
+stays untouched, this package included.
 """
 
 from __future__ import annotations
@@ -49,8 +50,7 @@ def _watch(launcher_pid: int) -> None:
 
 def run_script(path: str) -> None:
     """Executes a file as ``__main__``."""
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    _look_first_in(os.path.dirname(os.path.realpath(path)))
     with io.open_code(path) as source:
         code = compile(source.read(), path, "exec", dont_inherit=True)
     _run_as_main(code, __file__=path)
@@ -58,6 +58,7 @@ def run_script(path: str) -> None:
 
 def run_module(name: str) -> None:
     """Executes an importable module, or a package's ``__main__``, as ``__main__``."""
+    _look_first_in(os.getcwd())
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
@@ -68,6 +69,12 @@ def run_module(name: str) -> None:
         sys.exit(f"neuron-accel: {name} is not written in Python")
     sys.argv[0] = str(spec.origin)
     _run_as_main(code, __file__=spec.origin, __spec__=spec, __loader__=spec.loader, __package__=spec.parent)
+
+
+def _look_first_in(folder: str) -> None:
+    """Puts the folder that Python would have put there in the place of this file's."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = folder
 
 
 def _run_as_main(code: types.CodeType, **attributes: object) -> None:

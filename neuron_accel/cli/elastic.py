@@ -155,7 +155,7 @@ def _failures(error: ChildFailedError, logs: RankLogs) -> list[RankFailure]:
                 rank=rank,
                 exit_code=failure.exitcode,
                 noticed=failure.timestamp,
-                summary=message.get("message"),
+                summary=message.get("message", "").partition("\n")[0] or None,
                 raised=message.get("extraInfo", {}).get("time"),
                 stderr=logs.stderr_of(rank),
             )

@@ -75,7 +75,7 @@ class LaunchPlan:
     def command(self, launcher_pid: int | str) -> list[str]:
         """The command line of every rank, after the interpreter."""
         kind = "module" if self.request.module else "script"
-        rank = ["-u", "-m", "neuron_accel.cli._rank", str(launcher_pid), kind]
+        rank = ["-u", str(Path(__file__).with_name("_rank.py")), str(launcher_pid), kind]
         return [*rank, self.request.target, *self.request.arguments]
 
     def explain(self) -> str:

@@ -144,7 +144,7 @@ def test_dry_run_prints_the_command_and_starts_nothing(script, capsys):
     assert main(["launch", "--nproc_per_node", "3", "--cpu", "--dry-run", script, "--epochs", "2"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("3 ranks of")
-    assert out.rstrip().endswith(f"-m neuron_accel.cli._rank LAUNCHER_PID script {script} --epochs 2")
+    assert out.rstrip().endswith(f"_rank.py LAUNCHER_PID script {script} --epochs 2")
 
 
 def test_neuron_devices_are_counted_by_their_driver_files(tmp_path):

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from neuron_accel.cli import _rank
+
 
 @pytest.fixture
 def run_rank(tmp_path):
@@ -19,7 +21,7 @@ def run_rank(tmp_path):
         target.write_text(source)
         environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file or "")}
         name = str(target) if kind == "script" else target.stem
-        command = [sys.executable, "-m", "neuron_accel.cli._rank", str(launcher or os.getpid()), kind, name]
+        command = [sys.executable, _rank.__file__, str(launcher or os.getpid()), kind, name]
         return subprocess.run(
             [*command, *arguments],
             cwd=target.parent if kind == "module" else None,
@@ -41,7 +43,8 @@ assert sys.argv[0].endswith(EXPECTED) and sys.argv[1:] == ["--epochs", "3"], sys
 assert os.path.basename(sys.path[0]) == "folder", sys.path[0]
 assert pickle.loads(pickle.dumps(Sample())).__class__ is Sample
 assert __file__.endswith("train_me.py")
-assert not {"torch", "accelerate"} & set(sys.modules)
+assert not {"torch", "accelerate", "neuron_accel"} & set(sys.modules)
+assert not any("cli" in os.path.basename(entry) for entry in sys.path), sys.path
 import atexit
 atexit.register(lambda: print("last words of", pickle.dumps(Sample())[:0], Sample.__name__))
 print("fine")
