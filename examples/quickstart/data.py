@@ -219,7 +219,7 @@ def load_corpus(settings: CorpusSettings, cache: Path, *, root: Path | None = No
         root: folder of sources; the standard library by default.
 
     Raises:
-        CorpusError: there is too little text for the settings.
+        CorpusError: there is too little text for the settings, or the cache cannot be written.
     """
     documents = read_documents(share=settings.share, held_out=settings.held_out, root=root)
     digest = _digest(settings, documents)
@@ -259,8 +259,11 @@ def _read_cache(cache: Path, digest: str) -> Corpus | None:
 def _write_cache(corpus: Corpus, cache: Path) -> None:
     header = {"digest": corpus.digest, "tokenizer": corpus.tokenizer.backend_tokenizer.to_str()}
     data = save({"train": corpus.train, "held_out": corpus.held_out}, metadata=header)
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=cache.parent, prefix=f".{cache.name}.")
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=cache.parent, prefix=f".{cache.name}.")
+    except OSError as error:
+        raise CorpusError(f"the folder {cache.parent} cannot be written to: {error}") from error
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

@@ -28,7 +28,7 @@ def parse(description: str, arguments: list[str] | None = None) -> argparse.Name
     option("--output", type=Path, default=Path("out/quickstart"), help="folder for corpus, trained model and history")
     option("--seed", type=int, default=0, help="of first weights and order of the data; same seed, same losses")
     option("--verify", action="store_true", help="also train in one process on the same batches and compare losses")
-    option("--tolerance", type=_positive(float), default=1e-3, help="largest relative difference that --verify accepts")
+    option("--tolerance", type=_positive(float), default=1e-4, help="largest relative difference that --verify accepts")
     option("--prompt", default="def __init__(self,", help="beginning of a line of Python for the model to complete")
 
     option = parser.add_argument_group("training").add_argument

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 
@@ -30,25 +28,23 @@ class Reference:
 def train_in_one_process(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    loader: DataLoader,
+    batches: Iterable[dict[str, torch.Tensor]],
     schedule: Callable[[int], float],
     *,
     max_norm: float,
-    show: bool = True,
 ) -> Reference:
     """Trains on one whole batch a step: what all ranks of the sharded run saw together in that step.
 
     Args:
         model: with the weights the sharded run began with.
         optimizer: of ``model``.
-        loader: yields one batch for every optimizer step.
+        batches: one for every optimizer step.
         schedule: fraction of the learning rate at a step.
         max_norm: to clip gradients to.
-        show: whether to draw a progress bar.
     """
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     losses, norms = [], []
-    for batch in tqdm(loader, desc="one process", unit="step", disable=not show, mininterval=1.0):
+    for batch in batches:
         loss = model(**batch).loss
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())

@@ -5,17 +5,32 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from neuron_accel import NeuronAccelerator
+if TYPE_CHECKING:
+    from neuron_accel import NeuronAccelerator
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII = "_.,-=+*#"
+
+
+def progress_bar(description: str, batches: Iterable[Any] | None = None, *, total: int, show: bool = True) -> tqdm:
+    """A bar on stderr, around ``batches`` or to be moved by hand."""
+    return tqdm(
+        batches,
+        desc=description,
+        total=total,
+        unit="step",
+        disable=not show,
+        mininterval=0.2 if sys.stderr.isatty() else 10.0,  # a log file needs a line now and then, not a film
+        bar_format="{desc} {percentage:3.0f}% |{bar:24}| {n_fmt}/{total_fmt} [{elapsed}, eta {remaining}{postfix}]",
+    )
 
 
 class Progress:
@@ -41,14 +56,7 @@ class Progress:
         self.norms: list[float] = []
         self._micro_batches: list[torch.Tensor] = []
         self._unread: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._bar = tqdm(
-            total=steps,
-            desc="training",
-            unit="step",
-            disable=not accelerator.is_main_process,
-            mininterval=0.2 if sys.stderr.isatty() else 5.0,  # a log file needs a line now and then, not a film
-            bar_format="{desc} {percentage:3.0f}% |{bar:24}| {n_fmt}/{total_fmt} [{elapsed}, eta {remaining}{postfix}]",
-        )
+        self._bar = progress_bar("training", total=steps, show=accelerator.is_main_process)
         self._start = time.monotonic()
 
     def micro_batch(self, loss: torch.Tensor) -> None:
@@ -119,8 +127,11 @@ def sparkline(values: Sequence[float], *, width: int = 60, encoding: str | None 
 
 
 def complete_line(folder: Path, prompt: str, *, tokens: int = 32) -> str:
-    """Opens a saved folder with plain transformers and lets the model finish the line that ``prompt`` begins. A prompt as
-    long as the sequences that the model knows comes back as it is."""
+    """Opens a saved folder with plain transformers and lets the model finish the line that ``prompt`` begins.
+
+    The continuation is the likeliest that a beam search finds and that repeats no three tokens, which so small a model
+    is fond of. A prompt as long as the sequences that the model knows comes back as it is.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     # A document begins where the one before it ends.
@@ -133,6 +144,8 @@ def complete_line(folder: Path, prompt: str, *, tokens: int = 32) -> str:
         attention_mask=torch.ones_like(inputs),
         max_new_tokens=min(tokens, room),
         do_sample=False,
+        num_beams=4,
+        no_repeat_ngram_size=3,
         pad_token_id=tokenizer.eos_token_id,
     )
     continuation = tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True)

@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import data
@@ -56,117 +55,118 @@ def evaluate(accelerator, model, loader) -> float:
 def run(options: argparse.Namespace) -> int:
     """The whole main job; returns the exit code."""
     begin = time.monotonic()
-    settings = data.CorpusSettings(
-        share=options.corpus_share,
-        held_out=options.held_out_share,
-        vocab_size=options.vocab_size,
-        sequence_length=options.sequence_length,
-    )
     accelerator = NeuronAccelerator(config=options.config)
     micro_batch_size = _micro_batch_size(options, accelerator)
     accelerator.print(accelerator.plan.explain())
-
-    with accelerator.local_main_process_first():
-        corpus = data.load_corpus(settings, options.output / "corpus.safetensors")
-    _check_same_corpus(accelerator, corpus)
-    _check_enough(corpus, options)
-    seconds = {"corpus": time.monotonic() - begin}
-    accelerator.print(
-        f"\ntext: {corpus.train.size:,} tokens to train on, {corpus.held_out.size:,} held out"
-        f" ({'reused' if corpus.reused else 'made'} in {seconds['corpus']:.1f} s)"
-    )
-
-    config = recipe.llama_config(
-        vocab_size=len(corpus.tokenizer),
-        hidden_size=options.hidden_size,
-        layers=options.layers,
-        heads=options.heads,
-        key_value_heads=options.key_value_heads,
-        positions=options.sequence_length,
-        end=corpus.tokenizer.eos_token_id,
-    )
+    corpus = load_text(accelerator, options)
     sequences = data.Sequences(corpus.train)
     order = data.TrainingOrder(size=len(sequences), total=options.steps * options.batch_size, seed=options.seed)
     eval_batches = min(options.eval_batches, len(corpus.held_out) // options.batch_size)
     eval_sequences = data.Sequences(data.spread(corpus.held_out, eval_batches * options.batch_size))
 
+    config = _llama_config(options, corpus)
     model = recipe.build_model(config, options.seed)
+    accelerator.print(f"model: Llama with {sum(p.numel() for p in model.parameters()):,} parameters\n")
     optimizer = recipe.build_optimizer(model, options.learning_rate)
     loader = DataLoader(sequences, batch_size=micro_batch_size, sampler=order)
     eval_loader = DataLoader(eval_sequences, batch_size=micro_batch_size)
     # Accelerate's convention: a scheduler is stepped once for every data-parallel rank in each optimizer step.
     ranks = accelerator.num_processes
     scheduler = LambdaLR(optimizer, lambda step: recipe.learning_rate_at(step / ranks, options.steps))
-    accelerator.print(f"model: Llama with {sum(p.numel() for p in model.parameters()):,} parameters\n")
-
     model, optimizer, loader, eval_loader, scheduler = accelerator.prepare(
         model, optimizer, loader, eval_loader, scheduler
     )
-    tokens_per_step = options.batch_size * options.sequence_length
-    progress = report.Progress(
-        accelerator, steps=options.steps, tokens_per_step=tokens_per_step, every=options.log_every
-    )
+
+    tokens = options.batch_size * options.sequence_length
+    progress = report.Progress(accelerator, steps=options.steps, tokens_per_step=tokens, every=options.log_every)
     train(accelerator, model, optimizer, loader, scheduler, progress)
-    seconds["training"] = progress.close()
+    seconds = {"training": progress.close()}
     evaluation_loss = evaluate(accelerator, model, eval_loader)
 
     folder = options.output / "model"
     accelerator.save_model(model, folder)
-    if accelerator.is_main_process:
-        corpus.tokenizer.save_pretrained(folder)
     is_main_process = accelerator.is_main_process
+    if is_main_process:
+        corpus.tokenizer.save_pretrained(folder)
     accelerator.end_training()
     if not is_main_process:
         return 0
 
     # From here on nothing is shared any more: the main process goes on alone, with the saved folder.
-    losses = progress.losses
+    show_result(options, progress, evaluation_loss, seconds["training"])
+    history = {"losses": progress.losses, "gradient_norms": progress.norms, "evaluation_loss": evaluation_loss}
+    if options.verify:
+        start = time.monotonic()
+        history["reference"] = verify(options, config, sequences, order, history)
+        seconds["one process"] = time.monotonic() - start
+    else:
+        print(f"\n{report.loss_table(progress.losses)}")
+    seconds["all"] = time.monotonic() - begin
+    print("\n" + ", ".join(f"{what} {value:.1f} s" for what, value in seconds.items()))
+    (options.output / "history.json").write_text(json.dumps(history | {"seconds": seconds}, indent=1))
+    return 0 if not options.verify or history["reference"]["within_tolerance"] else 1
+
+
+def load_text(accelerator, options: argparse.Namespace) -> data.Corpus:
+    """The corpus, made by one process of each machine while the others wait, then the same on all."""
+    start = time.monotonic()
+    settings = data.CorpusSettings(
+        share=options.corpus_share,
+        held_out=options.held_out_share,
+        vocab_size=options.vocab_size,
+        sequence_length=options.sequence_length,
+    )
+    with accelerator.local_main_process_first():
+        corpus = data.load_corpus(settings, options.output / "corpus.safetensors")
+    # Machines with different versions of Python have different standard libraries.
+    digest = torch.tensor([int(corpus.digest[:15], 16)], device=accelerator.device)
+    if len(set(accelerator.gather(digest).tolist())) > 1:
+        raise data.CorpusError(
+            "the machines of this run have different text to train on; give them the same version of Python, the same "
+            "version of tokenizers, and the same arguments"
+        )
+    for what, rows in (("train on", corpus.train), ("evaluate with", corpus.held_out)):
+        if len(rows) < options.batch_size:
+            raise data.CorpusError(
+                f"there are only {len(rows)} sequences of {options.sequence_length} tokens to {what}, which is less "
+                f"than one batch of {options.batch_size}; choose a larger --corpus-share or --held-out-share"
+            )
+    accelerator.print(
+        f"\ntext: {corpus.train.size:,} tokens to train on, {corpus.held_out.size:,} held out"
+        f" ({'reused' if corpus.reused else 'made'} in {time.monotonic() - start:.1f} s)"
+    )
+    return corpus
+
+
+def show_result(options: argparse.Namespace, progress: report.Progress, evaluation_loss: float, seconds: float) -> None:
+    losses, folder = progress.losses, options.output / "model"
+    rate = options.steps * options.batch_size * options.sequence_length / seconds
     print(f"\nloss {report.sparkline(losses)}")
     print(f"     {losses[0]:.3f} at the start, {losses[-1]:.3f} at the end, {evaluation_loss:.3f} on held-out files")
-    rate = options.steps * tokens_per_step / seconds["training"]
-    print(f"     {seconds['training']:.1f} s, {rate:,.0f} tokens/s")
+    print(f"     {seconds:.1f} s, {rate:,.0f} tokens/s")
     print(f"\nsaved in {folder}; plain transformers opens it and completes a line of Python:")
     print(f"     {report.complete_line(folder, options.prompt)}")
 
-    history: dict[str, Any] = {
-        "losses": losses,
-        "gradient_norms": progress.norms,
-        "evaluation_loss": evaluation_loss,
-        "corpus_reused": corpus.reused,
-        "seconds": seconds,
-    }
-    code = 0
-    if options.verify:
-        start = time.monotonic()
-        history["reference"] = verify(options, config, sequences, order, folder, history)
-        seconds["one process"] = time.monotonic() - start
-        code = 0 if history["reference"]["within_tolerance"] else 1
-    else:
-        print(f"\n{report.loss_table(losses)}")
-    seconds["all"] = time.monotonic() - begin
-    (options.output / "history.json").write_text(json.dumps(history, indent=1))
-    print("\n" + ", ".join(f"{what} {value:.1f} s" for what, value in seconds.items()))
-    return code
 
-
-def verify(options: argparse.Namespace, config, sequences, order, folder: Path, history: dict) -> dict[str, Any]:
+def verify(options: argparse.Namespace, config, sequences, order, history: dict) -> dict[str, Any]:
     """Trains the one-process reference and compares.
 
     Accelerate deals batches to data-parallel ranks in turn, so what all ranks see in the micro-batches of one optimizer
     step is the next ``batch_size`` samples of the order: one batch of a loader that is not divided.
     """
     print()
+    loader = DataLoader(sequences, batch_size=options.batch_size, sampler=order)
     model = recipe.build_model(config, options.seed)
     result = reference.train_in_one_process(
         model,
         recipe.build_optimizer(model, options.learning_rate),
-        DataLoader(sequences, batch_size=options.batch_size, sampler=order),
+        report.progress_bar("one process", loader, total=options.steps),
         lambda step: recipe.learning_rate_at(step, options.steps),
         max_norm=recipe.MAX_NORM,
     )
     difference = reference.largest_difference(history["losses"], result.losses)
     norm_difference = reference.largest_difference(history["gradient_norms"], result.norms)
-    weight_difference = reference.largest_weight_difference(folder, result.weights)
+    weight_difference = reference.largest_weight_difference(options.output / "model", result.weights)
     within = difference <= options.tolerance
     print(f"\n{report.loss_table(history['losses'], result.losses)}")
     print(f"\nlargest relative difference of the losses in {options.steps} steps: {difference:.1e}", end=" ")
@@ -195,23 +195,16 @@ def _micro_batch_size(options: argparse.Namespace, accelerator) -> int:
     return size
 
 
-def _check_same_corpus(accelerator, corpus) -> None:
-    """Machines with different versions of Python have different standard libraries."""
-    mine = torch.tensor([int(corpus.digest[:15], 16)], device=accelerator.device)
-    if len(set(accelerator.gather(mine).tolist())) > 1:
-        raise data.CorpusError(
-            "the machines of this run have different text to train on; give them the same version of Python, the same "
-            "version of tokenizers, and the same arguments"
-        )
-
-
-def _check_enough(corpus, options: argparse.Namespace) -> None:
-    for what, rows in (("train on", corpus.train), ("evaluate with", corpus.held_out)):
-        if len(rows) < options.batch_size:
-            raise data.CorpusError(
-                f"there are only {len(rows)} sequences of {options.sequence_length} tokens to {what}, which is less "
-                f"than one batch of {options.batch_size}; choose a larger --corpus-share or --held-out-share"
-            )
+def _llama_config(options: argparse.Namespace, corpus: data.Corpus) -> recipe.LlamaConfig:
+    return recipe.llama_config(
+        vocab_size=len(corpus.tokenizer),
+        hidden_size=options.hidden_size,
+        layers=options.layers,
+        heads=options.heads,
+        key_value_heads=options.key_value_heads,
+        positions=options.sequence_length,
+        end=corpus.tokenizer.eos_token_id,
+    )
 
 
 def main() -> int:
