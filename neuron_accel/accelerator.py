@@ -19,6 +19,7 @@ from accelerate.utils import DataLoaderConfiguration  # noqa: E402
 from torch import nn  # noqa: E402
 
 from neuron_accel.checkpoint.gather import full_gradients, full_state_dict  # noqa: E402
+from neuron_accel.checkpoint.session import Session  # noqa: E402
 from neuron_accel.data.loaders import prepare_data_loader, skip_first_batches  # noqa: E402
 from neuron_accel.data.split import share_of  # noqa: E402
 from neuron_accel.engine.config import RunConfig, load_config  # noqa: E402
@@ -116,6 +117,7 @@ class NeuronAccelerator(Accelerator):
             self.run.group(*axes)  # now, in the same order on every rank
         self._items, self._clipping = ItemCount(self.run), Clipping(self.run)
         for plugin in plan.plugins:
+        self._session = Session(self)
             plugin.setup(self.run)
 
     # ---- the run ---------------------------------------------------------------------------------------------------
@@ -475,6 +477,8 @@ class NeuronAccelerator(Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The state dict of the original model: original names and shapes, on the main process's CPU. Collective.
 
+        if hasattr(dataloader, "forget_position"):  # the caller goes on by hand
+            dataloader.forget_position()
         Where no parameter is cut every process gets it, else the others get an empty dict.
         """
         record = self.run.prepared(model)
@@ -509,23 +513,60 @@ class NeuronAccelerator(Accelerator):
                     value.save_pretrained(Path(save_directory))
         self.wait_for_everyone()
 
-    def save_state(self, *args: Any, **kwargs: Any) -> str:
-        self._check_stateful("save_state")
-        return super().save_state(*args, **kwargs)
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        async_save: bool = False,
+        tokenizer: Any = None,
+        **unknown: Any,
+    ) -> str:
+        """Saves everything that training needs to go on, such that any mesh can load it. Collective.
 
-    def load_state(self, *args: Any, **kwargs: Any) -> None:
-        self._check_stateful("load_state")
-        super().load_state(*args, **kwargs)
+        Args:
+            output_dir: the folder; a checkpoint in it stays valid until the new one is complete. Left out with
+                automatic checkpoint naming.
+            safe_serialization: must be True: nothing is pickled.
+            async_save: return once everything is copied to host memory. The next save, load, and the end of training
+                wait for the rest and report its failure.
+            tokenizer: is saved beside the model's configuration; anything with ``save_pretrained``.
 
-    def _check_stateful(self, what: str) -> None:
-        sharded = self.run.owner(Claim.OPTIMIZER_STATE)
-        if sharded is not None or self._shares_data:
-            raise UsageError(
-                f"`{what}` cannot handle sharded state yet.",
-                where=f"plan over {self.plan.mesh}",
-                why="Accelerate's format keeps the main process's shard only, and the rest would be lost silently",
-                fix="save weights with `save_model`",
-            )
+        Returns:
+            the folder.
+
+        Raises:
+            CheckpointError: on every rank, if something cannot be saved or written. What was there before is intact.
+        """
+        options: dict[str, Any] = {"async_save": async_save, "tokenizer": tokenizer, **unknown}
+        return self._session.save(output_dir, safe_serialization=safe_serialization, **options)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        resume: str | None = None,
+        verify: bool = True,
+    ) -> bool:
+        """Loads what :meth:`save_state` saved, on this mesh or another, or the weights of a folder of transformers.
+        Prepared loaders go on in the middle of their epoch with the next batch. Collective.
+
+        Args:
+            input_dir: the folder; left out with automatic checkpoint naming: the latest complete checkpoint.
+            load_kwargs: must be empty: nothing is unpickled.
+            resume: ``"latest"``: load the latest complete checkpoint of the project folder if there is one.
+            verify: compare every file with its checksum first.
+
+        Returns:
+            whether something was loaded; False only with ``resume``.
+
+        Raises:
+            CheckpointError: on every rank, before anything is changed.
+        """
+        if load_kwargs:
+            raise UsageError("`load_kwargs` are arguments for unpickling, and nothing is unpickled here.")
+        return self._session.load(input_dir, resume=resume, verify=verify)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
     def free_memory(self, *objects: Any) -> Any:
@@ -536,11 +577,13 @@ class NeuronAccelerator(Accelerator):
     def end_training(self) -> None:
         """Finishes trackers, lets go of everything prepared, and disconnects."""
         self._teardown()
+        self._session.wait()
         super().end_training()
 
     def _teardown(self) -> None:
         for plugin in reversed(self.plan.plugins):
             plugin.teardown(self.run)
+        self._session.wait()
         for record in self.run.models:
             for handle in record.handles:
                 handle.remove()
@@ -555,7 +598,7 @@ class NeuronAccelerator(Accelerator):
         """A copy in another process knows the plan and its place in it, but is connected to no one and has prepared
         nothing."""
         prepared = ("_models", "_optimizers", "_schedulers", "_dataloaders")
-        return {**self.__dict__, **{name: [] for name in prepared}, "_items": None, "_clipping": None}
+        return {**self.__dict__, **{name: [] for name in prepared}, "_items": None, "_clipping": None, "_session": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -566,6 +609,7 @@ def _merged_options(configured: RunConfig, given: dict[str, Any]) -> dict[str, A
     options = dict(configured.accelerate)
     if configured.dataloader:
         options["dataloader_config"] = DataLoaderConfiguration(**configured.dataloader)
+        self._session = Session(self)
     for name in given:
         if given[name] is not None and name in _REFUSED:
             raise ConfigurationError(

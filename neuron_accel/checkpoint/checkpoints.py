@@ -112,12 +112,19 @@ class Checkpoints:
         if pending is None:
             return
         atexit.unregister(self._at_exit)
-        pending.join()
 
         def report() -> None:
             if pending.error is not None:
                 raise pending.error
 
+        pending.join_share()
+        try:
+            agreed(self._run, report)
+        except CheckpointError:
+            pending.abandon()
+            pending.join()
+            raise
+        pending.join()
         agreed(self._run, report)
 
     def _at_exit(self) -> None:

@@ -175,6 +175,13 @@ def _file_entry(entry: Mapping[str, Any]) -> FileEntry:
 
 def _checked(path: str) -> str:
     pure = PurePosixPath(path)
-    if not path or pure.is_absolute() or ".." in pure.parts or "\\" in path or "\0" in path or str(pure) != path:
+    if (
+        path in ("", ".")
+        or pure.is_absolute()
+        or ".." in pure.parts
+        or "\\" in path
+        or "\0" in path
+        or str(pure) != path
+    ):
         raise ValueError(f"the path {path!r} leaves its folder")
     return path

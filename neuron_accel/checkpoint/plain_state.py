@@ -71,7 +71,7 @@ def _put(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> 
 
 def _encode_simple(value: Any) -> Any:
     if type(value) is complex:
-        return {_TAG: "complex", "v": [value.real, value.imag]}
+        return {_TAG: "complex", "v": [repr(value.real), repr(value.imag)]}
     if type(value) is bytes:
         return {_TAG: "bytes", "v": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype):
@@ -134,12 +134,18 @@ def _decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         array = tensor(inner).numpy()
         return array.reshape(value["shape"]) if "shape" in value else array
     if kind == "scalar":
-        return np.dtype(value["dtype"]).type(_decode(inner, tensor))
+        dtype = np.dtype(value["dtype"])
+        if dtype.kind not in "biuf":
+            raise ValueError(f"{dtype} is no dtype of numbers")
+        return dtype.type(_decode(inner, tensor))
     if kind == "dtype":
         result = getattr(torch, inner)
         if not isinstance(result, torch.dtype):
             raise ValueError(f"{inner!r} is no dtype")
         return result
-    return {"float": float, "complex": lambda v: complex(*v), "bytes": base64.b64decode, "device": torch.device}[kind](
-        inner
-    )
+    return {
+        "float": float,
+        "complex": lambda v: complex(float(v[0]), float(v[1])),
+        "bytes": base64.b64decode,
+        "device": torch.device,
+    }[kind](inner)

@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,7 +159,7 @@ def _written(data: bytes) -> Written:
 
 def _remove_old(folder: Path, manifest: Manifest, files: Files) -> None:
     """Removes what earlier saves into the folder have left and the manifest does not name."""
-    candidates = [*folder.glob(f"{STATE}*.safetensors"), *folder.glob(".*.new")]
+    candidates = [*folder.glob(f"{STATE}*.safetensors"), *folder.glob(".*.new"), *folder.glob(".*.rank_*.json")]
     for inside in (MODEL_FOLDER, "optimizer"):
         candidates += (folder / inside).glob("*_rank_*.safetensors")
     for path in candidates:
@@ -184,8 +185,17 @@ class BackgroundSave:
         self._contents = replace(contents, items=copy_to_host(contents.items))
         self._rank, self._size, self._facts = run.backend.rank, run.world.size, facts_of(run)
         self.error: NeuronAccelError | None = None
+        self._share_done, self._abandoned = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="neuron_accel-save")
         self._thread.start()
+
+    def join_share(self) -> None:
+        """Returns when this rank has written its share, or failed to: :attr:`error` then says why."""
+        self._share_done.wait()
+
+    def abandon(self) -> None:
+        """Another rank has failed, and may not even have been able to leave a note of that."""
+        self._abandoned.set()
 
     def join(self) -> None:
         """Returns when this rank has nothing left to do; :attr:`error` then says how it went here."""
@@ -200,26 +210,27 @@ class BackgroundSave:
             self.error = CheckpointError(f"The background save failed: {error!r}", where=str(self._target.folder))
             self.error.__cause__ = error
         finally:
+            self._share_done.set()
             self._contents = Contents(items=[])
 
     def _write(self) -> None:
         folder, files = self._target.folder, self._files
-        note: dict[str, Any] = {}
         try:
             part = write_items(folder, self._contents.items, self._facts, self._target.generation, files)
-            note["files"] = {path: [kind, w.size, w.crc32] for path, (kind, w) in part.items()}
         except NeuronAccelError as error:
-            note["error"] = str(error)
+            with suppress(NeuronAccelError):  # a full disk has no room for a note either
+                self._leave_note({"error": str(error)})
             raise
-        finally:
-            if self._rank:
-                files.replace(self._note(self._rank), json.dumps(note).encode())
+        self._leave_note({"files": {path: [kind, w.size, w.crc32] for path, (kind, w) in part.items()}})
+        self._share_done.set()
         if self._rank == 0:
             parts = [part, *(self._wait_for(rank) for rank in range(1, self._size))]
             complete(self._contents, self._target, parts, files)
-            for rank in range(1, self._size):
-                files.remove(self._note(rank))
             self._finished()
+
+    def _leave_note(self, note: Mapping[str, Any]) -> None:
+        if self._rank:
+            self._files.replace(self._note(self._rank), json.dumps(note).encode())
 
     def _note(self, rank: int) -> Path:
         return self._target.folder / f".{self._target.token}.rank_{rank}.json"
@@ -227,6 +238,10 @@ class BackgroundSave:
     def _wait_for(self, rank: int) -> FileList:
         path, deadline = self._note(rank), time.monotonic() + _PATIENCE_SECONDS
         while not path.exists():
+            if self._abandoned.is_set():
+                raise CheckpointError(
+                    f"Rank {rank} could not write its part of the checkpoint.", where=str(path.parent)
+                )
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"Rank {rank} has not written its part of the checkpoint within {_PATIENCE_SECONDS} s.",

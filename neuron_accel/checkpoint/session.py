@@ -42,7 +42,7 @@ class Session:
         **unknown: Any,
     ) -> str:
         """See :meth:`NeuronAccelerator.save_state`."""
-        accelerator, project = self._accelerator, self._accelerator.project_configuration
+        project = self._accelerator.project_configuration
         if not safe_serialization:
             raise UsageError(
                 "`safe_serialization=False` is not possible: checkpoints hold safetensors and JSON only.",
@@ -72,9 +72,8 @@ class Session:
 
     def load(self, input_dir: str | os.PathLike[str] | None, *, resume: str | None = None, verify: bool = True) -> bool:
         """See :meth:`NeuronAccelerator.load_state`."""
-        if resume is not None:
-            if input_dir is not None or resume != LATEST:
-                raise UsageError(f"`resume={resume!r}` is not possible here.", fix="use load_state(resume='latest')")
+        if resume is not None and (input_dir is not None or resume != LATEST):
+            raise UsageError(f"`resume={resume!r}` is not possible here.", fix="use load_state(resume='latest')")
         folder = self._found(input_dir, optional=resume is not None)
         if folder is None:
             return False

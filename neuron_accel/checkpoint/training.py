@@ -68,6 +68,7 @@ def capture(training: Training) -> Captured:
         CheckpointError: on every rank, if the state of some object cannot be stored.
     """
     run = training.run
+    run.backend.step_boundary()  # a lazy device computes what is saved
     items, facts = agreed(run, lambda: _local(training))
     everyone = run.backend.all_gather_object(facts, run.world)
     tensors: dict[str, torch.Tensor] = {}

@@ -7,10 +7,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from neuron_accel.cli import env, launch, plugins, schedule, smoke_test
+from neuron_accel.cli import consolidate, env, inspect, launch, plugins, schedule, smoke_test, verify
 from neuron_accel.engine.errors import NeuronAccelError
 
-COMMANDS = {"launch": launch, "env": env, "plugins": plugins, "schedule": schedule, "test": smoke_test}
+COMMANDS = {
+    "launch": launch,
+    "env": env,
+    "plugins": plugins,
+    "schedule": schedule,
+    "test": smoke_test,
+    "consolidate": consolidate,
+    "inspect": inspect,
+    "verify": verify,
+}
 
 EPILOG = """\
 examples:

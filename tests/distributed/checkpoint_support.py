@@ -64,7 +64,7 @@ class Trained:
         return self.accelerator.reduce(loss.detach(), "mean").item()
 
     def contents(self) -> dict[str, torch.Tensor]:
-        """Weights and optimizer state of the original model, whole, on the main process; what a checkpoint must keep."""
+        """Weights and optimizer state of the original model, whole, on the main process."""
         from neuron_accel.checkpoint.gather import full_tensor
         from neuron_accel.checkpoint.snapshot import pieces_of
 

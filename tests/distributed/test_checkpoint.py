@@ -1,4 +1,4 @@
-"""What any mesh saved, any other mesh loads: weights, optimizer and schedule bit for bit, and the next loss to rounding."""
+"""What any mesh saved, any other mesh loads: weights and optimizer bit for bit, and the next loss to rounding."""
 
 from __future__ import annotations
 

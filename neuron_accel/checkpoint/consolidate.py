@@ -1,0 +1,209 @@
+"""From a checkpoint of any mesh to a standard folder of transformers, a few megabytes at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from neuron_accel.checkpoint.files import Files
+from neuron_accel.checkpoint.index import index_checkpoint, model_collection
+from neuron_accel.checkpoint.manifest import MODEL_FOLDER, check_file, has_manifest, locate, read_manifest
+from neuron_accel.checkpoint.source import Bytes, SourceTensor, words
+from neuron_accel.checkpoint.tensorfile import encode_header, read_header
+from neuron_accel.engine.errors import CheckpointError
+from neuron_accel.engine.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
+
+_BLOCK = 4 << 20
+_SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
+
+
+def checkpoint_folder(given: Path) -> Path:
+    """The checkpoint that a user means: its folder, or the one of its model's shards."""
+    given = given.resolve()
+    if given.name == MODEL_FOLDER and not has_manifest(given) and has_manifest(given.parent):
+        return given.parent
+    return given
+
+
+def parse_size(text: str) -> int:
+    """Bytes from ``"5GB"``, ``"500MB"``, ``"2GiB"`` or a number.
+
+    Raises:
+        CheckpointError: if ``text`` is no positive size.
+    """
+    stripped = text.strip().upper()
+    unit = next((u for u in sorted(_SIZES, key=len, reverse=True) if stripped.endswith(u)), "")
+    try:
+        size = int(float(stripped.removesuffix(unit)) * _SIZES.get(unit, 1))
+    except (ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise CheckpointError(f"{text!r} is no size.", fix="give one like 5GB or 500MB")
+    return size
+
+
+def consolidate(
+    folder: Path,
+    output: Path,
+    *,
+    form: str = "safetensors",
+    max_shard_size: int = 5 * 10**9,
+    verify: bool = True,
+    progress: Progress = lambda done, total: None,
+    files: Files | None = None,
+) -> list[Path]:
+    """Writes the model of a checkpoint with its original names and shapes. Ties and padding are undone.
+
+    Args:
+        folder: the checkpoint, or the folder of its model's shards.
+        output: is made; must hold no weights.
+        form: ``"safetensors"`` or ``"pytorch"``.
+        max_shard_size: of a file of weights, in bytes; a larger tensor has a file of its own.
+        verify: whether to compare the model's files with their checksums first.
+        progress: is told how far it is.
+        files: how files are written.
+
+    Returns:
+        the files of weights.
+
+    Raises:
+        CheckpointError: if the checkpoint is incomplete or damaged, or the output cannot be written.
+    """
+    files = files or Files()
+    folder = checkpoint_folder(folder)
+    manifest = read_manifest(folder)
+    for relative, entry in manifest.files.items():
+        if entry.kind == "auxiliary" or (verify and entry.kind == "model"):
+            check_file(folder, relative, entry)
+    index = index_checkpoint(folder, manifest, ("model",))
+    tensors = sorted(index.tensors(model_collection(0)), key=lambda tensor: tensor.name)
+    for tensor in tensors:
+        tensor.check()
+    if not tensors:
+        raise CheckpointError("The checkpoint holds no model.", where=str(folder))
+    held = [path.name for pattern in ("*.safetensors*", "*.bin*") for path in output.glob(pattern)]
+    if held:
+        raise CheckpointError(
+            f"{str(output)!r} holds weights already: {held[0]}.", where=str(output), fix="name a new folder"
+        )
+    files.make_folder(output)
+    shards = split_by_size(tensors, max_shard_size)
+    paths = _write_shards(shards, output, form, progress, files)
+    for relative in manifest.of_kind("auxiliary"):  # last: a folder without configuration does not load
+        path = output / relative
+        if path.parent != output:
+            files.make_folder(path.parent)
+        files.write(path, [locate(folder, relative).read_bytes()])
+    files.sync_folder(output)
+    return paths
+
+
+def split_by_size(tensors: list[SourceTensor], limit: int) -> list[list[SourceTensor]]:
+    """Runs of tensors of ``limit`` bytes at most; at least one tensor each."""
+    shards: list[list[SourceTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def _write_shards(
+    shards: list[list[SourceTensor]], output: Path, form: str, progress: Progress, files: Files
+) -> list[Path]:
+    stem, suffix = {"safetensors": ("model", ".safetensors"), "pytorch": ("pytorch_model", ".bin")}[form]
+    total = sum(tensor.nbytes for shard in shards for tensor in shard)
+    done = 0
+
+    def count(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(done, total)
+
+    weight_map, paths = {}, []
+    for number, shard in enumerate(shards, 1):
+        name = stem + (f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else "") + suffix
+        path = output / name
+        if form == "safetensors":
+            files.write(path, _parts(shard, count))
+        else:
+            _write_pickled(path, shard, count, files)
+        weight_map |= {tensor.name: name for tensor in shard}
+        paths.append(path)
+    if len(shards) > 1:
+        listing = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        files.write(output / f"{stem}{suffix}.index.json", [json.dumps(listing, indent=2).encode()])
+    return paths
+
+
+def _parts(tensors: list[SourceTensor], count: Callable[[int], None]) -> Iterator[bytes | memoryview]:
+    """The bytes of a file of safetensors."""
+    yield encode_header([(t.name, t.layout.dtype, t.layout.shape) for t in tensors], {"format": "pt"})
+    with Bytes() as source:
+        for tensor in tensors:
+            for block in blocks_of(tensor, source):
+                yield block
+                count(len(block))
+
+
+def blocks_of(tensor: SourceTensor, source: Bytes) -> Iterator[memoryview]:
+    """The bytes of a whole tensor, in order; each block is overwritten by the next."""
+    import numpy as np
+
+    whole = Layout(shape=tensor.layout.shape, dtype=tensor.layout.dtype)
+    numel = math.prod(whole.shape)
+    row = max(1, math.prod(whole.shape[1:]))
+    # Whole rows, as long as a row is not large: then a block is read from each shard at once.
+    step = max(1, _BLOCK // (row * tensor.item_size)) * row
+    buffer = np.empty(min(step, numel), dtype=words(tensor.item_size))
+    for start in range(0, numel, step):
+        stop = min(start + step, numel)
+        out = buffer[: stop - start]
+        tensor.read(source, whole, {}, out, start, stop)
+        yield memoryview(out).cast("B")
+
+
+def _write_pickled(path: Path, tensors: list[SourceTensor], count: Callable[[int], None], files: Files) -> None:
+    """A file for ``torch.load``. torch writes it from a mapped file, so that memory stays free for others."""
+    import torch
+
+    temporary = path.with_name(f".{path.name}.tensors")
+    try:
+        files.write(temporary, _parts(tensors, count))
+        header = read_header(temporary)
+        state = {}
+        for name, stored in header.tensors.items():
+            # Its own mapping for each: torch saves whole storages.
+            bytes_ = _mapped(temporary, stored.offset, stored.nbytes)
+            state[name] = bytes_.view(getattr(torch, stored.dtype)).view(stored.shape)
+        files.operation("write", path)
+        try:
+            torch.save(state, path)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{path.name!r} could not be written: {error}.", where=str(path)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _mapped(path: Path, offset: int, size: int) -> torch.Tensor:
+    import mmap
+
+    import torch
+
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    page = offset - offset % mmap.ALLOCATIONGRANULARITY
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), offset - page + size, access=mmap.ACCESS_COPY, offset=page)
+    return torch.frombuffer(mapped, dtype=torch.uint8, offset=offset - page, count=size)

@@ -1,0 +1,47 @@
+"""``neuron-accel consolidate``: from a sharded checkpoint to a standard folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from neuron_accel.cli.progress import Bar
+
+SUMMARY = "turn a sharded checkpoint into a standard model folder"
+DESCRIPTION = """\
+Write the model of a checkpoint as a standard folder of transformers: original names and shapes, weights split by
+size, configuration and tokenizer beside them. Needs no accelerator and a few megabytes of memory, however large
+the model is.
+"""
+EXAMPLES = """\
+examples:
+  neuron-accel consolidate runs/checkpoints/checkpoint_3 my-model
+  neuron-accel consolidate runs/checkpoints/checkpoint_3/tensor_parallel_shards my-model
+  neuron-accel consolidate -f pytorch --max-shard-size 2GB checkpoint my-model
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint_dir", type=Path, help="the checkpoint, or its tensor_parallel_shards folder")
+    parser.add_argument("output_dir", type=Path, help="a folder without weights; made if it does not exist")
+    parser.add_argument("-f", "--format", choices=("safetensors", "pytorch"), default="safetensors")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights (default 5GB)")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> int:
+    from neuron_accel.checkpoint.consolidate import consolidate, parse_size
+
+    with Bar(sys.stderr, hidden=args.quiet) as bar:
+        paths = consolidate(
+            args.checkpoint_dir,
+            args.output_dir,
+            form=args.format,
+            max_shard_size=parse_size(args.max_shard_size),
+            verify=not args.no_verify,
+            progress=bar.show,
+        )
+    print(f"{args.output_dir}: {len(paths)} file{'s' if len(paths) > 1 else ''} of weights")
+    return 0

@@ -1,0 +1,36 @@
+"""``neuron-accel verify``: is a checkpoint whole?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+SUMMARY = "check that a checkpoint is complete and undamaged"
+DESCRIPTION = """\
+Compare every file of a checkpoint with its checksum, check that all parts of all tensors are there, and that their
+shapes are those of the configuration beside them. Needs no torch. The exit code is 1 if something is wrong.
+"""
+EXAMPLES = """\
+examples:
+  neuron-accel verify runs/checkpoints/checkpoint_3
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint_dir", type=Path, help="the checkpoint, or its tensor_parallel_shards folder")
+    parser.add_argument("-v", "--verbose", action="store_true", help="name every file")
+
+
+def run(args: argparse.Namespace) -> int:
+    from neuron_accel.checkpoint.consolidate import checkpoint_folder
+    from neuron_accel.checkpoint.report import verify
+
+    folder = checkpoint_folder(args.checkpoint_dir)
+    wrong = verify(folder, (lambda path: print(path, flush=True)) if args.verbose else (lambda path: None))
+    for problem in wrong:
+        print(problem, file=sys.stderr)
+    print(
+        f"{folder}: {len(wrong)} problem{'s' if len(wrong) != 1 else ''}" if wrong else f"{folder}: complete, undamaged"
+    )
+    return 1 if wrong else 0
