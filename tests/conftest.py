@@ -10,6 +10,12 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["ACCELERATE_USE_CPU"] = os.environ.get("ACCELERATE_USE_CPU", "true")
 
+from hypothesis import HealthCheck, settings
+
 from neuron_accel.backends.select import settle
 
 settle(os.environ)
+
+# How long generating or checking an example takes says nothing on a machine that others use, too.
+settings.register_profile("shared machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared machine")
