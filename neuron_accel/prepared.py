@@ -9,6 +9,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 
 from neuron_accel.engine.errors import UsageError
+from neuron_accel.engine.hyperparameters import as_device_data
 from neuron_accel.loops.orphans import check_every_parameter_is_held
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._stepping()
         for plugin in self._run.plan.plugins:
             plugin.before_step(self.optimizer, self._run)
-        super().step(closure)
+        with as_device_data(self.optimizer, self._run.backend):
+            super().step(closure)
         for plugin in self._run.plan.plugins:
             plugin.after_step(self.optimizer, self._run)
         self._run.backend.step_boundary()

@@ -145,7 +145,9 @@ class Backend(ABC):
     @abstractmethod
     def capabilities(self) -> frozenset[str]:
         """What strategies may count on. ``"host-reads"``: reading a tensor's value costs nothing, so control flow may
-        depend on it. ``"async"``: ``start_*`` really overlaps. ``"point-to-point"``: ranks can send and receive."""
+        depend on it. ``"async"``: ``start_*`` really overlaps. ``"point-to-point"``: ranks can send and receive.
+        ``"lazy"``: operations collect in a graph that :meth:`step_boundary` executes; every rank runs the same one, and
+        views and in-place updates cost copies."""
 
     # ---- groups ----------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -225,7 +227,12 @@ class Backend(ABC):
     def barrier(self) -> None:
         """Returns once every rank has called it."""
 
-    # ---- steps -----------------------------------------------------------------------------------------------------
+    # ---- steps and values ------------------------------------------------------------------------------------------
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of ``tensor`` on the CPU. On a lazy device, which executes all that it has collected first, every rank
+        calls it in the same place."""
+        return tensor.detach().to("cpu", copy=True)
+
     def step_boundary(self) -> None:  # noqa: B027  most devices have nothing to do
         """A training step is complete; a lazy device executes what it has collected."""
 

@@ -231,6 +231,11 @@ class XlaBackend(Backend):
         """Compiles what has collected, unless the same graph ran before, and executes it. Collective."""
         self._channel.execute(wait=False)
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._on_host(tensor):
+            self.step_boundary()
+        return super().to_host(tensor)
+
     def shutdown(self) -> None:
         self._channel.close()
 

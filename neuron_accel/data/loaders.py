@@ -28,19 +28,37 @@ def prepare_data_loader(loader: DataLoader, run: Run, **options: Any) -> DataLoa
         options: passed on. With ``dispatch_batches`` the main process reads for all ranks; by default, as in
             Accelerate, where the dataset is iterable.
     """
-    shares = sharing_group(run).size > 1
-    if shares:
+    shares, lazy = sharing_group(run).size > 1, "lazy" in run.backend.capabilities
+    if shares or lazy:
         _agree_on_shuffling(loader, run)
+    generator = None if isinstance(loader.dataset, IterableDataset) else getattr(get_sampler(loader), "generator", None)
     prepared = accelerate_prepare(
         loader, run.device, num_processes=run.data_parallel_size, process_index=run.data_parallel_rank, **options
     )
+    if lazy:
+        prepared = _without_step_boundaries(prepared, generator, run, options["put_on_device"])
     return positioned(share(prepared, run) if shares else prepared)
+
+
+def _without_step_boundaries(prepared: Any, generator: torch.Generator | None, run: Run, put_on_device: bool) -> Any:
+    """Accelerate's loader without torch_xla's around it, which would execute what has collected at every batch.
+
+    Batches go to the device one ahead, which is a transfer and no graph. Ranks agree on the order once, here:
+    torch_xla's way of agreeing at every epoch is a graph of its own.
+    """
+    inner = getattr(prepared, "dataloader", prepared)
+    inner.device = run.device if put_on_device else None
+    inner.rng_types = None
+    if generator is not None and isinstance(get_sampler(inner), RandomSampler):
+        generator.set_state(run.backend.broadcast_object(generator.get_state(), run.world))
+        get_sampler(inner).generator = inner.synchronized_generator = generator
+    return inner
 
 
 def skip_first_batches(loader: Any, count: int, run: Run) -> Any:
     """A loader like a prepared one that leaves out its first ``count`` batches."""
     original = getattr(loader, "run", None)
-    skipping = accelerate_skip(loader, num_batches=count)
+    skipping = _skip(loader, count, run)
     # What Accelerate leaves behind, without which nobody can tell how much of the last global batch is real.
     skipping._drop_last = getattr(loader, "_drop_last", False)
     sampler = skipping.batch_sampler
@@ -49,6 +67,21 @@ def skip_first_batches(loader: Any, count: int, run: Run) -> Any:
             if hasattr(sampler.batch_sampler, name):
                 setattr(sampler, name, getattr(sampler.batch_sampler, name))
     return share(skipping, run) if original is run else skipping
+
+
+def _skip(loader: Any, count: int, run: Run) -> Any:
+    if "lazy" not in run.backend.capabilities:
+        return accelerate_skip(loader, num_batches=count)
+    # Accelerate expects a loader of torch_xla's there, and wraps what it makes in one.
+    skipping = accelerate_skip(_Wrapped(loader, run.device), num_batches=count)
+    inner = getattr(skipping, "dataloader", skipping)
+    inner.device, inner.rng_types = loader.device, None
+    return inner
+
+
+class _Wrapped:
+    def __init__(self, loader: Any, device: torch.device) -> None:
+        self.dataloader, self.device = loader, device
 
 
 def _agree_on_shuffling(loader: DataLoader, run: Run) -> None:
