@@ -27,6 +27,7 @@ from neuron_accel.engine.errors import ConfigurationError, UsageError  # noqa: E
 from neuron_accel.engine.initial import broadcast_tensors, state_tensors  # noqa: E402
 from neuron_accel.engine.optimizers import keep_promise  # noqa: E402
 from neuron_accel.engine.parameters import ParameterMap, rebind  # noqa: E402
+from neuron_accel.engine.placement import place  # noqa: E402
 from neuron_accel.engine.planner import make_plan  # noqa: E402
 from neuron_accel.engine.plugin import Claim, Phase, StrategyPlugin  # noqa: E402
 from neuron_accel.engine.registry import default_registry  # noqa: E402
@@ -116,8 +117,8 @@ class NeuronAccelerator(Accelerator):
         for axes in ((), mesh.gradient_axes, mesh.data_axes, mesh.model_axes, (*mesh.model_axes, *mesh.gradient_axes)):
             self.run.group(*axes)  # now, in the same order on every rank
         self._items, self._clipping = ItemCount(self.run), Clipping(self.run)
-        self._session = Session(self)
         for plugin in plan.plugins:
+        self._session = Session(self)
             plugin.setup(self.run)
 
     # ---- the run ---------------------------------------------------------------------------------------------------
@@ -229,6 +230,8 @@ class NeuronAccelerator(Accelerator):
         for plugin in self.plan.plugins:
             if plugin.spec.phase < Phase.GRADIENTS:
                 self._transform(plugin, record)
+        if self.device_placement if device_placement is None else device_placement:
+            place(record.module, self.device, record.parameters)
         # In "evaluation mode" Accelerate places, casts and compiles, and leaves out its own data parallelism.
         record.module = super().prepare_model(record.module, device_placement, evaluation_mode=True)
         record.parameters.follow(_inner(record.module))
@@ -424,14 +427,20 @@ class NeuronAccelerator(Accelerator):
     def _shares_data(self) -> bool:
         return self.data_parallel_size < self.world_size
 
+    @property
+    def _own_exchange(self) -> bool:
+        """Whether values travel by the run's backend: where ranks share data, which Accelerate does not know, and on
+        lazy devices, where Accelerate's own collectives would cut a step's graph in two."""
+        return self._shares_data or "lazy" in self.run.backend.capabilities
+
     def gather(self, tensor):
         """Concatenates tensors of the ranks that see different data along the first dim."""
         self.run.company.together_only("`gather`")
-        return values.gather(tensor, self.run) if self._shares_data else super().gather(tensor)
+        return values.gather(tensor, self.run) if self._own_exchange else super().gather(tensor)
 
     def gather_for_metrics(self, input_data, use_gather_object=False):
         """Gathers over the ranks that see different data and drops what a ragged end was filled up with."""
-        if not self._shares_data:
+        if not self._own_exchange:
             self.run.company.together_only("`gather_for_metrics`")
             return super().gather_for_metrics(input_data, use_gather_object)
         if use_gather_object or not values.are_tensors(input_data):
@@ -444,7 +453,7 @@ class NeuronAccelerator(Accelerator):
     def reduce(self, tensor, reduction="sum", scale=1.0):
         """Sums (or averages) over the ranks that see different data."""
         self.run.company.together_only("`reduce`")
-        if not self._shares_data:
+        if not self._own_exchange:
             return super().reduce(tensor, reduction, scale)
         return values.reduce(tensor, self.run, reduction, scale)
 
@@ -454,7 +463,10 @@ class NeuronAccelerator(Accelerator):
 
     def wait_for_everyone(self) -> None:
         self.run.company.together_only("`wait_for_everyone`")
-        super().wait_for_everyone()
+        if "lazy" in self.run.backend.capabilities:
+            self.run.backend.barrier()
+        else:
+            super().wait_for_everyone()
 
     def check_trigger(self) -> bool:
         """Whether any process called ``set_trigger`` since it was last found set; the same answer on every process."""
@@ -471,14 +483,14 @@ class NeuronAccelerator(Accelerator):
 
     def skip_first_batches(self, dataloader, num_batches: int = 0):
         """A loader like a prepared one without its first batches; not to be prepared again."""
-        if hasattr(dataloader, "forget_position"):  # the caller goes on by hand
-            dataloader.forget_position()
         return skip_first_batches(dataloader, num_batches, self.run)
 
     # ---- state -----------------------------------------------------------------------------------------------------
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The state dict of the original model: original names and shapes, on the main process's CPU. Collective.
 
+        if hasattr(dataloader, "forget_position"):  # the caller goes on by hand
+            dataloader.forget_position()
         Where no parameter is cut every process gets it, else the others get an empty dict.
         """
         record = self.run.prepared(model)
@@ -571,19 +583,19 @@ class NeuronAccelerator(Accelerator):
     # ---- the end ---------------------------------------------------------------------------------------------------
     def free_memory(self, *objects: Any) -> Any:
         """Lets go of everything prepared. Models that no plugin cut can be prepared again."""
-        self._session.wait()
         self._teardown()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
         """Finishes trackers, lets go of everything prepared, and disconnects."""
-        self._session.wait()
         self._teardown()
+        self._session.wait()
         super().end_training()
 
     def _teardown(self) -> None:
         for plugin in reversed(self.plan.plugins):
             plugin.teardown(self.run)
+        self._session.wait()
         for record in self.run.models:
             for handle in record.handles:
                 handle.remove()
@@ -603,13 +615,13 @@ class NeuronAccelerator(Accelerator):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._items, self._clipping = ItemCount(self.run), Clipping(self.run)
-        self._session = Session(self)
 
 
 def _merged_options(configured: RunConfig, given: dict[str, Any]) -> dict[str, Any]:
     options = dict(configured.accelerate)
     if configured.dataloader:
         options["dataloader_config"] = DataLoaderConfiguration(**configured.dataloader)
+        self._session = Session(self)
     for name in given:
         if given[name] is not None and name in _REFUSED:
             raise ConfigurationError(
@@ -626,7 +638,7 @@ def _merged_options(configured: RunConfig, given: dict[str, Any]) -> dict[str, A
 
 def _check_connected(world_size: int, known_to_accelerate: int) -> None:
     announced = int(os.environ.get("WORLD_SIZE", "1"))
-    if announced != world_size:
+    if announced > world_size:  # of processes; ranks can also be threads
         raise UsageError(
             f"The environment announces {announced} processes, but this one is connected to {world_size - 1} others.",
             why="every process would train alone, on the same data",
