@@ -57,7 +57,7 @@ class Session:
                 fix="save to a file system that all machines see",
             )
         automatic = project.automatic_checkpoint_naming
-        folder = self._numbered() if automatic else _given(output_dir)
+        folder = self._numbered() if automatic else self._common(_given(output_dir))
         training = self._training(self._kept_models(folder))
         self._checkpoints.save(
             training,
@@ -96,6 +96,11 @@ class Session:
         self._checkpoints.wait()
 
     # ---- folders ---------------------------------------------------------------------------------------------------
+    def _common(self, folder: Path) -> Path:
+        """The main process's folder: others may have named a temporary one of their own."""
+        run = self._accelerator.run
+        return Path(run.backend.broadcast_object(str(folder), run.world))
+
     def _root(self) -> Path:
         if self._accelerator.project_dir is None:
             raise UsageError(
@@ -123,7 +128,7 @@ class Session:
 
     def _found(self, input_dir: str | os.PathLike[str] | None, *, optional: bool) -> Path | None:
         if input_dir is not None:
-            return _given(input_dir)
+            return self._common(_given(input_dir))
         if not optional and not self._accelerator.project_configuration.automatic_checkpoint_naming:
             raise UsageError("No input_dir provided and automatic checkpoint naming is disabled.")
         root = self._root()

@@ -127,6 +127,9 @@ def samples_at_once(loader: Any) -> int:
     shard = loader.dataset
     if isinstance(shard, IterableDatasetShard):
         return shard.batch_size * (1 if shard.split_batches else shard.num_processes)
+    if isinstance(loader, DataLoaderDispatcher):  # Accelerate's property asks the dataset, which does not know
+        size = loader.base_dataloader.batch_size or loader.batch_sampler.batch_size
+        return size * (1 if loader.split_batches else loader.state.num_processes)
     return loader.total_batch_size
 
 
