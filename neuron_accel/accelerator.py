@@ -117,8 +117,8 @@ class NeuronAccelerator(Accelerator):
         for axes in ((), mesh.gradient_axes, mesh.data_axes, mesh.model_axes, (*mesh.model_axes, *mesh.gradient_axes)):
             self.run.group(*axes)  # now, in the same order on every rank
         self._items, self._clipping = ItemCount(self.run), Clipping(self.run)
-        for plugin in plan.plugins:
         self._session = Session(self)
+        for plugin in plan.plugins:
             plugin.setup(self.run)
 
     # ---- the run ---------------------------------------------------------------------------------------------------
@@ -453,8 +453,6 @@ class NeuronAccelerator(Accelerator):
     def reduce(self, tensor, reduction="sum", scale=1.0):
         """Sums (or averages) over the ranks that see different data."""
         self.run.company.together_only("`reduce`")
-        if not self._own_exchange:
-            return super().reduce(tensor, reduction, scale)
         return values.reduce(tensor, self.run, reduction, scale)
 
     def pad_across_processes(self, tensor, dim=0, pad_index=0, pad_first=False):
@@ -483,14 +481,14 @@ class NeuronAccelerator(Accelerator):
 
     def skip_first_batches(self, dataloader, num_batches: int = 0):
         """A loader like a prepared one without its first batches; not to be prepared again."""
+        if hasattr(dataloader, "forget_position"):  # the caller goes on by hand
+            dataloader.forget_position()
         return skip_first_batches(dataloader, num_batches, self.run)
 
     # ---- state -----------------------------------------------------------------------------------------------------
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The state dict of the original model: original names and shapes, on the main process's CPU. Collective.
 
-        if hasattr(dataloader, "forget_position"):  # the caller goes on by hand
-            dataloader.forget_position()
         Where no parameter is cut every process gets it, else the others get an empty dict.
         """
         record = self.run.prepared(model)
@@ -583,19 +581,19 @@ class NeuronAccelerator(Accelerator):
     # ---- the end ---------------------------------------------------------------------------------------------------
     def free_memory(self, *objects: Any) -> Any:
         """Lets go of everything prepared. Models that no plugin cut can be prepared again."""
+        self._session.wait()
         self._teardown()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
         """Finishes trackers, lets go of everything prepared, and disconnects."""
-        self._teardown()
         self._session.wait()
+        self._teardown()
         super().end_training()
 
     def _teardown(self) -> None:
         for plugin in reversed(self.plan.plugins):
             plugin.teardown(self.run)
-        self._session.wait()
         for record in self.run.models:
             for handle in record.handles:
                 handle.remove()
@@ -615,13 +613,13 @@ class NeuronAccelerator(Accelerator):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._items, self._clipping = ItemCount(self.run), Clipping(self.run)
+        self._session = Session(self)
 
 
 def _merged_options(configured: RunConfig, given: dict[str, Any]) -> dict[str, Any]:
     options = dict(configured.accelerate)
     if configured.dataloader:
         options["dataloader_config"] = DataLoaderConfiguration(**configured.dataloader)
-        self._session = Session(self)
     for name in given:
         if given[name] is not None and name in _REFUSED:
             raise ConfigurationError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
@@ -251,6 +251,19 @@ class ThreadChannel(HostChannel):
 
 MEETING: ContextVar[Meeting | None] = ContextVar("neuron_accel.meeting", default=None)
 """Set in every thread that is a rank, by whoever started the threads."""
+
+
+def run_in_threads(rank: Callable[[int], None], meeting: Meeting) -> None:
+    """Calls ``rank(index)`` in a thread for each device of this process and returns when all have returned."""
+    import torch_xla.runtime as xr
+    from torch_xla._internal import pjrt
+
+    def begin() -> None:
+        MEETING.set(meeting)
+        rank(xr.global_ordinal())
+
+    # What torch_xla.launch does in each process that it starts; this one is started already.
+    pjrt._run_thread_per_device(0, 1, begin, pjrt.initialize_multiprocess)
 
 
 class _Room:

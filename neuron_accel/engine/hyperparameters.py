@@ -17,9 +17,7 @@ import torch
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend
 
-_TINY = (
-    1e-30  # in place of 0: updates vanish beside any float32, and capturable Adam, which divides by it, stays finite
-)
+_TINY = 1e-30  # in place of 0: updates vanish beside any float32, and capturable Adam, which divides by it, can do so
 _BESIDE_ONE = 1.0 + 1e-12  # in place of 1: the same float32
 
 
@@ -34,8 +32,9 @@ def as_device_data(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterat
         yield
         return
     takes_tensors = isinstance(_innermost(optimizer), torch.optim.Adam)  # AdamW is one
-    kept = [{k: group[k] for k in ("lr", "capturable") if k in group} for group in optimizer.param_groups]
+    kept: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
+        kept.append({name: group[name] for name in ("lr", "capturable") if name in group})
         if "capturable" in group:
             group["capturable"] = True
         if "lr" in group:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from neuron_accel.backends.xla_channel import MEETING, Meeting
+from neuron_accel.backends.xla_channel import Meeting, run_in_threads
 from neuron_accel.testing._rank import STACK_SIGNAL, pickle_error
 
 
@@ -66,15 +66,11 @@ def main(folder: str) -> NoReturn:
 
 def _run(task: XlaTask, folder: str) -> None:
     import torch
-    import torch_xla.runtime as xr
-    from torch_xla._internal import pjrt
 
     torch.set_num_threads(1)
     meeting = Meeting(task.size, timeout=task.timeout)
 
-    def rank() -> None:
-        index = xr.global_ordinal()
-        MEETING.set(meeting)
+    def rank(index: int) -> None:
         try:
             function, args, kwargs = pickle.loads(task.call)
             report: Any = (pickle.dumps(function(*args, **kwargs)), None)
@@ -86,8 +82,7 @@ def _run(task: XlaTask, folder: str) -> None:
         partial.write_bytes(pickle.dumps(report))
         partial.rename(Path(folder, f"report{index}"))
 
-    # What torch_xla.launch does in each process that it starts; this one is started already.
-    pjrt._run_thread_per_device(0, 1, rank, pjrt.initialize_multiprocess)
+    run_in_threads(rank, meeting)
 
 
 def _leave(after: float) -> None:
