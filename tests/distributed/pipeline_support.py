@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.distributed.models import HIDDEN, INITIALIZER_RANGE, VOCABULARY
+from neuron_accel.testing import run_ranks
+from neuron_accel.testing.parity import Trace, Training, compare, train_alone, train_on_rank
+from tests.distributed.models import HIDDEN, INITIALIZER_RANGE, VOCABULARY, token_batches
 
 BLOCKS = 4
 STEPS = 5
+TRAINING = Training(max_norm=0.5)
 
 
 def pipeline(stages: int, microbatches: int, **options: Any) -> dict[str, dict[str, Any]]:
@@ -58,14 +62,14 @@ def gpt2(*, tied: bool = True, blocks: int = BLOCKS) -> nn.Module:
     return with_biases(GPT2LMHeadModel(config))
 
 
-def mixtral() -> nn.Module:
+def mixtral(*, blocks: int = BLOCKS) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
         intermediate_size=24,
-        num_hidden_layers=BLOCKS,
+        num_hidden_layers=blocks,
         num_attention_heads=4,
         num_key_value_heads=2,
         num_local_experts=4,
@@ -76,14 +80,14 @@ def mixtral() -> nn.Module:
     return MixtralForCausalLM(config)
 
 
-def gpt_neox() -> nn.Module:
+def gpt_neox(*, blocks: int = BLOCKS) -> nn.Module:
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     config = GPTNeoXConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
         intermediate_size=48,
-        num_hidden_layers=BLOCKS,
+        num_hidden_layers=blocks,
         num_attention_heads=4,
         max_position_embeddings=64,
         initializer_range=INITIALIZER_RANGE,
@@ -102,9 +106,47 @@ def with_biases(model: nn.Module) -> nn.Module:
     return model
 
 
-FAMILIES = {
-    "llama": functools.partial(llama),
-    "gpt2-tied": functools.partial(gpt2),
-    "mixtral": functools.partial(mixtral),
-    "gpt-neox": functools.partial(gpt_neox),
-}
+FAMILIES = {"llama": llama, "gpt2-tied": gpt2, "mixtral": mixtral, "gpt-neox": gpt_neox}
+
+
+@functools.cache
+def reference(model_fn: Callable[[], nn.Module], training: Training, kind: str, size: int) -> Trace:
+    """What one process does."""
+    made = batches(kind, STEPS * training.accumulation, size)
+    return run_ranks(train_alone, 1, model_fn, made, training)[0]
+
+
+def check(
+    model_fn: Callable[[], nn.Module],
+    ranks: int,
+    plugins: list[Any],
+    *,
+    training: Training = TRAINING,
+    kind: str = "plain",
+    size: int = 8,
+) -> None:
+    """Trains on ranks and compares with one process: losses, gradient norms, gradients, weights."""
+    made = batches(kind, STEPS * training.accumulation, size)
+    trace = run_ranks(train_on_rank, ranks, model_fn, made, {"plugins": plugins}, training)[0]
+    compare(reference(model_fn, training, kind, size), trace)
+
+
+def batches(kind: str, count: int, size: int) -> list[dict[str, torch.Tensor]]:
+    """Token batches: ``"plain"``, ``"padded"`` (rows of very different lengths, prompts that do not count) or
+    ``"packed"`` (two documents a row, which must not see each other)."""
+    made = token_batches(count, size=size)
+    for batch in made:
+        ids, labels = batch["input_ids"], batch["labels"]
+        length = ids.shape[1]
+        if kind == "padded":
+            lengths = torch.linspace(3, length, size).long()[:, None]
+            batch["attention_mask"] = (torch.arange(length)[None] < lengths).long()
+            labels[batch["attention_mask"] == 0] = -100
+            labels[::2, :2] = -100
+            labels[1] = -100  # a row, and with as many micro-batches a micro-batch, without a target
+        elif kind == "packed":
+            cut = 5
+            positions = torch.cat([torch.arange(cut), torch.arange(length - cut)])
+            batch["position_ids"] = positions.expand(size, -1).clone()
+            labels[:, cut] = -100
+    return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import pickle
 from collections.abc import Callable, Hashable
@@ -16,6 +15,7 @@ from neuron_accel.strategies.pipeline.microbatches import Shares, batch_size, si
 from neuron_accel.strategies.pipeline.outputs import kind_of, loss_of, of_loss, put_together, tell_everyone
 from neuron_accel.strategies.pipeline.schedules import make_schedule
 from neuron_accel.strategies.pipeline.step import Call, NeighbourFailed, Step
+from neuron_accel.strategies.pipeline.weights_later import WeightsLater
 from neuron_accel.strategies.pipeline.wire import Wire
 
 if TYPE_CHECKING:
@@ -65,21 +65,23 @@ class Pipeline:
         self._wire = Wire(run.backend, self._group)
         self._name, self._microbatches, self._virtual = schedule, microbatches, virtual_stages
         self._evaluation_logits = evaluation_logits
-        self._parameters = inspect.signature(forward).parameters
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters wrap a model
         self._shares = Shares(inner, forward)
+        self._weights_later = WeightsLater() if schedule == "zero-bubble" else None
+        if self._weights_later is not None:
+            self._weights_later.attach(model)
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self.most_in_flight = 0
         """The largest number of micro-batches whose activations this rank kept at a time in the last training step."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs = self._checked(kwargs)
+        self._check(kwargs)
         if self._model.training and torch.is_grad_enabled():
             return self._train(args, kwargs)
         with torch.no_grad():
             return self._evaluate(args, kwargs)
 
-    def _checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _check(self, kwargs: dict[str, Any]) -> None:
         config = getattr(self._model, "config", None)
         for name in _ALL_LAYERS:
             if kwargs.get(name, getattr(config, name, None)):
@@ -94,7 +96,6 @@ class Pipeline:
                 why="each rank would keep its own layers' part of it, and micro-batches would mix",
                 fix="gather the weights with get_state_dict or save_model, and generate in one process",
             )
-        return {**kwargs, "use_cache": False} if "use_cache" in self._parameters else kwargs
 
     # ---- training --------------------------------------------------------------------------------------------------
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,7 +107,13 @@ class Pipeline:
         def synchronise(last: bool) -> None:
             self._record.synchronises = wanted and last
 
-        step = self._step(calls, self._name, weight=lambda m: shares[m] * scale, synchronise=synchronise)
+        step = self._step(
+            calls,
+            self._name,
+            weight=lambda m: shares[m] * scale,
+            weights_later=self._weights_later,
+            synchronise=synchronise,
+        )
         self.ties.begin()
         with self._run.driving_backward():
             step.run()

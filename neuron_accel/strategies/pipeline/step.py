@@ -50,6 +50,7 @@ class Step:
         calls: the model's arguments for each micro-batch.
         key: what the shapes of activations depend on.
         weight: gives the factor by which a micro-batch's loss is multiplied before backward; None to run forward only.
+        weights_later: divides backward passes in two, for schedules that want it.
         synchronise: called before each backward pass with whether it is the stage's last.
     """
 
@@ -63,10 +64,12 @@ class Step:
         key: Hashable,
         *,
         weight: Callable[[int], torch.Tensor | float] | None = None,
+        weights_later: WeightsLater | None = None,
         synchronise: Callable[[bool], None] = lambda last: None,
     ) -> None:
         self._schedule, self._rank, self._stages, self._wire = schedule, rank, stages, wire
         self._calls, self._key, self._weight, self._synchronise = calls, key, weight, synchronise
+        self._weights_later = weights_later
         self._arriving: dict[tuple[Kind, int, int], Pending | None] = {}
         self._leaving: dict[tuple[Kind, int, int], torch.Tensor | None] = {}
         self._flights: dict[tuple[int, int], Flight] = {}
@@ -150,8 +153,8 @@ class Step:
             stage.passage.as_tuple = form is not None and form.as_tuple
             if self._weight is not None:
                 received.requires_grad_()
-        later = Later() if self._schedule.name == "zero-bubble" else None
-        with _deferring(later):
+        later = Later() if self._weights_later and self._weight is not None else None
+        with self._owing(later):
             result = stage.run(*self._calls[action.microbatch], received)
         if stage.last:
             result = self._finish(result, action.microbatch)
@@ -161,6 +164,9 @@ class Step:
         if self._weight is not None:
             self._flights[action.stage, action.microbatch] = Flight(received, result, later)
             self.most_in_flight = max(self.most_in_flight, len(self._flights))
+
+    def _owing(self, later: Later | None) -> AbstractContextManager[Any]:
+        return nullcontext() if self._weights_later is None else self._weights_later.owing(later)
 
     def _finish(self, output: Any, microbatch: int) -> Any:
         if self._weight is None:
@@ -186,7 +192,7 @@ class Step:
         flight = self._flights[key]
         device = flight.result.device.type
         if flight.result.requires_grad:
-            with torch.autocast(device, enabled=False), _deferring(flight.later):
+            with torch.autocast(device, enabled=False), self._owing(flight.later):
                 torch.autograd.backward(flight.result, gradient)
         if flight.received is not None:
             self._leaving[Kind.SEND_GRADIENT, action.stage, action.microbatch] = flight.received.grad
@@ -203,7 +209,3 @@ class NeighbourFailed(Exception):
 def type_and_loss(output: Any, loss: torch.Tensor) -> Any:
     """An output of the same kind that holds nothing but a loss, detached."""
     return (loss.detach(),) if isinstance(output, (tuple, list)) else {"loss": loss.detach()}
-
-
-def _deferring(later: Later | None) -> AbstractContextManager[Any]:
-    return nullcontext() if later is None else WeightsLater(later)

@@ -8,7 +8,9 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), section 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,14 +43,39 @@ class Later:
 
 
 class WeightsLater(TorchFunctionMode):
-    """Linear projections inside owe ``later`` the gradient of their weight.
+    """Linear projections inside owe the gradient of their weight to :attr:`later`, if there is one.
 
-    It has to be active while the backward pass runs, too: activation checkpointing computes forward again there.
+    It is active only inside layers that :meth:`attach` prepared, also when activation checkpointing computes them again
+    during the backward pass.
     """
 
-    def __init__(self, later: Later) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._later = later
+        self.later: Later | None = None
+        """Who keeps account for the micro-batch under way."""
+
+    def attach(self, model: nn.Module) -> None:
+        """Prepares every layer of ``model`` that holds a matrix itself."""
+        for module in model.modules():
+            matrices = [p for p in module.parameters(recurse=False) if p.dim() == 2]
+            if matrices and not isinstance(module, nn.Embedding):
+                module.register_forward_pre_hook(self._before)
+                module.register_forward_hook(self._after, always_call=True)
+
+    @contextmanager
+    def owing(self, later: Later | None) -> Iterator[None]:
+        """What is computed inside, forward or backward, owes to ``later``."""
+        previous, self.later = self.later, later
+        try:
+            yield
+        finally:
+            self.later = previous
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        self.__enter__()
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.__exit__(None, None, None)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -59,9 +86,19 @@ class WeightsLater(TorchFunctionMode):
             found = (args[1], args[2], args[0], True)
         else:
             found = None
-        if found is not None and _can_wait(found[0], found[1]):
-            return _Projection.apply(*found, self._later)
+        if found is not None and self.later is not None and _can_wait(found[0], found[1]):
+            x, weight, bias, turned = found
+            return _Projection.apply(x, bias, _Owed(weight, turned, self.later))
         return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class _Owed:
+    """A weight, whether it is stored as [in, out], and who keeps account of its gradient."""
+
+    weight: nn.Parameter
+    turned: bool
+    later: Later
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[Any, ...]:
@@ -74,22 +111,21 @@ def _can_wait(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class _Projection(torch.autograd.Function):
-    """``x @ weight.T + bias``, or ``x @ weight + bias`` for weights [in, out]."""
+    """``x @ weight.T + bias``, or ``x @ weight + bias`` for weights [in, out]. Autograd does not get to see the weight:
+    it would announce that its gradient has arrived."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, turned: bool, later: Later
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.turned, ctx.later = weight, turned, later
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, owed: _Owed) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.owed = owed
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return torch.addmm(bias, x, weight) if turned else F.linear(x, weight, bias)
+        return torch.addmm(bias, x, owed.weight) if owed.turned else F.linear(x, owed.weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        turned, dtype = ctx.turned, gradient.dtype
+        (x,) = ctx.saved_tensors
+        weight, turned, dtype = ctx.owed.weight, ctx.owed.turned, gradient.dtype
         flat = gradient.reshape(-1, gradient.shape[-1])
 
         def make() -> torch.Tensor:
@@ -97,8 +133,8 @@ class _Projection(torch.autograd.Function):
             product = rows.t() @ flat if turned else flat.t() @ rows
             return product.to(weight.dtype)
 
-        ctx.later.add(ctx.weight, make)
+        ctx.owed.later.add(weight, make)
         back = weight.to(dtype)
         of_x = (gradient @ (back.t() if turned else back)).to(x.dtype)
-        of_bias = flat.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return of_x, None, of_bias, None, None
+        of_bias = flat.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
+        return of_x, of_bias, None
