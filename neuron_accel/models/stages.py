@@ -71,11 +71,14 @@ def stack_of(model: nn.Module, container: str | None = None) -> Stack:
             f"{container!r} in {type(model).__name__} is {kind}, not a list of blocks.",
             why="stages are cut between the children of an nn.ModuleList or nn.Sequential",
         )
-    before, after = [], []
-    for fqn, is_before in _beside(model, container):
-        if fqn in first or fqn in last:
-            is_before = fqn in first
-        (before if is_before else after).append(fqn)
+    before: list[str] = []
+    after: list[str] = []
+    for level in _beside(model, container):  # outer ones first, which begin before and end after the inner ones
+        following = []
+        for fqn, is_before in level:
+            is_before = fqn in first if fqn in first or fqn in last else is_before
+            (before if is_before else following).append(fqn)
+        after = [*following, *after]
     return Stack(container=container, blocks=len(holder), before=tuple(before), after=tuple(after))
 
 
@@ -114,18 +117,19 @@ def _no_plan(model: nn.Module, why: str) -> UnsupportedModelError:
     )
 
 
-def _beside(model: nn.Module, container: str) -> Iterator[tuple[str, bool]]:
-    """FQN of every module with parameters beside the way from the model down to the container, and whether it is
-    registered before that way."""
+def _beside(model: nn.Module, container: str) -> Iterator[list[tuple[str, bool]]]:
+    """FQN of every module with parameters beside the way from the model down to the container, level by level, and
+    whether it is registered before that way."""
     parent, name = model, ""
     for step in container.split(".") if container else ():
         _check_loose(parent, name)
-        is_before = True
+        is_before, level = True, []
         for child_name, child in parent.named_children():
             if child_name == step:
                 is_before = False
             elif any(True for _ in child.parameters()):
-                yield join(name, child_name), is_before
+                level.append((join(name, child_name), is_before))
+        yield level
         parent, name = getattr(parent, step), join(name, step)
     _check_loose(parent, name)
 

@@ -299,7 +299,7 @@ def sharing_memory():
         (UsageError, "key/value cache", [pipeline(2, 2)], llama, 4, {"use_cache": True}),
         (UsageError, "multiplied by 0.5", [pipeline(2, 2)], llama, 4, 0.5),
         (PlanError, "has no effect without a pipeline", [pipeline(1, 4)], llama, 4, None),
-        (NeuronAccelError, "use 2 or 4 micro", [pipeline(2, 3, schedule="interleaved", virtual_stages=2)], llama, 4, None),
+        (NeuronAccelError, "use 2 or 4", [pipeline(2, 3, schedule="interleaved", virtual_stages=2)], llama, 4, None),
     ],
 )  # fmt: skip
 def test_refused_on_every_rank(error, message, plugins, model_fn, size, change):
