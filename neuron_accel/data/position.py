@@ -21,6 +21,7 @@ from accelerate.data_loader import (
     skip_first_batches,
 )
 
+from neuron_accel.data.order import Order, drawing, order_of
 from neuron_accel.data.shared import share
 from neuron_accel.engine.errors import CheckpointError
 
@@ -31,13 +32,13 @@ class _Positioned:
     _given: int = 0
     _before: int = 0
     _resume: dict[str, Any] | None = None
-    _begin: dict[str, torch.Tensor] | None = None
+    _begin: Order | None = None
 
     def __iter__(self) -> Iterator[Any]:
         resume, self._resume = self._resume, None
         try:
             if resume is None:
-                self._begin, self._given, self._before = self._generators(), 0, 0
+                self._begin, self._given, self._before = order_of(self), 0, 0
                 batches = super().__iter__()  # type: ignore[misc]
             else:
                 batches = self._rest_of(resume)
@@ -47,26 +48,14 @@ class _Positioned:
         finally:  # also where the loop is left early: the next one starts over
             self._begin, self._given, self._before = None, 0, 0
 
-    def _generators(self) -> dict[str, torch.Tensor]:
-        generators = {"default": torch.get_rng_state()}
-        if getattr(self, "synchronized_generator", None) is not None:
-            generators["own"] = self.synchronized_generator.get_state()  # type: ignore[attr-defined]
-        return generators
-
     def _rest_of(self, resume: dict[str, Any]) -> Iterator[Any]:
         """The batches of the epoch that was interrupted which were not given out yet."""
         self.iteration = epoch = resume["epoch"]
-        samples, self._begin, self._given = resume["samples"], resume["begin"], 0
-        now = torch.get_rng_state()
-        if self._begin is not None:
-            torch.set_rng_state(self._begin["default"])
-            if "own" in self._begin and getattr(self, "synchronized_generator", None) is not None:
-                self.synchronized_generator.set_state(self._begin["own"])  # type: ignore[attr-defined]
-        self._before = samples
-        self.set_epoch(epoch)  # type: ignore[attr-defined]
-        batches = iter(_without(self, samples))
-        first = next(batches, _END)  # the order is drawn here, from the numbers that the epoch began with
-        torch.set_rng_state(now)
+        self._before, self._begin, self._given = resume["samples"], resume["begin"], 0
+        with drawing(self, resume["begin"]):
+            self.set_epoch(epoch)  # type: ignore[attr-defined]
+            batches = iter(_without(self, resume["samples"]))
+            first = next(batches, _END)
         if first is not _END:
             yield first
             yield from batches
@@ -85,7 +74,7 @@ class _Positioned:
         """The next epoch begins at ``position``."""
         self.check_position(position)
         self.iteration = position["epoch"]
-        # Between epochs nothing is pending, except that the next order is drawn from the numbers at hand.
+        # Between epochs nothing is pending: the next order is drawn from the generators as they are then.
         self._resume = dict(position) if position["begin"] is not None else None
 
     def forget_position(self) -> None:

@@ -1,0 +1,234 @@
+"""What becomes of a checkpoint outside of training: consolidated, inspected, verified; and folders of transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from neuron_accel.checkpoint.consolidate import consolidate, parse_size
+from neuron_accel.checkpoint.manifest import read_manifest
+from neuron_accel.checkpoint.report import verify
+from neuron_accel.cli.main import main
+from neuron_accel.engine.errors import CheckpointError
+from neuron_accel.testing import run_ranks
+from tests.distributed.checkpoint_support import TP2, TP4, Trained, assert_equal, load_and_step, train_and_save
+
+CASES = {
+    "gpt2-tied": (4, [TP2, "zero1"]),
+    "llama": (4, [TP4]),
+    "llama-tied": (2, [TP2]),
+    "llama-padded": (4, [TP4]),
+    "gpt2": (1, []),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints by model, made once: folder, contents and the loss of the next step."""
+    made: dict = {}
+
+    def get(model):
+        if model not in made:
+            ranks, plugins = CASES[model]
+            folder = tmp_path_factory.mktemp("tools") / "state"
+            made[model] = (folder, *run_ranks(train_and_save, ranks, str(folder), model, plugins)[0])
+        return made[model]
+
+    return get
+
+
+def weights_of(contents):
+    return {name: value for name, value in contents.items() if "/" not in name}
+
+
+@pytest.mark.parametrize("model", CASES)
+@pytest.mark.parametrize("form", ["safetensors", "pytorch"])
+def test_consolidated_folders_load_in_transformers(saved, tmp_path, model, form):
+    from transformers import AutoModelForCausalLM
+
+    folder, contents, _ = saved(model)
+    given = folder / "tensor_parallel_shards" if form == "pytorch" else folder
+    assert main(["consolidate", "-q", "-f", form, "--max-shard-size", "20KB", str(given), str(tmp_path / "out")]) == 0
+    assert len(list((tmp_path / "out").glob("*.safetensors" if form == "safetensors" else "*.bin"))) > 2
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, use_safetensors=form == "safetensors", weights_only=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert_equal(weights_of(contents), loaded.state_dict())
+
+
+def test_one_file_where_it_fits(saved, tmp_path):
+    folder = saved("llama")[0]
+    paths = consolidate(folder, tmp_path / "out")
+    assert [path.name for path in paths] == ["model.safetensors"]
+    assert not list((tmp_path / "out").glob("*.index.json"))
+    with pytest.raises(CheckpointError, match="holds weights already"):
+        consolidate(folder, tmp_path / "out")
+
+
+def _load_pretrained(folder: str, plugins: list, model: str) -> dict:
+    trained = Trained(model, plugins, seed=1)
+    assert trained.accelerator.load_state(folder)
+    return trained.contents()
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_a_folder_of_transformers_loads_as_model(saved, tmp_path, single):
+    folder, contents, _ = saved("llama-tied")
+    consolidate(folder, tmp_path / "out", max_shard_size=10**9 if single else 20_000)
+    found = run_ranks(_load_pretrained, 4, str(tmp_path / "out"), [TP2, "zero1"], "llama-tied")[0]
+    assert_equal(weights_of(contents), weights_of(found))
+
+
+def _damaged_pretrained(folder: str) -> None:
+    trained = Trained("gpt2", [TP2], seed=1)
+    before = trained.contents()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        trained.accelerator.load_state(folder)
+    assert_equal(before, trained.contents())
+
+
+def test_a_truncated_folder_of_transformers_is_refused(saved, tmp_path):
+    consolidate(saved("gpt2")[0], tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    run_ranks(_damaged_pretrained, 2, str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "plugins"), [("llama-padded", 3, ["zero1"]), ("llama-padded", 2, [TP2]), ("gpt2", 4, [TP4])]
+)
+def test_other_families_on_other_meshes(saved, model, ranks, plugins):
+    folder, contents, loss = saved(model)
+    found, next_loss = run_ranks(load_and_step, ranks, str(folder), model, plugins)[0]
+    assert_equal(contents, found)
+    assert next_loss == pytest.approx(loss, rel=1e-5)
+
+
+# ---- inspect and verify --------------------------------------------------------------------------------------------
+def test_inspect_says_what_is_there(saved, capsys):
+    folder, contents, _ = saved("llama-padded")
+    assert main(["inspect", "--json", str(folder / "tensor_parallel_shards")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["mesh"] == {"dp": 1, "tp": 4}
+    tensors = {tensor["name"]: tensor for tensor in report["collections"]["model.0"]}
+    assert {name: tuple(t["shape"]) for name, t in tensors.items()} == {
+        name: tuple(value.shape) for name, value in weights_of(contents).items()
+    }
+    head = tensors["lm_head.weight"]
+    assert head["cuts"] == [{"dim": 0, "axis": "tp", "degree": 4, "blocks": [95], "padded": True}]
+    assert main(["inspect", str(folder)]) == 0
+    assert "dim 0 over tp 4, padded" in capsys.readouterr().out
+
+
+def test_every_unique_byte_is_written_once_and_by_all(saved):
+    """Two data-parallel ranks share the work; ranks that hold equal parts do not repeat each other."""
+    folder, contents, _ = saved("gpt2-tied")
+    files = {path.name: path.stat().st_size for path in (folder / "tensor_parallel_shards").iterdir()}
+    assert sorted(files) == [f"tp_rank_0{t}_pp_rank_00_dp_rank_0{d}.safetensors" for t in (0, 1) for d in (0, 1)]
+    unique = {value.data_ptr(): value for value in weights_of(contents).values()}
+    size = sum(value.numel() * value.element_size() for value in unique.values())
+    shards = list((folder / "tensor_parallel_shards").iterdir())
+    headers = sum(int.from_bytes(path.read_bytes()[:8], "little") + 8 for path in shards)
+    tied = contents["lm_head.weight"].nbytes if len(unique) == len(weights_of(contents)) else 0
+    assert sum(files.values()) - headers == size - tied
+    assert max(files.values()) < 0.5 * sum(files.values())
+
+
+def test_verify(saved, tmp_path, capsys):
+    import shutil
+
+    folder = tmp_path / "copy"
+    shutil.copytree(saved("gpt2-tied")[0], folder)
+    assert main(["verify", str(folder)]) == 0
+    assert verify(folder) == []
+    victim = next(path for path, entry in read_manifest(folder).files.items() if entry.kind == "optimizer")
+    (folder / victim).unlink()
+    assert main(["verify", str(folder)]) == 1
+    assert f"'{victim}' is missing" in capsys.readouterr().err
+
+
+def test_verify_compares_with_the_configuration(saved, tmp_path):
+    import shutil
+    import zlib
+    from dataclasses import replace
+
+    from neuron_accel.checkpoint.manifest import NAME, FileEntry
+
+    folder = tmp_path / "copy"
+    shutil.copytree(saved("llama")[0], folder)
+    config = json.loads((folder / "config.json").read_text())
+    data = json.dumps({**config, "num_hidden_layers": 3, "vocab_size": 5}).encode()
+    (folder / "config.json").write_bytes(data)
+    manifest = read_manifest(folder)
+    entry = FileEntry(size=len(data), crc32=zlib.crc32(data), kind="auxiliary")
+    (folder / NAME).write_bytes(replace(manifest, files={**manifest.files, "config.json": entry}).to_bytes())
+    problems = "\n".join(verify(folder))
+    assert "config.json says 3 layers" in problems
+    assert "config.json says (5, 32)" in problems
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["inspect", "--json"], ["verify"]])
+def test_looking_needs_no_torch(saved, command):
+    folder = saved("llama")[0]
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'numpy', 'accelerate', 'transformers', 'torch_xla'): sys.modules[name] = None\n"
+        "from neuron_accel.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command, str(folder)], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "consolidate"])
+def test_what_is_no_checkpoint_is_an_error_without_traceback(tmp_path, command, capsys):
+    (tmp_path / "tensor_parallel_shards").mkdir()
+    output = [str(tmp_path / "out")] if command == "consolidate" else []
+    assert main([command, str(tmp_path), *output]) in (1, 2)
+    assert "no manifest.json" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("100", 100), ("2kb", 2000)])
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "many", "nan", "inf"])
+def test_no_sizes(text):
+    with pytest.raises(CheckpointError, match="is no size"):
+        parse_size(text)
+
+
+def test_consolidating_does_not_need_memory_for_the_model(tmp_path):
+    """The peak stays far below the model's 64 MB."""
+    big = run_ranks(_save_big, 2, str(tmp_path / "c"))[0]
+    code = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "import numpy\n"
+        "from neuron_accel.checkpoint.consolidate import consolidate\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "consolidate(Path(sys.argv[1]), Path(sys.argv[2]))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    arguments = [sys.executable, "-c", code, str(tmp_path / "c"), str(tmp_path / "out")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=True)
+    assert big == 64 << 20
+    assert int(done.stdout) << 10 < 24 << 20
+
+
+def _save_big(folder: str) -> int:
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator()
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+    model = accelerator.prepare(model)
+    accelerator.save_state(folder)
+    return sum(p.numel() * p.element_size() for p in model.parameters())
