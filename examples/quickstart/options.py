@@ -32,7 +32,7 @@ def parse(description: str, arguments: list[str] | None = None) -> argparse.Name
     option("--prompt", default="def __init__(self,", help="beginning of a line of Python for the model to complete")
 
     option = parser.add_argument_group("training").add_argument
-    option("--steps", type=_positive(int), default=300, help="optimizer steps")
+    option("--steps", type=_positive(int), default=240, help="optimizer steps")
     option("--batch-size", type=_positive(int), default=8, help="sequences in an optimizer step, over all ranks")
     option("--learning-rate", type=_positive(float), default=2e-3, help="highest learning rate of AdamW")
     option("--eval-batches", type=_positive(int), default=16, help="batches of held-out text at the end, at most")
