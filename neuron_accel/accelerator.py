@@ -33,6 +33,7 @@ from neuron_accel.engine.plugin import Claim, Phase, StrategyPlugin  # noqa: E40
 from neuron_accel.engine.registry import default_registry  # noqa: E402
 from neuron_accel.engine.run import PreparedModel, Run  # noqa: E402
 from neuron_accel.engine.start import agree_on_plan  # noqa: E402
+from neuron_accel.engine.whole import stepping_on_wholes  # noqa: E402
 from neuron_accel.loops import values  # noqa: E402
 from neuron_accel.loops.clipping import Clipping  # noqa: E402
 from neuron_accel.loops.items import ItemCount  # noqa: E402
@@ -98,8 +99,9 @@ class NeuronAccelerator(Accelerator):
             wanted.append(registry.get("zero1")())
         decision = settle(os.environ, requested=backend or configured.backend, cpu=bool(options.get("cpu")))
         options["cpu"] = decision.device == "cpu"
+        was_connected = torch.distributed.is_available() and torch.distributed.is_initialized()
         super().__init__(**options)
-        ranks = connect(decision)
+        ranks = connect(decision, adopts=not was_connected)
         _check_connected(ranks.world_size, self.state.num_processes)
         plan = agree_on_plan(
             lambda: make_plan(
@@ -235,6 +237,7 @@ class NeuronAccelerator(Accelerator):
         # In "evaluation mode" Accelerate places, casts and compiles, and leaves out its own data parallelism.
         record.module = super().prepare_model(record.module, device_placement, evaluation_mode=True)
         record.parameters.follow(_inner(record.module))
+        self._session.adopt(record)
         if not evaluation_mode:
             for plugin in self.plan.plugins:
                 if plugin.spec.phase >= Phase.GRADIENTS:
@@ -280,6 +283,7 @@ class NeuronAccelerator(Accelerator):
         rebind(optimizer, [model.parameters for model in self.run.models], self.run.coordinates)
         for plugin in self.plan.plugins:
             optimizer = plugin.transform_optimizer(optimizer, self.run)
+        optimizer = stepping_on_wholes(optimizer, self.run)
         keep_promise(optimizer)
         prepared = PreparedOptimizer(
             optimizer, self.run, self.scaler, peers=self._optimizers, gradients_complete=self._items.settle
@@ -336,6 +340,8 @@ class NeuronAccelerator(Accelerator):
                 owner.backward(loss / self.gradient_accumulation_steps, run, **kwargs)
         for plugin in self.plan.plugins:
             plugin.after_backward(run)
+        if not self.sync_gradients:
+            run.backend.step_boundary()  # one graph for a micro-batch, however many there are
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -590,6 +596,7 @@ class NeuronAccelerator(Accelerator):
         self._session.wait()
         self._teardown()
         super().end_training()
+        self.run.backend.shutdown()
 
     def _teardown(self) -> None:
         for plugin in reversed(self.plan.plugins):

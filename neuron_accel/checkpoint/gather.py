@@ -6,28 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from neuron_accel.engine.assembly import full_tensor
 from neuron_accel.engine.plugin import AxisKind
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Group
-    from neuron_accel.engine.layout import Layout
     from neuron_accel.engine.run import PreparedModel, Run
-
-
-def full_tensor(local: torch.Tensor, layout: Layout, run: Run) -> torch.Tensor:
-    """The whole of a tensor of which every rank holds the shard that ``layout`` says; collective over the cut axes.
-
-    Returns:
-        a tensor of ``layout.shape`` on the device of ``local``: ``local`` itself where nothing is cut.
-    """
-    if not layout.cuts:
-        return local
-    group = run.group(*(cut.axis for cut in layout.cuts))
-    shards = run.backend.all_gather(local.detach().contiguous().unsqueeze(0), group)
-    full = torch.empty(layout.shape, dtype=local.dtype, device=local.device)
-    for rank, shard in zip(group.ranks, shards, strict=True):
-        layout.write(shard, full, run.mesh.coordinates(rank))
-    return full
 
 
 def full_state_dict(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
@@ -38,6 +22,7 @@ def full_state_dict(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
         cut, else an empty dict: no rank but one holds the full model, and that one a tensor at a time beside it.
     """
     module = getattr(model.module, "_orig_mod", model.module)
+    run.backend.step_boundary()  # what is read below exists then
     stages = stage_group(run)
     if stages.size > 1:
         return _state_of_stages(model, module, run, stages)
@@ -80,7 +65,7 @@ def full_gradients(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
         form = None if gradient is None else (tuple(gradient.shape), gradient.dtype)
         form = run.backend.broadcast_object(form, stages, holder)
         if form is not None:
-            result[record.fqn] = _from_stage(gradient, form, run, stages, holder).to("cpu", copy=True)
+            result[record.fqn] = run.backend.to_host(_from_stage(gradient, form, run, stages, holder))
     return result
 
 

@@ -76,6 +76,12 @@ def keep_promise(optimizer: torch.optim.Optimizer) -> None:
         del optimizer._neuron_accel_recipe  # type: ignore[attr-defined]
 
 
+def copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    """Gives the groups of ``target`` the hyper-parameters of those of ``source``."""
+    for theirs, mine in zip(source.param_groups, target.param_groups, strict=True):
+        mine.update({key: value for key, value in theirs.items() if key != "params"})
+
+
 def twin(
     optimizer: torch.optim.Optimizer,
     groups: list[dict[str, Any]],

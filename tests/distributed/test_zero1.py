@@ -85,7 +85,6 @@ OPTIMIZERS = {
     "lamb": (Lamb, "parameters"),
     "muon": (MuonForMatrices, "parameters"),
 }
-# A whole parameter is one rank's share under tensor parallelism, not the original: norms and factors would differ.
 LAYOUTS = {"dp2": (2, []), "dp4": (4, []), "tp2-dp2": (4, [TP2])}
 
 
@@ -96,13 +95,19 @@ LAYOUTS = {"dp2": (2, []), "dp4": (4, []), "tp2-dp2": (4, [TP2])}
 def test_trains_like_one_process(name, layout, accumulation, max_norm):
     optimizer, partition = OPTIMIZERS[name]
     ranks, plugins = LAYOUTS[layout]
-    if partition == "parameters" and plugins:
-        pytest.skip("an optimizer that looks at whole parameters sees shards under tensor parallelism")
     training = Training(optimizer=optimizer, accumulation=accumulation, max_norm=max_norm)
     batches = token_batches(3 * accumulation)
     reference = run_ranks(train_alone, 1, llama, batches, training)[0]
     config = {"plugins": [*plugins, {"zero1": {"partition": partition, "bucket_cap_mb": 0.01}}]}
     compare(reference, run_ranks(train_on_rank, ranks, llama, batches, config, training)[0])
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lamb", "muon"])
+def test_optimizers_of_whole_parameters_see_them_whole_under_tensor_parallelism_alone(name):
+    training = Training(optimizer=OPTIMIZERS[name][0])
+    batches = token_batches(3)
+    reference = run_ranks(train_alone, 1, llama, batches, training)[0]
+    compare(reference, run_ranks(train_on_rank, 2, llama, batches, {"plugins": [TP2]}, training)[0])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from neuron_accel.strategies.zero1.elementwise import is_elementwise
+from neuron_accel.engine.elementwise import is_elementwise
 from neuron_accel.strategies.zero1.partition import even, whole
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=12)

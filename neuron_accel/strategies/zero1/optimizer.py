@@ -17,10 +17,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from neuron_accel.engine.elementwise import is_elementwise
 from neuron_accel.engine.errors import ParameterError, UsageError
 from neuron_accel.engine.gradients import BackwardWatcher, make_buckets, used_anywhere
 from neuron_accel.engine.norms import GradientPart, clip_coefficient, elsewhere, global_norm
-from neuron_accel.engine.optimizers import recipe_of, twin
+from neuron_accel.engine.optimizers import copy_options, recipe_of, twin
+from neuron_accel.engine.whole import WholeParameters
 from neuron_accel.strategies.zero1.alike import alike
 from neuron_accel.strategies.zero1.partition import even, whole
 from neuron_accel.strategies.zero1.shards import BucketShard, SendBuffers, ShardPiece
@@ -89,6 +91,10 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._consumed = False
         self._divide(optimizer.param_groups)
         self.inner = twin(optimizer, [self._inner_group(g) for g in optimizer.param_groups], self._divided_state())
+        layouts = {p.master: s.bucket.records[p.place.parameter].layout for s in self.shards for p in s.pieces}
+        cut = self.options.whole_parameters and any(layout.axes for layout in layouts.values())
+        if cut and not is_elementwise(optimizer):  # what is whole on this rank is a part of the original
+            self.inner = WholeParameters(self.inner, layouts, run)
         self._let_go()
 
     # ---- construction ----------------------------------------------------------------------------------------------
@@ -278,9 +284,9 @@ class Zero1Optimizer(torch.optim.Optimizer):
             parts = self.gradient_parts(p for group in self.param_groups for p in group["params"])
             self.grad_norm = global_norm(parts, self._run)
             scale_parts(parts, clip_coefficient(self.grad_norm, self.options.max_norm))
-        _copy_options(self.optimizer, self.inner)
+        copy_options(self.optimizer, self.inner)
         self.inner.step()
-        _copy_options(self.inner, self.optimizer)
+        copy_options(self.inner, self.optimizer)
         self.gather_weights()
         self._consumed = True
         # A scheduler warns if the optimizer it was built with never steps; it looks at this attribute.
@@ -309,7 +315,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         taken from the model's parameters. Collective."""
         masters = state_dict.get("master_weights")
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "master_weights"})
-        _copy_options(self.inner, self.optimizer)
+        copy_options(self.inner, self.optimizer)
         if masters is None:
             self.reload_masters()
             return
@@ -334,11 +340,6 @@ def scale_parts(parts: Iterable[GradientPart], coefficient: torch.Tensor) -> Non
     tensors = [part.tensor for part in parts if part.tensor is not None]
     if tensors:
         torch._foreach_mul_(tensors, coefficient.to(tensors[0].dtype))
-
-
-def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    for theirs, mine in zip(source.param_groups, target.param_groups, strict=True):
-        mine.update({key: value for key, value in theirs.items() if key != "params"})
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import nn
 
+from neuron_accel.engine.elementwise import is_elementwise
 from neuron_accel.engine.errors import ConfigurationError, PlanError
 from neuron_accel.engine.norms import clip_coefficient, global_norm, whole_gradients
 from neuron_accel.engine.plugin import Claim, Phase, PluginSpec, StrategyPlugin
 from neuron_accel.strategies.data_parallel import GradientAverager
-from neuron_accel.strategies.zero1.elementwise import is_elementwise
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, Zero1Options, refuse_closures, scale_parts
 
 if TYPE_CHECKING:

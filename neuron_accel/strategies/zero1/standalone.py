@@ -16,6 +16,7 @@ from torch import nn
 
 from neuron_accel.backends.base import Backend
 from neuron_accel.backends.select import connect, settle
+from neuron_accel.engine.elementwise import is_elementwise
 from neuron_accel.engine.errors import ConfigurationError
 from neuron_accel.engine.layout import Cut, Layout
 from neuron_accel.engine.mesh import Mesh
@@ -24,7 +25,6 @@ from neuron_accel.engine.parameters import ParameterMap
 from neuron_accel.engine.plan import Plan
 from neuron_accel.engine.plugin import AxisKind, AxisSpec
 from neuron_accel.engine.run import PreparedModel, Run
-from neuron_accel.strategies.zero1.elementwise import is_elementwise
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, Zero1Options
 
 Ranks = Sequence[Sequence[int]]

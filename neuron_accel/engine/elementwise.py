@@ -1,7 +1,7 @@
 """Does an optimizer treat the elements of a parameter alike?
 
-Only then may ZeRO-1 cut through parameters. Instead of a list of names, which would say nothing about a class of the
-user's own, the optimizer is tried: a few steps on a small matrix, whole and in two flat pieces, must agree.
+Only then may a parameter be cut. Instead of a list of names, which would say nothing about a class of the user's own,
+the optimizer is tried: a few steps on a small matrix, whole and in two flat pieces, must agree.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ def _twin(optimizer: torch.optim.Optimizer, group: dict, parameters: list[nn.Par
     # An optimizer with state from the start (Adagrad) begins with the same here: constant, so any element will do.
     # Of a parameter with dims, where what is kept per element can be told from what is kept once.
     owner = next((p for p in group["params"] if optimizer.state.get(p) and p.dim()), None)
-    like = optimizer.state[owner] if owner is not None else {}
-    state = {p: {name: _initial(value, owner, p) for name, value in like.items()} for p in parameters}
+    state: dict[torch.Tensor, dict[str, Any]] = {}
+    if owner is not None:
+        like = optimizer.state[owner]
+        state = {p: {name: _initial(value, owner, p) for name, value in like.items()} for p in parameters}
     options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
     if "lr" in options:  # a warm-up may have set it to zero, and an optimizer that does nothing proves nothing
         options["lr"] = torch.full_like(options["lr"], 1e-2) if torch.is_tensor(options["lr"]) else 1e-2
