@@ -2,7 +2,8 @@
 
 The CPU client of PJRT connects the devices of one process only, so ranks are threads of one process, each with a device
 of its own. What that asks of them is in :mod:`neuron_accel.backends.xla_channel`. They share what a process has once:
-environment variables, and torch's generator for the CPU, so models are built one at a time (:func:`one_at_a_time`).
+torch's generator for the CPU, so models are built one at a time (:func:`one_at_a_time`), and environment variables,
+which Accelerate empties for moments: say ``NeuronAccelerator(backend="xla")`` rather than leave it to a variable.
 
 The process is forked from one that has torch_xla, Accelerate and transformers imported already; that one is started at
 the first call and ends with the caller's.
