@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuron_accel.checkpoint.checkpoints import LATEST, Checkpoints, auxiliary_files
+from neuron_accel.checkpoint.consolidate import checkpoint_folder
 from neuron_accel.checkpoint.files import Files
+from neuron_accel.checkpoint.load import load_weights
 from neuron_accel.checkpoint.manifest import has_manifest
+from neuron_accel.checkpoint.pretrained import save_in_full
 from neuron_accel.checkpoint.training import Training
 from neuron_accel.engine.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.accelerator import NeuronAccelerator
+    from neuron_accel.engine.run import PreparedModel
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +94,18 @@ class Session:
         if accelerator.project_configuration.automatic_checkpoint_naming:
             accelerator.project_configuration.iteration = counters.get("iteration", accelerator.save_iteration - 1) + 1
         return True
+
+    def adopt(self, record: PreparedModel) -> None:
+        """A model has been divided: it takes the weights that a plugin names, and saves itself in full. Collective.
+
+        Raises:
+            CheckpointError: if the weights are not those of this model.
+        """
+        run = self._accelerator.run
+        folders = [folder for plugin in run.plan.plugins if (folder := plugin.initial_weights()) is not None]
+        if folders and len(run.models) == 1:
+            load_weights(record, checkpoint_folder(Path(folders[-1])), run)
+        save_in_full(record, run)
 
     def wait(self) -> None:
         """Waits for a save in the background; raises its error on every rank. Collective."""

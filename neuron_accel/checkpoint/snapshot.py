@@ -224,18 +224,20 @@ def _typed(layout: Layout, tensor: torch.Tensor) -> Layout:
 def written_here(items: Iterable[Item], run: Run) -> list[Item]:
     """Those of ``items`` that this rank writes, such that every part is written once and the work is spread.
 
-    Every rank decides alone: ranks that hold the same parts list them in the same order. Collective where a pipeline
-    may tie weights of several stages.
+    Every rank decides alone: ranks that hold the same parts list them in the same order. Collective where there are
+    stages.
     """
+    items = list(items)
     stages = run.mesh.names(AxisKind.STAGE)
-    elsewhere = _held_before(stages, run) if stages else set()
+    elsewhere = _buffers_before(items, stages, run) if stages else set()
     coordinates = run.coordinates
     loads: dict[tuple[str, ...], list[int]] = {}
     result = []
     for item in sorted(items, key=lambda i: (-i.nbytes, i.collection, i.name)):
-        if (item.record is not None and id(item.record) in elsewhere) or not _speaks(item, coordinates):
+        if (item.buffer and item.name in elsewhere) or not _speaks(item, coordinates):
             continue
-        apart = {*item.axes, *item.leads, *item.layout.axes, *stages}
+        holders = stages if item.record is None else item.record.holders
+        apart = {*item.axes, *item.leads, *item.layout.axes, *holders}
         axes = tuple(axis.name for axis in run.mesh.axes if axis.name not in apart)
         load = loads.setdefault(axes, [0] * math.prod(run.mesh.degree(axis) for axis in axes))
         writer = 0 if item.buffer else min(range(len(load)), key=lambda i: (load[i], i))
@@ -245,21 +247,18 @@ def written_here(items: Iterable[Item], run: Run) -> list[Item]:
     return result
 
 
-def _held_before(stages: tuple[str, ...], run: Run) -> set[int]:
-    """The records (by id) that an earlier stage holds, too: it is the one that writes them."""
+def _buffers_before(items: list[Item], stages: tuple[str, ...], run: Run) -> set[str]:
+    """Names of buffers that an earlier stage has, too: it is the one that writes them."""
     group = run.group(*stages)
-    held = {
-        (index, record.fqn): id(record)
-        for index, model in enumerate(run.models)
-        for record in model.parameters
-        if record.current is not None
-    }
-    before = run.backend.all_gather_object(list(held), group)[: group.index]
-    return {held[key] for keys in before for key in keys if key in held}
+    names = [item.name for item in items if item.buffer]
+    return {name for held in run.backend.all_gather_object(names, group)[: group.index] for name in held}
 
 
 def _speaks(item: Item, coordinates: dict[str, int]) -> bool:
-    """Whether this rank is the first along the cut axes that holds this part."""
+    """Whether this rank is the first, along axes that others divide, that holds this part."""
+    holders = {} if item.record is None else item.record.holders
+    if any(coordinates.get(axis, 0) != indices[0] for axis, indices in holders.items()):
+        return False
     return not any(coordinates.get(axis, 0) for axis in item.leads) and all(
         coordinates.get(cut.axis, 0) % cut.replicas == 0 for cut in item.layout.cuts if cut.parts > 1
     )

@@ -109,6 +109,7 @@ def plan_launch(request: LaunchRequest, host: Host, decision: Decision, environm
             _threads(request, host),
             _use_cpu(request, decision),
             _loopback(request, host, decision),
+            _own_store(request),
             _no_xla(host, decision),
         )
         if setting is not None and (setting.name not in environment or setting.binding)
@@ -134,6 +135,13 @@ def _loopback(request: LaunchRequest, host: Host, decision: Decision) -> Setting
         return None
     why = "all ranks are on this machine, whatever its name resolves to"
     return Setting(name="GLOO_SOCKET_IFNAME", value=host.loopback, why=why)
+
+
+def _own_store(request: LaunchRequest) -> Setting | None:
+    if not request.max_restarts:
+        return None
+    why = "ranks that are started again must not find the addresses of those before"
+    return Setting(name="TORCH_DISABLE_SHARE_RDZV_TCP_STORE", value="1", why=why)
 
 
 def _no_xla(host: Host, decision: Decision) -> Setting | None:

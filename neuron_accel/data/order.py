@@ -11,8 +11,8 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import RandomSampler
 
 Order = dict[str, Any]
-"""``default``: state of the default generator when the epoch began; ``own``: of the sampler's; ``seed``: of a sampler
-that makes its generator from a seed and the epoch."""
+"""``default``: state of the default generator when the epoch began; ``own``: of the sampler's, or ``drawn``: of the one
+that it made itself from the default one; ``seed``: of a sampler that makes its generator from a seed and the epoch."""
 
 
 def sampler_of(loader: Any) -> Any:
@@ -30,7 +30,10 @@ def order_of(loader: Any) -> Order:
     if isinstance(sampler, SeedableRandomSampler):
         order["seed"] = sampler.initial_seed
     elif isinstance(sampler, RandomSampler):
-        order["own"] = _peek(loader) if sampler.generator is None else sampler.generator.get_state()
+        if sampler.generator is None:
+            order["drawn"] = _peek(loader)
+        else:
+            order["own"] = sampler.generator.get_state()
     return order
 
 
@@ -47,21 +50,25 @@ def _peek(loader: Any) -> torch.Tensor:
     return torch.Generator().manual_seed(seed).get_state()
 
 
+def set_order(loader: Any, order: Order) -> None:
+    """The next epochs are drawn as those after ``order`` were: from the sampler's own generator, where it had one."""
+    sampler = sampler_of(loader)
+    if isinstance(sampler, SeedableRandomSampler):
+        sampler.initial_seed = order.get("seed", sampler.initial_seed)
+    elif isinstance(sampler, RandomSampler) and "own" in order:
+        sampler.generator = sampler.generator or torch.Generator()
+        sampler.generator.set_state(order["own"])
+
+
 @contextmanager
 def drawing(loader: Any, order: Order) -> Iterator[None]:
-    """Inside, the epoch's order is drawn from ``order``; the default generator is then as it was before."""
+    """Inside, the order of an epoch is drawn from ``order``; the default generator is then as it was before."""
     now, sampler = torch.get_rng_state(), sampler_of(loader)
+    set_order(loader, order)
     torch.set_rng_state(order["default"])
-    if isinstance(sampler, SeedableRandomSampler) and "seed" in order:
-        sampler.initial_seed = order["seed"]
-    lent = isinstance(sampler, RandomSampler) and "own" in order and sampler.generator is None
-    if lent:
-        sampler.generator = torch.Generator()
-    if isinstance(sampler, RandomSampler) and "own" in order:
-        sampler.generator.set_state(order["own"])
+    if isinstance(sampler, RandomSampler) and "drawn" in order and sampler.generator is not None:
+        sampler.generator.set_state(order["drawn"])
     try:
         yield
     finally:
         torch.set_rng_state(now)
-        if lent:  # the epoch that was begun keeps it; the next one draws as ever
-            sampler.generator = None

@@ -21,7 +21,7 @@ from accelerate.data_loader import (
     skip_first_batches,
 )
 
-from neuron_accel.data.order import Order, drawing, order_of
+from neuron_accel.data.order import Order, drawing, order_of, set_order
 from neuron_accel.data.shared import share
 from neuron_accel.engine.errors import CheckpointError
 
@@ -64,18 +64,22 @@ class _Positioned:
     # ---- for checkpoints -------------------------------------------------------------------------------------------
     def position(self) -> dict[str, Any]:
         """Where this loader is: plain values and tensors; the same on all ranks that see the same data."""
+        if self._resume is not None:  # nothing was given out since it was set
+            return self._resume
         return {
             "epoch": self.iteration,  # type: ignore[attr-defined]
             "samples": self._before + self._given * samples_at_once(self),
             "begin": self._begin,
+            "next": order_of(self) if self._begin is None else None,
         }
 
     def set_position(self, position: dict[str, Any]) -> None:
         """The next epoch begins at ``position``."""
         self.check_position(position)
         self.iteration = position["epoch"]
-        # Between epochs nothing is pending: the next order is drawn from the generators as they are then.
         self._resume = dict(position) if position["begin"] is not None else None
+        if position["next"] is not None:
+            set_order(self, position["next"])
 
     def forget_position(self) -> None:
         """Somebody else skips what was given out."""

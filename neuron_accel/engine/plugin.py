@@ -8,6 +8,7 @@ run-time state in itself: what it needs later lives in the objects it returns or
 from __future__ import annotations
 
 import dataclasses
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -169,6 +170,11 @@ class StrategyPlugin:
     def model_init(self, run: Run) -> AbstractContextManager[Any]:
         """A context in which users build models."""
         return nullcontext()
+
+    def initial_weights(self) -> str | os.PathLike[str] | None:
+        """A checkpoint, or a folder of transformers, whose weights the first model that is prepared takes once it is
+        divided; None: it keeps those it has."""
+        return None
 
     def transform_model(self, model: torch.nn.Module, run: Run, parameters: ParameterMap) -> torch.nn.Module:
         """Rewrites ``model`` in place, or returns a new one. FQNs keep their meaning; a parameter whose shape changes

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from tests.distributed.models import MODELS, token_batches
+from tests.distributed.models import MODELS as FAMILIES
+from tests.distributed.models import llama, token_batches
 
+# 95 tokens divide by no degree: with a divided vocabulary, shards are padded.
+MODELS = {**FAMILIES, "llama-padded": functools.partial(llama, vocabulary=95)}
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
+PP2_TP2 = {
+    "model_parallelism": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2},
+}
 TP4 = {"model_parallelism": {"tensor_parallel_size": 4}}
 TOPOLOGIES: dict[str, tuple[int, list[Any]]] = {
     "dp1": (1, []),
@@ -19,8 +26,9 @@ TOPOLOGIES: dict[str, tuple[int, list[Any]]] = {
     "tp4": (4, [TP4]),
     "tp2-dp2-zero1": (4, [TP2, "zero1"]),
     "tp2-sp": (2, [TP2, "sequence_parallel"]),
+    "pp2-tp2": (4, [PP2_TP2]),
 }
-BATCHES = token_batches(8, size=12)
+BATCHES = token_batches(8, size=12, vocabulary=95)
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-6),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
@@ -65,11 +73,10 @@ class Trained:
 
     def contents(self) -> dict[str, torch.Tensor]:
         """Weights and optimizer state of the original model, whole, on the main process."""
-        from neuron_accel.checkpoint.gather import full_tensor
+        from neuron_accel.checkpoint.gather import full_tensor, stage_group
         from neuron_accel.checkpoint.snapshot import pieces_of
 
         run = self.accelerator.run
-        result = dict(self.accelerator.get_state_dict(self.model))
         inner = self.optimizer.optimizer
         mine: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = {}
         for piece in pieces_of(inner, run):
@@ -78,18 +85,20 @@ class Trained:
                 entries["master"] = piece.parameter.detach()
             for entry, value in entries.items():
                 mine.setdefault((piece.record.fqn, entry), []).append((piece.start, value.detach().clone()))
-        group = run.group(*run.mesh.gradient_axes)
-        everyone = run.backend.all_gather_object(mine, group)
-        for key in sorted({key for one in everyone for key in one}):
-            fqn, entry = key
-            found = [part for one in everyone for part in one.get(key, ())]
+        everyone = run.backend.all_gather_object(mine, run.group(*run.mesh.gradient_axes))
+        state = {}
+        for fqn, entry in sorted({key for one in everyone for key in one}):
+            found = [part for one in everyone for part in one.get((fqn, entry), ())]
             layout = next(m.parameters[fqn] for m in run.models).layout
-            if found[0][1].dim() == 0 or found[0][1].numel() == 1 < len(layout.shape):
-                result[f"{fqn}/{entry}"] = found[0][1]
+            if found[0][1].dim() == 0:
+                state[f"{fqn}/{entry}"] = found[0][1]
                 continue
             pieces = dict(sorted(found, key=lambda part: part[0]))
             flat = torch.cat([value.reshape(-1) for value in pieces.values()])
-            result[f"{fqn}/{entry}"] = full_tensor(flat.view(layout.local_shape), layout, run)
+            state[f"{fqn}/{entry}"] = full_tensor(flat.view(layout.local_shape), layout, run)
+        result = dict(self.accelerator.get_state_dict(self.model))
+        for stage in run.backend.all_gather_object(state, stage_group(run)):
+            result |= stage
         return result if self.accelerator.is_main_process else {}
 
 
@@ -105,21 +114,29 @@ def train_and_save(
     return contents, trained.step(BATCHES[steps])
 
 
-def load_and_step(
-    folder: str, model: str, plugins: Sequence[Any], steps: int = 2, **options: Any
-) -> tuple[dict, float]:
+def load_and_step(folder: str, model: str, plugins: list[Any], steps: int = 2, **options: Any) -> tuple[dict, float]:
     """Loads into a model of other weights, and returns what was loaded and the loss of the next step."""
+    return load_each_and_step([folder], model, plugins, steps, **options)[0]
+
+
+def load_each_and_step(
+    folders: list[str], model: str, plugins: list[Any], steps: int = 2, **options: Any
+) -> list[tuple[dict, float]]:
+    """The same for several checkpoints, one after another."""
     trained = Trained(model, plugins, seed=1, **options)
-    trained.accelerator.load_state(folder)
-    contents = trained.contents()
-    return contents, trained.step(BATCHES[steps])
+    result = []
+    for folder in folders:
+        trained.accelerator.load_state(folder)
+        result.append((trained.contents(), trained.step(BATCHES[steps])))
+    return result
 
 
-def assert_equal(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> None:
+def assert_equal(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], what: str = "") -> None:
     """Bit for bit, NaNs included."""
-    assert expected.keys() == found.keys()
+    assert expected.keys() == found.keys(), what
     for name, value in expected.items():
         other = found[name]
         assert value.dtype == other.dtype, name
         assert value.shape == other.shape, name
-        assert value.numpy(force=True).tobytes() == other.numpy(force=True).tobytes(), name
+        bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (value, other)]
+        assert torch.equal(*bits), (what, name)

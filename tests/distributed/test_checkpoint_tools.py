@@ -15,7 +15,16 @@ from neuron_accel.checkpoint.report import verify
 from neuron_accel.cli.main import main
 from neuron_accel.engine.errors import CheckpointError
 from neuron_accel.testing import run_ranks
-from tests.distributed.checkpoint_support import TP2, TP4, Trained, assert_equal, load_and_step, train_and_save
+from tests.distributed.checkpoint_support import (
+    BATCHES,
+    TOPOLOGIES,
+    TP2,
+    TP4,
+    Trained,
+    assert_equal,
+    load_and_step,
+    train_and_save,
+)
 
 CASES = {
     "gpt2-tied": (4, [TP2, "zero1"]),
@@ -232,3 +241,36 @@ def _save_big(folder: str) -> int:
     model = accelerator.prepare(model)
     accelerator.save_state(folder)
     return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+# ---- weights at the start, weights at the end ----------------------------------------------------------------------
+def _start_from(folder: str, degree: int, model: str) -> dict:
+    plugins = [{"model_parallelism": {"tensor_parallel_size": degree, "checkpoint_dir": folder}}, "zero1"]
+    return Trained(model, plugins, seed=1).contents()
+
+
+@pytest.mark.parametrize("inside", ["", "tensor_parallel_shards"])
+def test_a_model_starts_from_the_weights_of_checkpoint_dir(saved, inside):
+    folder, contents, _ = saved("llama-padded")
+    assert_equal(weights_of(contents), run_ranks(_start_from, 4, str(folder / inside), 2, "llama-padded")[0])
+
+
+def _save_in_full(folder: str, plugins: list, model: str) -> dict:
+    trained = Trained(model, plugins)
+    trained.step(BATCHES[0])
+    trained.accelerator.unwrap_model(trained.model).save_pretrained(folder + "/pretrained", max_shard_size="20KB")
+    trained.accelerator.save_model(trained.model, folder + "/model")
+    return trained.contents()
+
+
+@pytest.mark.parametrize("model", ["gpt2-tied", "llama-padded"])
+@pytest.mark.parametrize("topology", ["dp1", "tp2-dp2-zero1", "pp2-tp2"])
+def test_the_full_model_is_saved_from_any_mesh(tmp_path, model, topology):
+    from transformers import AutoModelForCausalLM
+
+    ranks, plugins = TOPOLOGIES[topology]
+    contents = run_ranks(_save_in_full, ranks, str(tmp_path), plugins, model)[0]
+    for folder in ("pretrained", "model"):
+        loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not report["missing_keys"]
+        assert_equal(weights_of(contents), loaded.state_dict(), folder)
