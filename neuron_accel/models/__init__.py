@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from neuron_accel.models.architecture import Architecture, architecture_of
 from neuron_accel.models.catalog import known_model_types, plan_for
-from neuron_accel.models.plan import ArchitecturePlan, Style, colwise, rowwise, shared
+from neuron_accel.models.plan import ArchitecturePlan, Style, colwise, divided, rowwise, shared, spanning
+from neuron_accel.models.upstream import upstream_plan
 
 __all__ = [
     "Architecture",
@@ -15,8 +16,11 @@ __all__ = [
     "Style",
     "architecture_of",
     "colwise",
+    "divided",
     "known_model_types",
     "plan_for",
     "rowwise",
     "shared",
+    "spanning",
+    "upstream_plan",
 ]

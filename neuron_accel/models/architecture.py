@@ -11,6 +11,7 @@ from torch import nn
 from neuron_accel.engine.errors import UnsupportedModelError, did_you_mean
 from neuron_accel.models.catalog import known_model_types, plan_for
 from neuron_accel.models.plan import ArchitecturePlan, matches
+from neuron_accel.models.upstream import upstream_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +97,13 @@ def architecture_of(model: nn.Module) -> Architecture:
             fix=f"use a model of one of these families: {', '.join(known_model_types())}",
         )
     owner_name, owner = found
-    config = owner.config
-    plan = plan_for(config.model_type)
+    prefix = owner.base_model_prefix
+    base = getattr(owner, prefix, None) if prefix else None
+    is_base = not isinstance(base, nn.Module)
+    if is_base:
+        base = owner
+    config = base.config
+    plan = plan_for(config.model_type) or upstream_plan(owner, base)
     if plan is None:
         raise UnsupportedModelError(
             f"No plan is known for the model type {config.model_type!r} of {type(owner).__name__}.",
@@ -111,16 +117,13 @@ def architecture_of(model: nn.Module) -> Architecture:
                 where=type(owner).__name__,
                 why=reason,
             )
-    prefix = owner.base_model_prefix
-    base = getattr(owner, prefix, None) if prefix else None
-    is_base = not isinstance(base, nn.Module)
     return Architecture(
         plan=plan,
         config=config,
         model=model,
         owner=owner,
         owner_name=owner_name,
-        base=owner if is_base else base,
+        base=base,
         base_name=owner_name if is_base else join(owner_name, prefix),
     )
 

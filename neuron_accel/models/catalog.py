@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from neuron_accel.models.gpt2 import GPT2
-from neuron_accel.models.llama import LLAMA, QWEN3
+from neuron_accel.models.gpt_neox import BLOOM, GPT_BIGCODE, GPT_NEOX
+from neuron_accel.models.gptj import GPTJ
+from neuron_accel.models.llama import LLAMA, QWEN3, STABLELM
+from neuron_accel.models.opt import OPT
 from neuron_accel.models.plan import ArchitecturePlan
 
-_PLANS = (GPT2, LLAMA, QWEN3)
+_PLANS = (BLOOM, GPT2, GPT_BIGCODE, GPT_NEOX, GPTJ, LLAMA, OPT, QWEN3, STABLELM)
 
 
 def known_model_types() -> tuple[str, ...]:

@@ -16,6 +16,6 @@ GPT2 = ArchitecturePlan(
         "h.*.mlp.c_fc": colwise(units="n_inner"),
         "h.*.mlp.c_proj": rowwise(units="n_inner"),
     },
-    per_rank={"h.*.attn": ("split_size", "embed_dim", "num_heads")},
+    per_rank={"h.*.attn": dict.fromkeys(("split_size", "embed_dim", "num_heads"), "num_attention_heads")},
     unsupported={"add_cross_attention": "its cross-attention has a second input that no region covers"},
 )

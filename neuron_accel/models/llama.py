@@ -29,3 +29,10 @@ QWEN3 = replace(
     # norms over the features of one head, the same for every head
     styles={**LLAMA.styles, "layers.*.self_attn.q_norm": shared(), "layers.*.self_attn.k_norm": shared()},
 )
+
+STABLELM = replace(
+    LLAMA,
+    model_types=("stablelm",),
+    per_rank={"layers.*.self_attn": {"num_heads": "num_attention_heads", "num_key_value_heads": "num_key_value_heads"}},
+    unsupported={"qk_layernorm": "it keeps one norm for each head in a list"},
+)

@@ -16,19 +16,28 @@ class Style:
 
     Args:
         kind: ``"colwise"`` (each rank computes a share of the output features), ``"rowwise"`` (each rank holds a share
-            of the input features; the outputs are summed) or ``"shared"`` (whole on every rank, each rank applies it to
-            its own share, so that its gradient is a sum over the ranks).
+            of the input features; the outputs are summed), ``"shared"`` (whole on every rank, each rank applies it to
+            its own share, so that its gradient is a sum over the ranks), ``"divided"`` (its parameters are cut along
+            their first dim, as its input is), ``"spanning"`` (whole on every rank, and applied to the features of all
+            ranks, of which each goes on with its own), ``"partial"`` (like ``"rowwise"``, but the outputs are summed
+            only where the region ends) or ``"experts"`` (many gated feed-forward layers in two tensors, gate and up
+            [experts, 2 x features, hidden] and down [experts, hidden, features], whose features are divided).
         units: the configuration attribute that counts what cannot be cut: attention heads, say. None, or an attribute
-            that is None, means that single features may be told apart.
+            that is None, means that single features may be told apart. One name for each block where they differ.
         blocks: number of equal blocks that the divided features fuse: 3 for query, key and value side by side.
     """
 
     kind: str
-    units: str | None = None
+    units: str | tuple[str, ...] | None = None
     blocks: int = 1
 
+    @property
+    def units_of_blocks(self) -> tuple[str | None, ...]:
+        """What cannot be cut in each block."""
+        return self.units if isinstance(self.units, tuple) else (self.units,) * self.blocks
 
-def colwise(*, units: str | None = None, blocks: int = 1) -> Style:
+
+def colwise(*, units: str | tuple[str, ...] | None = None, blocks: int = 1) -> Style:
     """A projection whose output features are divided."""
     return Style(kind="colwise", units=units, blocks=blocks)
 
@@ -43,6 +52,26 @@ def shared() -> Style:
     return Style(kind="shared")
 
 
+def divided(*, units: str | None = None) -> Style:
+    """A module whose parameters are divided along their first dim."""
+    return Style(kind="divided", units=units)
+
+
+def spanning() -> Style:
+    """A module without a division of its own, a norm say, over features that lie on all ranks."""
+    return Style(kind="spanning")
+
+
+def partial() -> Style:
+    """A projection whose input features are divided, inside a region whose output is summed at its end."""
+    return Style(kind="partial")
+
+
+def experts() -> Style:
+    """Gated feed-forward layers, their weights stacked, whose features are divided."""
+    return Style(kind="experts")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ArchitecturePlan:
     """What is known about a family of decoders.
@@ -55,11 +84,18 @@ class ArchitecturePlan:
         token_embedding: maps token ids to hidden states.
         final_norm: the norm after the last block.
         regions: the modules whose input, ``hidden_states`` of shape [batch, sequence, hidden], enters a tensor-parallel
-            region. A region ends in one row-wise projection.
+            region. A region ends in one row-wise projection, or holds parts that are ``"partial"`` or ``"experts"``:
+            then what the module returns is summed.
         styles: the modules of the regions that hold parameters, and how each is divided.
         head: FQN, relative to the model around the base model, of the projection to the vocabulary.
-        per_rank: attributes of modules that count what a rank computes, and are therefore divided by the degree.
+        heads, key_value_heads: the configuration attributes that count attention heads and key/value heads; the first
+            is a multiple of the second, where there is one.
+        per_rank: attributes of modules that count what a rank computes, and what their count follows; ``config.name``
+            stands for an entry of the module's own view of the configuration.
+        per_head: arguments of modules, [batch x heads, ...], of which each rank gets those of its heads.
         unsupported: configuration attributes that, when set, make a model that this plan does not cover, and why.
+        refused: arguments of a model's forward that are not possible when it is divided, and why.
+        sequence: why the family cannot be divided along the sequence; empty if it can.
     """
 
     model_types: tuple[str, ...]
@@ -69,8 +105,13 @@ class ArchitecturePlan:
     regions: tuple[str, ...]
     styles: Mapping[str, Style]
     head: str = "lm_head"
-    per_rank: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    heads: str = "num_attention_heads"
+    key_value_heads: str = "num_key_value_heads"
+    per_rank: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    per_head: Mapping[str, str] = field(default_factory=dict)
     unsupported: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    sequence: str = ""
 
 
 def matches(pattern: str, name: str) -> bool:

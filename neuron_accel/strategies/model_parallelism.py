@@ -31,8 +31,9 @@ class ModelParallelismPlugin(StrategyPlugin):
     nothing left to do, and the loop stays as it is. In evaluation it returns loss and logits.
 
     Args:
-        tensor_parallel_size: number of ranks that hold one copy of the model together. Heads, key/value heads and
-            feed-forward size must divide by it.
+        tensor_parallel_size: number of ranks that hold one copy of the model together. Heads and features that do not
+            divide by it are padded with such as compute nothing; key/value heads of which there are fewer are held by
+            several ranks.
         pipeline_parallel_size: number of stages, or of ranks that have the stages.
         num_microbatches: number of equal parts of a rank's batch that the pipeline has under way; divides the batch.
             Many make the bubble small, few make the parts large.
@@ -44,6 +45,8 @@ class ModelParallelismPlugin(StrategyPlugin):
             rank, or only the loss.
         parallelize_embeddings: divide token embedding and head along the vocabulary, and compute the loss without
             gathering logits.
+        checkpoint_dir: a checkpoint of any mesh, or a folder of transformers, whose weights the model takes when it is
+            prepared; each rank reads its part.
     """
 
     tensor_parallel_size: int = 1
@@ -54,6 +57,7 @@ class ModelParallelismPlugin(StrategyPlugin):
     stage_cuts: tuple[str, ...] | None = None
     evaluation_logits: bool = True
     parallelize_embeddings: bool = True
+    checkpoint_dir: str | None = None
 
     spec = PluginSpec(name="model_parallelism", phase=Phase.LAYOUT)
 
@@ -86,6 +90,9 @@ class ModelParallelismPlugin(StrategyPlugin):
                     fix="leave it out, or set pipeline_parallel_size; to accumulate gradients use "
                     "gradient_accumulation_steps",
                 )
+
+    def initial_weights(self) -> str | None:
+        return self.checkpoint_dir
 
     def transform_model(self, model: torch.nn.Module, run: Run, parameters: ParameterMap) -> torch.nn.Module:
         """Divides ``model`` in place.

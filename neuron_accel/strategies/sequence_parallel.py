@@ -37,17 +37,16 @@ class SequenceParallelPlugin(StrategyPlugin):
             PlanError: if nothing has divided the model.
             UnsupportedModelError: if no plan covers it.
         """
-        from neuron_accel.models.architecture import architecture_of
         from neuron_accel.strategies.tensor_parallel.boundary import boundary_of
         from neuron_accel.strategies.tensor_parallel.sequence import divide_sequence
 
         boundary = boundary_of(model)
-        if boundary is None:
+        if boundary is None or boundary.architecture is None:
             raise PlanError(
                 f"Sequence parallelism found no tensor-parallel region in {type(model).__name__}.",
                 where="plugin sequence_parallel",
                 why="it divides what lies between such regions",
                 fix="use it together with ModelParallelismPlugin(tensor_parallel_size=...)",
             )
-        divide_sequence(architecture_of(model), boundary, parameters)
+        divide_sequence(boundary.architecture, boundary, parameters)
         return model

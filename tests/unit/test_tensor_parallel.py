@@ -163,13 +163,15 @@ def test_every_weight_of_a_region_is_divided(model) -> None:
             assert bool(layout.cuts) is (parameter.dim() == 2 or "c_attn" in name or "c_fc" in name)
 
 
+_SIX = {"hidden_size": 48, "num_attention_heads": 6}
+
+
 @pytest.mark.parametrize(
     ("options", "degree", "message", "fix"),
     [
         ({"num_attention_heads": 2, "num_key_value_heads": 2}, 4, "num_attention_heads = 2 does", "1, 2"),
-        ({"num_key_value_heads": 2}, 4, "num_key_value_heads = 2 does not divide by 4", "1, 2"),
-        ({"intermediate_size": 42}, 4, "intermediate_size = 42", "1, 2"),
-        ({}, 3, "num_attention_heads = 8 does not divide by 3; num_key_value_heads = 4", "1, 2, 4"),
+        (_SIX | {"num_key_value_heads": 2}, 4, "num_attention_heads = 6 does", "1, 2, 6"),
+        (_SIX | {"num_key_value_heads": 3}, 4, "num_key_value_heads = 3 does", "1, 3, 6"),
     ],
 )
 def test_what_does_not_divide(options: dict, degree: int, message: str, fix: str) -> None:
@@ -179,17 +181,54 @@ def test_what_does_not_divide(options: dict, degree: int, message: str, fix: str
     assert f"tensor_parallel_size={degree}" in error.value.where
 
 
-def test_gpt2_feed_forward_without_a_configured_size() -> None:
-    with pytest.raises(LayoutError, match="num_attention_heads = 8 does not divide by 3"):
-        divide(architecture_of(_gpt2()), 3)
-    with pytest.raises(LayoutError, match="n_inner = 30 does not divide by 4"):
-        divide(architecture_of(_gpt2(n_inner=30)), 4)
+def test_more_ranks_than_key_value_heads() -> None:
+    layouts = _layouts(_llama(num_key_value_heads=2), 4)
+    layout = layouts["model.layers.0.self_attn.k_proj.weight"]
+    assert layout.local_shape == (4, 32)
+    assert layout.replicas == 2
+    rows = torch.arange(8).unsqueeze(1).expand(8, 32)
+    assert [layout.shard(rows, {"tp": rank})[0, 0].item() for rank in range(4)] == [0, 0, 4, 4]
+    assert layouts["model.layers.0.self_attn.q_proj.weight"].replicas == 1
+
+
+def test_heads_that_do_not_divide_are_padded_with_those_that_share_a_key() -> None:
+    layouts = _layouts(_llama(num_attention_heads=8, num_key_value_heads=4), 3)
+    shapes = {name.rpartition("layers.0.")[2]: layout.local_shape for name, layout in layouts.items()}
+    assert shapes["self_attn.q_proj.weight"] == (2 * 2 * 4, 32)
+    assert shapes["self_attn.k_proj.weight"] == (2 * 4, 32)
+    assert shapes["self_attn.o_proj.weight"] == (32, 2 * 2 * 4)
+    layout = layouts["model.layers.0.self_attn.q_proj.weight"]
+    full = torch.arange(32 * 32.0).view(32, 32) + 1
+    assert not layout.shard(full, {"tp": 2}).any()
+    back = torch.zeros(32, 32)
+    for rank in range(3):
+        layout.write(layout.shard(full, {"tp": rank}), back, {"tp": rank})
+    assert torch.equal(back, full)
+
+
+def test_features_are_padded_where_zero_stays_zero() -> None:
+    assert _layouts(_llama(intermediate_size=42), 4)["model.layers.0.mlp.up_proj.weight"].local_shape == (11, 32)
+    with pytest.raises(LayoutError, match="do not divide evenly") as error:
+        divide(architecture_of(_llama(intermediate_size=42, hidden_act="sigmoid")), 4)
+    assert "activation" in error.value.why
+    assert _layouts(_gpt2(n_inner=30), 4)["transformer.h.0.mlp.c_fc.weight"].local_shape == (32, 8)
     assert _layouts(_gpt2(), 8)["transformer.h.0.mlp.c_fc.weight"].local_shape == (32, 16)
+
+
+def test_gpt2_xl_heads_on_eight_ranks() -> None:
+    layouts = _layouts(_gpt2(n_head=25, n_embd=50), 8)
+    assert layouts["transformer.h.0.attn.c_attn.weight"].local_shape == (50, 3 * 4 * 2)
+    assert layouts["transformer.h.0.attn.c_proj.weight"].local_shape == (4 * 2, 50)
 
 
 class _Scaled(nn.Embedding):
     def forward(self, input):
-        return super().forward(input) * 2
+        return super().forward(input) * self.weight.dtype.itemsize
+
+
+class _Shifted(nn.Embedding):
+    def forward(self, input):
+        return super().forward(input) - self.weight.mean()
 
 
 class _Quantised(nn.Linear):
@@ -210,6 +249,8 @@ def test_modules_that_are_not_what_the_plan_takes_them_for() -> None:
 
     model = _llama()
     model.model.embed_tokens = _Scaled(50, 32)
+    divide(architecture_of(model), 2)
+    model.model.embed_tokens = _Shifted(50, 32)
     with pytest.raises(UnsupportedModelError, match="not a plain Embedding") as error:
         divide(architecture_of(model), 2)
     assert "parallelize_embeddings=False" in error.value.fix

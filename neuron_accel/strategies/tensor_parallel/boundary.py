@@ -26,6 +26,7 @@ from neuron_accel.strategies.tensor_parallel.randomness import RankRandomness
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend, Group
+    from neuron_accel.models.architecture import Architecture
 
 
 class Flow(ABC):
@@ -106,7 +107,8 @@ class SequenceFlow(Flow):
         return F.pad(full, (0, 0) * (full.dim() - 2) + (0, missing))
 
     def _trim(self, full: torch.Tensor) -> torch.Tensor:
-        return full if full.shape[1] == self._length else full.narrow(1, 0, self._length)
+        # contiguous as a model's own hidden states are, which some regions view with other dims
+        return full if full.shape[1] == self._length else full.narrow(1, 0, self._length).contiguous()
 
 
 class Boundary:
@@ -115,11 +117,13 @@ class Boundary:
     Args:
         backend: performs the collectives.
         group: the ranks among which the model is divided.
+        architecture: where the parts of the model are.
     """
 
-    def __init__(self, backend: Backend, group: Group) -> None:
+    def __init__(self, backend: Backend, group: Group, architecture: Architecture | None = None) -> None:
         self.backend = backend
         self.group = group
+        self.architecture = architecture
         self.flow: Flow = ReplicatedFlow(backend, group)
         self.randomness = RankRandomness(backend.device, group.index)
 

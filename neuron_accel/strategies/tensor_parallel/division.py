@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from neuron_accel.engine.errors import LayoutError, UnsupportedModelError
 from neuron_accel.engine.layout import Cut, Layout
 from neuron_accel.models.architecture import Architecture, join
 from neuron_accel.models.plan import Style
+from neuron_accel.strategies.tensor_parallel.embedding import is_plain, is_scaled_embedding
 from neuron_accel.strategies.tensor_parallel.linear import feature_dims
+from neuron_accel.strategies.tensor_parallel.shares import Share, shares_of
 
 AXIS = "tp"
 """The mesh axis of tensor parallelism."""
+
+STYLES = frozenset({"colwise", "rowwise", "shared", "divided", "spanning", "partial", "experts"})
+
+_ACTIVATIONS = ("act", "act_fn", "activation_fn", "activation", "activation_func")
+"""What models call the function between their feed-forward layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +32,7 @@ class Division:
     Args:
         fqn: the module's FQN.
         module: the module as it is.
-        kind: ``"colwise"``, ``"rowwise"``, ``"shared"``, ``"embedding"`` or ``"head"``.
+        kind: a style's (:class:`~neuron_accel.models.Style`), ``"embedding"`` or ``"head"``.
         layouts: how each of its own parameters will lie, by the parameter's name in the module.
     """
 
@@ -33,14 +40,6 @@ class Division:
     module: nn.Module
     kind: str
     layouts: dict[str, Layout]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Requirement:
-    """``count`` of something called ``name`` must divide by the degree."""
-
-    name: str
-    count: int
 
 
 def divide(architecture: Architecture, degree: int, *, parallelize_embeddings: bool = True) -> list[Division]:
@@ -55,12 +54,14 @@ def divide(architecture: Architecture, degree: int, *, parallelize_embeddings: b
         LayoutError: if heads or features do not divide by ``degree``.
         UnsupportedModelError: if the model is not built as its plan says, or a parameter of a region has no style.
     """
-    styled = list(_styled(architecture))
-    _check_divisible(architecture, [r for _, m, s in styled if (r := _requirement(architecture, m, s))], degree)
+    shares = shares_of(architecture, degree)
     divisions = [
-        Division(fqn=fqn, module=module, kind=style.kind, layouts=_layouts(architecture, fqn, module, style, degree))
-        for fqn, module, style in styled
+        Division(
+            fqn=fqn, module=module, kind=style.kind, layouts=_layouts(architecture, fqn, module, style, shares, degree)
+        )
+        for fqn, module, style in _styled(architecture)
     ]
+    _check_padding(architecture, divisions, shares)
     _check_covered(architecture, divisions)
     if parallelize_embeddings:
         divisions += _vocabulary(architecture, degree)
@@ -77,11 +78,11 @@ def _styled(architecture: Architecture) -> Iterator[tuple[str, nn.Module, Style]
                 why="the model is not built as its model type says",
             )
         for fqn, module in found:
-            if style.kind not in ("colwise", "rowwise", "shared"):
+            if style.kind not in STYLES:
                 raise UnsupportedModelError(
                     f"The style {style.kind!r} of {fqn!r} is not known.", where=f"plan of {architecture.model_type!r}"
                 )
-            if style.kind != "shared" and feature_dims(module) is None:
+            if style.kind in ("colwise", "rowwise", "partial") and feature_dims(module) is None:
                 raise UnsupportedModelError(
                     f"{fqn!r} is a {type(module).__name__}; style {style.kind!r} divides linear layers.",
                     where=type(architecture.owner).__name__,
@@ -90,57 +91,134 @@ def _styled(architecture: Architecture) -> Iterator[tuple[str, nn.Module, Style]
             yield fqn, module, style
 
 
-def _requirement(architecture: Architecture, module: nn.Module, style: Style) -> _Requirement | None:
-    size = _divided_size(module, style)
-    if size is None:
-        return None
-    count = getattr(architecture.config, style.units, None) if style.units else None
-    if count is None:
-        side = "output" if style.kind == "colwise" else "input"
-        return _Requirement(name=f"the number of {side} features", count=size // style.blocks)
-    return _Requirement(name=str(style.units), count=count)
-
-
-def _divided_size(module: nn.Module, style: Style) -> int | None:
-    dims = feature_dims(module)
-    if style.kind == "shared" or dims is None:
-        return None
-    return module.weight.shape[dims.output if style.kind == "colwise" else dims.input]
-
-
-def _check_divisible(architecture: Architecture, requirements: list[_Requirement], degree: int) -> None:
-    failing = {r.name: r.count for r in requirements if r.count % degree}
-    if failing:
-        common = math.gcd(*(r.count for r in requirements))
-        legal = [str(n) for n in range(1, common + 1) if common % n == 0]
-        raise LayoutError(
-            "; ".join(f"{name} = {count} does not divide by {degree}" for name, count in failing.items()) + ".",
-            where=f"{type(architecture.owner).__name__} with tensor_parallel_size={degree}",
-            why="every rank computes whole heads, and the same number of heads and features as the others",
-            fix=f"choose tensor_parallel_size from: {', '.join(legal)}",
-        )
-
-
-def _layouts(architecture: Architecture, fqn: str, module: nn.Module, style: Style, degree: int) -> dict[str, Layout]:
+def _layouts(
+    architecture: Architecture, fqn: str, module: nn.Module, style: Style, shares: dict[str, Share], degree: int
+) -> dict[str, Layout]:
     whole = {name: Layout.of(parameter) for name, parameter in module.named_parameters()}
-    dims, size = feature_dims(module), _divided_size(module, style)
-    if style.kind == "shared" or dims is None or size is None:
+    dims = feature_dims(module)
+    if style.kind == "divided":
+        return {
+            name: _cut(layout, _cut_of(architecture, fqn, style, shares, degree, dim=0, size=layout.shape[0]))
+            for name, layout in whole.items()
+        }
+    if style.kind == "experts":
+        stacked = _experts(fqn, module, degree)
+        return {name: _cut(layout, stacked[name]) for name, layout in whole.items()}
+    if style.kind in ("shared", "spanning") or dims is None:
         return whole
-    count = (getattr(architecture.config, style.units, None) if style.units else None) or size // style.blocks
-    block = size // style.blocks
-    if size % style.blocks or block % count:
+    if style.kind == "partial" and module.bias is not None:
         raise UnsupportedModelError(
-            f"{fqn!r} has {size} features along the divided dim, which are not {style.blocks} blocks of {count} equal "
-            "units.",
+            f"{fqn!r} has a bias.",
+            where=f"the plan of model type {architecture.model_type!r}",
+            why="its output is summed later, and the bias would count on every rank",
+        )
+    dim = dims.output if style.kind == "colwise" else dims.input
+    size = module.weight.shape[dim]
+    found: dict[str, Cut] = {"weight": _cut_of(architecture, fqn, style, shares, degree, dim=dim, size=size)}
+    if style.kind == "colwise":
+        found["bias"] = _cut_of(architecture, fqn, style, shares, degree, dim=0, size=size)
+    return {name: _cut(layout, found.get(name)) for name, layout in whole.items()}
+
+
+def _experts(fqn: str, module: nn.Module, degree: int) -> dict[str, Cut]:
+    """The cuts of ``gate_up_proj`` [experts, 2 x features, hidden] and ``down_proj`` [experts, hidden, features]."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    said = {name: getattr(module, name, None) for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated")}
+    gate_up, down = shapes.get("gate_up_proj", ()), shapes.get("down_proj", ())
+    fits = len(shapes) == 2 and len(gate_up) == len(down) == 3 and gate_up[1] == 2 * down[2] and gate_up[2] == down[1]
+    if not fits or said != {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}:
+        raise UnsupportedModelError(
+            f"The experts {fqn!r} ({type(module).__name__}) have parameters {shapes}, {said}.",
+            why="only experts with gate and up side by side, [experts, 2 x features, hidden], and no bias are divided",
+        )
+    features = down[2]
+    if features % degree:
+        raise LayoutError(
+            f"{fqn!r} has {features} features, which do not divide by {degree}.",
+            fix="choose a tensor_parallel_size that divides them",
+        )
+    both = Cut(dim=1, axis=AXIS, degree=degree, size=2 * features, blocks=(features, features))
+    single = Cut(dim=2, axis=AXIS, degree=degree, size=features)
+    return {"gate_up_proj": both, "down_proj": single}
+
+
+def _cut_of(
+    architecture: Architecture, fqn: str, style: Style, shares: dict[str, Share], degree: int, *, dim: int, size: int
+) -> Cut:
+    blocks = [shares.get(name) if name else None for name in style.units_of_blocks]
+    counts = [share.count if share else 0 for share in blocks]
+    total = sum(counts) if all(counts) else 0
+    sizes = [size * count // total for count in counts] if total else [size // len(blocks)] * len(blocks)
+    units = {block // share.units if share else 1 for block, share in zip(sizes, blocks, strict=True)}
+    replicas = {share.replicas if share else 1 for share in blocks}
+    exact = sum(sizes) == size and not any(
+        block % share.count for block, share in zip(sizes, blocks, strict=True) if share
+    )
+    if not exact:
+        raise UnsupportedModelError(
+            f"{fqn!r} has {size} features along the divided dim, which are not {len(blocks)} blocks of "
+            f"{', '.join(str(count or 'any') for count in counts)} equal units.",
             where=f"the plan of model type {architecture.model_type!r}",
             why="the model is not built as its model type says",
         )
-    dim = dims.output if style.kind == "colwise" else dims.input
-    blocks = (block,) * style.blocks
-    cuts = {"weight": Cut(dim=dim, axis=AXIS, degree=degree, size=size, blocks=blocks, unit=block // count)}
-    if style.kind == "colwise":
-        cuts["bias"] = Cut(dim=0, axis=AXIS, degree=degree, size=size, blocks=blocks, unit=block // count)
-    return {name: _cut(layout, cuts.get(name)) for name, layout in whole.items()}
+    if len(units) > 1 or len(replicas) > 1:
+        raise LayoutError(
+            f"{fqn!r} fuses {', '.join(f'{s.name} = {s.count}' for s in blocks if s)}, not divisible by {degree}.",
+            where=f"{type(architecture.owner).__name__} with tensor_parallel_size={degree}",
+            why="in one weight, heads and key/value heads can be neither padded nor held several times apart",
+            fix="choose a tensor_parallel_size that divides both",
+        )
+    return Cut(
+        dim=dim,
+        axis=AXIS,
+        degree=degree,
+        size=size,
+        blocks=tuple(sizes),
+        unit=units.pop(),
+        replicas=replicas.pop(),
+        padded=True,
+    )
+
+
+def _check_padding(architecture: Architecture, divisions: list[Division], shares: dict[str, Share]) -> None:
+    """Padding must compute nothing: zero features stay zero on their way through a region, and get no gradient."""
+    heads = {name for name in (architecture.plan.heads, architecture.plan.key_value_heads) if name in shares}
+    uneven_heads = any(shares[name].padded or shares[name].replicas > 1 for name in heads)
+    counted = {
+        pattern: heads.intersection(style.units_of_blocks) for pattern, style in architecture.plan.styles.items()
+    }
+    of_heads = {fqn for pattern, names in counted.items() if names for fqn, _ in architecture.find(pattern)}
+    for division in divisions:
+        if division.kind == "spanning" and uneven_heads:
+            raise _no_padding(architecture, division.fqn, "it looks at the features of all heads at once")
+        if any(layout.replicas > 1 for layout in division.layouts.values()) and not isinstance(
+            division.module, nn.Linear
+        ):
+            raise _no_padding(
+                architecture, division.fqn, "only linear layers sum gradients over ranks that hold the same"
+            )
+        if division.fqn in of_heads or not any(layout.padded for layout in division.layouts.values()):
+            continue
+        region = _region_around(architecture, division.fqn)
+        activation = next(
+            (getattr(region, name) for name in _ACTIVATIONS if callable(getattr(region, name, None))), None
+        )
+        if activation is None or bool(activation(torch.zeros(1)).any()):
+            raise _no_padding(architecture, division.fqn, "what its activation makes of zero is not known to be zero")
+
+
+def _region_around(architecture: Architecture, fqn: str) -> nn.Module | None:
+    inside = [module for name, module in architecture.regions if fqn.startswith(name + ".")]
+    return inside[0] if inside else None
+
+
+def _no_padding(architecture: Architecture, fqn: str, why: str) -> LayoutError:
+    return LayoutError(
+        f"The features of {fqn!r} do not divide evenly.",
+        where=type(architecture.owner).__name__,
+        why=f"they cannot be padded: {why}",
+        fix="choose a tensor_parallel_size that divides them",
+    )
 
 
 def _cut(layout: Layout, cut: Cut | None) -> Layout:
@@ -152,7 +230,7 @@ def _vocabulary(architecture: Architecture, degree: int) -> Iterator[Division]:
     if architecture.head is not None:
         parts.append(("head", architecture.head, nn.Linear))
     for kind, (fqn, module), expected in parts:
-        if type(module).forward is not expected.forward or "forward" in vars(module):
+        if not (is_plain(module, expected) or (kind == "embedding" and is_scaled_embedding(module))):
             raise UnsupportedModelError(
                 f"{fqn!r} is a {type(module).__name__}, not a plain {expected.__name__}.",
                 where=type(architecture.owner).__name__,

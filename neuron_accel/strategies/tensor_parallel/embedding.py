@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dis
+import itertools
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -52,6 +55,23 @@ class VocabularyParallelHead(nn.Linear):
         return f"{super().extra_repr()}, degree={self.vocabulary.group.size}"
 
 
+def is_plain(module: nn.Module, expected: type[nn.Module]) -> bool:
+    """Whether a module computes what ``expected`` does, and nothing else."""
+    return type(module).forward is expected.forward and "forward" not in vars(module)
+
+
+def is_scaled_embedding(module: nn.Module) -> bool:
+    """Whether a module is an embedding that does something, to scale it say, with what an ``nn.Embedding`` looks up,
+    and never touches the table itself."""
+    cls = type(module)
+    forward = getattr(cls.forward, "__code__", None)
+    if forward is None or "forward" in vars(module) or cls.__bases__ != (nn.Embedding,):
+        return False
+    read = [instruction.argval for instruction in dis.get_instructions(forward)]
+    of_table = {after for name, after in itertools.pairwise(read) if name == "weight"}
+    return "forward" in read and of_table <= {"dtype", "device"}
+
+
 def parallel_embedding(fqn: str, source: nn.Embedding, vocabulary: Vocabulary) -> VocabularyParallelEmbedding:
     """The module that replaces a token embedding, still with the whole table.
 
@@ -65,7 +85,10 @@ def parallel_embedding(fqn: str, source: nn.Embedding, vocabulary: Vocabulary) -
                 why="a rank sees only the gradients and norms of its own rows",
                 fix=f"build it without {option}, or leave it whole with parallelize_embeddings=False",
             )
-    module = take_over(VocabularyParallelEmbedding, source)
+    cls: type[nn.Module] = VocabularyParallelEmbedding
+    if not is_plain(source, nn.Embedding):  # its class calls its parent's forward, which is ours then
+        cls = type(type(source).__name__, (type(source), VocabularyParallelEmbedding), {})
+    module = take_over(cls, source)
     module.vocabulary = vocabulary
     return module
 

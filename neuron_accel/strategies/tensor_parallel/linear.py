@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from neuron_accel.backends.autograd import copy_to_group
 from neuron_accel.strategies.tensor_parallel.boundary import Boundary
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.base import Group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +59,20 @@ def take_over(cls: type[nn.Module], source: nn.Module) -> nn.Module:
 class ColumnParallelLinear(nn.Linear):
     """A share of the output features of an ``nn.Linear``. Input [..., in], output [..., out / degree].
 
-    The input enters the region once for all its column-wise layers, so there is no communication here.
+    The input enters the region once for all its column-wise layers, so there is no communication here, unless several
+    ranks hold the same features: ``alike`` is the group of those. Their gradients are then summed while they are
+    computed, so that what arrives at a parameter is as complete as anywhere else.
     """
 
     boundary: Boundary
+    alike: Group | None = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.alike is None:
+            return F.linear(input, self.weight, self.bias)
+        backend = self.boundary.backend
+        bias = None if self.bias is None else copy_to_group(self.bias, backend, self.alike)
+        return F.linear(input, copy_to_group(self.weight, backend, self.alike), bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, degree={self.boundary.group.size}"
@@ -74,6 +89,13 @@ class RowParallelLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, degree={self.boundary.group.size}"
+
+
+class PartialLinear(nn.Linear):
+    """A share of the input features of an ``nn.Linear`` without bias, whose output [..., out] is one term of a sum over
+    the ranks, taken later."""
+
+    boundary: Boundary
 
 
 class ColumnParallelConv1D(nn.Module):
@@ -108,8 +130,10 @@ def _leave(partial: torch.Tensor, bias: torch.Tensor | None, boundary: Boundary)
 def parallel_linear(source: nn.Module, kind: str, boundary: Boundary) -> nn.Module:
     """The module that replaces a linear layer of style ``kind``, still with the whole parameters."""
     transposed = not isinstance(source, nn.Linear)
-    if kind == "colwise":
-        cls: type[nn.Module] = ColumnParallelConv1D if transposed else ColumnParallelLinear
+    if kind == "partial":
+        cls: type[nn.Module] = PartialLinear
+    elif kind == "colwise":
+        cls = ColumnParallelConv1D if transposed else ColumnParallelLinear
     else:
         cls = RowParallelConv1D if transposed else RowParallelLinear
     module = take_over(cls, source)

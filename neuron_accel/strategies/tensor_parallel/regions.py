@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_accel.backends.autograd import gather_from_group
-from neuron_accel.engine.errors import UsageError
+from neuron_accel.backends.autograd import chunk_to_group, gather_from_group
+from neuron_accel.engine.errors import LayoutError, UsageError
 from neuron_accel.models.architecture import Architecture
 from neuron_accel.strategies.tensor_parallel.boundary import Boundary
 from neuron_accel.strategies.tensor_parallel.embedding import VocabularyParallelHead
+from neuron_accel.strategies.tensor_parallel.shares import Share
 
 HIDDEN = "hidden_states"
 
@@ -56,6 +57,11 @@ class Dropouts:
     def active(self) -> bool:
         return any(module.training and getattr(module, name) > 0 for module, name in self._rates)
 
+    @property
+    def possible(self) -> bool:
+        """Whether any rate is above zero, be it in training only."""
+        return any(getattr(module, name) > 0 for module, name in self._rates)
+
 
 class _Region:
     def __init__(self, module: nn.Module, boundary: Boundary) -> None:
@@ -68,13 +74,87 @@ class _Region:
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._boundary.leave()  # after an error inside, or a region that ends in no row-wise projection
 
+    def sum(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return change_first(output, self._boundary.exit)
 
-def install_regions(architecture: Architecture, boundary: Boundary) -> None:
-    """Makes the input of every region of a model go through ``boundary``."""
-    for _, module in architecture.regions:
+
+def change_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """What a module returned, with the hidden states, alone or first in a tuple, changed."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
+def install_regions(architecture: Architecture, boundary: Boundary, partial: Iterable[str] = ()) -> None:
+    """Makes the input of every region of a model go through ``boundary``, and the output of those that hold a module of
+    ``partial`` (FQNs)."""
+    partial = tuple(partial)
+    for fqn, module in architecture.regions:
         region = _Region(module, boundary)
+        module.boundary = boundary
         module.register_forward_pre_hook(region.enter, with_kwargs=True)
+        if any(name.startswith(fqn + ".") for name in partial):
+            module.register_forward_hook(region.sum)
         module.register_forward_hook(region.leave, always_call=True)
+
+
+def divide_arguments(architecture: Architecture, boundary: Boundary, heads: Share) -> None:
+    """Gives each rank those entries of what is different for each head, [batch x heads, ...], that are its heads'.
+
+    Raises:
+        LayoutError: if heads are padded.
+    """
+
+    def own(value: torch.Tensor) -> torch.Tensor:
+        each = value.unflatten(0, (-1, heads.count))
+        return boundary.backend.chunk(each, boundary.group, 1).flatten(0, 1)
+
+    for pattern, argument in architecture.plan.per_head.items():
+        if heads.padded:
+            raise LayoutError(
+                f"{heads.name} = {heads.count} does not divide by {heads.degree}.",
+                why=f"{argument!r} is different for each head, and there is none for padding",
+                fix="choose a tensor_parallel_size that divides it",
+            )
+        for _, module in architecture.find(pattern):
+            place = list(inspect.signature(module.forward).parameters).index(argument)
+
+            def divide(
+                _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], place: int = place, name: str = argument
+            ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+                if name in kwargs:
+                    return args, {**kwargs, name: own(kwargs[name])}
+                return (*args[:place], own(args[place]), *args[place + 1 :]), kwargs
+
+            module.register_forward_pre_hook(divide, with_kwargs=True)
+
+
+def refuse_arguments(architecture: Architecture) -> None:
+    """Lets calls fail that a plan excludes, rather than compute something else."""
+    refused = architecture.plan.refused
+
+    def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name, why in refused.items():
+            if kwargs.get(name):
+                raise UsageError(f"{name}={kwargs[name]!r} is not possible under tensor parallelism.", why=why)
+
+    if refused:
+        architecture.owner.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def span_features(module: nn.Module, boundary: Boundary) -> None:
+    """Applies a module, a norm say, to the features, the last dim, of all ranks; each goes on with its own.
+
+    Every rank computes the same, so that the module's gradients are whole on each.
+    """
+    backend, group = boundary.backend, boundary.group
+
+    def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (gather_from_group(args[0], backend, group, args[0].dim() - 1, grad="chunk"), *args[1:])
+
+    def own(_: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return chunk_to_group(output, backend, group, output.dim() - 1)
+
+    module.register_forward_pre_hook(gather)
+    module.register_forward_hook(own)
 
 
 class _LogitsSwitch:
@@ -134,6 +214,11 @@ def change_output(
     architecture.base.register_forward_hook(hook, with_kwargs=True)
 
 
-def gather_heads(boundary: Boundary) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Attention weights [batch, heads / degree, query, key] to those of all heads."""
-    return lambda weights: gather_from_group(weights, boundary.backend, boundary.group, 1, grad="chunk")
+def gather_heads(boundary: Boundary, heads: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Attention weights [batch, heads / degree, query, key] to those of all ``heads``, without padding."""
+
+    def gather(weights: torch.Tensor) -> torch.Tensor:
+        full = gather_from_group(weights, boundary.backend, boundary.group, 1, grad="chunk")
+        return full if heads is None or full.shape[1] == heads else full.narrow(1, 0, heads)
+
+    return gather

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import TYPE_CHECKING
+
 from torch import nn
 
 from neuron_accel.engine.parameters import ParameterMap
@@ -17,11 +20,21 @@ from neuron_accel.strategies.tensor_parallel.embedding import (
 from neuron_accel.strategies.tensor_parallel.linear import parallel_linear, refresh_features
 from neuron_accel.strategies.tensor_parallel.regions import (
     change_output,
+    divide_arguments,
     gather_heads,
     install_logits_switch,
     install_regions,
+    refuse_arguments,
+    span_features,
 )
+from neuron_accel.strategies.tensor_parallel.shares import Share, shares_of
 from neuron_accel.strategies.tensor_parallel.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.base import Group
+
+_HEADS_OF_A_GROUP = "num_key_value_groups"
+"""What attention modules call the number of heads that read one key/value head."""
 
 
 def rewrite(architecture: Architecture, divisions: list[Division], run: Run, parameters: ParameterMap) -> None:
@@ -33,23 +46,34 @@ def rewrite(architecture: Architecture, divisions: list[Division], run: Run, par
         run: ranks and backend.
         parameters: gets the layouts; to be told to follow the model afterwards.
     """
-    boundary = Boundary(run.backend, run.group(AXIS))
+    boundary = Boundary(run.backend, run.group(AXIS), architecture)
+    shares = shares_of(architecture, boundary.group.size)
+    sharing = _groups_that_share(shares, run)
     cutter = _Cutter(run.coordinates)
     for division in divisions:
         if division.kind == "shared":
             for name in division.layouts:
                 parameters.add_partial_axis(join(division.fqn, name), AXIS)
             continue
+        if division.kind == "spanning":
+            span_features(division.module, boundary)
+            continue
         module = _replacement(division, boundary)
         for name, layout in division.layouts.items():
             if layout.cuts:
                 parameters.set_layout(join(division.fqn, name), layout)
                 module.register_parameter(name, cutter.cut(getattr(module, name), layout))
+                if layout.replicas > 1:
+                    module.alike = sharing[layout.replicas]
         refresh_features(module)
         _put(architecture.model, division.fqn, module)
-    _divide_attributes(architecture, boundary.group.size)
-    install_regions(architecture, boundary)
-    change_output(architecture, "attentions", gather_heads(boundary))
+    heads = shares.get(architecture.plan.heads)
+    _divide_attributes(architecture, shares)
+    install_regions(architecture, boundary, [d.fqn for d in divisions if d.kind in ("partial", "experts")])
+    refuse_arguments(architecture)
+    if heads is not None:
+        divide_arguments(architecture, boundary, heads)
+    change_output(architecture, "attentions", gather_heads(boundary, heads.count if heads else None))
     head = architecture.head
     if head is not None and isinstance(head[1], VocabularyParallelHead):
         install_logits_switch(architecture.owner, head[1])
@@ -70,8 +94,10 @@ class _Cutter:
 
 
 def _replacement(division: Division, boundary: Boundary) -> nn.Module:
-    if division.kind in ("colwise", "rowwise"):
+    if division.kind in ("colwise", "rowwise", "partial"):
         return parallel_linear(division.module, division.kind, boundary)
+    if division.kind in ("divided", "experts"):
+        return division.module
     vocabulary = Vocabulary(size=division.module.weight.shape[0], backend=boundary.backend, group=boundary.group)
     if division.kind == "embedding":
         return parallel_embedding(division.fqn, division.module, vocabulary)
@@ -83,8 +109,31 @@ def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), name, module)
 
 
-def _divide_attributes(architecture: Architecture, degree: int) -> None:
-    for pattern, names in architecture.plan.per_rank.items():
+def _groups_that_share(shares: dict[str, Share], run: Run) -> dict[int, Group]:
+    """For each number of replicas, the neighbouring ranks of this one that hold the same heads."""
+    counts = sorted({share.replicas for share in shares.values() if share.replicas > 1})
+    groups = run.mesh.groups(AXIS)
+    return {
+        count: run.backend.new_group(
+            [group[start : start + count] for group in groups for start in range(0, len(group), count)],
+            f"{AXIS}, the same heads",
+        )
+        for count in counts
+    }
+
+
+def _divide_attributes(architecture: Architecture, shares: dict[str, Share]) -> None:
+    for pattern, counted in architecture.plan.per_rank.items():
         for _, module in architecture.find(pattern):
-            for name in names:
-                setattr(module, name, getattr(module, name) // degree)
+            for name, counts in counted.items():
+                holder, _, attribute = name.rpartition(".")
+                if holder:  # the module's own view of the configuration, which others share
+                    setattr(module, holder, copy.copy(getattr(module, holder)))
+                target, share = getattr(module, holder) if holder else module, shares[counts]
+                setattr(target, attribute, getattr(target, attribute) // share.count * share.local)
+    groups = shares.get(architecture.plan.key_value_heads)
+    if groups is None or groups.replicas == 1:
+        return
+    for _, module in architecture.regions:
+        if hasattr(module, _HEADS_OF_A_GROUP):
+            setattr(module, _HEADS_OF_A_GROUP, getattr(module, _HEADS_OF_A_GROUP) // groups.replicas)

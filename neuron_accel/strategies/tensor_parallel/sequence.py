@@ -13,7 +13,7 @@ from neuron_accel.models.architecture import Architecture, join
 from neuron_accel.strategies.tensor_parallel.boundary import Boundary, SequenceFlow
 from neuron_accel.strategies.tensor_parallel.division import AXIS
 from neuron_accel.strategies.tensor_parallel.linear import is_row_parallel
-from neuron_accel.strategies.tensor_parallel.regions import Dropouts, change_output, replace_hidden
+from neuron_accel.strategies.tensor_parallel.regions import Dropouts, change_first, change_output, replace_hidden
 
 
 def divide_sequence(architecture: Architecture, boundary: Boundary, parameters: ParameterMap) -> None:
@@ -31,6 +31,13 @@ def divide_sequence(architecture: Architecture, boundary: Boundary, parameters: 
     blocks = [module for _, module in architecture.blocks]
     if not blocks:
         raise UnsupportedModelError(f"{type(architecture.owner).__name__} has no blocks to divide the sequence for.")
+    if architecture.plan.sequence:
+        raise UnsupportedModelError(
+            f"{type(architecture.owner).__name__} cannot be divided along the sequence.",
+            where=f"the plan of model type {architecture.model_type!r}",
+            why=architecture.plan.sequence,
+            fix="leave SequenceParallelPlugin out",
+        )
     flow = SequenceFlow(boundary.backend, boundary.group)
     boundary.flow = flow
     stack = _Stack(blocks, boundary, flow)
@@ -38,7 +45,10 @@ def divide_sequence(architecture: Architecture, boundary: Boundary, parameters: 
     architecture.final_norm[1].register_forward_hook(stack.leave)
     architecture.base.register_forward_hook(stack.ended, always_call=True)
     change_output(architecture, "hidden_states", flow.join, keep="last_hidden_state")
-    for name in _on_shares(architecture):
+    whole = _whole(architecture)
+    for name, module in whole:
+        _keep_whole(name, module, flow)
+    for name in _on_shares(architecture, [*architecture.regions, *whole]):
         parameters.add_partial_axis(name, AXIS)
 
 
@@ -61,10 +71,48 @@ class _Stack:
         self._boundary.randomness.end()  # after an error inside
 
 
-def _on_shares(architecture: Architecture) -> list[str]:
-    """FQNs of the parameters that are applied to a share of the sequence: their gradients are sums over ranks."""
+def _whole(architecture: Architecture) -> list[tuple[str, nn.Module]]:
+    """FQN and module of the parts of blocks that no rank divides and that may look at other positions than their own:
+    all but norms."""
+    regions = [fqn for fqn, _ in architecture.regions]
+    return [
+        (join(block, name), module)
+        for block, parts in architecture.blocks
+        for name, module in parts.named_children()
+        if not any(region == join(block, name) or region.startswith(join(block, name) + ".") for region in regions)
+        and "norm" not in type(module).__name__.lower()
+        and any(True for _ in module.parameters())
+    ]
+
+
+def _keep_whole(fqn: str, module: nn.Module, flow: SequenceFlow) -> None:
+    """Lets a module have the whole sequence, and go on with a share of what it returns. All ranks compute the same, and
+    its gradients are whole on each."""
+    if Dropouts([module]).possible:
+        raise UnsupportedModelError(
+            f"{fqn!r} is computed alike on every rank, and has dropout.",
+            why="ranks that have shares of a sequence drop different elements",
+            fix="set its dropout to zero, or leave SequenceParallelPlugin out",
+        )
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return replace_hidden(args, kwargs, flow.join)
+
+    def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return change_first(output, flow.split)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave)
+
+
+def _on_shares(architecture: Architecture, regions: list[tuple[str, nn.Module]]) -> list[str]:
+    """FQNs of the parameters that are applied to a share of the sequence: their gradients are sums over ranks.
+
+    Args:
+        regions: FQN and module of what has the whole sequence.
+    """
     inside = set()
-    for fqn, region in architecture.regions:
+    for fqn, region in regions:
         # the bias of a row-wise projection is added behind the region's exit
         after = {join(name, "bias") for name, module in region.named_modules() if is_row_parallel(module)}
         inside |= {join(fqn, name) for name, _ in region.named_parameters() if name not in after}

@@ -1,0 +1,58 @@
+"""Decoders whose fused projection has query, key and value of each head side by side: GPT-NeoX, BLOOM, GPTBigCode."""
+
+from __future__ import annotations
+
+from neuron_accel.models.plan import ArchitecturePlan, colwise, rowwise
+
+_HEADS = "num_attention_heads"
+
+GPT_NEOX = ArchitecturePlan(
+    model_types=("gpt_neox",),
+    blocks="layers.*",
+    token_embedding="embed_in",
+    final_norm="final_layer_norm",
+    regions=("layers.*.attention", "layers.*.mlp"),
+    styles={
+        "layers.*.attention.query_key_value": colwise(units=_HEADS),
+        "layers.*.attention.dense": rowwise(units=_HEADS),
+        "layers.*.mlp.dense_h_to_4h": colwise(),
+        "layers.*.mlp.dense_4h_to_h": rowwise(),
+    },
+)
+
+BLOOM = ArchitecturePlan(
+    model_types=("bloom",),
+    blocks="h.*",
+    token_embedding="word_embeddings",
+    final_norm="ln_f",
+    regions=("h.*.self_attention", "h.*.mlp"),
+    styles={
+        "h.*.self_attention.query_key_value": colwise(units=_HEADS),
+        "h.*.self_attention.dense": rowwise(units=_HEADS),
+        "h.*.mlp.dense_h_to_4h": colwise(),
+        "h.*.mlp.dense_4h_to_h": rowwise(),
+    },
+    per_rank={"h.*.self_attention": {"num_heads": _HEADS}},
+    per_head={"h.*.self_attention": "alibi"},
+    unsupported={"slow_but_exact": "it reads slices of whole weights"},
+)
+
+GPT_BIGCODE = ArchitecturePlan(
+    model_types=("gpt_bigcode",),
+    blocks="h.*",
+    token_embedding="wte",
+    final_norm="ln_f",
+    regions=("h.*.attn", "h.*.mlp"),
+    styles={
+        "h.*.attn.c_attn": colwise(units=_HEADS),
+        "h.*.attn.c_proj": rowwise(units=_HEADS),
+        "h.*.mlp.c_fc": colwise(),
+        "h.*.mlp.c_proj": rowwise(),
+    },
+    key_value_heads="",
+    per_rank={"h.*.attn": dict.fromkeys(("num_heads", "kv_heads", "embed_dim", "split_size", "kv_dim"), _HEADS)},
+    unsupported={
+        "multi_query": "its one key/value head, which every rank would need, is fused with the queries",
+        "add_cross_attention": "its cross-attention has a second input that no region covers",
+    },
+)

@@ -1,0 +1,24 @@
+"""GPT-J and CodeGen: attention and feed-forward side by side."""
+
+from __future__ import annotations
+
+from neuron_accel.models.plan import ArchitecturePlan, colwise, rowwise
+
+_HEADS = "num_attention_heads"
+
+GPTJ = ArchitecturePlan(
+    model_types=("gptj",),
+    blocks="h.*",
+    token_embedding="wte",
+    final_norm="ln_f",
+    regions=("h.*.attn", "h.*.mlp"),
+    styles={
+        "h.*.attn.q_proj": colwise(units=_HEADS),
+        "h.*.attn.k_proj": colwise(units=_HEADS),
+        "h.*.attn.v_proj": colwise(units=_HEADS),
+        "h.*.attn.out_proj": rowwise(units=_HEADS),
+        "h.*.mlp.fc_in": colwise(),
+        "h.*.mlp.fc_out": rowwise(),
+    },
+    per_rank={"h.*.attn": dict.fromkeys(("num_attention_heads", "embed_dim"), _HEADS)},
+)

@@ -1,0 +1,325 @@
+"""Plans made from what transformers says of its own models: ``base_model_tp_plan`` and ``base_model_pp_plan``.
+
+What those say is checked against the modules that are there, and what they leave open, which features belong to one
+head, follows from the configuration and must agree with the sizes of the weights. Whatever does not agree, or is not
+understood, is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from neuron_accel.engine.errors import UnsupportedModelError
+from neuron_accel.models.plan import (
+    ArchitecturePlan,
+    Style,
+    colwise,
+    divided,
+    experts,
+    matches,
+    partial,
+    rowwise,
+    shared,
+    spanning,
+)
+
+_COLWISE = ("colwise", "colwise_gather_output", "colwise_rep")
+_ROWWISE = ("rowwise", "rowwise_split_input", "rowwise_rep")
+_SHARED = ("replicated_with_grad_allreduce",)
+
+_HEADS, _GROUPS = "num_attention_heads", "num_key_value_heads"
+_OF_HEADS = {"q_proj": _HEADS, "k_proj": _GROUPS, "v_proj": _GROUPS}
+_OF_NORMS = {"q_norm": _HEADS, "k_norm": _GROUPS}
+_GATED = frozenset({"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
+"""Families whose query projection has, for each head, its query and a gate side by side."""
+
+_COUNTERS = {
+    "num_heads": _HEADS,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": _GROUPS,
+    "num_kv_heads": _GROUPS,
+}
+"""What attention modules call the heads that they compute."""
+
+_MIXTURES = frozenset({
+    "cohere2_moe", "deepseek_v4", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe",
+    "granitemoeshared", "hy_v3", "kolibri1", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe",
+    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
+})  # fmt: skip
+"""Families whose mixture is nothing but a sum over experts, each weighted by the router."""
+
+_AUXILIARY = "its gradient is alike on all ranks, that of the rest of a router a share of a sum"
+
+_NO_SEQUENCE = {"deepseek_v4": "it keeps several residual streams, whose second dim is not the sequence"}
+
+_REFUSED = {
+    "gemma3n_text": "it mixes the features of a feed-forward layer (activation sparsity) and keeps four hidden states",
+    "hrm_text": "it applies its blocks in turns, not one after the other",
+}
+
+
+def upstream_plan(owner: nn.Module, base: nn.Module) -> ArchitecturePlan | None:
+    """The plan of a model by what transformers says of it; None if that says nothing.
+
+    Args:
+        owner: the model, ``LlamaForCausalLM`` say.
+        base: the base model in it.
+
+    Raises:
+        UnsupportedModelError: if it says something that is not understood, or that does not fit the model.
+    """
+    config = base.config
+    styles = getattr(config, "base_model_tp_plan", None) or {}
+    steps = getattr(config, "base_model_pp_plan", None) or {}
+    if not styles:
+        return None
+    return _Translation(owner, base, styles, steps).plan()
+
+
+class _Translation:
+    def __init__(self, owner: nn.Module, base: nn.Module, styles: dict[str, str], steps: dict[str, Any]) -> None:
+        self._owner, self._base, self._config = owner, base, base.config
+        self._modules = dict(base.named_modules())
+        self._parameters = dict(base.named_parameters())
+        self._styles, self._steps = styles, steps
+
+    def plan(self) -> ArchitecturePlan:
+        if self._config.model_type in _REFUSED:
+            raise self._unsupported(f"{type(self._base).__name__} is not supported.", _REFUSED[self._config.model_type])
+        present = {pattern: style for pattern, style in self._styles.items() if self._there(pattern)}
+        mixtures = [p for p, style in present.items() if style == "moe_tp_experts"]
+        translated, regions = self._mixtures(mixtures, present)
+        present = {pattern: style for pattern, style in present.items() if pattern not in translated}
+        for region in dict.fromkeys(pattern.rpartition(".")[0] for pattern in present):
+            inside = {p.rpartition(".")[2]: s for p, s in present.items() if p.rpartition(".")[0] == region}
+            if set(inside.values()) == {"colwise_gather_output"}:
+                continue  # every rank goes on with all of its features: it might as well compute them
+            translated |= self._region(region, inside)
+            regions.append(region)
+        regions = list(dict.fromkeys(regions))
+        blocks, embedding, norm = self._stack()
+        return ArchitecturePlan(
+            model_types=(self._config.model_type,),
+            blocks=f"{blocks}.*",
+            token_embedding=embedding,
+            final_norm=norm,
+            regions=tuple(regions),
+            styles=translated,
+            head=self._head(),
+            per_rank=self._counters(regions, translated),
+            unsupported={"output_router_logits": _AUXILIARY} if mixtures else {},
+            refused={"output_router_logits": _AUXILIARY} if mixtures else {},
+            sequence=self._why_no_sequence(blocks, regions),
+        )
+
+    def _find(self, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+        return ((name, module) for name, module in self._modules.items() if matches(pattern, name))
+
+    def _there(self, pattern: str) -> bool:
+        if any(True for _ in self._find(pattern)):
+            return True
+        for name in self._parameters:
+            if matches(pattern, name) and self._styles.get(pattern.rpartition(".")[0]) != "moe_tp_experts":
+                raise self._unsupported(
+                    f"The parameter {name!r} has style {self._styles[pattern]!r}.", "only linear layers can be divided"
+                )
+        return False  # an optional part that this model was built without
+
+    # ---- mixtures of experts ---------------------------------------------------------------------------------------
+    def _mixtures(self, patterns: list[str], present: dict[str, str]) -> tuple[dict[str, Style], list[str]]:
+        """Styles and regions of the layers that mix experts."""
+        styles: dict[str, Style] = {}
+        regions = [pattern.rpartition(".")[0] for pattern in patterns]
+        if patterns and self._config.model_type not in _MIXTURES:
+            raise self._unsupported(
+                f"How {patterns[0]!r} mixes experts is not known.", "what is added to their output must count once"
+            )
+        for pattern, region in zip(patterns, regions, strict=True):
+            styles[pattern] = experts()
+            for name, module in self._find(region):
+                if not hasattr(module, pattern.rpartition(".")[2]):
+                    continue  # a dense layer of the same name
+                for leaf, child in module.named_modules():
+                    if leaf and self._own_parameters(child) and not matches(pattern, f"{name}.{leaf}"):
+                        styles[f"{region}.{leaf}"] = self._beside_experts(
+                            f"{region}.{leaf}", present.get(f"{region}.{leaf}")
+                        )
+        return styles, regions
+
+    @staticmethod
+    def _own_parameters(module: nn.Module) -> bool:
+        return any(True for _ in module.parameters(recurse=False))
+
+    def _beside_experts(self, pattern: str, style: str | None) -> Style:
+        """The style of a router, or of an expert that sees every token, whose output is summed with the others'."""
+        *_, holder, leaf = pattern.split(".")
+        if style in _COLWISE or (style is None and leaf in ("gate_proj", "up_proj")):
+            return colwise()
+        if style in _ROWWISE or (style is None and leaf == "down_proj"):
+            return partial()
+        if holder.startswith("shared_expert") or style is not None:
+            raise self._unsupported(f"How {pattern!r} is divided is not known.", "it has no style")
+        return shared()
+
+    # ---- regions ---------------------------------------------------------------------------------------------------
+    def _region(self, region: str, styles: dict[str, str]) -> dict[str, Style]:
+        kinds = {leaf: self._kind(f"{region}.{leaf}", style) for leaf, style in styles.items()}
+        exits = [leaf for leaf, kind in kinds.items() if kind == "rowwise"]
+        if len(exits) != 1:
+            raise self._unsupported(
+                f"The part {region!r} has {len(exits)} row-wise projections.", "a region ends in one of them"
+            )
+        is_attention = any(hasattr(module, "num_key_value_groups") for _, module in self._find(region))
+        make = self._of_attention if is_attention else self._of_features
+        return {f"{region}.{leaf}": style for leaf, style in make(region, kinds, exits[0]).items()}
+
+    def _kind(self, pattern: str, style: str) -> str:
+        for kind, names in (("colwise", _COLWISE), ("rowwise", _ROWWISE), ("shared", _SHARED)):
+            if style in names:
+                if kind != "shared":
+                    self._check_linear(pattern)
+                return kind
+        raise self._unsupported(
+            f"The style {style!r} of {pattern!r} is not supported.", "nothing here divides like that"
+        )
+
+    def _check_linear(self, pattern: str) -> None:
+        for name, module in self._find(pattern):
+            if not isinstance(module, nn.Linear):
+                raise self._unsupported(f"{name!r} is a {type(module).__name__}.", "only linear layers can be divided")
+
+    def _of_attention(self, region: str, kinds: dict[str, str], exit: str) -> dict[str, Style]:
+        result: dict[str, Style] = {}
+        for leaf, kind in kinds.items():
+            if kind == "colwise":
+                result[leaf] = self._heads_of(f"{region}.{leaf}")
+            elif kind == "rowwise":
+                self._check_heads(f"{region}.{leaf}", 1, (_HEADS,))
+                result[leaf] = rowwise(units=_HEADS)
+        for leaf in {**kinds, **_OF_NORMS}:
+            if leaf not in result and any(True for _ in self._find(f"{region}.{leaf}")):
+                result[leaf] = self._norm_of(f"{region}.{leaf}", leaf)
+        return result
+
+    def _heads_of(self, pattern: str) -> Style:
+        leaf = pattern.rpartition(".")[2]
+        if leaf in _OF_HEADS:
+            gated = leaf == "q_proj" and self._config.model_type in _GATED
+            self._check_heads(pattern, 0, (_OF_HEADS[leaf],) * (2 if gated else 1))
+            return colwise(units=_OF_HEADS[leaf])
+        if leaf == "qkv_proj":
+            units = (_HEADS, _GROUPS, _GROUPS)
+            self._check_heads(pattern, 0, units)
+            return colwise(units=units)
+        raise self._unsupported(
+            f"Which features of {pattern!r} belong to one head is not known.", "its name says nothing"
+        )
+
+    def _check_heads(self, pattern: str, dim: int, units: tuple[str, ...]) -> None:
+        for name, module in self._find(pattern):
+            head = self._head_size(name)
+            expected = sum(self._count(unit) for unit in units) * head
+            if module.weight.shape[dim] != expected:
+                raise self._unsupported(
+                    f"{name!r} has {module.weight.shape[dim]} features, not {' + '.join(units)} of {head} each.",
+                    "how they belong to heads is not known",
+                )
+
+    def _norm_of(self, pattern: str, leaf: str) -> Style:
+        for name, module in self._find(pattern):
+            head, heads = self._head_size(name), self._count(_OF_NORMS.get(leaf, _HEADS))
+            shapes = {tuple(parameter.shape) for parameter in module.parameters()}
+            if not shapes or shapes == {(head,)}:
+                return shared()
+            if shapes == {(heads * head,)}:
+                return spanning()
+            if shapes == {(heads, head)}:
+                return divided(units=_OF_NORMS.get(leaf, _HEADS))
+            raise self._unsupported(f"The norm {name!r} has parameters of shapes {shapes}.", "nor is it one of heads")
+        raise AssertionError  # only asked for norms that are there
+
+    def _head_size(self, name: str) -> int:
+        attention = self._modules[name.rpartition(".")[0]]
+        size = getattr(attention, "head_dim", None)
+        if not isinstance(size, int):
+            raise self._unsupported(f"How large the heads of {name!r} are is not known.", "it has no head_dim")
+        return size
+
+    def _count(self, unit: str) -> int:
+        count = getattr(self._config, unit, None) or getattr(self._config, _HEADS, None)
+        if not isinstance(count, int):
+            raise self._unsupported(f"The configuration has no {unit}.", "how many heads there are is not known")
+        return count
+
+    def _of_features(self, region: str, kinds: dict[str, str], exit: str) -> dict[str, Style]:
+        blocks = dict.fromkeys(kinds, 1)
+        for name, module in self._find(region):
+            inner = getattr(module, exit).weight.shape[1] if hasattr(module, exit) else None
+            for leaf, kind in kinds.items():
+                if kind != "colwise" or not hasattr(module, leaf) or inner is None:
+                    continue
+                outer = getattr(module, leaf).weight.shape[0]
+                if outer == 2 * inner and leaf == "gate_up_proj":
+                    blocks[leaf] = 2
+                elif outer != inner:
+                    raise self._unsupported(
+                        f"{name}.{leaf} has {outer} output features and {exit} {inner} inputs.",
+                        "how they belong is unknown",
+                    )
+        made = {
+            "colwise": lambda leaf: colwise(blocks=blocks[leaf]),
+            "rowwise": lambda _: rowwise(),
+            "shared": lambda _: shared(),
+        }
+        return {leaf: made[kind](leaf) for leaf, kind in kinds.items()}
+
+    def _counters(self, regions: list[str], styles: dict[str, Style]) -> dict[str, dict[str, str]]:
+        """Attributes of attention modules that count heads."""
+        result: dict[str, dict[str, str]] = {}
+        for region in regions:
+            for _, module in self._find(region):
+                if not hasattr(module, "num_key_value_groups"):
+                    continue
+                found = {n: units for n, units in _COUNTERS.items() if vars(module).get(n) == self._count(units)}
+                if f"{region}.qkv_proj" in styles:
+                    found[f"config.{_HEADS}"] = _HEADS
+                result[region] = found
+        return {region: found for region, found in result.items() if found}
+
+    # ---- the rest --------------------------------------------------------------------------------------------------
+    def _stack(self) -> tuple[str, str, str]:
+        """FQNs of the list of blocks, the token embedding and the final norm."""
+        # what has no plan for pipelines is laid out in the order of its children
+        steps = self._steps or {name: () for name, _ in self._base.named_children() if "rotary" not in name}
+        there = [step for step in steps if step in self._modules]
+        lists = [step for step in there if isinstance(self._modules[step], nn.ModuleList)]
+        embedding = self._base.get_input_embeddings()
+        names = [name for name, module in self._modules.items() if module is embedding]
+        after = there[there.index(lists[0]) + 1 :] if len(lists) == 1 else []
+        if len(lists) != 1 or len(after) != 1 or not names:
+            raise self._unsupported(
+                "Its blocks, its token embedding and its final norm cannot be told.",
+                f"it consists of {', '.join(there)}",
+            )
+        return lists[0], names[0], after[0]
+
+    def _head(self) -> str:
+        head = self._owner.get_output_embeddings() if self._owner is not self._base else None
+        names = [name for name, module in self._owner.named_modules() if head is not None and module is head]
+        return names[0] if names else "lm_head"
+
+    def _why_no_sequence(self, blocks: str, regions: list[str]) -> str:
+        if self._config.model_type in _NO_SEQUENCE:
+            return _NO_SEQUENCE[self._config.model_type]
+        inside = [region for region in regions if region.count(".") > f"{blocks}.*.*".count(".")]
+        return f"{inside[0]!r} is only a part of what it is in" if inside else ""
+
+    def _unsupported(self, what: str, why: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            what,
+            where=f"transformers' own plan of model type {self._config.model_type!r} ({type(self._owner).__name__})",
+            why=why,
+        )

@@ -1,0 +1,40 @@
+"""Families of transformers divided by transformers' own plans, against themselves in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from neuron_accel.testing.ranks import run_ranks
+from tests.distributed.tensor_parallel_support import batch, compare_step
+from tests.sweeps.tiny import tiny_model
+
+DOZEN = (
+    "cohere", "exaone4", "gemma2", "gemma3_text", "glm4", "granite", "olmo2", "phi", "phi3", "starcoder2",
+    "mixtral", "qwen2_moe", "qwen3_next", "bloom", "gpt_neox",
+)  # fmt: skip
+
+
+def _families(names: list[str], degree: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Losses and the largest difference of gradients of one step; what it raised if it did."""
+    results = {}
+    for name in names:
+        try:
+            results[name] = compare_step(tiny_model(name), batch(7), degree=degree, **options)
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}"
+    return results
+
+
+def _check(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        for name, found in result.items():
+            assert isinstance(found, dict), (name, found)
+            assert found["loss"] == pytest.approx(found["expected"], rel=1e-5), (name, found)
+            assert found["error"] < 1e-4, (name, found)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_loss_and_gradients(sequence_parallel: bool) -> None:
+    _check(run_ranks(_families, 2, list(DOZEN), 2, {"sequence_parallel": sequence_parallel}))

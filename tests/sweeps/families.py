@@ -1,0 +1,123 @@
+"""Every causal family of transformers, tiny, divided over two ranks against one process; writes the table of families.
+
+python -m tests.sweeps.families [--write docs/supported_models.md] [--layouts tp2 tp2+sp] [family ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from neuron_accel.models import architecture_of
+from neuron_accel.strategies.tensor_parallel.division import divide
+from neuron_accel.testing import run_ranks
+from neuron_accel.testing.parity import Tolerance, Training, compare, train_alone, train_on_rank
+from tests.sweeps.tiny import VOCABULARY, causal_families, tiny_model
+
+STEPS = 3
+LAYOUTS = {
+    "tp2": (2, [{"model_parallelism": {"tensor_parallel_size": 2}}]),
+    "tp2+sp": (2, [{"model_parallelism": {"tensor_parallel_size": 2}}, "sequence_parallel"]),
+    "tp4, 2 key/value heads": (4, [{"model_parallelism": {"tensor_parallel_size": 4}}]),
+    "tp2 x dp2 + zero1": (4, [{"model_parallelism": {"tensor_parallel_size": 2}}, "zero1"]),
+}
+TOO_LARGE = 5_000_000
+"""Parameters of a model that did not become tiny."""
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    """Three batches of four sequences of eleven tokens, which no degree divides."""
+    generator = torch.Generator().manual_seed(7)
+    drawn = [torch.randint(3, VOCABULARY, (4, 11), generator=generator) for _ in range(STEPS)]
+    return [{"input_ids": ids, "labels": ids.clone()} for ids in drawn]
+
+
+def check(model_type: str, layouts: list[str]) -> dict[str, str]:
+    """``"ok"`` or the reason, by layout."""
+    try:
+        with torch.device("meta"):
+            model = tiny_model(model_type)
+    except Exception as error:
+        return dict.fromkeys(layouts, f"not built tiny: {_last_line(error)}")
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if size > TOO_LARGE:
+        return dict.fromkeys(layouts, f"not built tiny: {size:,} parameters")
+    try:
+        divide(architecture_of(model), 2)
+    except Exception as error:
+        return dict.fromkeys(layouts, _last_line(error))
+    build = functools.partial(tiny_model, model_type)
+    try:
+        reference = run_ranks(train_alone, 1, build, batches(), Training(), timeout=60)[0]
+    except Exception as error:
+        return dict.fromkeys(layouts, f"does not train tiny in one process: {_last_line(error)}")
+    return {layout: _compare(build, layout, reference) for layout in layouts}
+
+
+def _compare(build: Any, layout: str, reference: Any) -> str:
+    ranks, plugins = LAYOUTS[layout]
+    try:
+        trace = run_ranks(train_on_rank, ranks, build, batches(), {"plugins": plugins}, Training(), timeout=120)[0]
+        compare(reference, trace, Tolerance(gradient=2e-4, weight=2e-4))
+    except AssertionError as error:
+        return " ".join(str(error).split()[:24])
+    except Exception as error:
+        return _last_line(error)
+    return "ok"
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
+def table(results: dict[str, dict[str, str]], layouts: list[str]) -> str:
+    """The results as a document."""
+    good = [family for family, result in results.items() if all(value == "ok" for value in result.values())]
+    some = [family for family, result in results.items() if any(value == "ok" for value in result.values())]
+    lines = [
+        "# Supported models",
+        "",
+        "Causal language models of transformers under tensor parallelism. Written by `nox -s families`: each family is",
+        f"built tiny from its configuration class and trained for {STEPS} steps in one process and divided; losses,",
+        "gradients and weights must agree to rounding.",
+        "",
+        f"{len(good)} families pass every layout, {len(some)} of {len(results)} at least one.",
+        "",
+        "| family | " + " | ".join(layouts) + " | reason |",
+        "|---" * (len(layouts) + 2) + "|",
+    ]
+    for family, result in results.items():
+        marks = ["yes" if result[layout] == "ok" else "no" for layout in layouts]
+        reasons = dict.fromkeys(value for value in result.values() if value != "ok")
+        lines.append(f"| {family} | {' | '.join(marks)} | {'; '.join(reasons).replace('|', '/')} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["tp2", "tp2+sp"])
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    families = options.families or causal_families()
+    results = {}
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for family, result in zip(families, pool.map(lambda f: check(f, options.layouts), families), strict=True):
+            results[family] = result
+            print(family, result, flush=True)
+    if options.write:
+        options.write.write_text(table(results, options.layouts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""A tiny model of every causal family of transformers, from nothing but its configuration class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY = 101
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "n_embd": 32,
+    "word_embed_proj_dim": 32,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "n_inner": 48,
+    "ffn_hidden_size": 48,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_key_value_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "initializer_range": 0.1,
+    "sliding_window": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rotary_dim": 8,
+    "multi_query": False,
+    # mixtures of experts
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    # latent and linear attention
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_NO_DROPOUT = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout",
+               "residual_dropout", "embedding_dropout", "activation_dropout", "layerdrop", "resid_dropout")  # fmt: skip
+
+
+def causal_families() -> list[str]:
+    """Every ``model_type`` with a class for causal language models."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_config(model_type: str, **options: Any) -> Any:
+    """The configuration of a tiny model: two layers, 32 features, 4 heads, no dropout."""
+    from transformers import CONFIG_MAPPING
+
+    cls = CONFIG_MAPPING[model_type]
+    default = cls()
+    sizes = _SIZES | dict.fromkeys(_NO_DROPOUT, 0.0)
+    known = {name: value for name, value in sizes.items() if hasattr(default, name)}
+    if getattr(default, "head_dim", None) is None:
+        known.pop("head_dim", None)
+    if getattr(default, "layer_types", None) and _settable(cls, "layer_types"):
+        kinds = list(dict.fromkeys(default.layer_types))
+        known["layer_types"] = [kinds[0], kinds[-1]]
+    known = {name: value for name, value in known.items() if _settable(cls, name)}
+    if getattr(default, "sliding_window", None) is None:
+        known.pop("sliding_window", None)
+    return cls(**known | options)
+
+
+def _settable(cls: type, name: str) -> bool:
+    attribute = getattr(cls, name, None)
+    return not isinstance(attribute, property) or attribute.fset is not None
+
+
+def tiny_model(model_type: str, **options: Any) -> nn.Module:
+    """A model of a family, every parameter of which is away from values under which a mistake would not show."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **options))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
