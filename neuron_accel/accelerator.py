@@ -114,7 +114,7 @@ class NeuronAccelerator(Accelerator):
             ranks,
         )
         self.run = Run(plan=plan, backend=ranks)
-        self.run.backward_scale = lambda: 1.0 / self.gradient_accumulation_steps
+        self.run.backward_scale = self._backward_scale
         mesh = plan.mesh
         for axes in ((), mesh.gradient_axes, mesh.data_axes, mesh.model_axes, (*mesh.model_axes, *mesh.gradient_axes)):
             self.run.group(*axes)  # now, in the same order on every rank
@@ -311,6 +311,15 @@ class NeuronAccelerator(Accelerator):
         return prepared
 
     # ---- a step ----------------------------------------------------------------------------------------------------
+    def _backward_scale(self) -> float:
+        if self.scaler is not None:
+            raise UsageError(
+                "mixed_precision='fp16' is not possible here.",
+                why="a plugin runs the backward passes itself, and losses would have to be scaled before",
+                fix="use mixed_precision='bf16', which needs no scaling",
+            )
+        return 1.0 / self.gradient_accumulation_steps
+
     def backward(self, loss: torch.Tensor, *, num_items: int | torch.Tensor | None = None, **kwargs: Any) -> None:
         """Runs the backward pass and, on the last micro-batch, the reduction of gradients.
 
@@ -399,7 +408,8 @@ class NeuronAccelerator(Accelerator):
         if not self.sync_gradients:
             return torch.full((), float("nan"), device=self.device)
         owner = self.run.owner(Claim.GRADIENT_CLIPPING)
-        if owner is None or all(self.run.find_parameter(p) is None for p in parameters):
+        # An empty list may be one of parameters that are all on other ranks, which wait for this one.
+        if owner is None or (parameters and all(self.run.find_parameter(p) is None for p in parameters)):
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         self.unscale_gradients()
         self._items.settle()
@@ -411,7 +421,7 @@ class NeuronAccelerator(Accelerator):
         if not self.sync_gradients:
             return
         owner = self.run.owner(Claim.GRADIENT_CLIPPING)
-        if owner is None or all(self.run.find_parameter(p) is None for p in parameters):
+        if owner is None or (parameters and all(self.run.find_parameter(p) is None for p in parameters)):
             super().clip_grad_value_(parameters, clip_value)
             return
         self.unscale_gradients()
@@ -604,7 +614,7 @@ class NeuronAccelerator(Accelerator):
         for record in self.run.models:
             for handle in record.handles:
                 handle.remove()
-            if not any(r.layout.cuts for r in record.parameters):  # as good as new
+            if not any(r.layout.cuts or r.holders for r in record.parameters):  # as good as new
                 self.unwrap_model(record.module, keep_fp32_wrapper=False)
                 record.original._is_accelerate_prepared = record.module._is_accelerate_prepared = False
         self.run.models.clear()

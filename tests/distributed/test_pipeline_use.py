@@ -130,6 +130,26 @@ def test_no_more_micro_batches_are_in_flight_than_the_schedule_allows(schedule):
     assert found == {"gpipe": [8] * 4, "1f1b": [4, 3, 2, 1], "zero-bubble": [4, 4, 4, 4]}[schedule]
 
 
+def clips_parts():
+    """Norms of parameters that only some ranks hold, or none of them does alone."""
+    accelerator, model, _, alone = prepared(llama, [pipeline(2, 2)])
+    (batch,) = batches("plain", 1, 4)
+    accelerator.backward(model(**batch).loss)
+    alone(**batch).loss.backward()
+    norms = []
+    for part in ("lm_head", "model.embed_tokens", "model.layers.3", "model.layers"):
+        mine, whole = model.get_submodule(part), alone.get_submodule(part)
+        found = accelerator.clip_grad_norm_(mine.parameters(), 1e6)
+        norms.append((float(found), float(nn.utils.clip_grad_norm_(whole.parameters(), 1e6))))
+    return norms
+
+
+def test_norms_of_parts_that_other_ranks_hold():
+    for norms in run_ranks(clips_parts, 2):
+        for found, expected in norms:
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
 # ---- tied weights ----------------------------------------------------------------------------------------------------
 def tied_weights(plugins):
     accelerator, model, optimizer, _ = prepared(gpt2, plugins)
