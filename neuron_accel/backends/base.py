@@ -21,6 +21,8 @@ from neuron_accel.engine.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
+    from neuron_accel.backends.randomness import DeviceGenerator
+
 ReduceOp = Literal["sum", "max", "min"]
 
 
@@ -140,6 +142,13 @@ class Backend(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device: ...
+
+    @property
+    def generator(self) -> DeviceGenerator:
+        """Of random numbers on the device."""
+        from neuron_accel.backends.randomness import DeviceGenerator
+
+        return DeviceGenerator(self.device)
 
     @property
     @abstractmethod

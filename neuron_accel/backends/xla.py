@@ -20,6 +20,7 @@ import torch
 
 from neuron_accel.backends.base import Backend, Done, Group, Pending, ReduceOp
 from neuron_accel.backends.movement import normalize_dim, reduce_rows, split_chunks
+from neuron_accel.backends.randomness import XlaGenerator
 from neuron_accel.backends.xla_channel import MEETING, Alone, HostChannel, ProcessChannel, ThreadChannel
 from neuron_accel.engine.errors import UsageError
 
@@ -83,6 +84,10 @@ class XlaBackend(Backend):
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def generator(self) -> XlaGenerator:
+        return XlaGenerator(self._device)
 
     @property
     def capabilities(self) -> frozenset[str]:

@@ -31,27 +31,28 @@ def prepare_data_loader(loader: DataLoader, run: Run, **options: Any) -> DataLoa
     shares, lazy = sharing_group(run).size > 1, "lazy" in run.backend.capabilities
     if shares or lazy:
         _agree_on_shuffling(loader, run)
-    generator = None if isinstance(loader.dataset, IterableDataset) else getattr(get_sampler(loader), "generator", None)
+    sampler = None if isinstance(loader.dataset, IterableDataset) else get_sampler(loader)
+    generator = getattr(sampler, "generator", None)
     prepared = accelerate_prepare(
         loader, run.device, num_processes=run.data_parallel_size, process_index=run.data_parallel_rank, **options
     )
     if lazy:
-        prepared = _without_step_boundaries(prepared, generator, run, options["put_on_device"])
+        prepared = _without_step_boundaries(prepared, run, options["put_on_device"])
+        if isinstance(sampler, RandomSampler) and generator is not None:  # Accelerate has put one of its own there
+            generator.set_state(run.backend.broadcast_object(generator.get_state(), run.world))
+            sampler.generator = prepared.synchronized_generator = generator
     return positioned(share(prepared, run) if shares else prepared)
 
 
-def _without_step_boundaries(prepared: Any, generator: torch.Generator | None, run: Run, put_on_device: bool) -> Any:
+def _without_step_boundaries(prepared: Any, run: Run, put_on_device: bool) -> Any:
     """Accelerate's loader without torch_xla's around it, which would execute what has collected at every batch.
 
-    Batches go to the device one ahead, which is a transfer and no graph. Ranks agree on the order once, here:
-    torch_xla's way of agreeing at every epoch is a graph of its own.
+    Batches go to the device one ahead, which is a transfer and no graph. Ranks agree on an order once: torch_xla's way
+    of agreeing at every epoch is a graph of its own.
     """
     inner = getattr(prepared, "dataloader", prepared)
     inner.device = run.device if put_on_device else None
     inner.rng_types = None
-    if generator is not None and isinstance(get_sampler(inner), RandomSampler):
-        generator.set_state(run.backend.broadcast_object(generator.get_state(), run.world))
-        get_sampler(inner).generator = inner.synchronized_generator = generator
     return inner
 
 

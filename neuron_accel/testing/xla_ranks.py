@@ -81,6 +81,8 @@ def run_xla_ranks(call: bytes, n: int, *, timeout: float, grace: float, env: Map
             syspath=list(sys.path),
         )
         Path(folder, "task").write_bytes(pickle.dumps(task))
+        if _server().ended:
+            _server.cache_clear()
         in_time, code = _server().run(folder, timeout)
         return _results(Path(folder), n, in_time, code, timeout)
 
@@ -125,8 +127,13 @@ class _Server:
             stdout=subprocess.PIPE,
             env={**_environment(), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             text=True,
+            start_new_session=True,  # an interrupt is the caller's, who ends what runs
         )
         atexit.register(self.close)
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
 
     def run(self, folder: str, timeout: float) -> tuple[bool, int]:
         """Whether the process for ``folder`` ended in time, and its exit code."""

@@ -1,0 +1,162 @@
+"""One step, one graph, alike on every rank; and the collectives that are in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from neuron_accel.testing import run_ranks
+from neuron_accel.testing.xla_ranks import one_at_a_time
+from tests.distributed.models import MODELS, token_batches
+from tests.xla.hlo import collectives, instructions
+from tests.xla.watching import StepWatcher, compiled, executed, host_fallbacks
+
+TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
+
+
+class Texts(torch.utils.data.Dataset):
+    def __init__(self, count):
+        self.rows = token_batches(count, size=1)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {name: value[0] for name, value in self.rows[index].items()}
+
+
+def epochs(plugins, samples, accumulation, make=torch.optim.AdamW, epochs=2):
+    """Two epochs as people write them: a loader, a schedule from 0 to 0, clipping, and a loss read after every step."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(
+        config={"backend": "xla", "plugins": plugins, "gradient_accumulation_steps": accumulation},
+        plugins=[StepWatcher()],
+    )
+    with one_at_a_time():
+        torch.manual_seed(0)
+        model = MODELS["llama"]()
+        optimizer = make(model.parameters(), lr=1e-2)
+    loader = torch.utils.data.DataLoader(Texts(samples), batch_size=2, shuffle=True)
+    steps = epochs * len(loader) // accumulation
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step, max(steps - step, 0)) / steps)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    graphs, runs, losses, rates, rows = [], [], [], [], []
+    for _ in range(epochs):
+        for batch in loader:
+            before = executed()
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(loss.cpu().item())
+            accelerator.run.backend.barrier()  # other ranks count into the same counters
+            graphs.append(compiled())
+            runs.append((executed() - before) / accelerator.world_size)
+            accelerator.run.backend.barrier()
+            rows.append([tuple(row) for row in batch["input_ids"].cpu().tolist()])
+            rates.append(optimizer.param_groups[0]["lr"])
+    state = accelerator.run.state(accelerator.plan.plugin("step_watcher"))
+    return {
+        "graphs": graphs,
+        "runs": runs,
+        "losses": losses,
+        "rows": rows,
+        "rates": rates,
+        "hashes": state["hashes"],
+        "hlo": state["hlo"][-1],
+        "fallbacks": host_fallbacks(),
+        "masters": [
+            [(p.place.length, s.partition.chunk) for p in s.pieces] for s in getattr(optimizer.optimizer, "shards", [])
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("plugins", "ranks"),
+    [([], 2), (["zero1"], 2), ([TP2, "sequence_parallel", "zero1"], 4)],
+    ids=["dp2", "zero1-dp2", "tp2-dp2-zero1-sp"],
+)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_epoch_is_compiled_once(plugins, ranks, accumulation):
+    found = run_ranks(epochs, ranks, plugins, 22, accumulation, backend="xla", timeout=110)
+    first = found[0]
+    assert first["graphs"][-1] <= 3
+    assert first["graphs"][-1] == first["graphs"][2 * accumulation - 1], "compiled again after the second step"
+    assert set(first["runs"]) == {1.0}, "one execution for each micro-batch"
+    assert len(set(first["rates"])) > 4, "the schedule did not move"
+    assert first["fallbacks"] == []
+    check_samples(found, 22)
+    for other in found[1:]:
+        assert other["hashes"] == first["hashes"]
+    assert len(set(first["hashes"][1:])) == 1
+
+
+def check_samples(found, count):
+    """In each epoch every sample is read; ranks of one data-parallel rank read the same."""
+    batches = len(found[0]["rows"]) // 2
+    orders = []
+    for epoch in range(2):
+        read = [[tuple(b) for b in rank["rows"][epoch * batches : (epoch + 1) * batches]] for rank in found]
+        assert len({row for rank in read for batch in rank for row in batch}) == count
+        assert len({tuple(rank) for rank in read}) == 2, "two data-parallel ranks"
+        orders.append(read)
+    assert orders[0] != orders[1], "the same order in both epochs"
+
+
+def test_sgd_with_momentum_is_compiled_once():
+    found = run_ranks(epochs, 2, ["zero1"], 22, 1, sgd, backend="xla", timeout=110)[0]
+    assert found["graphs"][-1] == found["graphs"][1] <= 3
+
+
+def sgd(parameters, lr):
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+def test_zero1_scatters_gradients_and_gathers_weights_once():
+    found = run_ranks(epochs, 2, ["zero1"], 16, 1, backend="xla", timeout=110)[0]
+    calls = collectives(found["hlo"])
+    (pieces,) = found["masters"]  # one bucket
+    chunk = pieces[0][1]
+    assert sum(length for length, _ in pieces) == chunk
+    assert {call.groups for call in calls} == {((0, 1),)}
+    by_op = {op: [c.size for c in calls if c.op == op] for op in {c.op for c in calls}}
+    assert by_op["reduce-scatter"] == [2 * 4 * chunk]
+    assert by_op["all-gather"] == [4 * chunk]
+    assert all(size <= 8 for size in by_op.get("all-reduce", [])), "only norms are all-reduced"
+
+
+def test_data_parallel_reduces_each_gradient_once():
+    found = run_ranks(epochs, 2, [], 16, 1, backend="xla", timeout=110)[0]
+    calls = collectives(found["hlo"])
+    parameters = sum(p.numel() for p in MODELS["llama"]().parameters())
+    assert {call.op for call in calls} == {"all-reduce"}
+    assert sum(max(call.sizes) for call in calls) == 4 * parameters  # beside a token that orders them
+
+
+def test_groups_are_those_of_the_plan():
+    found = run_ranks(epochs, 4, [TP2, "sequence_parallel", "zero1"], 16, 1, backend="xla", timeout=110)[0]
+    calls = collectives(found["hlo"])
+    tp, dp, world = ((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),)
+    assert {call.groups for call in calls} <= {tp, dp, world}
+    assert {call.op for call in calls if call.groups == dp} == {"reduce-scatter", "all-gather"}
+    within = [call for call in calls if call.groups == tp]
+    assert {"reduce-scatter", "all-gather"} <= {call.op for call in within}
+    activation = 4 * 2 * 12 * 32  # what a sequence-parallel region would all-reduce: fp32 [batch, sequence, hidden]
+    assert [c.size for c in within if c.op == "all-reduce"].count(activation) <= 1, "but for the embedding's sum"
+
+
+def test_the_reader_of_hlo():
+    text = (
+        "  %all-reduce.5 = (f32[4]{0}, f32[2,3]{1,0}) all-reduce(f32[4]{0} %a, f32[2,3]{1,0} %b), "
+        "replica_groups={{0,1},{2,3}}, to_apply=%add\n"
+        "  ROOT %all-gather.7 = bf16[8]{0} all-gather(bf16[4]{0} %c), replica_groups={{0,1}}, dimensions={0}\n"
+    )
+    first, second = collectives(text)
+    assert (first.op, first.groups, first.sizes) == ("all-reduce", ((0, 1), (2, 3)), (16, 24))
+    assert (second.op, second.groups, second.size) == ("all-gather", ((0, 1),), 8)
+    assert instructions(text) == 2

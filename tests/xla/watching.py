@@ -1,0 +1,44 @@
+"""What a training step became: graphs, executions, HLO. Everything here runs inside a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from neuron_accel.engine.plugin import Phase, PluginSpec, StrategyPlugin
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWatcher(StrategyPlugin):
+    """Keeps the HLO and the hash of each step's graph, as they are when the step is complete but not executed."""
+
+    spec: ClassVar[PluginSpec] = PluginSpec(name="step_watcher", phase=Phase.OPTIMIZER)
+
+    def after_step(self, optimizer, run):
+        import torch_xla
+
+        parameters = [r.current for m in run.models for r in m.parameters if r.current is not None]
+        state = run.state(self)
+        state.setdefault("hlo", []).append(torch_xla._XLAC._get_xla_tensors_hlo(parameters))
+        state.setdefault("hashes", []).append(torch_xla._XLAC._get_graph_hash(parameters).hex())
+
+
+def compiled() -> int:
+    """Graphs compiled so far by all ranks of the process."""
+    import torch_xla.debug.metrics as metrics
+
+    return metrics.counter_value("UncachedCompile") or 0
+
+
+def executed() -> int:
+    """Graphs executed so far by all ranks of the process."""
+    import torch_xla.debug.metrics as metrics
+
+    return compiled() + (metrics.counter_value("CachedCompile") or 0)
+
+
+def host_fallbacks() -> list[str]:
+    """Operations that went to the host for want of an XLA one, or because somebody read a value."""
+    import torch_xla.debug.metrics as metrics
+
+    return [name for name in metrics.counter_names() if name.startswith("aten::")]
