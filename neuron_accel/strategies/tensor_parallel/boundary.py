@@ -125,7 +125,7 @@ class Boundary:
         self.group = group
         self.architecture = architecture
         self.flow: Flow = ReplicatedFlow(backend, group)
-        self.randomness = RankRandomness(backend.device, group.index)
+        self.randomness = RankRandomness(backend.device, group.index, backend.generator)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
         return self  # a copied model runs on the same ranks
