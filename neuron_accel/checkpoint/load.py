@@ -110,7 +110,7 @@ def load(training: Training, folder: Path, *, verify: bool = True) -> dict[str, 
     with Bytes() as files:
         restored = agreed(run, lambda: _restored(training, folder, manifest, files))
         needs = agreed(run, lambda: _all_needs(training, index))
-        _reset_states(training, restored)
+        _reset_states(training, index, restored)
         agreed(run, lambda: _fulfil(needs, files, run.coordinates))
     refresh_masters(training.optimizers, run, index)
     restored.apply()
@@ -258,30 +258,36 @@ def _state_needs(optimizer: Any, piece: StatePiece, entries: dict[str, SourceTen
         place = "cpu" if entry == "step" and not on_device else parameter.device
 
         def sink(flat: torch.Tensor) -> None:
-            optimizer.state[parameter][entry] = flat.view(shape).to(place)
+            piece.read_state(optimizer)[entry] = flat.view(shape).to(place)
 
         return sink
 
     for entry, source in entries.items():
         if source.form == "own":
             source.check()
-            shape = source.layout.shape
-            yield Need(source=source, layout=source.layout, start=0, stop=math.prod(shape), sink=put(entry, shape))
+            whole, shape = source.layout, source.layout.shape
+            yield Need(source=source, layout=whole, start=0, stop=math.prod(shape), sink=put(entry, shape))
+            continue
+        _check_shape(source, layout.shape, f"optimizer state {entry!r}")
+        if piece.whole:
+            whole, shape = Layout(shape=layout.shape, dtype=layout.dtype), layout.shape
+            yield Need(source=source, layout=whole, start=0, stop=math.prod(shape), sink=put(entry, shape))
         else:
-            _check_shape(source, layout.shape, f"optimizer state {entry!r}")
             shape = tuple(parameter.shape)
             yield Need(source=source, layout=layout, start=piece.start, stop=piece.stop, sink=put(entry, shape))
 
 
-def _reset_states(training: Training, restored: Restored) -> None:
-    """Leaves in the optimizers what is no tensor."""
+def _reset_states(training: Training, index: Index, restored: Restored) -> None:
+    """Leaves in the optimizers what is no tensor, and room for what is."""
     for number, optimizer in enumerate(training.optimizers):
         values = restored.optimizers[number]["values"]
         for piece in pieces_of(optimizer, training.run):
-            optimizer.state.pop(piece.parameter, None)
-            for name in piece.record.names:
-                if name in values:
-                    optimizer.state[piece.parameter] = dict(values[name])
+            names = piece.record.names
+            mine = next((values[name] for name in names if name in values), {})
+            if mine or index.entries(number, names):
+                piece.new_state(optimizer).update(mine)
+            else:
+                piece.drop_state(optimizer)
 
 
 def _check_shape(source: SourceTensor, shape: tuple[int, ...], what: str) -> None:

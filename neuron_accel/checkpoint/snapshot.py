@@ -167,13 +167,14 @@ def items_of_optimizer(optimizer: Any, index: int, run: Run) -> tuple[list[Item]
     values: dict[str, dict[str, Any]] = {}
     for piece in pieces_of(optimizer, run):
         if piece.master:
-            items.append(_state_item(master_collection(index), piece, piece.parameter.detach(), "parameter"))
-        for entry, value in optimizer.state.get(piece.parameter, {}).items():
+            items.append(_state_item(master_collection(index), piece, piece.parameter.detach(), "parameter", False))
+        for entry, value in piece.read_state(optimizer).items():
             if isinstance(value, torch.Tensor):
                 form = form_of(value, piece)
                 if form == "own" and piece.start:
                     continue  # the piece that begins the parameter speaks for all
-                items.append(_state_item(state_collection(index, entry), piece, value.detach(), form))
+                everywhere = form == "own" or piece.whole
+                items.append(_state_item(state_collection(index, entry), piece, value.detach(), form, everywhere))
             elif not piece.start:
                 values.setdefault(piece.record.fqn, {})[entry] = value
     return items, values
@@ -181,9 +182,10 @@ def items_of_optimizer(optimizer: Any, index: int, run: Run) -> tuple[list[Item]
 
 def form_of(value: torch.Tensor, piece: StatePiece) -> str:
     """Whether an entry is cut like its parameter, or has a shape of its own."""
-    if value.shape == piece.parameter.shape and value.dim() > 0:
+    shape = piece.record.layout.shape if piece.whole else tuple(piece.parameter.shape)
+    if tuple(value.shape) == shape and value.dim() > 0:
         return "parameter"
-    if value.dim() == 0:
+    if value.dim() == 0 or piece.whole:
         return "own"
     whole = not piece.record.layout.axes and piece.stop - piece.start == math.prod(piece.record.layout.shape)
     if not whole:
@@ -197,22 +199,21 @@ def form_of(value: torch.Tensor, piece: StatePiece) -> str:
     return "own"
 
 
-def _state_item(collection: str, piece: StatePiece, value: torch.Tensor, form: str) -> Item:
+def _state_item(collection: str, piece: StatePiece, value: torch.Tensor, form: str, everywhere: bool) -> Item:
+    """An entry; ``everywhere``: whether all ranks along the axes that cut the parameter have the same."""
     record = piece.record
-    whole = piece.stop - piece.start == math.prod(record.layout.local_shape)
-    partial = form == "parameter" and not whole
+    partial = not everywhere and piece.stop - piece.start < math.prod(record.layout.local_shape)
     return Item(
         collection=collection,
         name=record.fqn,
         aliases=record.aliases,
-        layout=_typed(record.layout, value) if form == "parameter" else Layout.of(value),
+        layout=Layout.of(value) if everywhere else _typed(record.layout, value),
         tensor=value,
         start=piece.start if partial else None,
         stop=piece.stop if partial else None,
         form=form,
         axes=piece.axes,
-        # What has a shape of its own is the same wherever a rank holds a part of the parameter.
-        leads=record.layout.axes if form == "own" else (),
+        leads=record.layout.axes if everywhere else (),
         record=record,
     )
 

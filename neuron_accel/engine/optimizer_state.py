@@ -7,8 +7,9 @@ another.
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -28,6 +29,8 @@ class StatePiece:
         group: index of the parameter's group.
         axes: axes of the mesh along which ranks hold other runs of the same shard.
         master: whether ``parameter`` has values of its own, more exact than those in the model.
+        whole: whether the state is that of the whole parameter, equal on all ranks along the axes that cut it.
+        key, store: where the state lies: ``store[key]``; by default ``optimizer.state[parameter]``.
     """
 
     record: ParameterRecord
@@ -37,11 +40,30 @@ class StatePiece:
     group: int
     axes: tuple[str, ...] = ()
     master: bool = False
+    whole: bool = False
+    key: torch.Tensor | None = None
+    store: MutableMapping[torch.Tensor, dict[str, Any]] | None = None
+
+    def read_state(self, optimizer: Any) -> dict[str, Any]:
+        """The entries that ``optimizer``, which holds this piece, has for it; empty before the first step."""
+        store = optimizer.state if self.store is None else self.store
+        return store.get(self.parameter if self.key is None else self.key, {})
+
+    def new_state(self, optimizer: Any) -> dict[str, Any]:
+        """An empty dict in place of the entries so far."""
+        store = optimizer.state if self.store is None else self.store
+        entries = store[self.parameter if self.key is None else self.key] = {}
+        return entries
+
+    def drop_state(self, optimizer: Any) -> None:
+        """As before the first step."""
+        store = optimizer.state if self.store is None else self.store
+        store.pop(self.parameter if self.key is None else self.key, None)
 
 
 @runtime_checkable
 class DividedOptimizer(Protocol):
-    """An optimizer that holds pieces of parameters. ``state`` is keyed by :attr:`StatePiece.parameter`."""
+    """An optimizer that holds pieces of parameters."""
 
     state: dict[torch.Tensor, dict]
     param_groups: list[dict]

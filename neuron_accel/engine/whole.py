@@ -8,7 +8,7 @@ updates them whole, as its peers along the cut axes do, and keeps its own part.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from neuron_accel.engine.assembly import full_tensor
 from neuron_accel.engine.elementwise import is_elementwise
+from neuron_accel.engine.optimizer_state import StatePiece
 from neuron_accel.engine.optimizers import copy_options, recipe_of, twin
 from neuron_accel.engine.plugin import Claim
 
@@ -129,6 +130,31 @@ class WholeParameters(torch.optim.Optimizer):
         self._let_go()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks at it
         return loss
+
+    def place_of_state(self, part: nn.Parameter) -> tuple[MutableMapping[torch.Tensor, dict[str, Any]], nn.Parameter]:
+        """Where the state for a part lies: a mapping and the key in it."""
+        return self.inner.state, self._whole(part)
+
+    def state_pieces(self) -> list[StatePiece]:
+        """What this rank holds, in terms of the original model's parameters."""
+        pieces = []
+        for index, group in enumerate(self.param_groups):
+            for part in group["params"]:
+                record, (store, key) = self._run.find_parameter(part), self.place_of_state(part)
+                if record is not None:
+                    pieces.append(
+                        StatePiece(
+                            record=record,
+                            parameter=part,
+                            start=0,
+                            stop=part.numel(),
+                            group=index,
+                            whole=key is not part,
+                            key=key,
+                            store=store,
+                        )
+                    )
+        return pieces
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """State of the wholes, as on every rank along the cut axes."""

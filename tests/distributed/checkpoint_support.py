@@ -80,7 +80,7 @@ class Trained:
         inner = self.optimizer.optimizer
         mine: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = {}
         for piece in pieces_of(inner, run):
-            entries = dict(inner.state.get(piece.parameter, {}))
+            entries = dict(piece.read_state(inner))
             if piece.master:
                 entries["master"] = piece.parameter.detach()
             for entry, value in entries.items():

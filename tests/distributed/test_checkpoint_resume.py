@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from neuron_accel.checkpoint.snapshot import pieces_of
 from neuron_accel.engine.errors import CheckpointError, UsageError
 from neuron_accel.testing import run_ranks
 from tests.distributed.checkpoint_support import BATCHES, TP2, Trained, assert_equal
@@ -292,28 +293,28 @@ def test_what_cannot_be_done_is_refused(tmp_path):
     run_ranks(_refusals, 2, str(tmp_path / "c"))
 
 
-def _factored(folder: str) -> None:
-    trained = Trained("gpt2-tied", [TP2], optimizer="adafactor")
-    trained.step(BATCHES[0])
-    with pytest.raises(CheckpointError, match="cannot be saved: an entry has shape"):
-        trained.accelerator.save_state(folder)
-
-
-def _factored_alone(folder: str, plugins: list[Any], load: bool) -> dict:
+def _factored(folder: str, plugins: list[Any], load: bool) -> dict:
+    """Everything that the optimizer keeps, by FQN and entry; from the rank that has it."""
     trained = Trained("gpt2-tied", plugins, optimizer="adafactor", seed=int(load))
     if load:
         trained.accelerator.load_state(folder)
     else:
         trained.step(BATCHES[0])
         trained.accelerator.save_state(folder)
-    state = trained.optimizer.optimizer.state
-    return {f"{i}/{name}": v.clone() for i, s in enumerate(state.values()) for name, v in s.items()}
+    inner, run = trained.optimizer.optimizer, trained.accelerator.run
+    mine = {f"{p.record.fqn}/{e}": v for p in pieces_of(inner, run) for e, v in p.read_state(inner).items()}
+    everyone = run.backend.all_gather_object(mine, run.world)
+    return {name: value for one in everyone for name, value in one.items()}
 
 
-def test_factored_moments_need_whole_parameters(tmp_path):
-    run_ranks(_factored, 2, str(tmp_path / "a"))
-    saved = run_ranks(_factored_alone, 1, str(tmp_path / "b"), [], False)[0]
-    assert_equal(saved, run_ranks(_factored_alone, 2, str(tmp_path / "b"), [], True)[1])
+def test_factored_moments_travel_between_meshes(tmp_path):
+    """State whose shape is not the parameter's, which every rank along a cut axis holds for the whole parameter."""
+    folder = str(tmp_path / "c")
+    whole = {"zero1": {"partition": "parameters"}}
+    saved = run_ranks(_factored, 2, folder, [TP2], False)[0]
+    assert any(name.endswith("/row_var") for name in saved)
+    for ranks, plugins in ((1, []), (2, [TP2]), (4, [TP2, whole]), (2, [whole])):
+        assert_equal(saved, run_ranks(_factored, ranks, folder, plugins, True)[0], str(plugins))
 
 
 # ---- other dtypes --------------------------------------------------------------------------------------------------

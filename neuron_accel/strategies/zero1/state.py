@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from neuron_accel.engine.optimizer_state import StatePiece
+from neuron_accel.engine.whole import WholeParameters
 
 if TYPE_CHECKING:
     from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
@@ -13,16 +14,24 @@ if TYPE_CHECKING:
 def state_pieces(optimizer: Zero1Optimizer, axes: tuple[str, ...]) -> list[StatePiece]:
     """This rank's pieces of every parameter of ``optimizer``, whose state is divided along ``axes``."""
     groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    return [
-        StatePiece(
-            record=shard.bucket.records[piece.place.parameter],
-            parameter=piece.master,
-            start=piece.place.start,
-            stop=piece.place.stop,
-            group=groups[piece.parameter],
-            axes=axes,
-            master=piece.master.dtype != piece.parameter.dtype and optimizer.options.save_master_weights,
-        )
-        for shard in optimizer.shards
-        for piece in shard.pieces
-    ]
+    pieces = []
+    for shard in optimizer.shards:
+        for piece in shard.pieces:
+            store, key = optimizer.inner.state, piece.master
+            if isinstance(optimizer.inner, WholeParameters):
+                store, key = optimizer.inner.place_of_state(piece.master)
+            pieces.append(
+                StatePiece(
+                    record=shard.bucket.records[piece.place.parameter],
+                    parameter=piece.master,
+                    start=piece.place.start,
+                    stop=piece.place.stop,
+                    group=groups[piece.parameter],
+                    axes=axes,
+                    master=piece.master.dtype != piece.parameter.dtype and optimizer.options.save_master_weights,
+                    whole=key is not piece.master,
+                    key=key,
+                    store=store,
+                )
+            )
+    return pieces
