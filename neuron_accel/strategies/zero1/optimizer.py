@@ -19,13 +19,13 @@ from torch.nn import functional as F
 
 from neuron_accel.engine.elementwise import is_elementwise
 from neuron_accel.engine.errors import ParameterError, UsageError
-from neuron_accel.engine.gradients import BackwardWatcher, make_buckets, used_anywhere
+from neuron_accel.engine.gradients import BackwardWatcher, Bucket, make_buckets, used_anywhere
 from neuron_accel.engine.norms import GradientPart, clip_coefficient, elsewhere, global_norm
 from neuron_accel.engine.optimizers import copy_options, recipe_of, twin
 from neuron_accel.engine.whole import WholeParameters
 from neuron_accel.strategies.zero1.alike import alike
 from neuron_accel.strategies.zero1.partition import even, whole
-from neuron_accel.strategies.zero1.shards import BucketShard, SendBuffers, ShardPiece
+from neuron_accel.strategies.zero1.shards import AlikeShard, BucketShard, BufferShard, SendBuffers, ShardPiece
 from neuron_accel.strategies.zero1.state import state_pieces
 
 if TYPE_CHECKING:
@@ -101,21 +101,9 @@ class Zero1Optimizer(torch.optim.Optimizer):
     def _divide(self, groups: Iterable[dict[str, Any]]) -> None:
         parameters = [p for group in groups for p in group["params"]]
         records = self._in_model_order([self._record(p) for p in parameters if p.requires_grad])
-        partition = whole if self.options.whole_parameters else alike if self._lazy else even
         buffers = SendBuffers()
-        shards = [
-            BucketShard(
-                bucket=bucket,
-                partition=partition([p.numel() for p in bucket.parameters], self._group.size),
-                run=self._run,
-                group=self._group,
-                optimizer_dtype=self.options.optimizer_dtype,
-                reduce_dtype=self.options.optimizer_dtype if self.options.higher_cc_precision else bucket.dtype,
-                keep_shapes=self.options.whole_parameters,
-                buffers=buffers,
-            )
-            for bucket in make_buckets(records, int(self.options.bucket_cap_mb * (1 << 20)))
-        ]
+        buckets = make_buckets(records, int(self.options.bucket_cap_mb * (1 << 20)))
+        shards = [self._shard(bucket, buffers) for bucket in buckets]
         for piece in (piece for shard in shards for piece in shard.pieces):
             self._pieces[piece.parameter].append(piece)
         self.shards += shards
@@ -138,6 +126,20 @@ class Zero1Optimizer(torch.optim.Optimizer):
                 ),
             )
         )
+
+    def _shard(self, bucket: Bucket, buffers: SendBuffers) -> BucketShard:
+        options, sizes = self.options, [p.numel() for p in bucket.parameters]
+        common: dict[str, Any] = {
+            "bucket": bucket,
+            "run": self._run,
+            "group": self._group,
+            "optimizer_dtype": options.optimizer_dtype,
+            "reduce_dtype": options.optimizer_dtype if options.higher_cc_precision else bucket.dtype,
+        }
+        if self._lazy:
+            return AlikeShard(partition=alike(sizes, self._group.size), **common)
+        partition = (whole if options.whole_parameters else even)(sizes, self._group.size)
+        return BufferShard(partition=partition, buffers=buffers, keep_shapes=options.whole_parameters, **common)
 
     @property
     def _lazy(self) -> bool:

@@ -1,11 +1,17 @@
-"""The flat buffers of ZeRO-1: parameters are views of them, gradients scattered and weights gathered through them."""
+"""This rank's share of a bucket: gradients are scattered to it, it is updated, and weights are gathered from it.
+
+There are two kinds. :class:`BufferShard` keeps parameters as views of one flat buffer, so that nothing is copied;
+:class:`AlikeShard` is for devices that run one compiled graph on all ranks, where every rank's pieces look the same and
+tensors are made anew rather than written into.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -48,10 +54,10 @@ class SendBuffers:
 
     def __init__(self, limit: int = 3) -> None:
         self._limit = limit
-        self._travelling: deque[tuple[BucketShard, torch.Tensor]] = deque()
+        self._travelling: deque[tuple[BufferShard, torch.Tensor]] = deque()
         self._free: list[torch.Tensor] = []
 
-    def take(self, shard: BucketShard, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def take(self, shard: BufferShard, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor of ``numel`` elements for the gradients of ``shard``, to be sent at once."""
         while len(self._travelling) >= self._limit:
             self._arrived()
@@ -75,8 +81,7 @@ class SendBuffers:
             self._arrived()
 
 
-@dataclass
-class BucketShard:
+class BucketShard(ABC):
     """This rank's share of one bucket.
 
     Args:
@@ -86,116 +91,76 @@ class BucketShard:
         group: the ranks that share the optimizer's state.
         optimizer_dtype: dtype of the masters.
         reduce_dtype: dtype in which gradients travel and are summed.
-        keep_shapes: whether pieces that are whole parameters keep their shape.
-        buffers: where gradients on their way are held.
+
+    Attributes:
+        pieces: what this rank optimizes.
+        used: for each parameter, whether this rank had a gradient in the last backward pass.
+        used_anywhere: for each parameter, whether some rank had one since gradients were last dropped.
     """
 
-    bucket: Bucket
-    partition: Partition
-    run: Run
-    group: Group
-    optimizer_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    keep_shapes: bool
-    buffers: SendBuffers
-    pieces: list[ShardPiece] = field(init=False)
-    used: list[bool] = field(init=False)
-    """For each parameter, whether this rank had a gradient in the last backward pass."""
-    used_anywhere: list[bool] = field(init=False)
-    """For each parameter, whether some rank had one since gradients were last dropped."""
-    _flat: torch.Tensor | None = field(init=False, default=None)
-    _chunk: torch.Tensor = field(init=False)
-    _gradient: torch.Tensor | None = field(init=False, default=None)
-    _pending: Pending | None = field(init=False, default=None)
-    _reduced: torch.Tensor | None = field(init=False, default=None)
+    pieces: list[ShardPiece]
 
-    def __post_init__(self) -> None:
-        backend, parameters = self.run.backend, self.bucket.parameters
-        with torch.no_grad():
-            flat = self._new_flat()
-            chunk = backend.chunk(flat, self.group)
-            if not isinstance(self.partition, AlikePartition):
-                # Parameters live in the buffer: what is gathered into it after a step needs no copy.
-                self._flat = flat
-                for parameter, view in zip(parameters, self._views(flat), strict=True):
-                    parameter.data = view
-            same = self.optimizer_dtype == self.bucket.dtype and self._flat is not None
-            self._chunk = chunk if same else chunk.to(self.optimizer_dtype, copy=True)
-        self.used = [False] * len(parameters)
-        self.used_anywhere = [False] * len(parameters)
-        self.pieces = [self._piece(place) for place in self.partition.pieces(self.group.index)]
+    def __init__(
+        self,
+        *,
+        bucket: Bucket,
+        partition: Partition,
+        run: Run,
+        group: Group,
+        optimizer_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        self.bucket, self.partition, self.run, self.group = bucket, partition, run, group
+        self.optimizer_dtype, self.reduce_dtype = optimizer_dtype, reduce_dtype
+        self.used = [False] * len(bucket.parameters)
+        self.used_anywhere = [False] * len(bucket.parameters)
+        self._gradient: torch.Tensor | None = None
+        self._pending: Pending | None = None
+        self._reduced: torch.Tensor | None = None
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         return self.bucket.parameters
 
     @property
+    @abstractmethod
     def has_masters(self) -> bool:
         """Whether the masters are memory of their own, beside the parameters."""
-        return self._flat is None or self.optimizer_dtype != self.bucket.dtype
 
-    def _new_flat(self) -> torch.Tensor:
-        parameters = self.bucket.parameters
-        if isinstance(self.partition, AlikePartition):
-            return self.partition.join(parameters, self.bucket.dtype, parameters[0].device)
-        flat = torch.zeros(self.partition.numel, dtype=self.bucket.dtype, device=parameters[0].device)
-        for parameter, view in zip(parameters, self._views(flat), strict=True):
-            view.copy_(parameter)
-        return flat
+    @abstractmethod
+    def _joined_gradients(self) -> torch.Tensor:
+        """The bucket's gradients as they lie in the buffer, ``[partition.numel]``."""
 
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        if isinstance(self.partition, AlikePartition):
-            parts = self.partition.split(flat)
-            return [part.view(p.shape) for part, p in zip(parts, self.bucket.parameters, strict=True)]
-        return [
-            flat[offset : offset + parameter.numel()].view(parameter.shape)
-            for offset, parameter in zip(self.partition.offsets, self.bucket.parameters, strict=True)
-        ]
+    @abstractmethod
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' values in a buffer, in their shapes."""
 
-    def _piece(self, place: Piece) -> ShardPiece:
-        parameter = self.bucket.parameters[place.parameter]
-        view = self._chunk[place.offset : place.offset + place.length]
-        if isinstance(self.partition, AlikePartition):
-            view = view.clone()  # updates of a view would rewrite the whole chunk, each by itself, on a lazy device
-        elif self.keep_shapes or parameter.dim() == 0:
-            view = view.view(parameter.shape)
-        return ShardPiece(parameter=parameter, place=place, master=nn.Parameter(view))
+    @abstractmethod
+    def _part(self, chunk: torch.Tensor, piece: ShardPiece) -> torch.Tensor:
+        """A piece's own part of a chunk, which may be changed in place."""
+
+    @abstractmethod
+    def send_weights(self) -> Callable[[], None]:
+        """Starts to gather the updated weights; what it returns finishes that."""
+
+    @abstractmethod
+    def reload(self) -> None:
+        """Takes the model's weights as the new masters, after somebody else has changed them."""
 
     # ---- gradients -------------------------------------------------------------------------------------------------
     def send_gradients(self) -> None:
         """Starts the reduce-scatter of the bucket's gradients and lets go of them."""
-        parameters = self.bucket.parameters
-        self.used = [p.grad is not None for p in parameters]
-        if isinstance(self.partition, AlikePartition):
-            self._send_joined(self.partition)
-            return
-        flat = self.buffers.take(self, self.partition.numel, self.reduce_dtype, parameters[0].device)
-        covered = 0
-        targets, sources = [], []
-        for parameter, view in zip(parameters, self._views(flat), strict=True):
-            covered += parameter.numel()
-            if parameter.grad is None:
-                view.zero_()
-            elif parameter.grad.is_sparse:
-                raise self._sparse(parameter)
-            else:
-                targets.append(view)
-                sources.append(parameter.grad)
-        if covered < flat.numel():
-            self._zero_padding(flat)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        for parameter in parameters:
-            parameter.grad = None
-        self._pending = self.run.backend.start_reduce_scatter(flat, self.group)
-
-    def _send_joined(self, partition: AlikePartition) -> None:
-        parameters = self.bucket.parameters
-        for parameter in parameters:
+        self.used = [p.grad is not None for p in self.parameters]
+        for parameter, record in zip(self.parameters, self.bucket.records, strict=True):
             if parameter.grad is not None and parameter.grad.is_sparse:
-                raise self._sparse(parameter)
-        flat = partition.join([p.grad for p in parameters], self.reduce_dtype, parameters[0].device)
-        for parameter in parameters:
+                raise UsageError(
+                    f"The gradient of {record.fqn!r} is sparse.",
+                    where="plugin 'zero1'",
+                    why="gradients travel in dense buckets",
+                    fix="build the embedding with sparse=False",
+                )
+        flat = self._joined_gradients()
+        for parameter in self.parameters:
             parameter.grad = None
         self._pending = self.run.backend.start_reduce_scatter(flat, self.group)
 
@@ -203,21 +168,6 @@ class BucketShard:
         """Waits for the reduce-scatter that is under way, if any."""
         if self._pending is not None:
             self._reduced, self._pending = self._pending.wait(), None
-
-    def _sparse(self, parameter: nn.Parameter) -> UsageError:
-        name = next(r.fqn for r, p in zip(self.bucket.records, self.parameters, strict=True) if p is parameter)
-        return UsageError(
-            f"The gradient of {name!r} is sparse.",
-            where="plugin 'zero1'",
-            why="gradients travel in dense buckets",
-            fix="build the embedding with sparse=False",
-        )
-
-    def _zero_padding(self, flat: torch.Tensor) -> None:
-        ends = sorted((o, o + s) for o, s in zip(self.partition.offsets, self.partition.sizes, strict=True))
-        for (_, end), (begin, _) in zip([(0, 0), *ends], [*ends, (flat.numel(), 0)], strict=True):
-            if end < begin:
-                flat[end:begin].zero_()
 
     def receive_gradients(self, used: Sequence[bool], scale: float, partial: Group) -> None:
         """Waits for the reduced gradients and hands each piece its own, added to what it has already.
@@ -227,15 +177,12 @@ class BucketShard:
             scale: what the sum is multiplied by.
             partial: the group over which they still are partial sums.
         """
-        self.buffers.settle()
         self.complete()
         assert self._reduced is not None
         gradient, self._reduced = self._reduced, None
         if partial.size > 1:
             gradient = self.run.backend.all_reduce(gradient, partial)
-        gradient = gradient.to(self.optimizer_dtype)
-        if scale != 1.0:
-            gradient = gradient * scale if "lazy" in self.run.backend.capabilities else gradient.mul_(scale)
+        gradient = self._scaled(gradient.to(self.optimizer_dtype), scale)
         if self._gradient is not None:
             gradient = self._gradient + gradient
             used = [a or b for a, b in zip(used, self.used_anywhere, strict=True)]
@@ -243,53 +190,161 @@ class BucketShard:
         for piece in self.pieces:
             piece.master.grad = self._part(gradient, piece) if used[piece.place.parameter] else None
 
-    def _part(self, chunk: torch.Tensor, piece: ShardPiece) -> torch.Tensor:
-        place = piece.place
-        part = chunk[place.offset : place.offset + place.length].view(piece.master.shape)
-        return part.clone() if isinstance(self.partition, AlikePartition) else part  # is clipped in place
+    @staticmethod
+    def _scaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
+        return gradient.mul_(scale) if scale != 1.0 else gradient
 
     def drop_gradients(self) -> None:
         self._gradient = None
-        self.used_anywhere = [False] * len(self.bucket.parameters)
+        self.used_anywhere = [False] * len(self.parameters)
         for piece in self.pieces:
             piece.master.grad = None
 
     def gather_gradients(self) -> list[torch.Tensor | None]:
         """The reduced gradients of the bucket's parameters, whole; collective."""
         if self._gradient is None:
-            return [None] * len(self.bucket.parameters)
-        flat = self.run.backend.all_gather(self._gradient, self.group)
-        views = self._views(flat)
-        return [view if used else None for view, used in zip(views, self.used_anywhere, strict=True)]
+            return [None] * len(self.parameters)
+        values = self._split(self.run.backend.all_gather(self._gradient, self.group))
+        return [value if used else None for value, used in zip(values, self.used_anywhere, strict=True)]
 
-    # ---- weights ---------------------------------------------------------------------------------------------------
+
+class BufferShard(BucketShard):
+    """The share of a bucket whose parameters are views of one flat buffer.
+
+    Args:
+        buffers: where gradients on their way are held.
+        keep_shapes: whether pieces, which then are whole parameters, keep their shape.
+    """
+
+    def __init__(self, *, buffers: SendBuffers, keep_shapes: bool = False, **common: Any) -> None:
+        super().__init__(**common)
+        self._buffers, self._keep_shapes = buffers, keep_shapes
+        with torch.no_grad():
+            self._flat = torch.zeros(self.partition.numel, dtype=self.bucket.dtype, device=self.parameters[0].device)
+            for parameter, view in zip(self.parameters, self._split(self._flat), strict=True):
+                view.copy_(parameter)
+                parameter.data = view
+            chunk = self.run.backend.chunk(self._flat, self.group)
+            self._chunk = chunk.to(self.optimizer_dtype, copy=True) if self.has_masters else chunk
+        self.pieces = [self._piece(place) for place in self.partition.pieces(self.group.index)]
+
+    @property
+    def has_masters(self) -> bool:
+        return self.optimizer_dtype != self.bucket.dtype
+
+    def _piece(self, place: Piece) -> ShardPiece:
+        parameter = self.parameters[place.parameter]
+        view = self._chunk[place.offset : place.offset + place.length]
+        if self._keep_shapes or parameter.dim() == 0:
+            view = view.view(parameter.shape)
+        return ShardPiece(parameter=parameter, place=place, master=nn.Parameter(view))
+
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            flat[offset : offset + parameter.numel()].view(parameter.shape)
+            for offset, parameter in zip(self.partition.offsets, self.parameters, strict=True)
+        ]
+
+    def _joined_gradients(self) -> torch.Tensor:
+        flat = self._buffers.take(self, self.partition.numel, self.reduce_dtype, self.parameters[0].device)
+        targets, sources = [], []
+        for parameter, view in zip(self.parameters, self._split(flat), strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                targets.append(view)
+                sources.append(parameter.grad)
+        self._zero_padding(flat)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return flat
+
+    def _zero_padding(self, flat: torch.Tensor) -> None:
+        ends = sorted((o, o + s) for o, s in zip(self.partition.offsets, self.partition.sizes, strict=True))
+        for (_, end), (begin, _) in zip([(0, 0), *ends], [*ends, (flat.numel(), 0)], strict=True):
+            if end < begin:
+                flat[end:begin].zero_()
+
+    def receive_gradients(self, used: Sequence[bool], scale: float, partial: Group) -> None:
+        self._buffers.settle()
+        super().receive_gradients(used, scale, partial)
+
+    def _part(self, chunk: torch.Tensor, piece: ShardPiece) -> torch.Tensor:
+        return chunk[piece.place.offset : piece.place.offset + piece.place.length].view(piece.master.shape)
+
     def send_weights(self) -> Callable[[], None]:
-        """Starts to gather the updated weights; what it returns finishes that."""
-        backend = self.run.backend
-        if isinstance(self.partition, AlikePartition):
-            self._chunk = torch.cat([piece.master.detach() for piece in self.pieces])
         chunk = self._chunk.detach().to(self.bucket.dtype)
-        if self._flat is not None:  # the parameters are views of it
-            pending = backend.start_all_gather_into(self._flat, chunk, self.group)
-            return lambda: (pending.wait(), None)[1]
-        pending = backend.start_all_gather(chunk, self.group)
+        pending = self.run.backend.start_all_gather_into(
+            self._flat, chunk, self.group
+        )  # the parameters are views of it
 
         def finish() -> None:
-            with torch.no_grad():
-                for parameter, view in zip(self.bucket.parameters, self._views(pending.wait()), strict=True):
-                    parameter.copy_(view)
+            pending.wait()
 
         return finish
 
     def reload(self) -> None:
-        """Takes the model's weights as the new masters, after somebody else has changed them."""
         with torch.no_grad():
             for piece in self.pieces:
-                if isinstance(self.partition, AlikePartition):
-                    continue
                 flat = piece.parameter.reshape(-1)[piece.place.start : piece.place.stop]
                 piece.master.copy_(flat.view(piece.master.shape))
-            if isinstance(self.partition, AlikePartition):
-                self._chunk = self.run.backend.chunk(self._new_flat(), self.group).to(self.optimizer_dtype, copy=True)
-                for piece in self.pieces:
-                    piece.master.copy_(self._part(self._chunk, piece))
+
+
+class AlikeShard(BucketShard):
+    """The share of a bucket on a device that runs one graph on all ranks."""
+
+    partition: AlikePartition
+
+    def __init__(self, **common: Any) -> None:
+        super().__init__(**common)
+        with torch.no_grad():
+            chunk = self._own_weights()
+        # Clones: an update of a view would rewrite the whole chunk, each by itself.
+        self.pieces = [
+            ShardPiece(
+                parameter=self.parameters[place.parameter],
+                place=place,
+                master=nn.Parameter(chunk[place.offset : place.offset + place.length].clone()),
+            )
+            for place in self.partition.pieces(self.group.index)
+        ]
+
+    @property
+    def has_masters(self) -> bool:
+        return True
+
+    def _own_weights(self) -> torch.Tensor:
+        flat = self.partition.join(self.parameters, self.bucket.dtype, self.parameters[0].device)
+        return self.run.backend.chunk(flat, self.group).to(self.optimizer_dtype, copy=True)
+
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = self.partition.split(flat)
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def _joined_gradients(self) -> torch.Tensor:
+        gradients = [p.grad for p in self.parameters]
+        return self.partition.join(gradients, self.reduce_dtype, self.parameters[0].device)
+
+    @staticmethod
+    def _scaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
+        return gradient * scale if scale != 1.0 else gradient
+
+    def _part(self, chunk: torch.Tensor, piece: ShardPiece) -> torch.Tensor:
+        return chunk[piece.place.offset : piece.place.offset + piece.place.length].clone()  # is clipped in place
+
+    def send_weights(self) -> Callable[[], None]:
+        chunk = torch.cat([piece.master.detach() for piece in self.pieces]).to(self.bucket.dtype)
+        pending = self.run.backend.start_all_gather(chunk, self.group)
+
+        def finish() -> None:
+            with torch.no_grad():
+                for parameter, value in zip(self.parameters, self._split(pending.wait()), strict=True):
+                    parameter.copy_(value)
+
+        return finish
+
+    def reload(self) -> None:
+        with torch.no_grad():
+            chunk = self._own_weights()
+            for piece in self.pieces:
+                piece.master.copy_(self._part(chunk, piece))
