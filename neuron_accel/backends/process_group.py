@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -82,3 +85,25 @@ def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda":
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device(device.type, torch.get_device_module(device.type).current_device())  # one core is visible
+
+
+def let_threads_finish(limit: float = 1.0) -> None:
+    """Waits until gloo's threads are at rest, ``limit`` seconds at most.
+
+    A collective counts as complete a moment before the thread that ran it lets go of its tensors, for which it may need
+    the interpreter. If that is being torn down by then, the process aborts ("terminate called without an active
+    exception"). Threads of a destroyed group live on, so there is nothing to join.
+    """
+    deadline, at_rest = time.monotonic() + limit, 0
+    while at_rest < 2 and time.monotonic() < deadline:
+        time.sleep(0.002)  # gives the interpreter away
+        at_rest = 0 if _gloo_is_running() else at_rest + 1
+
+
+def _gloo_is_running() -> bool:
+    for stat in Path("/proc/self/task").glob("*/stat"):  # none where there is no such file system
+        with contextlib.suppress(OSError):
+            name, _, state = stat.read_text().partition(" (")[2].rpartition(") ")
+            if "gloo" in name and state.startswith("R"):
+                return True
+    return False

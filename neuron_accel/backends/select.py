@@ -190,11 +190,12 @@ def settle(
     return decision
 
 
-def connect(decision: Decision, *, timeout: timedelta | None = None) -> Backend:
+def connect(decision: Decision, *, timeout: timedelta | None = None, adopts: bool = False) -> Backend:
     """The backend that was decided on, connected to the other ranks.
 
     Args:
         timeout: how long a collective may take.
+        adopts: whether a connection that exists was made for this backend, and ends with it.
 
     Raises:
         UsageError: if the backend cannot serve this process.
@@ -206,7 +207,7 @@ def connect(decision: Decision, *, timeout: timedelta | None = None) -> Backend:
         return XlaBackend.connect(timeout=timeout)
     from neuron_accel.backends.torch_distributed import TorchBackend
 
-    return TorchBackend.connect(decision.device, timeout=timeout)
+    return TorchBackend.connect(decision.device, timeout=timeout, adopts=adopts)
 
 
 def flag(environ: Mapping[str, str], name: str, default: bool = False) -> bool:

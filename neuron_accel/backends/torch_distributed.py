@@ -56,7 +56,9 @@ class TorchBackend(Backend):
             atexit.register(self.shutdown)
 
     @classmethod
-    def connect(cls, device: torch.device | str | None = None, *, timeout: timedelta | None = None) -> TorchBackend:
+    def connect(
+        cls, device: torch.device | str | None = None, *, timeout: timedelta | None = None, adopts: bool = False
+    ) -> TorchBackend:
         """The backend of this process.
 
         Uses torch's default process group if there is one, else makes one if the environment says that there are other
@@ -65,13 +67,14 @@ class TorchBackend(Backend):
         Args:
             device: ``"cpu"``, ``"cuda"`` or ``"neuron"``, with or without an index; the CPU by default.
             timeout: how long a collective may take; 30 minutes by default.
+            adopts: whether a default process group that exists was made for this backend, and ends with it.
 
         Raises:
             UsageError: if there is no such device, or the process group that exists does not serve it.
             CommunicationError: if the other ranks cannot be reached.
         """
         place, owns = process_group.join(device or "cpu", timeout)
-        return cls(place, owns_default_group=owns, timeout=timeout)
+        return cls(place, owns_default_group=owns or adopts, timeout=timeout)
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process may know; it is not connected."""
@@ -288,7 +291,10 @@ class TorchBackend(Backend):
             return Done(shared)
         buffer = Flat(shared, self._on_cpu).buffer
         return self._start(
-            "send", group, lambda: dist.isend(buffer, group.ranks[target], group=group.handle), lambda: shared
+            "send",
+            group,
+            lambda: dist.isend(buffer, group.ranks[target], group=group.handle),
+            lambda: shared,
         )
 
     def start_receive(self, shape: Sequence[int], dtype: torch.dtype, group: Group, source: int) -> Pending:
@@ -299,7 +305,10 @@ class TorchBackend(Backend):
             return Done(result)
         buffer = Flat(result, self._on_cpu).buffer
         return self._start(
-            "receive", group, lambda: dist.irecv(buffer, group.ranks[source], group=group.handle), lambda: result
+            "receive",
+            group,
+            lambda: dist.irecv(buffer, group.ranks[source], group=group.handle),
+            lambda: result,
         )
 
     # ---- collectives on objects ------------------------------------------------------------------------------------
@@ -354,14 +363,13 @@ class TorchBackend(Backend):
             return
         self._closed = True
         atexit.unregister(self.shutdown)
-        if not dist.is_initialized():
-            return  # somebody destroyed them all
-        if self._owns_default_group:
+        if dist.is_initialized() and self._owns_default_group:
             dist.destroy_process_group()  # with all others
-            return
-        for handle in self._handles.values():
-            if handle is not None and handle is not dist.group.WORLD:
-                dist.destroy_process_group(handle)
+        elif dist.is_initialized():
+            for handle in self._handles.values():
+                if handle is not None and handle is not dist.group.WORLD:
+                    dist.destroy_process_group(handle)
+        process_group.let_threads_finish()
 
     # ---- how -------------------------------------------------------------------------------------------------------
     def _check_open(self) -> None:
