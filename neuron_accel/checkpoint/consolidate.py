@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -157,20 +157,34 @@ def _parts(tensors: list[SourceTensor], count: Callable[[int], None]) -> Iterato
                 count(len(block))
 
 
-def blocks_of(tensor: SourceTensor, source: Bytes) -> Iterator[memoryview]:
-    """The bytes of a whole tensor, in order; each block is overwritten by the next."""
+def blocks_of(
+    tensor: SourceTensor,
+    source: Bytes,
+    layout: Layout | None = None,
+    at: Mapping[str, int] | None = None,
+    start: int = 0,
+    stop: int | None = None,
+) -> Iterator[memoryview]:
+    """The bytes of a tensor in order, a few megabytes at a time; each block is overwritten by the next.
+
+    Args:
+        tensor: what is read.
+        source: open files.
+        layout, at: which shard; by default the whole tensor.
+        start, stop: which of its elements; by default all.
+    """
     import numpy as np
 
-    whole = Layout(shape=tensor.layout.shape, dtype=tensor.layout.dtype)
-    numel = math.prod(whole.shape)
-    row = max(1, math.prod(whole.shape[1:]))
+    layout = layout or Layout(shape=tensor.layout.shape, dtype=tensor.layout.dtype)
+    stop = math.prod(layout.local_shape) if stop is None else stop
+    row = max(1, math.prod(layout.local_shape[1:]))
     # Whole rows, as long as a row is not large: then a block is read from each shard at once.
     step = max(1, _BLOCK // (row * tensor.item_size)) * row
-    buffer = np.empty(min(step, numel), dtype=words(tensor.item_size))
-    for start in range(0, numel, step):
-        stop = min(start + step, numel)
-        out = buffer[: stop - start]
-        tensor.read(source, whole, {}, out, start, stop)
+    buffer = np.empty(min(step, stop - start), dtype=words(tensor.item_size))
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        out = buffer[: end - begin]
+        tensor.read(source, layout, at or {}, out, begin, end)
         yield memoryview(out).cast("B")
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from neuron_accel.cli import consolidate, env, inspect, launch, plugins, schedule, smoke_test, verify
+from neuron_accel.cli import consolidate, env, inspect, launch, plugins, reshard, schedule, smoke_test, verify
 from neuron_accel.engine.errors import NeuronAccelError
 
 COMMANDS = {
@@ -17,6 +17,7 @@ COMMANDS = {
     "schedule": schedule,
     "test": smoke_test,
     "consolidate": consolidate,
+    "reshard": reshard,
     "inspect": inspect,
     "verify": verify,
 }

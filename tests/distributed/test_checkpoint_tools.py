@@ -274,3 +274,21 @@ def test_the_full_model_is_saved_from_any_mesh(tmp_path, model, topology):
         loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
         assert not report["missing_keys"]
         assert_equal(weights_of(contents), loaded.state_dict(), folder)
+
+
+# ---- reshard -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("model", ["gpt2-tied", "llama-padded"])
+@pytest.mark.parametrize(("tp", "dp", "zero"), [(1, 1, False), (2, 2, True), (4, 1, False)])
+def test_resharded_checkpoints_hold_the_same(saved, tmp_path, model, tp, dp, zero):
+    folder, contents, loss = saved(model)
+    arguments = ["--tensor-parallel", str(tp), "--data-parallel", str(dp), *(["--zero-1"] if zero else [])]
+    assert main(["reshard", "-q", *arguments, str(folder), str(tmp_path / "out")]) == 0
+    assert verify(tmp_path / "out") == []
+    shards = sorted(path.name for path in (tmp_path / "out" / "tensor_parallel_shards").iterdir())
+    names = [f"tp_rank_0{t}_pp_rank_00_dp_rank_0{d}.safetensors" for t in range(tp) for d in range(dp)]
+    assert shards == names
+    plugins = [{"model_parallelism": {"tensor_parallel_size": tp}}, "zero1"]
+    found, next_loss = run_ranks(load_and_step, tp * dp, str(tmp_path / "out"), model, plugins)[0]
+    assert_equal(contents, found)
+    assert next_loss == pytest.approx(loss, rel=1e-5)
+    assert main(["reshard", "-q", *arguments, str(folder), str(tmp_path / "out")]) == 2  # not empty
