@@ -46,6 +46,14 @@ def xla(session: nox.Session) -> None:
 
 
 @nox.session
+def families(session: nox.Session) -> None:
+    """Every causal family of transformers, tiny, divided and in one process; writes docs/supported_models.md."""
+    install(session, NATIVE_TORCH, ".[test]")
+    arguments = session.posargs or ["--write", "docs/supported_models.md"]
+    session.run("python", "-m", "tests.sweeps.families", *arguments)
+
+
+@nox.session
 def quickstart(session: nox.Session) -> None:
     """The main example: nox -s quickstart -- --verify"""
     install(session, NATIVE_TORCH, ".[examples]")

@@ -24,6 +24,7 @@ from neuron_accel.data.loaders import prepare_data_loader, skip_first_batches  #
 from neuron_accel.data.split import share_of  # noqa: E402
 from neuron_accel.engine.config import RunConfig, load_config  # noqa: E402
 from neuron_accel.engine.errors import ConfigurationError, UsageError  # noqa: E402
+from neuron_accel.engine.explain import explain_model  # noqa: E402
 from neuron_accel.engine.initial import broadcast_tensors, state_tensors  # noqa: E402
 from neuron_accel.engine.optimizers import keep_promise  # noqa: E402
 from neuron_accel.engine.parameters import ParameterMap, rebind  # noqa: E402
@@ -181,6 +182,22 @@ class NeuronAccelerator(Accelerator):
         for plugin in self.plan.plugins:
             stack.enter_context(plugin.model_init(self.run))
         return stack  # type: ignore[return-value]
+
+    def explain(self, model: nn.Module) -> str:
+        """What became of every parameter of a prepared model on this rank, and what its modules exchange, as text.
+
+        Raises:
+            UsageError: if the model was not prepared.
+        """
+        prepared = self.run.prepared(model)
+        if prepared is None:
+            raise UsageError(
+                f"This {type(model).__name__} was not prepared.",
+                why="what becomes of it is decided then",
+                fix="call it after `prepare`; before, ModelParallelismPlugin.supports(model.config) tells what can be "
+                "divided",
+            )
+        return explain_model(prepared, self.run)
 
     # ---- prepare ---------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:

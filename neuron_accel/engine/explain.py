@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from neuron_accel.engine.mesh import Mesh
 from neuron_accel.engine.plan import Plan
 from neuron_accel.engine.plugin import Claim, StrategyPlugin
 
+if TYPE_CHECKING:
+    from neuron_accel.engine.parameters import ParameterRecord
+    from neuron_accel.engine.run import PreparedModel, Run
+
 WIDTH = 110
 SHOWN_GROUPS = 4
 SHOWN_RANKS = 8
+_SEGMENT = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def explain(plan: Plan) -> str:
@@ -24,6 +31,41 @@ def explain(plan: Plan) -> str:
     lines += ["Duties and their owners", *_duties(plan), ""]
     lines += [f"Fingerprint {plan.fingerprint()[:16]}"]
     return "\n".join(lines)
+
+
+def explain_model(prepared: PreparedModel, run: Run) -> str:
+    """What became of every parameter of a prepared model on this rank, and what the plugins say of its modules.
+
+    Blocks that are alike are one row, with ``*`` for their number.
+    """
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for record in prepared.parameters:
+        bytes_ = 0 if record.current is None else record.current.numel() * record.current.element_size()
+        key = (_SEGMENT.sub("*", record.fqn), *_layout(record))
+        rows.setdefault(key, []).append(bytes_)
+    table = [("parameter", "times", "how it lies", "shape", "here", "gradient", "bytes here")]
+    for (name, how, shape, here, gradient), each in rows.items():
+        table.append((name, str(len(each)), how, shape, here, gradient, f"{sum(each):,}"))
+    total = sum(sum(each) for each in rows.values())
+    lines = [f"Parameters on rank {run.backend.rank}: {total:,} bytes", *_table(table)]
+    for plugin in run.plan.plugins:
+        text = plugin.explain_model(prepared.module, run)
+        lines += ["", text] if text else []
+    return "\n".join(lines)
+
+
+def _layout(record: ParameterRecord) -> tuple[str, str, str, str]:
+    """How a parameter lies, its shape, its shape here, and over which axes its gradient is summed besides."""
+    cuts = []
+    for cut in record.layout.cuts:
+        extra = [f"each held {cut.replicas} times"] if cut.replicas > 1 else []
+        extra += ["padded"] if cut.local_size * cut.parts != cut.size else []
+        extra += [f"{len(cut.blocks)} blocks"] if len(cut.blocks) > 1 else []
+        cuts.append(f"dim {cut.dim} in {cut.parts} over {cut.axis}" + (f" ({', '.join(extra)})" if extra else ""))
+    cuts += [f"{axis} {', '.join(map(str, indices))} only" for axis, indices in record.holders.items()]
+    here = "-" if record.current is None else str(tuple(record.current.shape))
+    summed = f"summed over {', '.join(record.partial_axes)}" if record.partial_axes else "-"
+    return "; ".join(cuts) or "whole", str(record.layout.shape), here, summed
 
 
 def _mesh(mesh: Mesh) -> list[str]:

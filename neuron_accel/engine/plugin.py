@@ -203,6 +203,10 @@ class StrategyPlugin:
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
         """Just after an optimizer updated weights."""
 
+    def explain_model(self, model: torch.nn.Module, run: Run) -> str:
+        """What this plugin does in a model that it transformed, as text for people; empty for nothing."""
+        return ""
+
     def teardown(self, run: Run) -> None:
         """The run ends; called in reverse order."""
 

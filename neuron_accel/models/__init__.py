@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from neuron_accel.models.architecture import Architecture, architecture_of
 from neuron_accel.models.catalog import known_model_types, plan_for
+from neuron_accel.models.given import given_architecture
 from neuron_accel.models.plan import ArchitecturePlan, Style, colwise, divided, rowwise, shared, spanning
+from neuron_accel.models.support import SupportReport
 from neuron_accel.models.upstream import upstream_plan
 
 __all__ = [
     "Architecture",
     "ArchitecturePlan",
     "Style",
+    "SupportReport",
     "architecture_of",
     "colwise",
     "divided",
+    "given_architecture",
     "known_model_types",
     "plan_for",
     "rowwise",

@@ -45,7 +45,7 @@ _COUNTERS = {
 """What attention modules call the heads that they compute."""
 
 _MIXTURES = frozenset({
-    "cohere2_moe", "deepseek_v4", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe",
+    "cohere2_moe", "deepseek_v3", "deepseek_v4", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe",
     "granitemoeshared", "hy_v3", "kolibri1", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe",
     "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
 })  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from neuron_accel.engine.errors import PlanError
 from neuron_accel.engine.plugin import AxisKind, AxisSpec, Phase, PlanContext, PluginSpec, StrategyPlugin
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from neuron_accel.engine.parameters import ParameterMap
     from neuron_accel.engine.run import Run
+    from neuron_accel.models.support import SupportReport
 
 _OF_A_PIPELINE = ("num_microbatches", "schedule", "virtual_stages", "stage_cuts", "evaluation_logits")
 
@@ -45,6 +47,8 @@ class ModelParallelismPlugin(StrategyPlugin):
             rank, or only the loss.
         parallelize_embeddings: divide token embedding and head along the vocabulary, and compute the loss without
             gathering logits.
+        tensor_parallel_plan: how to divide a model of your own: FQN patterns of linear layers and attributes, and what
+            becomes of them; see :func:`~neuron_accel.models.given_architecture`.
         checkpoint_dir: a checkpoint of any mesh, or a folder of transformers, whose weights the model takes when it is
             prepared; each rank reads its part.
     """
@@ -57,6 +61,7 @@ class ModelParallelismPlugin(StrategyPlugin):
     stage_cuts: tuple[str, ...] | None = None
     evaluation_logits: bool = True
     parallelize_embeddings: bool = True
+    tensor_parallel_plan: Mapping[str, str] | None = None
     checkpoint_dir: str | None = None
 
     spec = PluginSpec(name="model_parallelism", phase=Phase.LAYOUT)
@@ -99,15 +104,48 @@ class ModelParallelismPlugin(StrategyPlugin):
 
         Raises:
             UnsupportedModelError: if no plan covers the model.
-            LayoutError: if its heads or features do not divide by the degree. The model is unchanged then.
+            LayoutError: if its heads or features cannot be divided by the degree. The model is unchanged then.
         """
-        if run.mesh.degree("tp") == 1:
+        degree = run.mesh.degree("tp")
+        if degree == 1:
             return model
         from neuron_accel.models.architecture import architecture_of
+        from neuron_accel.models.given import given_architecture
         from neuron_accel.strategies.tensor_parallel.division import divide
         from neuron_accel.strategies.tensor_parallel.rewrite import rewrite
 
-        architecture = architecture_of(model)
-        divisions = divide(architecture, run.mesh.degree("tp"), parallelize_embeddings=self.parallelize_embeddings)
-        rewrite(architecture, divisions, run, parameters)
+        given = self.tensor_parallel_plan
+        architecture = architecture_of(model) if given is None else given_architecture(model, given, degree)
+        embeddings = self.parallelize_embeddings and given is None
+        rewrite(architecture, divide(architecture, degree, parallelize_embeddings=embeddings), run, parameters)
         return model
+
+    def explain_model(self, model: torch.nn.Module, run: Run) -> str:
+        """What the divided modules of a prepared model send."""
+        from neuron_accel.strategies.tensor_parallel.traffic import explain_traffic
+
+        return explain_traffic(model)
+
+    @staticmethod
+    def supports(config: Any, *, tensor_parallel_size: int = 2, parallelize_embeddings: bool = True) -> SupportReport:
+        """Whether the causal language model of a configuration of transformers can be divided, and how well; no weight
+        is made or read.
+
+        Args:
+            config: the configuration of the model.
+            tensor_parallel_size: the degree to ask about.
+            parallelize_embeddings: as in the plugin.
+        """
+        from neuron_accel.engine.errors import NeuronAccelError
+        from neuron_accel.models.architecture import architecture_of
+        from neuron_accel.models.support import SupportReport, model_without_weights
+        from neuron_accel.strategies.tensor_parallel.division import divide, sizes_of
+
+        model = model_without_weights(config)
+        asked = {"model_type": config.model_type, "tensor_parallel_size": tensor_parallel_size}
+        try:
+            architecture = architecture_of(model)
+            divisions = divide(architecture, tensor_parallel_size, parallelize_embeddings=parallelize_embeddings)
+        except NeuronAccelError as error:
+            return SupportReport(**asked, supported=False, reason=str(error))
+        return SupportReport(**asked, supported=True, sequence=architecture.plan.sequence, **sizes_of(model, divisions))

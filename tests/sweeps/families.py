@@ -9,6 +9,7 @@ import argparse
 import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from neuron_accel.models import architecture_of
 from neuron_accel.strategies.tensor_parallel.division import divide
 from neuron_accel.testing import run_ranks
-from neuron_accel.testing.parity import Tolerance, Training, compare, train_alone, train_on_rank
+from neuron_accel.testing.parity import Tolerance, Trace, Training, compare, train_alone, train_on_rank
 from tests.sweeps.tiny import VOCABULARY, causal_families, tiny_model
 
 STEPS = 3
@@ -27,6 +28,9 @@ LAYOUTS = {
     "tp4, 2 key/value heads": (4, [{"model_parallelism": {"tensor_parallel_size": 4}}]),
     "tp2 x dp2 + zero1": (4, [{"model_parallelism": {"tensor_parallel_size": 2}}, "zero1"]),
 }
+TOLERANCE = Tolerance(gradient=2e-4, weight=2e-4)
+ROUNDING = 1e-6
+"""Gradients of this size are noise: losses are about 5."""
 TOO_LARGE = 5_000_000
 """Parameters of a model that did not become tiny."""
 
@@ -64,12 +68,20 @@ def _compare(build: Any, layout: str, reference: Any) -> str:
     ranks, plugins = LAYOUTS[layout]
     try:
         trace = run_ranks(train_on_rank, ranks, build, batches(), {"plugins": plugins}, Training(), timeout=120)[0]
-        compare(reference, trace, Tolerance(gradient=2e-4, weight=2e-4))
+        compare(_without_zeros(reference, reference), _without_zeros(trace, reference), TOLERANCE)
     except AssertionError as error:
         return " ".join(str(error).split()[:24])
     except Exception as error:
         return _last_line(error)
     return "ok"
+
+
+def _without_zeros(trace: Trace, reference: Trace) -> Trace:
+    """``trace`` without the gradients that are zero but for rounding: those of a key's bias, say."""
+    kept = {name for name, gradient in reference.gradients.items() if gradient.abs().max() > ROUNDING}
+    return replace(
+        trace, gradients={n: g for n, g in trace.gradients.items() if n in kept or n not in reference.gradients}
+    )
 
 
 def _last_line(error: Exception) -> str:
@@ -108,6 +120,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    tiny_model("llama")  # imports that threads must not make at once
     families = options.families or causal_families()
     results = {}
     with ThreadPoolExecutor(options.jobs) as pool:

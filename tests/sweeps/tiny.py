@@ -42,6 +42,7 @@ _SIZES: dict[str, Any] = {
     "num_local_experts": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
@@ -75,8 +76,8 @@ def tiny_config(model_type: str, **options: Any) -> Any:
     default = cls()
     sizes = _SIZES | dict.fromkeys(_NO_DROPOUT, 0.0)
     known = {name: value for name, value in sizes.items() if hasattr(default, name)}
-    if getattr(default, "head_dim", None) is None:
-        known.pop("head_dim", None)
+    if hasattr(default, "kv_lora_rank"):  # every head has a key of its own
+        known["num_key_value_heads"] = known["num_attention_heads"]
     if getattr(default, "layer_types", None) and _settable(cls, "layer_types"):
         kinds = list(dict.fromkeys(default.layer_types))
         known["layer_types"] = [kinds[0], kinds[-1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -66,6 +67,21 @@ def divide(architecture: Architecture, degree: int, *, parallelize_embeddings: b
     if parallelize_embeddings:
         divisions += _vocabulary(architecture, degree)
     return divisions
+
+
+def sizes_of(model: nn.Module, divisions: list[Division]) -> dict[str, int]:
+    """Numbers of elements, tied weights counted once: of parameters that are ``"divided"``, of those that are
+    ``"whole"`` on every rank, and those of both that are ``"local"`` to each."""
+    layouts = {join(d.fqn, name): layout for d in divisions for name, layout in d.layouts.items()}
+    sizes = dict.fromkeys(("divided", "whole", "local"), 0)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for parameter, known in names.items():
+        layout = next((layouts[name] for name in known if name in layouts), Layout.of(parameter))
+        sizes["divided" if layout.cuts else "whole"] += parameter.numel()
+        sizes["local"] += math.prod(layout.local_shape)
+    return sizes
 
 
 def _styled(architecture: Architecture) -> Iterator[tuple[str, nn.Module, Style]]:

@@ -57,17 +57,23 @@ class _Stack:
 
     def __init__(self, blocks: list[nn.Module], boundary: Boundary, flow: SequenceFlow) -> None:
         self._boundary, self._flow, self._dropouts = boundary, flow, Dropouts(blocks)
+        self._inside = False
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # every rank has other positions, and must drop other elements of them
+        self._inside = True
         self._boundary.randomness.begin(self._dropouts.active)
         return replace_hidden(args, kwargs, self._flow.split)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        if not self._inside:  # a norm that is also applied before the blocks
+            return output
+        self._inside = False
         self._boundary.randomness.end()
         return self._flow.join(output)
 
     def ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._inside = False
         self._boundary.randomness.end()  # after an error inside
 
 

@@ -1,0 +1,55 @@
+"""Whether a configuration can be divided, found out without weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupportReport:
+    """What would become of a model.
+
+    Args:
+        model_type: its family.
+        tensor_parallel_size: the degree asked about.
+        supported: whether it can be divided.
+        reason: why not; empty if it can.
+        sequence: why it cannot be divided along the sequence besides; empty if it can.
+        divided, whole: number of elements of the parameters of which each rank holds a share, and of the others.
+        local: number of elements on each rank, padding included.
+    """
+
+    model_type: str
+    tensor_parallel_size: int
+    supported: bool
+    reason: str = ""
+    sequence: str = ""
+    divided: int = 0
+    whole: int = 0
+    local: int = 0
+
+    def __bool__(self) -> bool:
+        return self.supported
+
+    def __str__(self) -> str:
+        title = f"{self.model_type} with tensor_parallel_size={self.tensor_parallel_size}"
+        if not self.supported:
+            return f"{title}: not supported. {self.reason}"
+        sequence = f"sequence parallel: no, {self.sequence}" if self.sequence else "sequence parallel: yes"
+        return (
+            f"{title}: supported. {self.divided:,} elements divided, {self.whole:,} whole on every rank, "
+            f"{self.local:,} on each; {sequence}"
+        )
+
+
+def model_without_weights(config: Any) -> nn.Module:
+    """The causal language model of a configuration, on the meta device."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)

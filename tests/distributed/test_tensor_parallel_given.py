@@ -1,0 +1,158 @@
+"""A user's own modules, divided by a plan of theirs; what is said of a divided model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from neuron_accel.testing.parity import Training, assert_parallel_equivalence
+from neuron_accel.testing.ranks import run_ranks
+from tests.distributed import models
+
+PLAN = {
+    "blocks.*.qkv": "colwise:3",
+    "blocks.*.heads": "per_rank",
+    "blocks.*.out": "rowwise",
+    "blocks.*.fc1": "colwise",
+    "blocks.*.scale": "shared",
+    "blocks.*.fc2": "rowwise",
+}
+
+
+class Scale(nn.Module):
+    """Something learned that is the same for every feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.size = heads, width // heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.scale, self.fc2 = nn.Linear(width, 24), Scale(), nn.Linear(24, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (self.heads, self.size)).transpose(1, 2) for t in (q, k, v))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.fc2(F.gelu(self.scale(self.fc1(x))))
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def _batches() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [{"x": torch.randn(4, 5, 16, generator=generator)} for _ in range(3)]
+
+
+def test_trains_like_one_process() -> None:
+    plugin = {"model_parallelism": {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}}
+    assert_parallel_equivalence(Own, _batches(), [plugin], training=Training(max_norm=0.5))
+
+
+def _refusals() -> dict[str, str]:
+    from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, SequenceParallelPlugin
+
+    plans = {
+        "style": PLAN | {"blocks.*.fc1": "diagonal"},
+        "nowhere": PLAN | {"blocks.*.fc9": "colwise"},
+        "no linear": PLAN | {"blocks.*.norm": "colwise"},
+        "no number": PLAN | {"blocks.*.norm": "per_rank"},
+        "uneven": PLAN | {"blocks.*.size": "per_rank"},
+    }
+    messages = {}
+    for name, plan in plans.items():
+        own = Own()
+        for block in own.blocks:
+            block.size = 3 if name == "uneven" else block.size
+        accelerator = NeuronAccelerator(
+            plugins=[ModelParallelismPlugin(tensor_parallel_size=2, tensor_parallel_plan=plan)]
+        )
+        try:
+            accelerator.prepare(own)
+        except Exception as error:
+            messages[name] = str(error)
+    plugins = [ModelParallelismPlugin(tensor_parallel_size=2, tensor_parallel_plan=PLAN), SequenceParallelPlugin()]
+    try:
+        NeuronAccelerator(plugins=plugins).prepare(Own())
+    except Exception as error:
+        messages["sequence"] = str(error)
+    return messages
+
+
+def test_plans_that_do_not_fit() -> None:
+    messages = run_ranks(_refusals, 2)[0]
+    assert "'diagonal', for 'blocks.*.fc1', is no style" in messages["style"]
+    assert "no module 'blocks.*.fc9'" in messages["nowhere"]
+    assert "'blocks.0.norm' is a LayerNorm" in messages["no linear"]
+    assert "divides an attribute" in messages["no number"]
+    assert "'blocks.*.size' = 3 does not divide by 2" in messages["uneven"]
+    assert "cannot be divided along the sequence" in messages["sequence"]
+
+
+def _explained() -> dict[str, Any]:
+    from neuron_accel import ModelParallelismPlugin, NeuronAccelerator
+
+    accelerator = NeuronAccelerator(plugins=[ModelParallelismPlugin(tensor_parallel_size=2)])
+    model = models.llama(kv_heads=1)
+    try:
+        accelerator.explain(model)
+    except Exception as error:
+        before = str(error)
+    prepared = accelerator.prepare(model)
+    held = sum(parameter.numel() * 4 for parameter in prepared.parameters())
+    return {"before": before, "text": accelerator.explain(prepared), "held": held}
+
+
+def test_what_is_said_of_a_model() -> None:
+    found = run_ranks(_explained, 2)[0]
+    text = found["text"]
+    assert "was not prepared" in found["before"]
+    assert f"Parameters on rank 0: {found['held']:,} bytes" in text
+    row = next(line for line in text.splitlines() if "layers.*.self_attn.k_proj.weight" in line)
+    assert "each held 2 times" in row
+    assert row.count("(8, 32)") == 2
+    row = next(line for line in text.splitlines() if line.strip().startswith("model.layers.1.mlp "))
+    assert row.split()[-1] == str(2 * 32 * 4)
+    assert "ranks that share heads" in text
+
+
+@pytest.mark.parametrize(("degree", "reason"), [(2, ""), (3, ""), (64, "num_attention_heads = 4 does not")])
+def test_what_is_said_of_a_configuration(degree: int, reason: str) -> None:
+    from transformers import BertConfig, LlamaConfig
+
+    from neuron_accel import ModelParallelismPlugin
+
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    report = ModelParallelismPlugin.supports(config, tensor_parallel_size=degree)
+    assert bool(report) is (not reason)
+    assert reason in report.reason
+    if report:
+        total = sum(parameter.numel() for parameter in models.llama().__class__(config).parameters())
+        assert report.divided + report.whole == total
+        assert report.whole == 3 * 16
+        assert (report.local == report.whole + report.divided // 2) is (degree == 2)
+    assert "bert" in ModelParallelismPlugin.supports(BertConfig(is_decoder=True)).reason
