@@ -299,12 +299,14 @@ class AlikeShard(BucketShard):
         super().__init__(**common)
         with torch.no_grad():
             chunk = self._own_weights()
-        # Clones: an update of a view would rewrite the whole chunk, each by itself.
+        # Of their own: an update of a view would rewrite the whole chunk, each by itself.
         self.pieces = [
             ShardPiece(
                 parameter=self.parameters[place.parameter],
                 place=place,
-                master=nn.Parameter(chunk[place.offset : place.offset + place.length].clone()),
+                master=nn.Parameter(
+                    chunk[place.offset : place.offset + place.length].clone().to(self.parameters[0].device)
+                ),
             )
             for place in self.partition.pieces(self.group.index)
         ]
@@ -314,8 +316,10 @@ class AlikeShard(BucketShard):
         return True
 
     def _own_weights(self) -> torch.Tensor:
-        flat = self.partition.join(self.parameters, self.bucket.dtype, self.parameters[0].device)
-        return self.run.backend.chunk(flat, self.group).to(self.optimizer_dtype, copy=True)
+        """This rank's chunk, on the host: cut on the device, it would make another graph of the first step."""
+        values = [self.run.backend.to_host(parameter) for parameter in self.parameters]
+        flat = self.partition.join(values, self.bucket.dtype, torch.device("cpu"))
+        return flat.chunk(self.partition.degree)[self.group.index].to(self.optimizer_dtype)
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         parts = self.partition.split(flat)
