@@ -208,29 +208,52 @@ def flatten_gradients(bucket: Bucket, numel: int) -> torch.Tensor:
 
 
 class FlatGradients:
-    """Memory that the gradients of a bucket keep from pass to pass, so that it is not faulted in anew every step."""
+    """Memory that the gradients of a bucket keep from pass to pass, so that it is not faulted in anew every step.
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
+    Args:
+        bucket: the parameters.
+        flags: whether a one or zero for each parameter follows the gradients: whether it has one. Summed along with
+            them, they say whether any rank has, without a message of their own.
+    """
+
+    def __init__(self, bucket: Bucket, *, flags: bool = False) -> None:
+        self._bucket, self._flags = bucket, flags
         self._flat: torch.Tensor | None = None
 
     def collect(self) -> torch.Tensor:
-        """The gradients one after another, ``[bucket.numel]``; zeros for those that have none. A gradient that is a
-        view of this memory already stays where it is."""
-        parameters = self._bucket.parameters
+        """The gradients one after another, and the flags; zeros for those that have none. A gradient that is a view of
+        this memory already stays where it is."""
+        parameters, numel = self._bucket.parameters, self._bucket.numel
         if self._flat is None:
-            self._flat = torch.empty(self._bucket.numel, dtype=self._bucket.dtype, device=parameters[0].device)
+            length = numel + len(parameters) if self._flags else numel
+            self._flat = torch.empty(length, dtype=self._bucket.dtype, device=parameters[0].device)
         slots = split_like(self._flat, parameters)
-        targets, sources = [], []
-        for parameter, slot in zip(parameters, slots, strict=True):
+        targets, sources, missing = [], [], []
+        for index, (parameter, slot) in enumerate(zip(parameters, slots, strict=True)):
             if parameter.grad is None:
                 slot.zero_()
+                missing.append(index)
             elif parameter.grad.data_ptr() != slot.data_ptr():
                 targets.append(slot)
                 sources.append(parameter.grad)
         if targets:
             torch._foreach_copy_(targets, sources)
+        if self._flags:
+            flags = self._flat[numel:].fill_(1)
+            if missing:
+                flags[missing] = 0
         return self._flat
+
+    def used_anywhere(self, reduced: torch.Tensor, local: Sequence[bool]) -> list[bool]:
+        """Which parameters have a gradient on any rank.
+
+        Args:
+            reduced: the sum over ranks of what :meth:`collect` gave.
+            local: which have one on this rank.
+        """
+        if not self._flags or all(local):
+            return list(local)
+        return [flag > 0 for flag in reduced[self._bucket.numel :].tolist()]
 
 
 def split_like(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

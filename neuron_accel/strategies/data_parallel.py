@@ -21,7 +21,6 @@ from neuron_accel.engine.gradients import (
     flatten_gradients,
     make_buckets,
     split_like,
-    used_anywhere,
 )
 from neuron_accel.engine.initial import broadcast_tensors
 from neuron_accel.engine.norms import clip_coefficient, global_norm, whole_gradients
@@ -151,9 +150,11 @@ class GradientAverager:
         self._watch([r for r in model.parameters if r.current is not None and r.current.requires_grad])
 
     def _watch(self, records: list[ParameterRecord]) -> None:
-        model, lazy = self._model, "lazy" in self._run.backend.capabilities
+        model, capabilities = self._model, self._run.backend.capabilities
+        # Where reading a value would stall the device, what this rank knows of its gradients is taken for all.
+        lazy, reads = "lazy" in capabilities, "host-reads" in capabilities
         self._buckets = [b for b in make_buckets(records, self._cap_bytes) if self._group(b).size > 1]
-        self._memory = None if lazy else [FlatGradients(bucket) for bucket in self._buckets]
+        self._memory = None if lazy else [FlatGradients(bucket, flags=reads) for bucket in self._buckets]
         self.watcher = BackwardWatcher(
             self._buckets,
             synchronises=lambda: model.synchronises,
@@ -184,15 +185,16 @@ class GradientAverager:
     def _done(self) -> None:
         pending, self._pending = self._pending, []
         used, self._used = self._used, []
-        group = self._data_group
-        anywhere = used_anywhere([flag for flags in used for flag in flags], self._run, group)
-        flags = iter(anywhere)
-        for bucket, work in zip(self._buckets, pending, strict=True):
+        ranks = self._data_group.size
+        for index, (bucket, work) in enumerate(zip(self._buckets, pending, strict=True)):
             flat = work.wait()
-            if group.size > 1:
-                flat = flat.div_(group.size)
-            for parameter, gradient in zip(bucket.parameters, split_like(flat, bucket.parameters), strict=True):
-                if next(flags):
+            anywhere = self._memory[index].used_anywhere(flat, used[index]) if self._memory else used[index]
+            if ranks > 1:
+                flat = flat.div_(ranks)
+            for parameter, gradient, is_used in zip(
+                bucket.parameters, split_like(flat, bucket.parameters), anywhere, strict=True
+            ):
+                if is_used:
                     # Clipping a view in place would rewrite the whole bucket, each by itself, on a lazy device.
                     parameter.grad = gradient if self._memory is not None else gradient.clone()
 

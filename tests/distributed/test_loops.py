@@ -394,3 +394,28 @@ def test_local_sgd():
 def test_local_sgd_is_impossible_under_zero1():
     with pytest.raises(RanksError, match=r"no_sync.*\n.*share of the optimizer's state"):
         run_ranks(local_sgd_on_rank, 2, ["zero1"])
+
+
+def branches_on_rank(steps):
+    """Each step, the named branch of each rank gets a gradient, and no other."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator()
+    net = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in ("a", "b", "c")})
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    found = []
+    for step in steps:
+        accelerator.backward(net[step[accelerator.process_index]](torch.ones(1, 1)).sum())
+        optimizer.step()
+        found.append({name: None if (g := net[name].weight.grad) is None else g.item() for name in net})
+        optimizer.zero_grad()
+    return found
+
+
+def test_a_parameter_that_no_rank_used_has_no_gradient():
+    for found in run_ranks(branches_on_rank, 2, [("a", "b"), ("c", "c"), ("b", "b")]):
+        assert found == [
+            {"a": 0.5, "b": 0.5, "c": None},
+            {"a": None, "b": None, "c": 1.0},
+            {"a": None, "b": 1.0, "c": None},
+        ]
