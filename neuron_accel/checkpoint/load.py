@@ -48,8 +48,8 @@ class Need:
         source: where it comes from.
         layout: how it is divided here.
         start, stop: elements of this rank's flattened shard.
-        target: is filled, converted to its dtype where that differs; or
-        sink: takes a new tensor on the CPU, flat, of the source's dtype.
+        target: is filled, converted to its dtype where that differs.
+        sink: takes what was read, flat: the target's memory, or without a target a new tensor on the CPU.
     """
 
     source: SourceTensor
@@ -274,7 +274,27 @@ def _state_needs(optimizer: Any, piece: StatePiece, entries: dict[str, SourceTen
             yield Need(source=source, layout=whole, start=0, stop=math.prod(shape), sink=put(entry, shape))
         else:
             shape = tuple(parameter.shape)
-            yield Need(source=source, layout=layout, start=piece.start, stop=piece.stop, sink=put(entry, shape))
+            present = _usable(piece.read_state(optimizer).get(entry), shape, source)
+            yield Need(
+                source=source,
+                layout=layout,
+                start=piece.start,
+                stop=piece.stop,
+                target=present,
+                sink=put(entry, shape),
+            )
+
+
+def _usable(present: Any, shape: tuple[int, ...], source: SourceTensor) -> torch.Tensor | None:
+    """An entry that is there already, if what is read can take its place in memory."""
+    fits = (
+        isinstance(present, torch.Tensor)
+        and present.device.type == "cpu"
+        and tuple(present.shape) == shape
+        and present.dtype == getattr(torch, source.layout.dtype)
+        and present.is_contiguous()
+    )
+    return present if fits else None
 
 
 def _reset_states(training: Training, index: Index, restored: Restored) -> None:

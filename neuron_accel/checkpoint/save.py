@@ -21,6 +21,7 @@ import torch
 from neuron_accel.checkpoint.files import Files, Written, failure
 from neuron_accel.checkpoint.manifest import MODEL_FOLDER, NAME, FileEntry, Manifest, has_manifest, read_manifest
 from neuron_accel.checkpoint.snapshot import (
+    Buffers,
     FileList,
     Item,
     RankFacts,
@@ -176,13 +177,20 @@ class BackgroundSave:
 
     Args:
         contents: its tensors are copied to host memory here, which is all that the caller waits for.
+        buffers: that memory, from one save to the next.
     """
 
     def __init__(
-        self, contents: Contents, target: Target, run: Run, files: Files, finished: Callable[[], None]
+        self,
+        contents: Contents,
+        target: Target,
+        run: Run,
+        files: Files,
+        finished: Callable[[], None],
+        buffers: Buffers,
     ) -> None:
         self._target, self._files, self._finished = target, files, finished
-        self._contents = replace(contents, items=copy_to_host(contents.items))
+        self._contents = replace(contents, items=copy_to_host(contents.items, buffers))
         self._rank, self._size, self._facts = run.backend.rank, run.world.size, facts_of(run)
         self.error: NeuronAccelError | None = None
         self._share_done, self._abandoned = threading.Event(), threading.Event()

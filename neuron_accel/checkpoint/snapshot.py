@@ -274,9 +274,30 @@ def position(mesh: Mesh, coordinates: dict[str, int], axes: Sequence[str]) -> in
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
-def copy_to_host(items: Iterable[Item]) -> list[Item]:
-    """The items with tensors of their own in host memory, which training does not change."""
-    return [replace(item, tensor=item.tensor.to("cpu", copy=True).contiguous()) for item in items]
+Buffers = dict[tuple[str, str, torch.Size, torch.dtype], torch.Tensor]
+
+
+def copy_to_host(items: Iterable[Item], buffers: Buffers) -> list[Item]:
+    """The items with tensors of their own in host memory, which training does not change.
+
+    Args:
+        items: this rank's.
+        buffers: memory of an earlier copy, which is used again; memory that is new to the process costs more than the
+            copy itself. Holds this copy's afterwards.
+    """
+    copied, mine = [], {}
+    for item in items:
+        key = (item.collection, item.key, item.tensor.shape, item.tensor.dtype)
+        buffer = buffers.get(key)
+        if buffer is None:
+            buffer = item.tensor.to("cpu", copy=True).contiguous()
+        else:
+            buffer.copy_(item.tensor)
+        mine[key] = buffer
+        copied.append(replace(item, tensor=buffer))
+    buffers.clear()
+    buffers.update(mine)
+    return copied
 
 
 def write_items(folder: Path, items: Iterable[Item], run_facts: RankFacts, generation: int, files: Files) -> FileList:
