@@ -26,10 +26,14 @@ def prepared(model_fn, plugins, **options):
 
 
 def train(accelerator, model, optimizer, made):
+    losses = []
     for batch in made:
-        accelerator.backward(model(**batch).loss)
+        loss = model(**batch).loss
+        accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
@@ -166,6 +170,27 @@ def test_tied_weights_stay_equal(plugins):
     weights = [weight for rank in ranks for weight in rank]
     assert len(weights) == 4
     assert all(torch.equal(weight, weights[0]) for weight in weights)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+def goes_on(plugins, folder, saves):
+    """Losses of two more steps, after two steps that were saved, or after loading them."""
+    accelerator, model, optimizer, _ = prepared(gpt2, plugins)
+    made = batches("plain", 4, 4)
+    if saves:
+        train(accelerator, model, optimizer, made[:2])
+        accelerator.save_state(folder)
+    else:
+        accelerator.load_state(folder)
+    return train(accelerator, model, optimizer, made[2:])
+
+
+def test_what_a_pipeline_saved_any_mesh_loads(tmp_path):
+    folder = str(tmp_path / "saved")
+    (expected, _) = run_ranks(goes_on, 2, [pipeline(2, 2)], folder, True)
+    for ranks, plugins in ((2, [pipeline(2, 2)]), (1, []), (4, [pipeline(4, 4), "zero1"])):
+        for losses in run_ranks(goes_on, ranks, plugins, folder, False):
+            assert losses == pytest.approx(expected, rel=1e-5)
 
 
 # ---- models of one's own ---------------------------------------------------------------------------------------------
