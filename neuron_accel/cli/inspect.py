@@ -68,7 +68,7 @@ def _cuts(tensor: dict[str, Any]) -> str:
     return "; ".join(cuts) or "whole"
 
 
-def _size(size: int) -> str:
+def _size(size: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.4g} {unit}"

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 VOCABULARY, HIDDEN, LAYERS = 96, 32, 2
-# Adam divides a gradient by its own size: an entry whose gradient is hardly more than rounding becomes noise. Weights of
-# this size have none of those.
+# Adam divides a gradient by its own size: an entry whose gradient is hardly more than rounding becomes noise. Weights
+# of this size have none of those.
 INITIALIZER_RANGE = 0.1
 
 
