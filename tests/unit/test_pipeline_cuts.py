@@ -12,12 +12,34 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from neuron_accel.engine.errors import UnsupportedModelError, UsageError
+from neuron_accel.engine.errors import PlanError, UnsupportedModelError, UsageError
+from neuron_accel.engine.planner import make_plan
+from neuron_accel.engine.plugin import Claim
 from neuron_accel.models.stages import stack_of
+from neuron_accel.strategies.model_parallelism import ModelParallelismPlugin
 from neuron_accel.strategies.pipeline.cuts import balanced, cost, cut
 from neuron_accel.strategies.pipeline.microbatches import Shares, convert, split
 from neuron_accel.strategies.pipeline.weights_later import Later, WeightsLater
 from tests.distributed.pipeline_support import FAMILIES, gpt2, llama, mixtral
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+def plan(world_size, capabilities=("point-to-point",), **options):
+    plugin = ModelParallelismPlugin(pipeline_parallel_size=2, num_microbatches=4, **options)
+    return make_plan([plugin], world_size=world_size, backend_capabilities=capabilities)
+
+
+def test_a_pipeline_is_a_strategy_of_its_own_in_the_plan():
+    found = plan(2)
+    assert [plugin.spec.name for plugin in found.plugins] == ["model_parallelism", "pipeline"]
+    assert found.owners[Claim.BACKWARD] == "pipeline"
+    assert found.mesh.degree("pp") == 2
+    assert ModelParallelismPlugin(tensor_parallel_size=2).companions() == ()
+
+
+def test_a_backend_that_cannot_send_is_refused():
+    with pytest.raises(PlanError, match="not possible on this backend"):
+        plan(2, capabilities=())
 
 
 # ---- cuts ------------------------------------------------------------------------------------------------------------
