@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import shutil
 import statistics
 import subprocess
@@ -31,6 +30,7 @@ from torch import nn
 
 from benchmarks.harness import note, parser
 from neuron_accel.testing import run_ranks
+from neuron_accel.testing.resources import PeakMemory
 
 WIDTH = 2048
 Result = dict[str, float]
@@ -66,16 +66,12 @@ def measure(size: int, save: Callable[[], Any], load: Callable[[], Any]) -> Resu
     result = {}
     for name, work in (("save", save), ("load", load)):
         gc.collect()
-        before = peak_megabytes()
+        memory = PeakMemory()
         begin = time.perf_counter()
         work()
         result[name] = size / 1e6 / (time.perf_counter() - begin)
-        result[f"{name} memory"] = max(0.0, peak_megabytes() - before)
+        result[f"{name} memory"] = memory.bytes() / 1e6
     return result
-
-
-def peak_megabytes() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
 def _prepared(gigabytes: float) -> tuple[dict[str, torch.Tensor], int]:
@@ -179,14 +175,15 @@ def ours_unverified(folder: str, gigabytes: float) -> Result:
 
 
 _CONSOLIDATE = """
-import resource, sys, time
+import sys, time
 from pathlib import Path
 import numpy
 from neuron_accel.checkpoint.consolidate import consolidate
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+from neuron_accel.testing.resources import PeakMemory
+memory = PeakMemory()
 begin = time.perf_counter()
 consolidate(Path(sys.argv[1]), Path(sys.argv[2]))
-print(time.perf_counter() - begin, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3)
+print(time.perf_counter() - begin, memory.bytes() / 1e6)
 """
 
 
