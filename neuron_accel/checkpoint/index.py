@@ -12,6 +12,7 @@ from typing import Any
 from neuron_accel.checkpoint.files import failure
 from neuron_accel.checkpoint.manifest import MODEL_FOLDER, Manifest, has_manifest, locate
 from neuron_accel.checkpoint.source import Chunk, SourceTensor
+from neuron_accel.engine.errors import CheckpointError
 from neuron_accel.checkpoint.tensorfile import Header, read_header
 from neuron_accel.engine.errors import CheckpointError, LayoutError
 from neuron_accel.engine.layout import Layout
@@ -133,10 +134,16 @@ def index_pretrained(folder: Path) -> Index:
     """The tensors of an unsharded folder of transformers, as the first model.
 
     Raises:
-        CheckpointError: if a file is missing or damaged, or the weights are pickled only (see
-            :mod:`neuron_accel.checkpoint.legacy`).
+        CheckpointError: if a file is missing or damaged, or the weights are only there as pickles.
     """
     index = Index()
+    if not any((folder / name).is_file() for name in _SAFE):
+        raise CheckpointError(
+            "The weights in this folder are pickled.",
+            where=str(folder),
+            why="tensors are read by slices here, and nothing is unpickled",
+            fix="save the model once more with transformers, `model.save_pretrained(folder)`, which writes safetensors",
+        )
     tensors = index.collections.setdefault(model_collection(0), {})
     for path in pretrained_files(folder, _SAFE):
         for name, stored in read_header(path).tensors.items():
