@@ -12,7 +12,6 @@ from typing import Any
 from neuron_accel.checkpoint.files import failure
 from neuron_accel.checkpoint.manifest import MODEL_FOLDER, Manifest, has_manifest, locate
 from neuron_accel.checkpoint.source import Chunk, SourceTensor
-from neuron_accel.engine.errors import CheckpointError
 from neuron_accel.checkpoint.tensorfile import Header, read_header
 from neuron_accel.engine.errors import CheckpointError, LayoutError
 from neuron_accel.engine.layout import Layout
