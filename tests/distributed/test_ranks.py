@@ -382,9 +382,12 @@ def test_interruption_leaves_nothing(tmp_path):
     for folder in (first, second, temporary):
         folder.mkdir()
     script = (
+        "import signal\n"
         "from contextlib import suppress\n"
         "from neuron_accel.testing import run_ranks\n"
         "from test_ranks import report_and_sleep\n"
+        # started by a shell in the background, this process and all below it would ignore interrupts
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with suppress(KeyboardInterrupt):\n"
         f"    run_ranks(report_and_sleep, 2, {str(first)!r}, timeout=200)\n"
         f"run_ranks(report_and_sleep, 2, {str(second)!r}, timeout=200)\n"
