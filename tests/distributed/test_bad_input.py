@@ -44,21 +44,26 @@ def start_with_an_error_on_one_rank():
 
 
 def prepare_uneven_heads():
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Heads that do not divide are padded elsewhere; BLOOM's position biases belong to heads by number."""
+    from transformers import BloomConfig, BloomForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=96, hidden_size=36, intermediate_size=48, num_hidden_layers=1, num_attention_heads=3
-    )
-    start([TP2]).prepare(LlamaForCausalLM(config))
+    start([TP2]).prepare(BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=36, n_layer=1, n_head=3)))
 
 
 def prepare_uneven_mlp():
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Features that do not divide are padded elsewhere; not inside experts."""
+    from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=49, num_hidden_layers=1, num_attention_heads=4
+    config = MixtralConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=49,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
     )
-    start([TP2]).prepare(LlamaForCausalLM(config))
+    start([TP2]).prepare(MixtralForCausalLM(config))
 
 
 def prepare_unknown_model():

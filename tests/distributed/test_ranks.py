@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -378,9 +379,10 @@ def wait_for_ranks(caller: subprocess.Popen, folder: Path) -> list[int]:
 def test_interruption_leaves_nothing(tmp_path):
     """A caller of its own, so that it can be interrupted, and then killed: first its ranks go and their files, then the
     process that they are forked from too."""
-    first, second, temporary = (tmp_path / name for name in ("first", "second", "temporary"))
-    for folder in (first, second, temporary):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
         folder.mkdir()
+    temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # sockets are made in it, whose names have to be short
     script = (
         "import signal\n"
         "from contextlib import suppress\n"
@@ -410,6 +412,7 @@ def test_interruption_leaves_nothing(tmp_path):
         caller.stderr.close()
     assert_gone(everybody)
     assert not list(temporary.glob(MARK + "*"))
+    shutil.rmtree(temporary)
 
 
 # ---- wrong calls -----------------------------------------------------------------------------------------------------
