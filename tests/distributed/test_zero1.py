@@ -642,3 +642,23 @@ def round_trip(batches):
 
 def test_state_and_groups_round_trip():
     assert all(run_ranks(round_trip, 2, token_batches(4)))
+
+
+def reload_without_masters(batches):
+    from neuron_accel import ZeroRedundancyOptimizer
+
+    torch.manual_seed(0)
+    model = llama().to(torch.bfloat16)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, save_master_weights=False)
+    model(**batches[0]).loss.backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    pieces = [piece for shard in optimizer.shards for piece in shard.pieces]
+    finer = any(not torch.equal(p.master, p.master.bfloat16().float()) for p in pieces)
+    optimizer.load_state_dict(saved)
+    rounded = all(torch.equal(p.master, p.master.bfloat16().float()) for p in pieces)
+    return "master_weights" in saved, finer, rounded
+
+
+def test_without_saved_masters_a_run_goes_on_from_the_rounded_weights():
+    assert run_ranks(reload_without_masters, 2, token_batches(1)) == [(False, True, True)] * 2
