@@ -11,6 +11,7 @@ from typing import Any
 
 from neuron_accel.checkpoint.files import failure
 from neuron_accel.checkpoint.manifest import MODEL_FOLDER, Manifest, has_manifest, locate
+from neuron_accel.checkpoint.pickled import read_pickled
 from neuron_accel.checkpoint.source import Chunk, SourceTensor
 from neuron_accel.checkpoint.tensorfile import Header, read_header
 from neuron_accel.engine.errors import CheckpointError, LayoutError
@@ -130,25 +131,23 @@ _PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
 def index_pretrained(folder: Path) -> Index:
-    """The tensors of an unsharded folder of transformers, as the first model.
+    """The tensors of an unsharded folder of transformers, as the first model. Safetensors are preferred to pickled
+    weights, of which only tensors are unpickled.
 
     Raises:
-        CheckpointError: if a file is missing or damaged, or the weights are only there as pickles.
+        CheckpointError: if a file is missing or damaged, or has to run code to be read.
     """
     index = Index()
-    if not any((folder / name).is_file() for name in _SAFE):
-        raise CheckpointError(
-            "The weights in this folder are pickled.",
-            where=str(folder),
-            why="tensors are read by slices here, and nothing is unpickled",
-            fix="save the model once more with transformers, `model.save_pretrained(folder)`, which writes safetensors",
-        )
     tensors = index.collections.setdefault(model_collection(0), {})
     for path in pretrained_files(folder, _SAFE):
         for name, stored in read_header(path).tensors.items():
-            layout = Layout(shape=stored.shape, dtype=stored.dtype)
             chunk = Chunk(start=0, stop=stored.numel, path=path, offset=stored.offset)
+            layout = Layout(shape=stored.shape, dtype=stored.dtype)
             tensors[name] = SourceTensor(name=name, layout=layout, parts={(): [chunk]})
+    for path in [] if tensors else pretrained_files(folder, _PICKLED):
+        for name, value in read_pickled(path).items():
+            chunk = Chunk(start=0, stop=value.numel(), path=path, offset=0, key=name)
+            tensors[name] = SourceTensor(name=name, layout=Layout.of(value), parts={(): [chunk]})
     return index
 
 

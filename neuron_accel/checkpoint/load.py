@@ -25,6 +25,7 @@ from neuron_accel.checkpoint.index import (
     model_collection,
 )
 from neuron_accel.checkpoint.manifest import Manifest, check_file, locate, read_manifest
+from neuron_accel.checkpoint.pretrained_names import named_as
 from neuron_accel.checkpoint.save import STATE
 from neuron_accel.checkpoint.snapshot import buffers_of, pieces_of
 from neuron_accel.checkpoint.source import Bytes, SourceTensor, words
@@ -126,7 +127,7 @@ def load_weights(model: PreparedModel, folder: Path, run: Run, number: int = 0) 
 
     def indexed() -> Index:
         if is_pretrained(folder):
-            return index_pretrained(folder)
+            return named_as(index_pretrained(folder), model)
         manifest = read_manifest(folder)
         _check_files(folder, manifest, run)
         return index_checkpoint(folder, manifest, ("model",))

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuron_accel.checkpoint.files import failure
+from neuron_accel.checkpoint.pickled import is_mapped, read_pickled
 from neuron_accel.checkpoint.tensorfile import item_size
 from neuron_accel.engine.errors import CheckpointError
 from neuron_accel.engine.layout import Layout
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
 _BUFFER = 16 << 20
 Place = tuple[tuple[str, int], ...]
@@ -36,6 +38,7 @@ class Bytes:
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
+        self._pickled: dict[Path, dict[str, torch.Tensor]] = {}
 
     def __enter__(self) -> Bytes:
         return self
@@ -44,6 +47,7 @@ class Bytes:
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
+        self._pickled.clear()
 
     def read(self, path: Path, offset: int, out: np.ndarray) -> None:
         """Fills ``out`` (1-D, contiguous) with the bytes at ``offset``."""
@@ -59,6 +63,18 @@ class Bytes:
         except OSError as error:
             raise failure("read", path, error) from error
 
+    def read_pickled(self, path: Path, key: str, offset: int, out: np.ndarray) -> None:
+        """The same for the tensor ``key`` of a file of pickled weights; ``offset`` counts from its first byte."""
+        if path not in self._pickled:
+            for other in [p for p in self._pickled if not is_mapped(p)]:
+                del self._pickled[other]  # of those that take memory, one at a time
+            self._pickled[path] = read_pickled(path)
+        import torch
+
+        tensors = self._pickled[path]
+        tensors[key] = flat = tensors[key].contiguous().reshape(-1)
+        out.view("u1")[:] = flat.view(torch.uint8).numpy()[offset : offset + out.nbytes]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
@@ -68,12 +84,14 @@ class Chunk:
         start, stop: which elements of the shard.
         path: the file.
         offset: of the first byte.
+        key: in a file of pickled weights, the name of the tensor; ``offset`` counts from its first byte then.
     """
 
     start: int
     stop: int
     path: Path
     offset: int
+    key: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -222,7 +240,11 @@ class SourceTensor:
             low, high = max(start, chunk.start), min(stop, chunk.stop)
             if low < high:
                 offset = chunk.offset + (low - chunk.start) * self.item_size
-                files.read(chunk.path, offset, out[low - start : high - start])
+                wanted = out[low - start : high - start]
+                if chunk.key is None:
+                    files.read(chunk.path, offset, wanted)
+                else:
+                    files.read_pickled(chunk.path, chunk.key, offset, wanted)
 
 
 def place_of(layout: Layout, at: Mapping[str, int]) -> Place:

@@ -86,27 +86,46 @@ def _load_pretrained(folder: str, plugins: list, model: str) -> dict:
     return trained.contents()
 
 
+@pytest.mark.parametrize("form", ["safetensors", "pytorch"])
 @pytest.mark.parametrize("single", [True, False])
-def test_a_folder_of_transformers_loads_as_model(saved, tmp_path, single):
+def test_a_folder_of_transformers_loads_as_model(saved, tmp_path, single, form):
     folder, contents, _ = saved("llama-tied")
-    consolidate(folder, tmp_path / "out", max_shard_size=10**9 if single else 20_000)
+    consolidate(folder, tmp_path / "out", form=form, max_shard_size=10**9 if single else 20_000)
     found = run_ranks(_load_pretrained, 4, str(tmp_path / "out"), [TP2, "zero1"], "llama-tied")[0]
     assert_equal(weights_of(contents), weights_of(found))
 
 
-def _damaged_pretrained(folder: str) -> None:
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_an_old_folder_of_a_model_without_head_loads(tmp_path, zipped):
+    """Pickled, without the prefix, with tables that are computed nowadays, and one tensor that is not contiguous."""
+    from tests.distributed.checkpoint_support import MODELS
+
+    weights = MODELS["gpt2-tied"]().transformer.state_dict()
+    turned = weights["h.1.mlp.c_fc.weight"].t().contiguous().t()
+    tables = {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    torch.save(
+        {**weights, **tables, "h.1.mlp.c_fc.weight": turned},
+        tmp_path / "pytorch_model.bin",
+        _use_new_zipfile_serialization=zipped,
+    )
+    found = weights_of(run_ranks(_load_pretrained, 2, str(tmp_path), [TP2], "gpt2-tied")[0])
+    assert torch.equal(found.pop("lm_head.weight"), weights["wte.weight"])
+    assert_equal({f"transformer.{name}": value for name, value in weights.items()}, found)
+
+
+def _damaged_pretrained(folder: str, file: str) -> None:
     trained = Trained("gpt2", [TP2], seed=1)
     before = trained.contents()
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+    with pytest.raises(CheckpointError, match=file):
         trained.accelerator.load_state(folder)
     assert_equal(before, trained.contents())
 
 
-def test_a_truncated_folder_of_transformers_is_refused(saved, tmp_path):
-    consolidate(saved("gpt2")[0], tmp_path / "out")
-    path = tmp_path / "out" / "model.safetensors"
+@pytest.mark.parametrize("form", ["safetensors", "pytorch"])
+def test_a_truncated_folder_of_transformers_is_refused(saved, tmp_path, form):
+    (path,) = consolidate(saved("gpt2")[0], tmp_path / "out", form=form)
     path.write_bytes(path.read_bytes()[:-100])
-    run_ranks(_damaged_pretrained, 2, str(tmp_path / "out"))
+    run_ranks(_damaged_pretrained, 2, str(tmp_path / "out"), path.name)
 
 
 @pytest.mark.parametrize(

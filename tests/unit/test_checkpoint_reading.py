@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuron_accel.checkpoint.files import Files
-from neuron_accel.checkpoint.index import Index, index_pretrained
+from neuron_accel.checkpoint.index import Index
 from neuron_accel.checkpoint.snapshot import Item, file_parts
 from neuron_accel.checkpoint.source import Bytes, words
 from neuron_accel.checkpoint.tensorfile import read_header
@@ -160,11 +160,3 @@ def test_overlapping_runs_are_noticed(tmp_path):
     source.parts[()].append(source.parts[()][0])
     with pytest.raises(CheckpointError, match="only part of 'w'"):
         source.check()
-
-
-def test_pickled_weights_are_refused_and_not_opened(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"not even a pickle")
-    with pytest.raises(CheckpointError) as caught:
-        index_pretrained(tmp_path)
-    for word in ("pickled", str(tmp_path), "safetensors"):
-        assert word in str(caught.value)
