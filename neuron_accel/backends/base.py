@@ -204,6 +204,11 @@ class Backend(ABC):
     def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
         """What the rank ``shift`` positions before this one in the group's ring holds."""
 
+    def start_permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> Pending:
+        """:meth:`permute`, started: what is computed before ``wait()`` overlaps with it where ``"async"`` is among the
+        capabilities. ``tensor`` stays as it is until then."""
+        return Done(self.permute(tensor, group, shift))
+
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
         """The tensor of the rank at position ``source``; shapes and dtypes agree on all ranks."""
@@ -244,6 +249,15 @@ class Backend(ABC):
 
     def step_boundary(self) -> None:  # noqa: B027  most devices have nothing to do
         """A training step is complete; a lazy device executes what it has collected."""
+
+    def collects(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether reading one of them would execute a graph that still collects; never on eager devices."""
+        return False
+
+    def after_step(self, action: Callable[[], None], *, reads_graph: bool) -> None:
+        """Calls ``action`` at once, or on a lazy device after the next :meth:`step_boundary`: if ``reads_graph``, which
+        says that it reads what still collects, or if an earlier action waits. Actions keep their order."""
+        action()
 
     def shutdown(self) -> None:  # noqa: B027  most devices have nothing to release
         """Releases groups and connections. Idempotent."""

@@ -235,29 +235,28 @@ class TorchBackend(Backend):
 
     def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
         """See :meth:`Backend.permute`. Where the device cannot send to one rank, all ranks gather and pick."""
+        return self.start_permute(tensor, group, shift).wait()
+
+    def start_permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> Pending:
+        """See :meth:`Backend.start_permute`."""
         if shift % group.size == 0:
-            return tensor
+            return Done(tensor)
         tensor = tensor.detach()
         source = (group.index - shift) % group.size
         if not self._point_to_point:
             self._note("permute", group, (group.size - 1) * _bytes(tensor))
-            return self._start_gather(tensor, group, "permute", lambda rows: rows[source].clone()).wait()
+            return self._start_gather(tensor, group, "permute", lambda rows: rows[source].clone())
         self._note("permute", group, _bytes(tensor))
         result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         if not tensor.numel():
-            return result
+            return Done(result)
         target = group.ranks[(group.index + shift) % group.size]
         outgoing, incoming = Flat(tensor, self._on_cpu).buffer, Flat(result, self._on_cpu).buffer
-        with self._reported("permute", group):
-            works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, outgoing, target, group.handle),
-                    dist.P2POp(dist.irecv, incoming, group.ranks[source], group.handle),
-                ]
-            )
-            for work in works:
-                work.wait()
-        return result
+        sent = dist.P2POp(dist.isend, outgoing, target, group.handle)
+        received = dist.P2POp(dist.irecv, incoming, group.ranks[source], group.handle)
+        return self._start(
+            "permute", group, lambda: _Both(dist.batch_isend_irecv([sent, received]), outgoing), lambda: result
+        )
 
     def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
         """See :meth:`Backend.broadcast`. On the source the result is the input."""
@@ -433,6 +432,22 @@ class _Work(Pending):
             self._result = self._finish()
             del self._work, self._finish  # and the buffers they hold
         return self._result
+
+
+class _Both:
+    """Several pieces of work as one.
+
+    Args:
+        works: what torch.distributed is doing.
+        buffer: what it reads from meanwhile.
+    """
+
+    def __init__(self, works: Sequence[Any], buffer: torch.Tensor) -> None:
+        self._works, self._buffer = works, buffer
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 def _all_gather(output: torch.Tensor, tensor: torch.Tensor, **kwargs: Any) -> Any:
