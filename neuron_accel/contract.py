@@ -17,6 +17,7 @@ from neuron_accel.backends.autograd import (
     reduce_scatter_to_group,
 )
 from neuron_accel.backends.base import Backend, Group, Pending, Traffic, Transfer
+from neuron_accel.backends.randomness import RankRandomness
 from neuron_accel.engine.errors import (
     CheckpointError,
     CommunicationError,
@@ -46,6 +47,7 @@ from neuron_accel.engine.plugin import (
     PluginSpec,
     StrategyPlugin,
 )
+from neuron_accel.engine.products import ProductHook, register_product_hook
 from neuron_accel.engine.registry import register_plugin
 from neuron_accel.engine.run import PreparedModel, Run
 
@@ -78,6 +80,8 @@ __all__ = [
     "PluginError",
     "PluginSpec",
     "PreparedModel",
+    "ProductHook",
+    "RankRandomness",
     "Run",
     "Segment",
     "StrategyPlugin",
@@ -96,5 +100,6 @@ __all__ = [
     "reduce_from_group",
     "reduce_scatter_to_group",
     "register_plugin",
+    "register_product_hook",
     "whole_gradients",
 ]

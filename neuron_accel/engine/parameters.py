@@ -32,6 +32,7 @@ class ParameterRecord:
             then averaged over the mesh's gradient axes.
         holders: for axes along which not every rank holds the parameter, the indices of those that do, ascending; all
             of them hold the same.
+        added: whether a strategy added it to the model; weights from before that know nothing of it.
     """
 
     fqn: str
@@ -40,6 +41,7 @@ class ParameterRecord:
     aliases: tuple[str, ...] = ()
     partial_axes: tuple[str, ...] = ()
     holders: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    added: bool = False
     _known: list[nn.Parameter] = field(default_factory=list, repr=False)
 
     @property
@@ -78,10 +80,12 @@ class ParameterMap:
         for name, parameter in named:
             self._add(name, parameter)
 
-    def _add(self, name: str, parameter: nn.Parameter) -> None:
+    def _add(self, name: str, parameter: nn.Parameter, *, added: bool = False) -> None:
         record = self._by_object.get(parameter)
         if record is None:
-            record = ParameterRecord(fqn=name, layout=Layout.of(parameter), current=parameter, _known=[parameter])
+            record = ParameterRecord(
+                fqn=name, layout=Layout.of(parameter), current=parameter, added=added, _known=[parameter]
+            )
             self._records[name] = self._by_object[parameter] = record
         else:
             record.aliases += (name,)
@@ -161,7 +165,7 @@ class ParameterMap:
                 self._by_object[parameter] = record
         for name, parameter in found.items():
             if name not in self._by_name:
-                self._add(name, parameter)
+                self._add(name, parameter, added=True)
 
 
 def rebind(optimizer: torch.optim.Optimizer, maps: Iterable[ParameterMap], coordinates: Mapping[str, int]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from neuron_accel.backends.randomness import RankRandomness
 from neuron_accel.engine.company import Company
 from neuron_accel.engine.parameters import ParameterMap, ParameterRecord
 
@@ -69,6 +70,7 @@ class Run:
     """How a rank that ran out of data keeps up with the others."""
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
     _state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _randomness: dict[str, RankRandomness] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.company = Company(self)
@@ -107,6 +109,14 @@ class Run:
         key = tuple(axis.name for axis in self.mesh.axes if axis.name in axes and axis.degree > 1)
         if len(key) == len(axes):
             self._groups[key] = self.backend.new_group(partition, " x ".join(key))
+
+    def randomness(self, axis: str) -> RankRandomness:
+        """What ranks along ``axis`` draw from: alike, or each its own numbers. Where a strategy lets them differ for a
+        while, others that draw there decide with it whether theirs do."""
+        if axis not in self._randomness:
+            index = self.group(axis).index
+            self._randomness[axis] = RankRandomness(self.device, index, self.backend.generator)
+        return self._randomness[axis]
 
     @property
     def world(self) -> Group:

@@ -22,6 +22,7 @@ from transformers import (
     LlamaModel,
 )
 
+from neuron_accel.backends.randomness import RankRandomness
 from neuron_accel.engine.errors import LayoutError, PlanError, UnsupportedModelError
 from neuron_accel.engine.layout import Layout
 from neuron_accel.engine.parameters import ParameterMap
@@ -33,7 +34,6 @@ from neuron_accel.strategies.data_parallel import DataParallelPlugin
 from neuron_accel.strategies.model_parallelism import ModelParallelismPlugin
 from neuron_accel.strategies.sequence_parallel import SequenceParallelPlugin
 from neuron_accel.strategies.tensor_parallel.division import divide
-from neuron_accel.strategies.tensor_parallel.randomness import RankRandomness
 
 
 def _llama(**options) -> LlamaForCausalLM:

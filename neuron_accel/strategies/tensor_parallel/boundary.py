@@ -22,7 +22,7 @@ from neuron_accel.backends.autograd import (
     reduce_from_group,
     reduce_scatter_to_group,
 )
-from neuron_accel.strategies.tensor_parallel.randomness import RankRandomness
+from neuron_accel.backends.randomness import RankRandomness
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend, Group
@@ -118,14 +118,21 @@ class Boundary:
         backend: performs the collectives.
         group: the ranks among which the model is divided.
         architecture: where the parts of the model are.
+        randomness: of the ranks of ``group``, where others draw from it too.
     """
 
-    def __init__(self, backend: Backend, group: Group, architecture: Architecture | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        group: Group,
+        architecture: Architecture | None = None,
+        randomness: RankRandomness | None = None,
+    ) -> None:
         self.backend = backend
         self.group = group
         self.architecture = architecture
         self.flow: Flow = ReplicatedFlow(backend, group)
-        self.randomness = RankRandomness(backend.device, group.index, backend.generator)
+        self.randomness = randomness or RankRandomness(backend.device, group.index, backend.generator)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
         return self  # a copied model runs on the same ranks

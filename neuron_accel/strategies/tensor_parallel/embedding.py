@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from neuron_accel.backends.autograd import copy_to_group, reduce_from_group
 from neuron_accel.engine.errors import UnsupportedModelError
+from neuron_accel.engine.products import WithProductHooks
 from neuron_accel.strategies.tensor_parallel.linear import take_over
 from neuron_accel.strategies.tensor_parallel.vocabulary import Vocabulary, VocabularyShard
 
 
-class VocabularyParallelEmbedding(nn.Embedding):
+class VocabularyParallelEmbedding(WithProductHooks, nn.Embedding):
     """An ``nn.Embedding`` of which each rank holds a part of the rows: ids of any shape to [..., embedding_dim], the
     same on every rank."""
 
@@ -29,14 +30,14 @@ class VocabularyParallelEmbedding(nn.Embedding):
         found = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
         if self.padding_idx is not None:  # this row gets no gradient
             found = torch.where((input == self.padding_idx).unsqueeze(-1), found.detach(), found)
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        found = self._product(input, found.masked_fill(elsewhere.unsqueeze(-1), 0))
         return reduce_from_group(found, vocabulary.backend, vocabulary.group)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, degree={self.vocabulary.group.size}"
 
 
-class VocabularyParallelHead(nn.Linear):
+class VocabularyParallelHead(WithProductHooks, nn.Linear):
     """The projection to the vocabulary, of which each rank holds a part of the rows: [..., hidden], the same on every
     rank, to logits [..., vocabulary].
 
@@ -48,7 +49,8 @@ class VocabularyParallelHead(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         vocabulary = self.vocabulary
-        local = F.linear(copy_to_group(input, vocabulary.backend, vocabulary.group), self.weight, self.bias)
+        entered = copy_to_group(input, vocabulary.backend, vocabulary.group)
+        local = self._product(entered, F.linear(entered, self.weight, self.bias))
         return VocabularyShard.of(local, vocabulary) if self.divided_logits else vocabulary.gather(local)
 
     def extra_repr(self) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from neuron_accel.backends.autograd import copy_to_group
+from neuron_accel.engine.products import WithProductHooks
 from neuron_accel.strategies.tensor_parallel.boundary import Boundary
 
 if TYPE_CHECKING:
@@ -78,14 +79,14 @@ class ColumnParallelLinear(nn.Linear):
         return f"{super().extra_repr()}, degree={self.boundary.group.size}"
 
 
-class RowParallelLinear(nn.Linear):
+class RowParallelLinear(WithProductHooks, nn.Linear):
     """A share of the input features of an ``nn.Linear``. Input [..., in / degree]; the output [..., out] leaves the
     region, and the bias, which every rank has whole, is added once."""
 
     boundary: Boundary
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _leave(F.linear(input, self.weight), self.bias, self.boundary)
+        return _leave(self._product(input, F.linear(input, self.weight)), self.bias, self.boundary)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, degree={self.boundary.group.size}"
@@ -110,13 +111,13 @@ class ColumnParallelConv1D(nn.Module):
         return f"in={self.weight.shape[0]}, out={self.weight.shape[1]}, degree={self.boundary.group.size}"
 
 
-class RowParallelConv1D(nn.Module):
+class RowParallelConv1D(WithProductHooks):
     """:class:`RowParallelLinear` for a layer whose weight is [in, out], as GPT-2's are."""
 
     boundary: Boundary
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _leave(F.linear(input, self.weight.t()), self.bias, self.boundary)
+        return _leave(self._product(input, F.linear(input, self.weight.t())), self.bias, self.boundary)
 
     def extra_repr(self) -> str:
         return f"in={self.weight.shape[0]}, out={self.weight.shape[1]}, degree={self.boundary.group.size}"
