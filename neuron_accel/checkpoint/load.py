@@ -121,6 +121,8 @@ def load(training: Training, folder: Path, *, verify: bool = True) -> dict[str, 
 def load_weights(model: PreparedModel, folder: Path, run: Run, number: int = 0) -> None:
     """Loads the weights of one model from a checkpoint or a folder of transformers. Collective.
 
+    Parameters that a strategy added to the model keep their values where there are none for them.
+
     Raises:
         CheckpointError: on every rank; nothing is changed then.
     """
@@ -133,7 +135,7 @@ def load_weights(model: PreparedModel, folder: Path, run: Run, number: int = 0) 
         return index_checkpoint(folder, manifest, ("model",))
 
     index = agreed(run, indexed)
-    needs = agreed(run, lambda: list(_model_needs(model, index, number)))
+    needs = agreed(run, lambda: list(_model_needs(model, index, number, may_lack_added=True)))
     with Bytes() as files:
         agreed(run, lambda: _fulfil(needs, files, run.coordinates))
 
@@ -184,7 +186,7 @@ def _all_needs(training: Training, index: Index) -> list[Need]:
 
 
 # ---- models --------------------------------------------------------------------------------------------------------
-def _model_needs(model: PreparedModel, index: Index, number: int) -> Iterator[Need]:
+def _model_needs(model: PreparedModel, index: Index, number: int, *, may_lack_added: bool = False) -> Iterator[Need]:
     collection = model_collection(number)
     known = {name for record in model.parameters for name in record.names}
     strangers = [t for t in index.tensors(collection) if not t.buffer and known.isdisjoint((t.name, *t.aliases))]
@@ -198,7 +200,8 @@ def _model_needs(model: PreparedModel, index: Index, number: int) -> Iterator[Ne
             fix=did_you_mean(strangers[0].name, known),
         )
     for record in model.parameters:
-        if record.current is not None:
+        lacks = may_lack_added and record.added and index.find(collection, record.names) is None
+        if record.current is not None and not lacks:
             source = _found(index, collection, record.names, record.layout.shape)
             yield Need(
                 source=source,
