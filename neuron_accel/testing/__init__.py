@@ -1,7 +1,58 @@
-"""Public help for tests of strategies: running a function on several ranks."""
+"""Public help for tests: of strategies, and of your own models under strategies.
+
+- :func:`run_ranks` calls a function on several ranks of this machine, gloo or real torch_xla ones.
+- :func:`assert_parallel_equivalence` holds a model under some plugins to what one process computes.
+- :class:`PluginConformance` is a pytest class that tells whether a plugin keeps the contract.
+
+Names are resolved when they are first used: only :class:`PluginConformance` needs pytest.
+"""
 
 from __future__ import annotations
 
-from neuron_accel.testing.ranks import RankExit, RanksError, RankTimeout, run_ranks
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["RankExit", "RankTimeout", "RanksError", "run_ranks"]
+if TYPE_CHECKING:
+    from neuron_accel.testing.conformance import PluginConformance as PluginConformance
+    from neuron_accel.testing.parity import Tolerance as Tolerance
+    from neuron_accel.testing.parity import Trace as Trace
+    from neuron_accel.testing.parity import Training as Training
+    from neuron_accel.testing.parity import assert_parallel_equivalence as assert_parallel_equivalence
+    from neuron_accel.testing.parity import compare as compare
+    from neuron_accel.testing.parity import train_alone as train_alone
+    from neuron_accel.testing.parity import train_on_rank as train_on_rank
+    from neuron_accel.testing.ranks import RankExit as RankExit
+    from neuron_accel.testing.ranks import RanksError as RanksError
+    from neuron_accel.testing.ranks import RankTimeout as RankTimeout
+    from neuron_accel.testing.ranks import run_ranks as run_ranks
+    from neuron_accel.testing.resources import PeakMemory as PeakMemory
+    from neuron_accel.testing.resources import bytes_sent as bytes_sent
+
+_WHERE = {
+    "PeakMemory": "resources",
+    "PluginConformance": "conformance",
+    "RankExit": "ranks",
+    "RankTimeout": "ranks",
+    "RanksError": "ranks",
+    "Tolerance": "parity",
+    "Trace": "parity",
+    "Training": "parity",
+    "assert_parallel_equivalence": "parity",
+    "bytes_sent": "resources",
+    "compare": "parity",
+    "run_ranks": "ranks",
+    "train_alone": "parity",
+    "train_on_rank": "parity",
+}
+
+__all__ = list(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})

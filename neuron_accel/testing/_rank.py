@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -32,6 +33,8 @@ class RankTask:
         folder: where ranks meet and leave their output.
         environ: the whole environment of the rank.
         timeout: seconds after which the caller ends the rank.
+        full_exit: whether the rank ends as an interpreter does: it waits for threads, runs what was registered for the
+            end, and finalises.
     """
 
     rank: int
@@ -41,6 +44,7 @@ class RankTask:
     folder: str
     environ: dict[str, str]
     timeout: float
+    full_exit: bool = False
 
     @property
     def output(self) -> Path:
@@ -81,6 +85,8 @@ def main(task: RankTask, connection: Connection) -> None:
     _send(connection, report)
     with contextlib.suppress(EOFError, OSError):
         connection.recv_bytes()
+    if task.full_exit:
+        ctypes.pythonapi.Py_Exit(0)
 
 
 def _isolate(task: RankTask) -> None:

@@ -7,13 +7,19 @@ norms, gradients and weights are compared.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils.data
 from torch import nn
 
+from neuron_accel.engine.config import load_config
+from neuron_accel.engine.errors import UsageError
+from neuron_accel.engine.plugin import AxisSpec, StrategyPlugin
 from neuron_accel.testing.ranks import run_ranks
 
 Batch = Mapping[str, torch.Tensor]
@@ -59,17 +65,28 @@ class Trace:
     weights: dict[str, torch.Tensor]
 
 
-def train_alone(model_fn: Callable[[], nn.Module], batches: Sequence[Batch], training: Training) -> Trace:
-    """Trains in this process with nothing but PyTorch."""
+def train_alone(
+    model_fn: Callable[[], nn.Module],
+    batches: Sequence[Batch],
+    training: Training,
+    reference: Callable[[nn.Module], nn.Module] | None = None,
+) -> Trace:
+    """Trains in this process with nothing but PyTorch.
+
+    Args:
+        reference: makes of the built model what one process would train, where plugins change the model's function.
+    """
     torch.manual_seed(0)
     model = model_fn()
     model.train()
     if training.prepare_model:
         training.prepare_model(model)
+    if reference:
+        model = reference(model)
     optimizer = training.optimizer(model.parameters())
     losses, norms, gradients = [], [], {}
     for i, batch in enumerate(batches):
-        loss = _loss(model(**batch))
+        loss = loss_of(model(**batch))
         (loss / training.accumulation).backward()
         losses.append(loss.item())
         if (i + 1) % training.accumulation == 0:
@@ -86,39 +103,70 @@ def train_on_rank(
     batches: Sequence[Batch],
     config: Mapping[str, Any],
     training: Training,
+    plugins: Sequence[Any] = (),
+    *,
+    gradients: bool = True,
 ) -> Trace | None:
-    """Trains on this rank through ``NeuronAccelerator(config=config)``; the trace on rank 0, None elsewhere."""
-    from neuron_accel import NeuronAccelerator
+    """Trains on this rank through ``NeuronAccelerator(config=config, plugins=plugins)``, from a prepared loader.
 
-    accelerator = NeuronAccelerator(config={**config, "gradient_accumulation_steps": training.accumulation})
-    torch.manual_seed(0)
-    model = model_fn()
-    model.train()
-    if training.prepare_model:
-        training.prepare_model(model)
-    model, optimizer = accelerator.prepare(model, training.optimizer(model.parameters()))
-    losses, norms, gradients = [], [], {}
-    for batch in batches:
+    Args:
+        gradients: whether to gather those of the last step, too.
+
+    Returns:
+        The trace on rank 0, None elsewhere.
+    """
+    from neuron_accel import NeuronAccelerator
+    from neuron_accel.testing.xla_ranks import one_at_a_time
+
+    accelerator = NeuronAccelerator(
+        config={**config, "gradient_accumulation_steps": training.accumulation}, plugins=plugins
+    )
+    with one_at_a_time():
+        torch.manual_seed(0)
+        model = model_fn()
+        model.train()
+        if training.prepare_model:
+            training.prepare_model(model)
+        optimizer = training.optimizer(model.parameters())
+    loader = loader_of(batches, accelerator.data_parallel_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses, norms, last = [], [], {}
+    for index, batch in enumerate(loader):
         with accelerator.accumulate(model):
-            loss = _loss(model(**_share(batch, accelerator)))
+            loss = loss_of(model(**batch))
             accelerator.backward(loss)
-            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            losses.append(accelerator.reduce(loss.detach(), "mean"))  # read at the end: a lazy device need not stop
             if accelerator.sync_gradients:
                 if training.max_norm is not None:
-                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), training.max_norm)))
-                gradients = accelerator.get_gradients(model)
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), training.max_norm))
+                if gradients and index >= len(batches) - training.accumulation:
+                    last = accelerator.get_gradients(model)
             optimizer.step()
             optimizer.zero_grad()
     weights = accelerator.get_state_dict(model)
-    return Trace(losses, norms, gradients, weights) if accelerator.is_main_process else None
+    trace = Trace([float(x) for x in losses], [float(x) for x in norms], last, weights)
+    return trace if accelerator.is_main_process else None
 
 
-def _share(batch: Batch, accelerator: Any) -> dict[str, torch.Tensor]:
-    size, rank = accelerator.data_parallel_size, accelerator.data_parallel_rank
-    return {name: value.chunk(size)[rank] for name, value in batch.items()}
+def loader_of(batches: Sequence[Batch], data_parallel_size: int) -> torch.utils.data.DataLoader:
+    """A loader that, prepared, gives each data-parallel rank its share of each of the global ``batches``.
+
+    Raises:
+        UsageError: if the batches have different sizes, or sizes that do not divide.
+    """
+    sizes = {len(value) for batch in batches for value in batch.values()}
+    if len(sizes) != 1 or max(sizes) % data_parallel_size:
+        raise UsageError(
+            f"Batches of {', '.join(map(str, sorted(sizes)))} samples cannot be shared by {data_parallel_size} ranks.",
+            why="every rank gets the same number of samples of each batch",
+            fix="give batches of one size that the number of data-parallel ranks divides",
+        )
+    rows = [{name: value[i] for name, value in batch.items()} for batch in batches for i in range(max(sizes))]
+    return torch.utils.data.DataLoader(rows, batch_size=max(sizes) // data_parallel_size)  # type: ignore[arg-type]
 
 
-def _loss(output: Any) -> torch.Tensor:
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in what a model returned."""
     if isinstance(output, torch.Tensor):
         return output
     return output["loss"] if isinstance(output, Mapping) else output.loss
@@ -176,31 +224,72 @@ def _compare_tensors(
 
 def assert_parallel_equivalence(
     model_fn: Callable[[], nn.Module],
-    batches: Sequence[Batch],
+    batches: Batch | Sequence[Batch],
     plugins: Sequence[Any],
     *,
-    ranks: int = 2,
+    ranks: int | None = None,
     training: Training | None = None,
     tolerance: Tolerance | None = None,
+    backend: str = "gloo",
+    reference: Callable[[nn.Module], nn.Module] | None = None,
     timeout: float = 60,
 ) -> None:
     """Trains ``model_fn()`` in one process and on ``ranks`` ranks with ``plugins``, and compares.
 
     Args:
         model_fn: importable function that builds the model; called after seeding, it must not seed by itself.
-        batches: keyword arguments of the model's forward, one mapping for each micro-batch, whose first dim is divided
-            over data-parallel ranks. The model returns a loss, or something with ``loss`` that is its mean over
-            samples.
-        plugins: as under ``plugins`` in a configuration: names, or ``{name: options}``, or plugin objects.
-        ranks: number of gloo ranks.
+        batches: keyword arguments of the model's forward, one mapping for each micro-batch (or a single one, which is
+            trained on three times), whose first dim is divided over data-parallel ranks. The model returns a loss, or
+            something with ``loss`` that is its mean over samples.
+        plugins: as under ``plugins`` in a configuration: names, or ``{name: options}``; or plugin objects.
+        ranks: number of ranks; by default what the axes of ``plugins`` multiply to, at least 2.
         training: how to train; AdamW by default.
         tolerance: how exact; by default what fp32 rounding allows.
-        timeout: seconds.
+        backend: ``"gloo"``, or ``"xla"`` for real ranks of torch_xla on the CPU, where gradients are compared by their
+            norms and by what they do to the weights.
+        reference: importable function that makes of the built model what one process would train, where plugins change
+            the model's function or what is trained (adapters); its FQNs are those of the parallel run.
+        timeout: seconds, for each of the two trainings.
 
     Raises:
         AssertionError: naming what differs.
+        RanksError: if a rank fails.
     """
     training = training or Training()
-    reference = run_ranks(train_alone, 1, model_fn, batches, training, timeout=timeout)[0]
-    trace = run_ranks(train_on_rank, ranks, model_fn, batches, {"plugins": list(plugins)}, training, timeout=timeout)[0]
-    compare(reference, trace, tolerance)
+    batches = [batches] * 3 * training.accumulation if isinstance(batches, Mapping) else list(batches)
+    objects, named = split_plugins(plugins)
+    expected = run_ranks(train_alone, 1, model_fn, batches, training, reference, timeout=timeout, backend=None)[0]
+    config: dict[str, Any] = {"plugins": named, "backend": "xla" if backend == "xla" else None}
+    trace = run_ranks(
+        train_on_rank,
+        ranks or smallest_world(plugins),
+        model_fn,
+        batches,
+        config,
+        training,
+        objects,
+        gradients=backend != "xla",
+        backend=backend,
+        timeout=timeout,
+    )[0]
+    if backend == "xla":
+        expected = dataclasses.replace(expected, gradients={})
+    compare(expected, trace, tolerance)
+
+
+def split_plugins(plugins: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Plugin objects, and what belongs into a configuration."""
+    objects = [plugin for plugin in plugins if isinstance(plugin, StrategyPlugin)]
+    return objects, [plugin for plugin in plugins if not isinstance(plugin, StrategyPlugin)]
+
+
+def smallest_world(plugins: Sequence[Any]) -> int:
+    """The product of the degrees of all axes that ``plugins`` bring, companions included; 2 where they bring none."""
+    objects, named = split_plugins(plugins)
+    objects += load_config({"plugins": named}).plugins
+    return max(math.prod(axis.degree for plugin in objects for axis in axes_of(plugin)), 2)
+
+
+def axes_of(plugin: StrategyPlugin) -> list[AxisSpec]:
+    """The axes that a plugin and its companions bring."""
+    return [*plugin.axes(), *(axis for companion in plugin.companions() for axis in axes_of(companion))]

@@ -87,6 +87,7 @@ def run_ranks(
     grace: float = 10.0,
     env: Mapping[str, str] | None = None,
     backend: str | None = "gloo",
+    full_exit: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Calls ``fn(*args, **kwargs)`` on ``n`` ranks and returns what they returned, by rank.
@@ -105,6 +106,8 @@ def run_ranks(
         env: more environment variables for the ranks.
         backend: ``"gloo"``; None for ranks without a process group; ``"xla"`` for ranks of torch_xla on the CPU, which
             are threads of one process (see :mod:`neuron_accel.testing.xla_ranks`) and share its environment.
+        full_exit: ranks end as an interpreter does (threads waited for, ``atexit``, finalisation), and one that does
+            not end by itself within ``grace`` seconds, or not with exit code 0, has failed. Not for ``"xla"``.
 
     Raises:
         RanksError: if a rank raises, ends early, or runs out of time.
@@ -132,6 +135,7 @@ def run_ranks(
                 folder=folder,
                 environ=_environment(rank, n, port, env or {}),
                 timeout=timeout,
+                full_exit=full_exit,
             )
             for rank in range(n)
         ]
@@ -139,7 +143,7 @@ def run_ranks(
         try:
             ranks.start()
             ranks.collect(timeout, grace)
-            return ranks.finish()
+            return ranks.finish(grace if full_exit else None)
         finally:
             ranks.end()
 
@@ -225,8 +229,8 @@ class _Ranks:
             self.tracebacks[rank] = _settled_text(self.tasks[rank].stack)
             self.errors[rank] = RankTimeout(reason)
 
-    def finish(self) -> list[Any]:
-        """The results, or the error."""
+    def finish(self, grace: float | None = None) -> list[Any]:
+        """The results, or the error; with ``grace`` also that of ranks that do not end by themselves that soon."""
         outputs = {task.rank: text for task in self.tasks if (text := _read(task.output))}
         if self.errors:
             raise RanksError(len(self.tasks), self.errors, self.tracebacks, outputs)
@@ -234,8 +238,20 @@ class _Ranks:
             sys.stdout.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
         self._tell_all()
         for process in self.processes:
-            process.join(10)
+            process.join(10 if grace is None else grace)
+        if grace is not None:
+            self._check_ends(grace)
         return [self.results[task.rank] for task in self.tasks]
+
+    def _check_ends(self, grace: float) -> None:
+        codes = {rank: process.exitcode for rank, process in enumerate(self.processes) if process.exitcode != 0}
+        for rank in [rank for rank, code in codes.items() if code is None]:
+            os.kill(self.processes[rank].pid, _rank.STACK_SIGNAL)
+            self.tracebacks[rank] = _settled_text(self.tasks[rank].stack)
+        if codes:
+            late = RankTimeout(f"returned, and did not end within {grace:g} s")
+            errors = {rank: late if code is None else RankExit(code) for rank, code in codes.items()}
+            raise RanksError(len(self.tasks), errors, self.tracebacks, {})
 
     def end(self) -> None:
         """Ends what still runs, with everything it started. Each rank leads a process group of its own."""

@@ -1,0 +1,213 @@
+"""What the conformance kit does on ranks: functions that ranks import, and the cases that they are told."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.plugin import StrategyPlugin
+from neuron_accel.testing.parity import Batch, Training, loader_of, loss_of
+from neuron_accel.testing.xla_ranks import one_at_a_time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training. Everything in it is found by name, or copied, when it goes to ranks.
+
+    Args:
+        model: builds the model that is prepared.
+        plugins: all of them.
+        batches: global micro-batches.
+        training: how.
+    """
+
+    model: Callable[[], nn.Module]
+    plugins: tuple[StrategyPlugin, ...]
+    batches: Sequence[Batch]
+    training: Training
+
+
+class Trainee:
+    """A prepared training on this rank, from a prepared loader."""
+
+    def __init__(self, case: Case, *, seed: int = 0) -> None:
+        from neuron_accel import NeuronAccelerator
+
+        training = case.training
+        self.case = case
+        self.accelerator = NeuronAccelerator(
+            plugins=case.plugins, config={"gradient_accumulation_steps": training.accumulation}
+        )
+        with one_at_a_time():
+            torch.manual_seed(seed)
+            self.original = case.model()
+            self.original.train()
+            if training.prepare_model:
+                training.prepare_model(self.original)
+            optimizer = training.optimizer(self.original.parameters())
+        loader = loader_of(case.batches, self.accelerator.data_parallel_size)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(self.original, optimizer, loader)
+
+    def steps(self) -> Iterator[int]:
+        """Trains to the end of the epoch, and gives the number of micro-batches after each."""
+        accelerator = self.accelerator
+        for done, batch in enumerate(self.loader, start=1):
+            with accelerator.accumulate(self.model):
+                accelerator.backward(loss_of(self.model(**batch)))
+                if accelerator.sync_gradients and self.case.training.max_norm is not None:
+                    accelerator.clip_grad_norm_(self.model.parameters(), self.case.training.max_norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            yield done
+
+    def train(self) -> None:
+        for _ in self.steps():
+            pass
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The original model's, whole, on the main process; empty elsewhere."""
+        weights = self.accelerator.get_state_dict(self.model)
+        return {k: v.clone() for k, v in weights.items()} if self.accelerator.is_main_process else {}
+
+
+def train_and_save(case: Case, folder: str, steps: int) -> tuple[dict, dict]:
+    """Saves after ``steps`` and goes on to the end; weights when saved and at the end, on the main process."""
+    trainee = Trainee(case)
+    saved = {}
+    for done in trainee.steps():
+        if done == steps:
+            trainee.accelerator.save_state(folder)
+            saved = trainee.weights()
+    return saved, trainee.weights()
+
+
+def load_and_finish(case: Case, folder: str) -> tuple[dict, dict]:
+    """Loads into a model of other weights and goes on; weights when loaded and at the end, on the main process."""
+    trainee = Trainee(case, seed=1)
+    trainee.accelerator.load_state(folder)
+    loaded = trainee.weights()
+    trainee.train()
+    return loaded, trainee.weights()
+
+
+def frozen_names(
+    model: Callable[[], nn.Module], training: Training, reference: Callable[[nn.Module], nn.Module]
+) -> list[str]:
+    """FQNs of the parameters that do not train in one process."""
+    torch.manual_seed(0)
+    built = model()
+    if training.prepare_model:
+        training.prepare_model(built)
+    return [name for name, parameter in reference(built).named_parameters() if not parameter.requires_grad]
+
+
+def identity(case: Case) -> dict[str, Any]:
+    """What ``unwrap_model`` gives back."""
+    with one_at_a_time():
+        torch.manual_seed(0)
+        names = [name for name, _ in case.model().named_parameters(remove_duplicate=False)]
+    trainee = Trainee(case)
+    trainee.train()
+    unwrapped = trainee.accelerator.unwrap_model(trainee.model)
+    record = trainee.accelerator.run.prepared(trainee.model)
+    known = {name for r in record.parameters for name in r.names} if record else set()
+    return {
+        "same": unwrapped is trainee.original,
+        "found": f"{type(unwrapped).__name__} instead of the {type(trainee.original).__name__} that was prepared",
+        "missing": [name for name in names if name not in known],
+    }
+
+
+def train_and_leave(case: Case) -> None:
+    """Trains and ends as a script does that has ``end_training`` in its last line."""
+    trainee = Trainee(case)
+    trainee.train()
+    trainee.accelerator.end_training()
+
+
+def fingerprint(plugins: Sequence[StrategyPlugin], world_size: int) -> str:
+    """Of the plan for these plugins; or the error, as text."""
+    from neuron_accel.engine.errors import NeuronAccelError
+    from neuron_accel.engine.planner import make_plan
+    from neuron_accel.engine.registry import default_registry
+
+    registry = default_registry()
+    try:
+        plan = make_plan(
+            plugins,
+            world_size=world_size,
+            backend_capabilities=frozenset({"host-reads", "async", "point-to-point"}),
+            default_owners=registry.default_owners(),
+            provenance=registry.provenance,
+        )
+    except NeuronAccelError as error:
+        return f"{type(error).__name__}: {error}"
+    return plan.fingerprint()
+
+
+# ---- what is trained, unless a test says otherwise -------------------------------------------------------------------
+VOCABULARY, HIDDEN, LENGTH, SAMPLES = 96, 32, 16, 4
+
+
+def tiny_llama(*, tied: bool = False) -> nn.Module:
+    """A Llama of two layers, four heads and some ten thousand parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=HIDDEN,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=64,
+            tie_word_embeddings=tied,
+            # Adam divides a gradient by its own size: where that is hardly more than rounding, noise becomes updates.
+            initializer_range=0.1,
+        )
+    )
+
+
+tiny_tied_llama = functools.partial(tiny_llama, tied=True)
+
+
+def token_batches(count: int) -> list[dict[str, torch.Tensor]]:
+    """Batches of ``SAMPLES`` sequences of ``LENGTH`` random tokens, which are their own labels."""
+    generator = torch.Generator().manual_seed(7)
+    batches = []
+    for _ in range(count):
+        ids = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+        batches.append({"input_ids": ids, "labels": ids.clone()})
+    return batches
+
+
+def freeze_every_second(model: nn.Module) -> None:
+    """Freezes the second, fourth, ... parameter in the order of their names."""
+    for index, name in enumerate(sorted(name for name, _ in model.named_parameters())):
+        if index % 2:
+            model.get_parameter(name).requires_grad_(False)
+
+
+def as_it_is(model: nn.Module, plugin: StrategyPlugin) -> nn.Module:
+    """The reference for plugins that change neither a model's function nor what is trained."""
+    return model
+
+
+def just_built(model_fn: Callable[[], nn.Module], plugin: StrategyPlugin) -> nn.Module:
+    """What users pass to ``prepare`` where a plugin asks for nothing."""
+    return model_fn()
+
+
+def same(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are not the same bit for bit, or only on one side."""
+    return sorted(
+        name
+        for name in {*expected, *found}
+        if name not in expected or name not in found or not torch.equal(expected[name], found[name])
+    )

@@ -1,0 +1,84 @@
+"""The compositions in which the conformance kit tries a plugin: with every built-in strategy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from neuron_accel.engine.plugin import StrategyPlugin
+from neuron_accel.testing.parity import axes_of
+
+MOST_RANKS = 4
+"""Data parallelism is added to a composition only while it has no more ranks than this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """Built-in strategies beside a plugin.
+
+    Args:
+        built_in: makes them.
+        data: wanted number of data-parallel ranks.
+        lazy: whether there is such a thing on lazy devices.
+    """
+
+    built_in: Callable[[], tuple[StrategyPlugin, ...]]
+    data: int = 1
+    lazy: bool = True
+
+    def beside(self, plugins: tuple[StrategyPlugin, ...]) -> tuple[StrategyPlugin, ...] | None:
+        """``plugins`` and the built-in ones; None if it would have one of them twice."""
+        names = {plugin.spec.name for plugin in plugins}
+        own = self.built_in()
+        return None if names & {plugin.spec.name for plugin in own} else (*plugins, *own)
+
+    def ranks(self, plugins: tuple[StrategyPlugin, ...], alone: int | None) -> int:
+        """On how many ranks to try it; ``plugins`` are all, ``alone`` is the author's wish for a plugin by itself."""
+        product = self.fewest(plugins)
+        if not self.built_in() and alone is not None:
+            return alone
+        data = self.data if product * self.data <= max(MOST_RANKS, product) else 1
+        return max(product * data, 2)
+
+    def fewest(self, plugins: tuple[StrategyPlugin, ...]) -> int:
+        """Ranks without data parallelism."""
+        return math.prod(axis.degree for plugin in plugins for axis in axes_of(plugin))
+
+
+def _zero1() -> tuple[StrategyPlugin, ...]:
+    from neuron_accel import Zero1Plugin
+
+    return (Zero1Plugin(),)
+
+
+def _tensor() -> tuple[StrategyPlugin, ...]:
+    from neuron_accel import ModelParallelismPlugin
+
+    return (ModelParallelismPlugin(tensor_parallel_size=2),)
+
+
+def _tensor_and_sequence() -> tuple[StrategyPlugin, ...]:
+    from neuron_accel import SequenceParallelPlugin
+
+    return (*_tensor(), SequenceParallelPlugin())
+
+
+def _tensor_and_zero1() -> tuple[StrategyPlugin, ...]:
+    return (*_tensor(), *_zero1())
+
+
+def _pipeline() -> tuple[StrategyPlugin, ...]:
+    from neuron_accel import ModelParallelismPlugin
+
+    return (ModelParallelismPlugin(pipeline_parallel_size=2, num_microbatches=2),)
+
+
+COMPOSITIONS = {
+    "alone": Composition(built_in=tuple),
+    "zero1": Composition(built_in=_zero1, data=2),
+    "tp2": Composition(built_in=_tensor),
+    "tp2-sp": Composition(built_in=_tensor_and_sequence),
+    "tp2-zero1": Composition(built_in=_tensor_and_zero1, data=2),
+    "pp2": Composition(built_in=_pipeline, lazy=False),
+}

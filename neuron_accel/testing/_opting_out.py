@@ -1,0 +1,56 @@
+"""Checks of the conformance kit that do not hold for a plugin: only with a written reason, which is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+
+SHORTEST = 15
+"""Characters of a reason."""
+
+
+def act(request: pytest.FixtureRequest, reasons: Mapping[str, str]) -> None:
+    """Skips a check that has a reason, and prints it whatever pytest is told to report."""
+    node: Any = request.node
+    reason = next((reasons[key] for key in _keys(node) if key in reasons), None)
+    if reason is None or len(reason.strip()) < SHORTEST:
+        return
+    reporter: Any = request.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.ensure_newline()
+        reporter.write_line(f"OPTED OUT of {node.name} ({node.cls.__name__}): {reason}")
+    pytest.skip(f"opted out: {reason}")
+
+
+def _keys(node: Any) -> list[str]:
+    backend = getattr(getattr(node, "callspec", None), "params", {}).get("backend")
+    return [node.name, node.originalname, f"[{backend}]"]
+
+
+def problems(cls: type, base: type, compositions: Iterable[str]) -> list[str]:
+    """What is wrong with the ``opt_out`` and ``conflicts`` of a class, and checks that it replaced."""
+    checks = {name for name in vars(base) if name.startswith("test_")}
+    opt_out: Mapping[str, str] = cls.opt_out  # type: ignore[attr-defined]
+    conflicts: Mapping[str, str] = cls.conflicts  # type: ignore[attr-defined]
+    known = {*compositions, *(f"{name}-{backend}" for name in compositions for backend in ("gloo", "xla")), "xla"}
+    return [
+        *(
+            f"opt_out names {key!r}, which is no check"
+            for key in opt_out
+            if key != "[xla]" and key.partition("[")[0] not in checks
+        ),
+        *(
+            f"the reason for {key!r} is {reason!r}; write a sentence that says why it cannot hold"
+            for key, reason in opt_out.items()
+            if len(reason.strip()) < SHORTEST
+        ),
+        *(f"conflicts names {key!r}, which is no composition" for key in conflicts if key not in known),
+        *(f"the conflict {key!r} has no text that the message must contain" for key in conflicts if not conflicts[key]),
+        *(
+            f"{cls.__name__} replaces {name}; opt out of it with a reason instead"
+            for name in sorted(checks)
+            if getattr(cls, name) is not getattr(base, name)
+        ),
+    ]

@@ -1,0 +1,315 @@
+"""``PluginConformance``: does a plugin keep the contract?
+
+    class TestStripes(PluginConformance):
+        @pytest.fixture
+        def plugin(self):
+            return Stripes(width=2)
+
+Everything that ranks are told is found there by name or travels as a copy: plugin classes and functions belong into
+modules, and closures and lambdas will not do.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from neuron_accel.backends.select import Machine
+from neuron_accel.engine.errors import PlanError, UnsupportedModelError
+from neuron_accel.engine.plugin import StrategyPlugin
+from neuron_accel.testing import _cases, _form, _opting_out
+from neuron_accel.testing._compositions import COMPOSITIONS, Composition
+from neuron_accel.testing.parity import Batch, Tolerance, Trace, Training, compare, train_alone, train_on_rank
+from neuron_accel.testing.ranks import RanksError, run_ranks
+
+BACKENDS = ("gloo", "xla")
+CASES = [
+    (name, backend)
+    for backend in BACKENDS
+    for name, composition in COMPOSITIONS.items()
+    if backend == "gloo" or composition.lazy
+]
+STEPS = 3
+MAX_NORM = 0.5
+SECONDS = {"gloo": 60.0, "xla": 110.0}
+Folders = pytest.TempPathFactory
+_MADE_ONCE: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
+
+
+class PluginConformance:
+    """A pytest class that checks a plugin: derive from it a class ``Test...`` with a fixture ``plugin``.
+
+    Attributes:
+        beside: plugins that it always needs beside it.
+        ranks: on how many ranks it is tried by itself; None for the product of the degrees of its axes, at least 2.
+        tolerance: how exact it is; by default what fp32 rounding allows.
+        conflicts: composition (``"pp2"``, ``"pp2-gloo"``, or ``"xla"`` for all there) to what the error message must
+            contain. In these every rank must raise PlanError or UnsupportedModelError with a fix; in all others the
+            plugin must work.
+        opt_out: check (``"test_tied_parameters"``, one case of it, ``"test_trains_like_one_process[pp2-gloo]"``, or
+            ``"[xla]"`` for all on these ranks) to the reason why it cannot hold for this plugin, a sentence. It is
+            printed.
+    """
+
+    beside: ClassVar[tuple[StrategyPlugin, ...]] = ()
+    ranks: ClassVar[int | None] = None
+    tolerance: ClassVar[Tolerance] = Tolerance()
+    conflicts: ClassVar[Mapping[str, str]] = {}
+    opt_out: ClassVar[Mapping[str, str]] = {}
+
+    # ---- what is trained: static methods, to be replaced as needed ---------------------------------------------------
+    model: ClassVar[Callable[[], nn.Module]] = staticmethod(_cases.tiny_llama)
+    """Builds the model; it is seeded before."""
+    tied_model: ClassVar[Callable[[], nn.Module]] = staticmethod(_cases.tiny_tied_llama)
+    """Builds a model with tied parameters."""
+    batches: ClassVar[Callable[[int], list[Batch]]] = staticmethod(_cases.token_batches)
+    """``batches(count)`` makes global micro-batches: keyword arguments of the model's forward, equal on every call."""
+    freeze: ClassVar[Callable[[nn.Module], None]] = staticmethod(_cases.freeze_every_second)
+    """``freeze(model)`` freezes some of the parameters of a freshly built model."""
+    build: ClassVar[Callable[..., nn.Module]] = staticmethod(_cases.just_built)
+    """``build(model_fn, plugin)`` is what users do to get the model that they prepare."""
+    reference: ClassVar[Callable[..., nn.Module]] = staticmethod(_cases.as_it_is)
+    """``reference(model, plugin)`` makes of a freshly built model what one process would train. Its FQNs and values are
+    those of the parallel run."""
+
+    @pytest.fixture
+    def plugin(self) -> StrategyPlugin:
+        """The plugin that is checked."""
+        raise NotImplementedError(f"{type(self).__name__} needs a fixture 'plugin' that returns the plugin to check")
+
+    # ---- is it what it says it is? -----------------------------------------------------------------------------------
+    def test_is_opted_out_of_with_reasons_only(self) -> None:
+        """Nothing is left out silently."""
+        _none(_opting_out.problems(type(self), PluginConformance, COMPOSITIONS))
+
+    def test_is_found_by_name(self, plugin: StrategyPlugin) -> None:
+        """An installed distribution brings it under the name of its spec."""
+        _none(_form.discovery_problems(plugin))
+
+    def test_keeps_the_form_of_the_contract(self, plugin: StrategyPlugin) -> None:
+        """A frozen dataclass; hooks by their names and with their arguments; duties only where they are claimed."""
+        _none(_form.form_problems(plugin))
+
+    def test_configuration_round_trip(self, plugin: StrategyPlugin) -> None:
+        """What a configuration file says about it reads back as an equal plugin."""
+        _none(_form.round_trip_problems((plugin, *self.beside)))
+
+    def test_configuration_is_strict(self, plugin: StrategyPlugin) -> None:
+        """Unknown options and values of a wrong type are errors."""
+        _none(_form.strictness_problems(plugin))
+
+    def test_plan_is_pure(self, plugin: StrategyPlugin) -> None:
+        """The plan depends on plugins and the number of ranks only, and planning changes nothing."""
+        plugins, ranks = self._composed("alone", plugin)
+        _none(_form.purity_problems(plugins, ranks))
+
+    def test_plan_is_independent_of_order(self, plugin: StrategyPlugin) -> None:
+        """In whatever order plugins are given, the plan is the same, or the error."""
+        for name in COMPOSITIONS:
+            plugins, ranks = self._composed(name, plugin)
+            plans = {_cases.fingerprint(order, ranks) for order in itertools.permutations(plugins)}
+            if len(plans) > 1:
+                _fail(f"composition {name!r} has {len(plans)} different outcomes, by the order of its plugins: {plans}")
+
+    # ---- does it train like one process? -----------------------------------------------------------------------------
+    @pytest.mark.parametrize(("composition", "backend"), CASES, ids=[f"{c}-{b}" for c, b in CASES])
+    def test_trains_like_one_process(
+        self, plugin: StrategyPlugin, composition: str, backend: str, made_once: dict[str, Any]
+    ) -> None:
+        """Losses, norms, gradients and weights, beside every built-in strategy; or the conflict that is declared."""
+        keys = (composition, f"{composition}-{backend}", backend)
+        text = next((self.conflicts[key] for key in keys if key in self.conflicts), None)
+        training = Training(max_norm=MAX_NORM)
+        if text is not None:
+            self._check_conflict(plugin, composition, backend, text)
+            return
+        expected = self._once(made_once, "reference", lambda: self._alone(plugin, self.model, training))
+        compare(self._readable(expected, backend), self._train(plugin, composition, backend, training), self.tolerance)
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_accumulates_like_one_process(self, plugin: StrategyPlugin, backend: str) -> None:
+        """Two micro-batches for each step."""
+        training = Training(max_norm=MAX_NORM, accumulation=2)
+        expected = self._alone(plugin, self.model, training)
+        compare(self._readable(expected, backend), self._train(plugin, "alone", backend, training), self.tolerance)
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_frozen_parameters(self, plugin: StrategyPlugin, backend: str) -> None:
+        """Frozen parameters stay what they were, bit for bit, and the others train like in one process."""
+        training = Training(max_norm=MAX_NORM, prepare_model=self.freeze)
+        expected = self._alone(plugin, self.model, training)
+        reference = functools.partial(self.reference, plugin=plugin)
+        frozen = run_ranks(_cases.frozen_names, 1, self.model, training, reference, backend=None)[0]
+        if not frozen:
+            _fail("'freeze' froze nothing", "replace it, or opt out of this check with the reason")
+        trace = self._train(plugin, "alone", backend, training)
+        compare(self._readable(expected, backend), trace, self.tolerance)
+        changed = [name for name in frozen if not torch.equal(expected.weights[name], trace.weights[name])]
+        _none([f"{name} is frozen and has changed" for name in changed])
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_tied_parameters(self, plugin: StrategyPlugin, backend: str) -> None:
+        """A weight with two names stays one, and gets the gradients of both uses."""
+        training = Training(max_norm=MAX_NORM)
+        expected = self._alone(plugin, self.tied_model, training)
+        trace = self._train(plugin, "alone", backend, training, model=self.tied_model)
+        compare(self._readable(expected, backend), trace, self.tolerance)
+
+    # ---- can others read what it saves? ------------------------------------------------------------------------------
+    def test_resumes(self, plugin: StrategyPlugin, made_once: dict[str, Any], tmp_path_factory: Folders) -> None:
+        """A run that loads goes on as the one that saved: weights at once bit for bit, and after further steps."""
+        folder, saved, last = self._saved(plugin, made_once, tmp_path_factory)
+        plugins, ranks = self._composed("alone", plugin)
+        loaded, end = run_ranks(_cases.load_and_finish, ranks, self._case(plugin, plugins), folder)[0]
+        _none([f"{name} is not what was saved" for name in _cases.same(saved, loaded)])
+        compare(_trace(last), _trace(end), self.tolerance)
+
+    def test_reshards(self, plugin: StrategyPlugin, made_once: dict[str, Any], tmp_path_factory: Folders) -> None:
+        """Another number of ranks loads what these saved, and goes on alike."""
+        folder, saved, last = self._saved(plugin, made_once, tmp_path_factory)
+        plugins, ranks = self._composed("alone", plugin)
+        fewest = COMPOSITIONS["alone"].fewest(plugins)
+        others = ranks // 2 if ranks % 2 == 0 and (ranks // 2) % fewest == 0 else ranks * 2
+        loaded, end = run_ranks(_cases.load_and_finish, others, self._case(plugin, plugins), folder)[0]
+        _none([f"{name} on {others} ranks is not what {ranks} saved" for name in _cases.same(saved, loaded)])
+        compare(_trace(last), _trace(end), self.tolerance)
+
+    def test_consolidates(self, plugin: StrategyPlugin, made_once: dict[str, Any], tmp_path_factory: Folders) -> None:
+        """``neuron-accel consolidate`` makes the original model of a checkpoint."""
+        folder, saved, _ = self._saved(plugin, made_once, tmp_path_factory)
+        _none(_form.consolidation_problems(folder, saved, tmp_path_factory.mktemp("consolidated")))
+
+    # ---- does it leave as it came? -----------------------------------------------------------------------------------
+    def test_unwrap_model_is_the_original(self, plugin: StrategyPlugin) -> None:
+        """``unwrap_model`` returns the object that was prepared, and its parameters keep their names."""
+        plugins, ranks = self._composed("alone", plugin)
+        for rank, result in enumerate(run_ranks(_cases.identity, ranks, self._case(plugin, plugins))):
+            if not result["same"]:
+                _fail(f"unwrap_model on rank {rank} returned another {result['found']}")
+            _none([f"no rank knows the parameter {name!r} any more" for name in result["missing"]])
+
+    def test_leaves_nothing_behind(self, plugin: StrategyPlugin) -> None:
+        """No hooks, attributes, groups, threads, variables or patches after the end of a run."""
+        from neuron_accel.testing._leftovers import leftovers
+
+        plugins, ranks = self._composed("alone", plugin)
+        case, plain = self._case(plugin, plugins), self._case(plugin, ())
+        results = run_ranks(leftovers, ranks, case, plain)
+        _none([f"rank {rank}: {what}" for rank, found in enumerate(results) for what in found])
+
+    def test_exits_cleanly(self, plugin: StrategyPlugin) -> None:
+        """Ranks end by themselves, with exit code 0."""
+        plugins, ranks = self._composed("alone", plugin)
+        run_ranks(_cases.train_and_leave, ranks, self._case(plugin, plugins), full_exit=True)
+
+    # ---- how ---------------------------------------------------------------------------------------------------------
+    @pytest.fixture(autouse=True)
+    def _opted_out(self, request: pytest.FixtureRequest) -> None:
+        _opting_out.act(request, type(self).opt_out)
+        backend = getattr(getattr(request.node, "callspec", None), "params", {}).get("backend")
+        if backend == "xla" and not Machine().torch_xla:
+            pytest.skip("torch_xla is not installed")
+
+    @pytest.fixture
+    def made_once(self, request: pytest.FixtureRequest) -> dict[str, Any]:
+        """What several checks of one class need."""
+        return request.node.getparent(pytest.Class).stash.setdefault(_MADE_ONCE, {})
+
+    @staticmethod
+    def _once(memory: dict[str, Any], key: str, make: Callable[[], Any]) -> Any:
+        if key not in memory:
+            memory[key] = make()
+        return memory[key]
+
+    def _composed(self, name: str, plugin: StrategyPlugin) -> tuple[tuple[StrategyPlugin, ...], int]:
+        """The plugins of a composition and the number of ranks; without built-in ones where it has them already."""
+        composition: Composition = COMPOSITIONS[name]
+        own = (plugin, *self.beside)
+        plugins = composition.beside(own)
+        return plugins or own, composition.ranks(plugins or own, self.ranks)
+
+    def _model(self, plugin: StrategyPlugin, model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        return functools.partial(self.build, model, plugin=plugin)
+
+    def _case(self, plugin: StrategyPlugin, plugins: tuple[StrategyPlugin, ...]) -> _cases.Case:
+        return _cases.Case(
+            model=self._model(plugin, self.model),
+            plugins=plugins,
+            batches=self.batches(STEPS),
+            training=Training(max_norm=MAX_NORM),
+        )
+
+    def _alone(self, plugin: StrategyPlugin, model: Callable[[], nn.Module], training: Training) -> Trace:
+        reference = functools.partial(self.reference, plugin=plugin)
+        batches = self.batches(STEPS * training.accumulation)
+        return run_ranks(train_alone, 1, model, batches, training, reference, backend=None)[0]
+
+    def _train(
+        self,
+        plugin: StrategyPlugin,
+        name: str,
+        backend: str,
+        training: Training,
+        model: Callable[[], nn.Module] | None = None,
+    ) -> Trace:
+        if COMPOSITIONS[name].beside((plugin, *self.beside)) is None:
+            pytest.skip(f"composition {name!r} has this plugin, or one beside it, itself")
+        plugins, ranks = self._composed(name, plugin)
+        return run_ranks(
+            train_on_rank,
+            ranks,
+            self._model(plugin, model or self.model),
+            self.batches(STEPS * training.accumulation),
+            {"backend": "xla"} if backend == "xla" else {},
+            training,
+            plugins,
+            gradients=backend != "xla",
+            backend=backend,
+            timeout=SECONDS[backend],
+        )[0]
+
+    def _check_conflict(self, plugin: StrategyPlugin, name: str, backend: str, text: str) -> None:
+        try:
+            self._train(plugin, name, backend, Training(max_norm=MAX_NORM))
+        except RanksError as error:
+            for rank, found in error.errors.items():
+                if not isinstance(found, (PlanError, UnsupportedModelError)):
+                    _fail(f"rank {rank} should have refused composition {name!r}, and raised {found!r}")
+                if text not in str(found) or not found.fix:
+                    _fail(f"the refusal of {name!r} does not say {text!r}, or has no fix: {found}")
+            if len(error.errors) < error.size:
+                _fail(f"only {len(error.errors)} of {error.size} ranks refused composition {name!r}")
+            return
+        _fail(f"composition {name!r} is declared a conflict, and trained", "take it out of 'conflicts'")
+
+    def _saved(self, plugin: StrategyPlugin, memory: dict[str, Any], factory: Folders) -> tuple[str, dict, dict]:
+        def save() -> tuple[str, dict, dict]:
+            folder = str(factory.mktemp("conformance") / "checkpoint")
+            plugins, ranks = self._composed("alone", plugin)
+            saved, last = run_ranks(_cases.train_and_save, ranks, self._case(plugin, plugins), folder, STEPS - 1)[0]
+            return folder, saved, last
+
+        return self._once(memory, "saved", save)
+
+    def _readable(self, trace: Trace, backend: str) -> Trace:
+        """On lazy devices gradients are seen in their norms and in what they do to the weights."""
+        return trace if backend != "xla" else Trace(trace.losses, trace.norms, {}, trace.weights)
+
+
+def _trace(weights: dict[str, torch.Tensor]) -> Trace:
+    return Trace([], [], {}, weights)
+
+
+def _none(problems: list[str]) -> None:
+    if problems:
+        _fail("\n  ".join(["this plugin does not keep the contract:", *problems]))
+
+
+def _fail(what: str, fix: str | None = None) -> None:
+    pytest.fail(f"{what}\n  fix: {fix}" if fix else what, pytrace=False)

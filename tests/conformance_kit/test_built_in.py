@@ -1,0 +1,46 @@
+"""The built-in plugins keep the contract that they are examples of."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+from neuron_accel import DataParallelPlugin, ModelParallelismPlugin, SequenceParallelPlugin, Zero1Plugin
+from neuron_accel.testing import PluginConformance
+
+
+class TestDataParallel(PluginConformance):
+    @pytest.fixture
+    def plugin(self):
+        return DataParallelPlugin(bucket_cap_mb=0.01)
+
+    conflicts: ClassVar = {"zero1": "has no duty left", "tp2-zero1": "has no duty left"}
+
+
+class TestZero1(PluginConformance):
+    @pytest.fixture
+    def plugin(self):
+        return Zero1Plugin(bucket_cap_mb=0.01)
+
+
+class TestTensorParallel(PluginConformance):
+    @pytest.fixture
+    def plugin(self):
+        return ModelParallelismPlugin(tensor_parallel_size=2)
+
+
+class TestPipeline(PluginConformance):
+    @pytest.fixture
+    def plugin(self):
+        return ModelParallelismPlugin(pipeline_parallel_size=2, num_microbatches=2)
+
+    opt_out: ClassVar = {"[xla]": "pipelines send from rank to rank, which XLA devices do not"}
+
+
+class TestSequenceParallel(PluginConformance):
+    beside = (ModelParallelismPlugin(tensor_parallel_size=2),)
+
+    @pytest.fixture
+    def plugin(self):
+        return SequenceParallelPlugin()
