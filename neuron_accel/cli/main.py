@@ -7,13 +7,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from neuron_accel.cli import consolidate, env, inspect, launch, plugins, reshard, schedule, smoke_test, verify
+from neuron_accel.cli import cache, consolidate, env, inspect, launch, plugins, reshard, schedule, smoke_test, verify
 from neuron_accel.engine.errors import NeuronAccelError
 
 COMMANDS = {
     "launch": launch,
     "env": env,
     "plugins": plugins,
+    "cache": cache,
     "schedule": schedule,
     "test": smoke_test,
     "consolidate": consolidate,

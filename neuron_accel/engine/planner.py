@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from neuron_accel.engine.contract import check_contract
 from neuron_accel.engine.errors import PlanError, PluginError
+from neuron_accel.engine.hardware import Hardware
 from neuron_accel.engine.mesh import Mesh
 from neuron_accel.engine.ordering import in_order
 from neuron_accel.engine.plan import Plan
@@ -38,6 +39,7 @@ def make_plan(
     backend_capabilities: Iterable[str] = frozenset(),
     default_owners: Mapping[Claim, StrategyPlugin] = MappingProxyType({}),
     provenance: Provenance = module_of,
+    hardware: Hardware | None = None,
 ) -> Plan:
     """Decides what runs, in which order, over which mesh.
 
@@ -48,6 +50,7 @@ def make_plan(
         default_owners: who performs a duty that no plugin claims. A default owner takes only what is left over, also
             when it is among ``plugins``; one that owns nothing takes no part.
         provenance: says for a plugin class which distribution and version it comes from.
+        hardware: what the machines can do; None: anything.
 
     Raises:
         PluginError: if something is no plugin, or was written for another version of the contract.
@@ -62,6 +65,8 @@ def make_plan(
     taking_part = {name: known[name] for name in sorted({*given, *owners.values()})}
     _check_duties(taking_part, owners, sources)
     mesh = _mesh(taking_part, world_size, sources)
+    if hardware is not None:
+        hardware.check_mesh(mesh)
     _check_gradients(mesh, owners)
     providers = _providers(taking_part, mesh, backend_capabilities)
     for plugin in taking_part.values():

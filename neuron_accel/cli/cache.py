@@ -1,0 +1,167 @@
+"""``neuron-accel cache``: what the compile cache holds, and evicting what is not needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from neuron_accel.cli.table import format_pairs, format_table
+from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.neuron.cache import CompileCache, location_of
+from neuron_accel.neuron.cache_store import (
+    Entry,
+    Eviction,
+    entries,
+    in_use,
+    open_files,
+    open_folder,
+    prune,
+    running_jobs,
+)
+from neuron_accel.neuron.quantities import format_duration, format_size
+
+SUMMARY = "look into the compile cache, and evict what is not needed"
+DESCRIPTION = """\
+Look into the persistent compile cache of the XLA path, and evict what is not needed.
+
+Every graph that was ever compiled stays there: under one folder for each compiler version, one folder for each
+graph and set of flags. Nothing else evicts anything. The cache is where NEURON_CC_FLAGS (--cache_dir),
+NEURON_COMPILE_CACHE_URL or --cache-dir say, otherwise in /var/tmp/neuron-compile-cache.
+
+  list    every entry, least recently used first
+  stats   sizes, versions, jobs that use it
+  prune   evict entries unused for --ttl, then the least recently used until --max-size remains
+
+prune never evicts what is in use: entries that are locked, being compiled or open, or that a job started by
+`neuron-accel launch` has used. It may run beside training, from cron say.
+"""
+EXAMPLES = """\
+examples:
+  neuron-accel cache list                                  every entry
+  neuron-accel cache stats --json                          for programs
+  neuron-accel cache prune --max-size 200GB --dry-run      what would go
+  neuron-accel cache prune --ttl 30d --max-size 200GB      let it go
+  neuron-accel cache stats --cache-dir /fsx/neuron_cache   another cache
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("list", "stats", "prune"), help="what to do; see above")
+    parser.add_argument("--cache-dir", metavar="DIR", help="the cache (default: what the environment says)")
+    parser.add_argument("--max-size", metavar="SIZE", help="prune: what may remain, such as 200GB or 50GiB")
+    parser.add_argument("--ttl", metavar="TIME", help="prune: how long an entry may be unused, such as 30d or 12h")
+    parser.add_argument("--dry-run", action="store_true", help="prune: say what would go, and change nothing")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    folder = open_folder(os.path.expanduser(args.cache_dir) if args.cache_dir else location_of(os.environ))
+    _check_options(args)
+    report, text = {"list": _list, "stats": _stats, "prune": _prune}[args.action](folder, args)
+    print(json.dumps(report, indent=2) if args.json else text)
+    return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    given = [f"--{name.replace('_', '-')}" for name in ("max_size", "ttl", "dry_run") if getattr(args, name)]
+    if args.action != "prune" and given:
+        raise ConfigurationError(f"{given[0]} is an option of prune.", where=f"neuron-accel cache {args.action}")
+    if args.action == "prune" and args.max_size is None and args.ttl is None:
+        raise ConfigurationError(
+            "Nothing says what may remain.",
+            where="neuron-accel cache prune",
+            why="without a limit nothing would be evicted",
+            fix="give --max-size, --ttl, or both",
+        )
+
+
+def _list(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
+    jobs, opened, now = running_jobs(folder), open_files(folder), time.time()
+    report = [{**_plain(entry), "in_use": in_use(entry, jobs, opened)} for entry in entries(folder)]
+    if not report:
+        return report, f"{folder} holds no entry"
+    headers = ("entry", "compiler", "size", "last used", "state", "in use")
+    rows = [
+        [
+            row["entry"],
+            row["compiler"],
+            format_size(row["bytes"]),
+            f"{format_duration(now - row['last_used'])} ago",
+            row["state"],
+            row["in_use"] or "-",
+        ]
+        for row in report
+    ]
+    return report, format_table(headers, rows)
+
+
+def _stats(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
+    found, jobs, now = entries(folder), running_jobs(folder), time.time()
+    versions = {
+        version: {
+            "entries": sum(entry.compiler == version for entry in found),
+            "bytes": sum(entry.size for entry in found if entry.compiler == version),
+        }
+        for version in sorted({entry.compiler for entry in found})
+    }
+    report = {
+        "folder": str(folder),
+        "entries": len(found),
+        "bytes": sum(entry.size for entry in found),
+        "states": {state: sum(e.state == state for e in found) for state in ("done", "failed", "incomplete")},
+        "least_recently_used": found[0].last_used if found else None,
+        "compilers": versions,
+        "jobs": jobs,
+    }
+    pairs = [
+        ("folder", str(folder)),
+        ("entries", f"{len(found)} ({', '.join(f'{n} {state}' for state, n in report['states'].items())})"),
+        ("size", format_size(report["bytes"])),
+        ("least recently used", f"{format_duration(now - found[0].last_used)} ago" if found else "-"),
+        *((f"compiler {v}", f"{row['entries']} entries, {format_size(row['bytes'])}") for v, row in versions.items()),
+        ("jobs", ", ".join(f"{job['host']} (process {job['pid']})" for job in jobs) or "none registered"),
+    ]
+    return report, format_pairs(pairs, indent="")
+
+
+def _prune(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
+    limits = CompileCache(max_size=args.max_size, ttl=args.ttl)
+    done = prune(folder, max_bytes=limits.max_bytes, ttl_seconds=limits.ttl_seconds, dry_run=args.dry_run)
+    report = {
+        "dry_run": args.dry_run,
+        "evicted": [{**_plain(entry), "reason": reason} for entry, reason in done.evicted],
+        "kept": [{**_plain(entry), "reason": reason} for entry, reason in done.kept],
+        "bytes_left": done.left,
+    }
+    return report, _describe(done, limits, args.dry_run)
+
+
+def _describe(done: Eviction, limits: CompileCache, dry_run: bool) -> str:
+    would = "would be evicted" if dry_run else "evicted"
+    lines = []
+    if done.evicted:
+        rows = [[entry.name, format_size(entry.size), reason] for entry, reason in done.evicted]
+        lines.append(format_table((would, "size", "because of"), rows))
+    if done.kept:
+        rows = [[entry.name, format_size(entry.size), reason] for entry, reason in done.kept]
+        lines += [format_table(("stays", "size", "because it is"), rows)]
+    freed = sum(entry.size for entry, _ in done.evicted)
+    lines.append(f"{len(done.evicted)} entries, {format_size(freed)} {would}; {format_size(done.left)} remain")
+    if limits.max_bytes is not None and done.left > limits.max_bytes:
+        lines.append(f"more than {format_size(limits.max_bytes)} remain, because entries are in use")
+    return "\n".join(lines)
+
+
+def _plain(entry: Entry) -> dict[str, Any]:
+    return {
+        "entry": entry.name,
+        "compiler": entry.compiler,
+        "bytes": entry.size,
+        "last_used": entry.last_used,
+        "state": entry.state,
+        "path": str(entry.path),
+    }

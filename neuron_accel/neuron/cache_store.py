@@ -1,0 +1,291 @@
+"""The entries of a compile cache in a folder: what there is, what is in use, and evicting what is not needed.
+
+Safe beside running jobs. An entry is left alone while its lock is held or it is being compiled, while a process of this
+machine has one of its files open, and while a job that registered itself (:func:`register_job`, which ``neuron-accel
+launch`` does) runs that began before the entry was last used. What is evicted is renamed first, which no reader can see
+half of, looked at once more, and put back if somebody came meanwhile. Two evictions never run at a time.
+
+When an entry was last used is the latest time that one of its files was read or written, as far as the file system
+knows: Linux notes reading once a day by default (relatime), and never on file systems mounted with noatime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from neuron_accel.engine.errors import ConfigurationError, UsageError
+from neuron_accel.neuron.cache import is_s3
+
+OWN_FOLDER = ".neuron_accel"
+"""Of this project, in a cache: registered jobs, the lock of evictions, and what is on its way out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One compiled graph, or one that failed to compile or is being compiled.
+
+    Args:
+        path: its folder.
+        compiler: the version that compiled it.
+        size: bytes of its files.
+        last_used: seconds since the epoch.
+        state: "done", "failed" (the failure itself is remembered) or "incomplete".
+        locks: its lock files.
+    """
+
+    path: Path
+    compiler: str
+    size: int
+    last_used: float
+    state: str
+    locks: tuple[Path, ...]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+
+def open_folder(location: str) -> Path:
+    """The folder of the cache.
+
+    Raises:
+        UsageError: if it is not a folder of this machine.
+        ConfigurationError: if there is none.
+    """
+    if is_s3(location):
+        raise UsageError(
+            f"The cache at {location} cannot be looked into from here.",
+            why="S3 keeps neither locks nor the time of the last use",
+            fix="give the bucket a lifecycle rule that expires old objects",
+        )
+    folder = Path(location)
+    if not folder.is_dir():
+        raise ConfigurationError(
+            f"There is no compile cache in {location}.",
+            where="--cache-dir, NEURON_CC_FLAGS or NEURON_COMPILE_CACHE_URL",
+            fix="name the folder that jobs use; it is made by the first one",
+        )
+    return folder
+
+
+def entries(folder: Path) -> list[Entry]:
+    """All entries, least recently used first. One that vanishes meanwhile is left out."""
+    found = []
+    for path in folder.glob("neuronxcc-*/MODULE_*"):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found.append(_read(path))
+    return sorted(found, key=lambda entry: (entry.last_used, str(entry.path)))
+
+
+def _read(path: Path) -> Entry:
+    files = [file for file in path.rglob("*") if file.is_file()]
+    content = [file for file in files if file.suffix != ".lock"]
+    stats = [file.stat() for file in content] or [path.stat()]
+    names = {file.name for file in content if file.stat().st_size}
+    state = "done" if any(name.endswith(".neff") for name in names) else "incomplete"
+    if state == "incomplete" and "model.done" in {file.name for file in content}:
+        state = "failed"
+    return Entry(
+        path=path,
+        compiler=path.parent.name.removeprefix("neuronxcc-"),
+        size=sum(file.stat().st_size for file in content),
+        last_used=max(max(stat.st_atime, stat.st_mtime) for stat in stats),
+        state=state,
+        locks=tuple(file for file in files if file.suffix == ".lock"),
+    )
+
+
+# ---- who uses what ---------------------------------------------------------------------------------------------------
+@contextmanager
+def register_job(folder: Path) -> Iterator[None]:
+    """While inside, entries used since now are left alone by every eviction, on any machine that shares the folder.
+
+    A job that dies lets go by itself: what counts is a lock that the kernel holds. A folder that cannot be written to
+    needs no registration: nothing can be evicted there either.
+    """
+    own = folder / OWN_FOLDER / "jobs"
+    path = own / f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.json"
+    try:
+        own.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError:
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        json.dump({"began": time.time(), "host": socket.gethostname(), "pid": os.getpid()}, file)
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def running_jobs(folder: Path) -> list[dict]:
+    """The registered jobs that run: ``{"began": seconds, "host": ..., "pid": ...}`` each."""
+    found = []
+    for path in sorted((folder / OWN_FOLDER / "jobs").glob("*.json")):
+        with contextlib.suppress(OSError, ValueError), path.open() as file:
+            if _is_held(file):
+                found.append(json.load(file))
+    return found
+
+
+def _is_held(file) -> bool:
+    """Whether another process holds the file's lock: flock's, or the older one of lockf."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_UN)
+        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_UN)
+    except OSError:
+        return True
+    return False
+
+
+def open_files(folder: Path) -> set[Path]:
+    """Files below ``folder`` that processes of this machine have open or mapped, as far as this user may look."""
+    root = os.path.realpath(folder) + os.sep
+    found: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found.add(os.readlink(descriptor))
+        with contextlib.suppress(OSError):
+            found.update(line.split(None, 5)[-1].strip() for line in (process / "maps").open() if root in line)
+    return {Path(path) for path in found if path.startswith(root)}
+
+
+def in_use(entry: Entry, jobs: Iterable[dict], opened: Iterable[Path]) -> str | None:
+    """Why ``entry`` has to stay, or None."""
+    for lock in entry.locks:
+        with contextlib.suppress(OSError), lock.open() as file:
+            if _is_held(file):
+                return "locked"
+    if entry.locks and entry.state == "incomplete":
+        return "being compiled"
+    real = Path(os.path.realpath(entry.path))
+    if any(real in path.parents for path in opened):
+        return "open"
+    for job in jobs:
+        if entry.last_used >= job["began"]:
+            return f"used by a job on {job['host']} (process {job['pid']})"
+    return None
+
+
+# ---- evicting --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Eviction:
+    """What an eviction did, or would do.
+
+    Args:
+        evicted: entries that went, least recently used first, each with the reason.
+        kept: entries that had to stay although a limit would have them go, each with the reason.
+        left: bytes of the entries that remain.
+    """
+
+    evicted: tuple[tuple[Entry, str], ...]
+    kept: tuple[tuple[Entry, str], ...]
+    left: int
+
+
+def prune(
+    folder: Path,
+    *,
+    max_bytes: int | None = None,
+    ttl_seconds: float | None = None,
+    dry_run: bool = False,
+    now: float | None = None,
+) -> Eviction:
+    """Evicts entries that were not used for ``ttl_seconds``, then the least recently used until ``max_bytes`` remain.
+
+    Raises:
+        UsageError: if another eviction is under way.
+        ConfigurationError: if the folder cannot be written to.
+    """
+    now = time.time() if now is None else now
+    with contextlib.nullcontext() if dry_run else _alone(folder):
+        if not dry_run:
+            _empty_trash(folder)
+        jobs, opened = running_jobs(folder), open_files(folder)
+        present = entries(folder)
+        left = sum(entry.size for entry in present)
+        evicted, kept = [], []
+        for entry in present:
+            reason = _reason(entry, left, max_bytes, ttl_seconds, now)
+            if reason is None:
+                continue
+            needed = in_use(entry, jobs, opened)
+            if needed is None and not dry_run and not _evict(entry, folder):
+                needed = "used just now"
+            if needed is not None:
+                kept.append((entry, needed))
+                continue
+            evicted.append((entry, reason))
+            left -= entry.size
+        return Eviction(evicted=tuple(evicted), kept=tuple(kept), left=left)
+
+
+def _reason(entry: Entry, left: int, max_bytes: int | None, ttl: float | None, now: float) -> str | None:
+    if ttl is not None and now - entry.last_used > ttl:
+        return "time to live"
+    return "size" if max_bytes is not None and left > max_bytes else None
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    own = folder / OWN_FOLDER
+    try:
+        own.mkdir(exist_ok=True)
+        file = (own / "prune.lock").open("w")
+    except OSError as error:
+        raise ConfigurationError(
+            f"The compile cache cannot be changed: {error.strerror}.",
+            where=str(folder),
+            fix="run this as somebody who may write there",
+        ) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                "Another eviction of this cache is under way.", where=str(folder), fix="wait until it is done"
+            ) from None
+        yield
+
+
+def _evict(entry: Entry, folder: Path) -> bool:
+    """Whether the entry is gone; False if somebody came to use it meanwhile, or it had gone before."""
+    trash = folder / OWN_FOLDER / "trash" / f"{entry.name}-{uuid.uuid4().hex[:8]}"
+    trash.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.rename(entry.path, trash)
+    except FileNotFoundError:
+        return False
+    again = _read(trash)
+    arrived = again.last_used > entry.last_used or len(again.locks) > len(entry.locks)
+    if arrived or in_use(again, (), open_files(trash)):
+        with contextlib.suppress(OSError):  # whoever came has begun anew in its place
+            os.rename(trash, entry.path)
+            return False
+    shutil.rmtree(trash, ignore_errors=True)
+    with contextlib.suppress(OSError):  # the last one of a compiler
+        entry.path.parent.rmdir()
+    return True
+
+
+def _empty_trash(folder: Path) -> None:
+    """What an eviction that was interrupted left behind."""
+    shutil.rmtree(folder / OWN_FOLDER / "trash", ignore_errors=True)

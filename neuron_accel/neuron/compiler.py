@@ -1,0 +1,171 @@
+"""Options of the Neuron compiler, typed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.neuron import flags
+from neuron_accel.neuron.flags import VALUES, VARIABLE, Flag
+
+_NAMES = {
+    "model_type": "--model-type",
+    "distribution_strategy": "--distribution-strategy",
+    "auto_cast": "--auto-cast",
+    "auto_cast_type": "--auto-cast-type",
+    "optlevel": "--optlevel",
+    "lnc": "--lnc",
+    "target": "--target",
+}
+_SWITCHES = {
+    "enable_mixed_precision_accumulation": "--enable-mixed-precision-accumulation",
+    "enable_saturate_infinity": "--enable-saturate-infinity",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilerOptions:
+    """What the compiler is told. None leaves an option to the compiler.
+
+    Args:
+        model_type: what the graph is; ``"transformer"`` for language models.
+        distribution_strategy: ``"llm-training"`` for sharded training of language models.
+        auto_cast: what the compiler computes in a smaller dtype of its own accord. ``"none"`` is what fp32 and autocast
+            need: torch decides then.
+        auto_cast_type: which dtype that is.
+        optlevel: 1 compiles fastest, 3 longest; the compiler's default is 2.
+        lnc: physical cores in a logical one (Trn2, Trn3); what NEURON_LOGICAL_NC_CONFIG says at run time.
+        target: the family of instances to compile for, where that is not the machine itself.
+        enable_mixed_precision_accumulation: keep intermediate sums in fp32.
+        enable_saturate_infinity: replace infinities by the largest number.
+        extra: further options, as text: ``("--tensorizer-options=...",)``.
+
+    Raises:
+        ConfigurationError: for values that no compiler takes.
+
+    Example::
+
+        options = CompilerOptions(model_type="transformer", auto_cast="none")
+        os.environ["NEURON_CC_FLAGS"] = options.merge(os.environ)
+    """
+
+    model_type: Literal["generic", "transformer", "unet-inference", "cnn-training"] | None = None
+    distribution_strategy: Literal["llm-training"] | None = None
+    auto_cast: Literal["none", "matmult", "all"] | None = None
+    auto_cast_type: Literal["bf16", "fp16", "tf32", "fp8_e4m3"] | None = None
+    optlevel: Literal[1, 2, 3] | None = None
+    lnc: Literal[1, 2] | None = None
+    target: Literal["trn1", "trn1n", "trn2", "trn3"] | None = None
+    enable_mixed_precision_accumulation: bool | None = None
+    enable_saturate_infinity: bool | None = None
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field, option in _NAMES.items():
+            value = getattr(self, field)
+            number = isinstance(value, int) and not isinstance(value, bool)
+            expects_number = field in ("optlevel", "lnc")
+            if value is not None and (str(value) not in VALUES[option] or number != expects_number):
+                raise ConfigurationError(
+                    f"{field} is {value!r}.",
+                    where="CompilerOptions",
+                    why=f"it becomes {option}, which takes {', '.join(VALUES[option])}",
+                    fix="give one of them, or None for the compiler's default",
+                )
+        for field in _SWITCHES:
+            if getattr(self, field) not in (None, True, False):
+                raise ConfigurationError(
+                    f"{field} is {getattr(self, field)!r}.", where="CompilerOptions", fix="give True or False"
+                )
+        if self.auto_cast == "none" and self.auto_cast_type is not None:
+            raise ConfigurationError(
+                f"auto_cast='none' and auto_cast_type={self.auto_cast_type!r} contradict each other.",
+                where="CompilerOptions",
+                why="nothing is cast, so there is no dtype to cast to",
+                fix="drop auto_cast_type, or cast 'matmult' or 'all'",
+            )
+        object.__setattr__(self, "extra", tuple(self.extra))
+        self.flags()
+
+    @classmethod
+    def for_training(cls, *, mixed_precision: str = "no", lnc: int | None = None, **options: object) -> CompilerOptions:
+        """What training a language model wants: dtypes are torch's to decide, sums are fp32 where operands are bf16.
+
+        Args:
+            mixed_precision: "no" or "bf16", as Accelerate's.
+            lnc: see the class.
+            options: further fields, which replace these.
+        """
+        chosen: dict[str, object] = {
+            "model_type": "transformer",
+            "distribution_strategy": "llm-training",
+            "auto_cast": "none",
+            "enable_mixed_precision_accumulation": True if mixed_precision == "bf16" else None,
+            "lnc": lnc,
+        }
+        return cls(**{**chosen, **options})  # type: ignore[arg-type]
+
+    def flags(self) -> tuple[Flag, ...]:
+        """The options that are set.
+
+        Raises:
+            ConfigurationError: if ``extra`` is malformed or contradicts a field.
+        """
+        own = [
+            Flag(option, str(getattr(self, field)), f"{option}={getattr(self, field)}")
+            for field, option in _NAMES.items()
+            if getattr(self, field) is not None
+        ]
+        for field, option in _SWITCHES.items():
+            value = getattr(self, field)
+            if value is False and field == "enable_mixed_precision_accumulation":
+                own.append(
+                    Flag("--disable-mixed-precision-accumulation", None, "--disable-mixed-precision-accumulation")
+                )
+            elif value:
+                own.append(Flag(option, None, option))
+        extra = [flag for text in self.extra for flag in flags.parse(text, "CompilerOptions.extra")]
+        return flags.combine(own, extra, where="CompilerOptions", other="CompilerOptions.extra")
+
+    def merge(self, environ: Mapping[str, str], others: tuple[Flag, ...] = ()) -> str:
+        """``NEURON_CC_FLAGS`` with what is set there already, which stays in front.
+
+        Args:
+            environ: environment variables.
+            others: further options, those of a :class:`~neuron_accel.neuron.CompileCache`.
+
+        Raises:
+            ConfigurationError: if the variable is malformed or contradicts these options; both are named.
+        """
+        users = flags.parse(environ.get(VARIABLE, ""))
+        for name in flags.CACHE_OPTIONS:
+            mine = [flag for flag in self.flags() if flag.name == name]
+            if mine and others:
+                raise ConfigurationError(
+                    f"{mine[0].text} is an option of the compile cache.",
+                    where="CompilerOptions.extra",
+                    why="a CompileCache is given, too",
+                    fix="say it there",
+                )
+        merged = flags.combine(users, [*self.flags(), *others], where=f"the variable {VARIABLE}", other="your options")
+        self._check_lnc(environ, merged)
+        return flags.write(merged)
+
+    @staticmethod
+    def _check_lnc(environ: Mapping[str, str], merged: tuple[Flag, ...]) -> None:
+        compiled = next((flag for flag in merged if flag.name == "--lnc"), None)
+        running = environ.get("NEURON_LOGICAL_NC_CONFIG", "").strip()
+        if compiled is not None and running and running != compiled.value:
+            raise ConfigurationError(
+                f"{compiled.text} and NEURON_LOGICAL_NC_CONFIG={running} contradict each other.",
+                where=f"{VARIABLE}; NEURON_LOGICAL_NC_CONFIG",
+                why="a graph runs on the logical cores that it was compiled for",
+                fix="give both the same number, or leave both out",
+            )
+
+    def replace(self, **changes: object) -> CompilerOptions:
+        """A copy with other values."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,168 @@
+"""What the ranks' environment has to say on a kind of instance, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.neuron.cache import NATIVE_VARIABLE, URL_VARIABLE, CompileCache
+from neuron_accel.neuron.compiler import CompilerOptions
+from neuron_accel.neuron.flags import VARIABLE
+from neuron_accel.neuron.instances import Instance
+from neuron_accel.neuron.settings import Setting
+from neuron_accel.neuron.variables import visible_cores
+
+FORK_SAFE_KERNEL = (5, 15)
+"""From this kernel on EFA is safe beside fork without being told."""
+
+INSTANCE_VARIABLE = "NEURON_ACCEL_INSTANCE"
+"""Names the instance to plan for, on machines that do not say what they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeOptions:
+    """What the Neuron runtime of a run is to do.
+
+    Args:
+        lnc: physical cores in a logical one; None for the instance's default. Trn1 has no choice.
+        stochastic_rounding: round fp32 to bf16 stochastically, for training in bf16 throughout. Not with fp32 master
+            weights, which it would blur.
+        rounding_seed: makes it reproducible.
+        exec_timeout: seconds that an execution may take before the runtime gives up; None leaves it alone.
+        socket_interface: network interface that ranks meet over, where the runtime finds the wrong one (containers).
+    """
+
+    lnc: Literal[1, 2] | None = None
+    stochastic_rounding: bool = False
+    rounding_seed: int | None = None
+    exec_timeout: int | None = 600
+    socket_interface: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounding_seed is not None and not self.stochastic_rounding:
+            raise ConfigurationError(
+                "rounding_seed does nothing without stochastic_rounding.", where="RuntimeOptions", fix="drop it"
+            )
+        if self.exec_timeout is not None and self.exec_timeout < 1:
+            raise ConfigurationError(
+                f"exec_timeout is {self.exec_timeout}.", where="RuntimeOptions", fix="give seconds"
+            )
+
+    def settings(
+        self, instance: Instance, *, nnodes: int, native: bool, kernel: tuple[int, int] | None = None
+    ) -> list[Setting]:
+        """The variables that the run-time and the network need.
+
+        Args:
+            instance: what every machine of the run is.
+            nnodes: number of machines.
+            native: whether the run goes through the native device.
+            kernel: major and minor version of Linux; None where it is not known.
+
+        Raises:
+            ConfigurationError: if the instance does not know the logical configuration.
+        """
+        lnc = instance.logical(self.lnc)
+        found = []
+        if len(instance.lnc) > 1:
+            why = f"{instance.name} has {instance.cores(lnc)} logical cores of {lnc}"
+            found.append(Setting(name="NEURON_LOGICAL_NC_CONFIG", value=str(lnc), why=why))
+        if nnodes > 1:
+            found += self._network(instance, kernel)
+        if self.stochastic_rounding:
+            why = "bf16 throughout: what is rounded away would be lost"
+            found.append(Setting(name="NEURON_RT_STOCHASTIC_ROUNDING_EN", value="1", why=why))
+        if self.rounding_seed is not None:
+            name = "NEURON_RT_STOCHASTIC_ROUNDING_SEED"
+            found.append(Setting(name=name, value=str(self.rounding_seed), why="asked for"))
+        if self.exec_timeout is not None:
+            why = "seconds; a first execution waits for ranks that still load"
+            found.append(Setting(name="NEURON_RT_EXEC_TIMEOUT", value=str(self.exec_timeout), why=why))
+        if not native:
+            why = "softmax as one operation, as the SDK's Llama scripts do"
+            found.append(Setting(name="NEURON_FUSE_SOFTMAX", value="1", why=why))
+        if instance.chips > 1:
+            why = "many processes; glibc's default arenas exhaust host memory"
+            found.append(Setting(name="MALLOC_ARENA_MAX", value="64", why=why))
+        return found
+
+    def _network(self, instance: Instance, kernel: tuple[int, int] | None) -> list[Setting]:
+        found = [
+            Setting(name="FI_PROVIDER", value="efa", why="groups between instances go over EFA"),
+            Setting(
+                name="FI_EFA_USE_DEVICE_RDMA", value="1", why="straight to device memory, which the runtime requires"
+            ),
+        ]
+        if kernel is not None and kernel < FORK_SAFE_KERNEL:
+            why = f"Linux {kernel[0]}.{kernel[1]} is older than 5.15"
+            found.append(Setting(name="FI_EFA_FORK_SAFE", value="1", why=why))
+        if self.socket_interface:
+            found.append(Setting(name="CCOM_SOCKET_IFNAME", value=self.socket_interface, why="asked for"))
+        return found
+
+
+def compile_settings(
+    options: CompilerOptions, cache: CompileCache, environ: Mapping[str, str], *, native: bool
+) -> list[Setting]:
+    """The variables that tell compiler and compile cache what to do; those that nothing changes are left out.
+
+    Raises:
+        ConfigurationError: for options that contradict the environment (both are named), or that the native device has
+            no use for.
+    """
+    _check_place(cache, environ, NATIVE_VARIABLE if native else URL_VARIABLE)
+    found = [
+        Setting(name=name, value=value, why="the compile cache that was asked for", binding=True)
+        for name, value in cache.environment(native=native).items()
+    ]
+    if native:
+        if options.flags():
+            raise ConfigurationError(
+                f"{options.flags()[0].text} does nothing on the native device.",
+                where="compiler options",
+                why=f"{VARIABLE} is read by the XLA path",
+                fix="leave it out, or give options to torch.compile",
+            )
+        return found
+    merged = options.merge(environ, cache.flags())
+    if merged and merged != environ.get(VARIABLE, ""):
+        why = "yours and what was asked for" if environ.get(VARIABLE, "").strip() else "what was asked for"
+        found.append(Setting(name=VARIABLE, value=merged, why=why, binding=True))
+    return found
+
+
+def _check_place(cache: CompileCache, environ: Mapping[str, str], variable: str) -> None:
+    named = environ.get(variable, "").strip()
+    if cache.location is not None and named and named.rstrip("/") != cache.location.rstrip("/"):
+        raise ConfigurationError(
+            f"{variable}={named} and the cache at {cache.location} contradict each other.",
+            where=f"environment variable {variable}; CompileCache.location (--cache-dir)",
+            why="graphs would be compiled again that are in the other one",
+            fix="name one place",
+        )
+
+
+def check_visible_cores(environ: Mapping[str, str], ranks: int) -> None:
+    """Raises :class:`ConfigurationError` if NEURON_RT_VISIBLE_CORES does not name one core for each rank of this
+    machine, or begins where such a group cannot."""
+    value = environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
+    if not value:
+        return
+    cores = visible_cores(value)
+    where = f"NEURON_RT_VISIBLE_CORES={value}"
+    if len(cores) != ranks:
+        raise ConfigurationError(
+            f"{len(cores)} cores are visible to {ranks} ranks.",
+            where=where,
+            why="every rank takes one of them",
+            fix=f"name {ranks} cores, or unset it",
+        )
+    if cores[0] % ranks:
+        raise ConfigurationError(
+            f"A job of {ranks} cores cannot begin at core {cores[0]}.",
+            where=where,
+            why="the runtime places jobs at multiples of their size",
+            fix=f"begin at {cores[0] // ranks * ranks}",
+        )

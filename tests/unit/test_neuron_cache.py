@@ -1,0 +1,275 @@
+"""The compile cache on disk: what there is, and that an eviction takes what it should and nothing that is in use."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+import os
+import threading
+import time
+
+import pytest
+
+from neuron_accel.cli.main import main
+from neuron_accel.engine.errors import ConfigurationError, UsageError
+from neuron_accel.neuron import cache_store
+from neuron_accel.neuron.cache_store import entries, open_folder, prune, register_job, running_jobs
+
+NOW = time.time()
+DAY = 86400.0
+
+
+def make(folder, name, *, size=1000, days=1.0, compiler="2.24.5133", neff=True, lock=False):
+    """An entry as the wrapper leaves it, last used ``days`` ago."""
+    path = folder / f"neuronxcc-{compiler}" / f"MODULE_{name}+4eb52b03"
+    path.mkdir(parents=True)
+    (path / "compile_flags.json").write_bytes(b"x" * 10)
+    (path / "model.hlo_module.pb").write_bytes(b"x" * (size - 10 if not neff else 20))
+    if neff:
+        (path / "model.neff").write_bytes(b"x" * (size - 30))
+        (path / "model.done").touch()
+    if lock:
+        (path / "model.hlo_module.pb.lock").touch()
+    for file in path.iterdir():
+        os.utime(file, (NOW - days * DAY, NOW - days * DAY))
+    return path
+
+
+def names(found):
+    return [entry.name.partition("_")[2].partition("+")[0] for entry in found]
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Five entries, e5 the least recently used, 1000 bytes each."""
+    for days in range(1, 6):
+        make(tmp_path, f"e{days}", days=days)
+    return tmp_path
+
+
+def test_what_is_there(cache):
+    found = entries(cache)
+    assert names(found) == ["e5", "e4", "e3", "e2", "e1"]
+    assert {entry.size for entry in found} == {1000}
+    assert {entry.compiler for entry in found} == {"2.24.5133"}
+    assert {entry.state for entry in found} == {"done"}
+    assert found[0].last_used == pytest.approx(NOW - 5 * DAY, abs=1)
+
+
+def test_reading_counts_as_use(cache):
+    neff = next(cache.glob("*/MODULE_e5+*")) / "model.neff"
+    os.utime(neff, (NOW, neff.stat().st_mtime))  # what the file system does when somebody reads
+    assert names(entries(cache))[-1] == "e5"
+
+
+def test_states(tmp_path):
+    make(tmp_path, "begun", neff=False, lock=True)
+    failed = make(tmp_path, "failed", neff=False)
+    (failed / "model.done").touch()
+    assert {name: e.state for name, e in zip(names(entries(tmp_path)), entries(tmp_path), strict=True)} == {
+        "begun": "incomplete",
+        "failed": "failed",
+    }
+
+
+@pytest.mark.parametrize(
+    ("limits", "gone"),
+    [
+        ({"max_bytes": 5000}, []),
+        ({"max_bytes": 4999}, ["e5"]),
+        ({"max_bytes": 2000}, ["e5", "e4", "e3"]),
+        ({"max_bytes": 0}, ["e5", "e4", "e3", "e2", "e1"]),
+        ({"ttl_seconds": 3.5 * DAY}, ["e5", "e4"]),
+        ({"ttl_seconds": 9 * DAY}, []),
+        ({"ttl_seconds": 4.5 * DAY, "max_bytes": 3000}, ["e5", "e4"]),
+    ],
+)
+def test_least_recently_used_entries_go_first(cache, limits, gone):
+    done = prune(cache, **limits, dry_run=True, now=NOW)
+    assert names(e for e, _ in done.evicted) == gone
+    assert len(entries(cache)) == 5
+    done = prune(cache, **limits, now=NOW)
+    assert names(e for e, _ in done.evicted) == gone
+    assert done.left == 1000 * (5 - len(gone)) == sum(entry.size for entry in entries(cache))
+    assert names(entries(cache)) == [name for name in ("e5", "e4", "e3", "e2", "e1") if name not in gone]
+
+
+def hold(path, ready, how):
+    with open(path, "a+b") as file:
+        (fcntl.flock if how == "flock" else fcntl.lockf)(file, fcntl.LOCK_EX)
+        ready.set()
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("how", ["flock", "lockf"])
+def test_a_locked_entry_stays_and_a_lock_left_behind_does_not_keep_it(cache, how):
+    lock = make(cache, "e6", days=6, lock=True) / "model.hlo_module.pb.lock"
+    ready = multiprocessing.Event()
+    holder = multiprocessing.Process(target=hold, args=(lock, ready, how))
+    holder.start()
+    try:
+        assert ready.wait(10)
+        done = prune(cache, max_bytes=0)
+        assert [(names([e])[0], why) for e, why in done.kept] == [("e6", "locked")]
+        assert names(entries(cache)) == ["e6"]
+    finally:
+        holder.kill()
+        holder.join()
+    assert names(e for e, _ in prune(cache, max_bytes=0).evicted) == ["e6"]
+
+
+def test_an_entry_that_is_being_compiled_stays(cache):
+    make(cache, "begun", days=9, neff=False, lock=True)
+    done = prune(cache, max_bytes=0)
+    assert [(names([e])[0], why) for e, why in done.kept] == [("begun", "being compiled")]
+    assert done.left == 1000
+
+
+def test_an_open_entry_stays(cache):
+    with next(cache.glob("*/MODULE_e5+*/model.neff")).open() as _:
+        done = prune(cache, max_bytes=0)
+    assert [(names([e])[0], why) for e, why in done.kept] == [("e5", "open")]
+    assert names(entries(cache)) == ["e5"]
+
+
+def job(folder, ready, entry):
+    with register_job(folder):
+        os.utime(entry)
+        ready.set()
+        time.sleep(60)
+
+
+def test_what_a_running_job_has_used_stays(cache):
+    ready = multiprocessing.Event()
+    running = multiprocessing.Process(target=job, args=(cache, ready, next(cache.glob("*/MODULE_e5+*")) / "model.neff"))
+    running.start()
+    try:
+        assert ready.wait(10)
+        (known,) = running_jobs(cache)
+        assert known["pid"] == running.pid
+        done = prune(cache, max_bytes=0)
+        ((entry, why),) = done.kept
+        assert names([entry]) == ["e5"]
+        assert f"process {running.pid}" in why
+    finally:
+        running.kill()  # without a word: the kernel lets go of its lock
+        running.join()
+    assert running_jobs(cache) == []
+    assert names(e for e, _ in prune(cache, max_bytes=0).evicted) == ["e5"]
+
+
+def test_a_job_leaves_nothing_behind(cache):
+    with register_job(cache):
+        assert len(running_jobs(cache)) == 1
+    assert list((cache / ".neuron_accel" / "jobs").iterdir()) == []
+
+
+def test_an_entry_that_is_used_between_the_decision_and_the_deed_stays(cache, monkeypatch):
+    look = cache_store._reason
+
+    def and_somebody_comes(entry, *rest):
+        os.utime(entry.path / "model.neff")
+        return look(entry, *rest)
+
+    monkeypatch.setattr(cache_store, "_reason", and_somebody_comes)
+    done = prune(cache, max_bytes=0)
+    assert not done.evicted
+    assert {why for _, why in done.kept} == {"used just now"}
+    assert len(entries(cache)) == 5
+    assert all((entry.path / "model.neff").stat().st_size == 970 for entry in entries(cache))
+
+
+def test_two_evictions_do_not_meet(cache):
+    with cache_store._alone(cache), pytest.raises(UsageError, match="under way"):
+        prune(cache, max_bytes=0)
+
+
+def test_what_an_interrupted_eviction_left_is_taken_away(cache):
+    left = cache / ".neuron_accel" / "trash" / "MODULE_x"
+    left.mkdir(parents=True)
+    prune(cache, max_bytes=10**9)
+    assert not left.exists()
+    assert len(entries(cache)) == 5
+
+
+def test_evicting_beside_jobs_that_read_and_write(tmp_path):
+    """Readers see an entry whole or not at all, while others are written and evicted."""
+    stop, broken = threading.Event(), []
+
+    def work(number):
+        count = 0
+        while not stop.is_set():
+            count += 1
+            path = make(tmp_path, f"w{number}n{count}", days=count)
+            try:
+                with (path / "model.neff").open("rb") as file:
+                    if len(file.read()) != 970:
+                        broken.append(path)
+            except FileNotFoundError:
+                pass  # evicted before it was opened: a miss
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+    for worker in workers:
+        worker.start()
+    evicted = 0
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        try:
+            evicted += len(prune(tmp_path, max_bytes=3000).evicted)
+        except FileNotFoundError as error:
+            broken.append(error)
+    stop.set()
+    for worker in workers:
+        worker.join()
+    assert evicted > 5
+    assert broken == []
+
+
+def test_the_command_lists_counts_and_prunes(cache, capsys, monkeypatch):
+    monkeypatch.setenv("NEURON_CC_FLAGS", f"--cache_dir={cache}")
+    make(cache, "old", compiler="2.23.6484", days=40)
+    assert main(["cache", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split()[:4] == ["MODULE_old+4eb52b03", "2.23.6484", "1000", "B"]
+    assert "40 d ago" in lines[2]
+    assert main(["cache", "stats"]) == 0
+    assert "6 (6 done, 0 failed, 0 incomplete)" in capsys.readouterr().out
+    assert main(["cache", "stats", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["compilers"]["2.23.6484"] == {"entries": 1, "bytes": 1000}
+    assert main(["cache", "prune", "--ttl", "30d", "--dry-run"]) == 0
+    assert "1 entries, 1000 B would be evicted; 4.9 KiB remain" in capsys.readouterr().out
+    assert main(["cache", "prune", "--ttl", "30d", "--max-size", "3kB", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(row["entry"][7:9], row["reason"]) for row in report["evicted"]] == [
+        ("ol", "time to live"),
+        ("e5", "size"),
+        ("e4", "size"),
+    ]
+    assert report["bytes_left"] == 3000
+    assert not (cache / "neuronxcc-2.23.6484").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["list", "--cache-dir", "/nowhere/at/all"], "no compile cache in /nowhere/at/all"),
+        (["list", "--cache-dir", "s3://bucket/x"], "lifecycle rule"),
+        (["prune"], "Nothing says what may remain"),
+        (["prune", "--ttl", "soon"], "not a duration"),
+        (["list", "--ttl", "3d"], "--ttl is an option of prune"),
+    ],
+)
+def test_what_the_command_refuses(cache, capsys, monkeypatch, arguments, words):
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(cache))
+    assert main(["cache", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_cache_that_may_not_be_changed(cache, monkeypatch):
+    (cache / ".neuron_accel").write_text("a file where a folder has to be")
+    with pytest.raises(ConfigurationError, match="cannot be changed"):
+        prune(cache, max_bytes=0)
+    with register_job(cache):
+        assert running_jobs(cache) == []
+    assert open_folder(str(cache)) == cache
