@@ -473,13 +473,17 @@ class NeuronAccelerator(Accelerator):
 
     def gather_for_metrics(self, input_data, use_gather_object=False):
         """Gathers over the ranks that see different data and drops what a ragged end was filled up with."""
-        if not self._own_exchange:
+        left_over = getattr(self.gradient_state.active_dataloader, "left_over", None)
+        if not self._own_exchange and left_over is None:
             self.run.company.together_only("`gather_for_metrics`")
             return super().gather_for_metrics(input_data, use_gather_object)
         if use_gather_object or not values.are_tensors(input_data):
+            self.run.company.together_only("`gather_for_metrics`")
             data = values.gather_objects(input_data, self.run)
         else:
             data = self.gather(input_data)
+        if left_over is not None:
+            return values.without_repeats(data, left_over)
         end = self.gradient_state.end_of_dataloader
         return values.without_repeats(data, self.gradient_state.remainder) if end else data
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from neuron_accel.data.position import positioned
 from neuron_accel.data.shared import share, sharing_group
+from neuron_accel.data.streams import count_stream, counted
 
 if TYPE_CHECKING:
     from neuron_accel.engine.run import Run
@@ -41,7 +42,9 @@ def prepare_data_loader(loader: DataLoader, run: Run, **options: Any) -> DataLoa
         if isinstance(sampler, RandomSampler) and generator is not None:  # Accelerate has put one of its own there
             generator.set_state(run.backend.broadcast_object(generator.get_state(), run.world))
             sampler.generator = prepared.synchronized_generator = generator
-    return positioned(share(prepared, run) if shares else prepared)
+    else:  # elsewhere batches have fixed rows
+        count_stream(prepared)
+    return positioned(counted(share(prepared, run) if shares else prepared))
 
 
 def _without_step_boundaries(prepared: Any, run: Run, put_on_device: bool) -> Any:
@@ -67,7 +70,7 @@ def skip_first_batches(loader: Any, count: int, run: Run) -> Any:
         for name in ("batch_size", "split_batches", "num_processes"):
             if hasattr(sampler.batch_sampler, name):
                 setattr(sampler, name, getattr(sampler.batch_sampler, name))
-    return share(skipping, run) if original is run else skipping
+    return counted(share(skipping, run) if original is run else skipping)
 
 
 def _skip(loader: Any, count: int, run: Run) -> Any:

@@ -23,6 +23,7 @@ from accelerate.data_loader import (
 
 from neuron_accel.data.order import Order, drawing, order_of, set_order
 from neuron_accel.data.shared import share
+from neuron_accel.data.streams import counted
 from neuron_accel.engine.errors import CheckpointError
 
 
@@ -161,7 +162,7 @@ def _without(loader: Any, samples: int) -> Any:
     if isinstance(loader, DataLoaderDispatcher) or own_sampler:
         rest = skip_first_batches(loader, samples // at_once)
         rest._drop_last, rest._non_blocking = loader._drop_last, loader._non_blocking
-        return share(rest, loader.run) if hasattr(loader, "run") else rest
+        return counted(share(rest, loader.run) if hasattr(loader, "run") else rest)
     if samples % at_once == 0:
         left: Any = _SkipBatches(sampler, samples // at_once)
     else:  # dealt out to another number of ranks than those before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -149,6 +150,20 @@ class Numbers(IterableDataset):
         yield from torch.arange(self.start, self.start + self.count)
 
 
+class Unsized(Numbers):
+    """Nobody knows how many."""
+
+    __len__ = None  # type: ignore[assignment]
+
+
+class PerWorker(Unsized):
+    """Each worker has its own part, which ends by itself."""
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        return itertools.islice(super().__iter__(), worker.id, None, worker.num_workers)
+
+
 def read_on_rank(plugins):
     """What loaders of every kind give out, gathered."""
     from accelerate.utils import DataLoaderConfiguration
@@ -179,7 +194,11 @@ def read_on_rank(plugins):
         "split": epochs(DataLoader(numbers, batch_size=4), {"split_batches": True}),
         "drop last": epochs(DataLoader(numbers, batch_size=2, drop_last=True)),
         "iterable": epochs(DataLoader(Numbers(11, readable=main), batch_size=2)),
-        "iterable read by each": epochs(DataLoader(Numbers(8), batch_size=2), own),
+        "iterable read by each": epochs(DataLoader(Numbers(11), batch_size=2), own, count=2),
+        "iterable read by each, of no length": epochs(DataLoader(Unsized(13), batch_size=2), own),
+        "iterable read by each, skipped": epochs(DataLoader(Unsized(13), batch_size=2), own, skip=1),
+        "iterable read by each, split": epochs(DataLoader(Unsized(9), batch_size=4), {**own, "split_batches": True}),
+        "iterable read by workers": epochs(DataLoader(PerWorker(11), batch_size=2, num_workers=2), own),
         "skipped": epochs(DataLoader(numbers, batch_size=2), skip=1),
         "skipped dispatched": epochs(DataLoader(Numbers(11, readable=main), batch_size=2), dispatch, skip=1),
     }
@@ -199,7 +218,9 @@ def test_loaders_of_every_kind(composition):
         shares, seen, _ = results[0][kind]
         expected = {
             "drop last": list(range(10 if size == 1 else 8)),
-            "iterable read by each": list(range(8)),
+            "iterable read by each, of no length": list(range(13)),
+            "iterable read by each, skipped": list(range(2 * size, 13)),
+            "iterable read by each, split": list(range(9)),
             "skipped": list(range(2 * size, 11)),
             "skipped dispatched": list(range(2 * size, 11)),
         }.get(kind, list(range(11)))
