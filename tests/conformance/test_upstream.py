@@ -33,10 +33,7 @@ def run_script(script, plugins):
 
 @pytest.mark.parametrize("plugins", ["", "zero1"], ids=["plain", "zero1"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_upstream_script(script, plugins, request):
-    if (script, plugins) == ("test_sync.py", "zero1"):
-        # Its last part looks at `parameter.grad` after a step, where a rank has its share of the gradients only.
-        request.applymarker(pytest.mark.xfail(strict=True, reason="ZeRO-1 keeps no whole gradients"))
+def test_upstream_script(script, plugins):
     if script == "test_distributed_data_loop.py":
         pytest.importorskip("torchdata", reason="the script needs torchdata's StatefulDataLoader")
     result = run_script(script, plugins)

@@ -87,8 +87,8 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self.shards: list[BucketShard] = []
         self._pieces: dict[nn.Parameter, list[ShardPiece]] = defaultdict(list)
         self._watchers: list[BackwardWatcher] = []
+        self._watched: list[list[BucketShard]] = []
         self._models: list[PreparedModel] = []
-        self._consumed = False
         self._divide(optimizer.param_groups)
         self.inner = twin(optimizer, [self._inner_group(g) for g in optimizer.param_groups], self._divided_state())
         layouts = {p.master: s.bucket.records[p.place.parameter].layout for s in self.shards for p in s.pieces}
@@ -113,6 +113,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             if any(m.parameters.find(p) is not None for s in self.shards for p in s.parameters)
         ]
         index = len(self._watchers)
+        self._watched.append(shards)
         self._watchers.append(
             BackwardWatcher(
                 [shard.bucket for shard in shards],
@@ -210,7 +211,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         return f"Zero1Optimizer({self.optimizer!r})"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients. They are always set to None: the buffers behind them are not kept between steps."""
+        """Drops gradients. They are always set to None: the memory behind them is not kept between steps."""
         for shard in self.shards:
             shard.drop_gradients()
         for group in self.param_groups:
@@ -218,14 +219,9 @@ class Zero1Optimizer(torch.optim.Optimizer):
                 parameter.grad = None
         for watcher in self._watchers:
             watcher.unsynchronised = False
-        self._consumed = False
 
     # ---- gradients -------------------------------------------------------------------------------------------------
     def _receive(self, shards: list[BucketShard]) -> None:
-        if self._consumed:  # a step without `zero_grad` after it: what comes now belongs to the next step
-            for shard in self.shards:
-                shard.drop_gradients()
-            self._consumed = False
         used = iter(used_anywhere([flag for s in shards for flag in s.used], self._run, self._group))
         for shard in shards:
             partial = self._run.group(*shard.bucket.partial_axes)
@@ -237,7 +233,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             watcher.finish()
 
     def flush(self) -> None:
-        """Completes the reduction of gradients that wait for it."""
+        """Completes the reduction of gradients that wait for it, and takes over what the loop did to reduced ones."""
         self.finish_backward()
         if any(watcher.unsynchronised for watcher in self._watchers):
             if not all(model.sync_enabled for model in self._models):
@@ -248,12 +244,16 @@ class Zero1Optimizer(torch.optim.Optimizer):
                 )
             for watcher in self._watchers:
                 watcher.flush()
+        for shard in self.shards:
+            shard.heed_the_loop()
 
     def gradient_parts(self, parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
-        """This rank's pieces of the reduced gradients of ``parameters``, those of other optimizers left out."""
+        """This rank's pieces of the reduced gradients of ``parameters``, those of other optimizers left out; the caller
+        may change them in place."""
         wanted = set(parameters)
         parts = []
         for shard in self.shards:
+            shard.before_change()
             mine = {piece.place.parameter: piece for piece in shard.pieces}
             for index, (parameter, record) in enumerate(zip(shard.parameters, shard.bucket.records, strict=True)):
                 if parameter in wanted and shard.used_anywhere[index]:
@@ -290,7 +290,6 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self.inner.step()
         copy_options(self.inner, self.optimizer)
         self.gather_weights()
-        self._consumed = True
         # A scheduler warns if the optimizer it was built with never steps; it looks at this attribute.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
@@ -332,9 +331,11 @@ class Zero1Optimizer(torch.optim.Optimizer):
             shard.reload()
 
     def close(self) -> None:
-        """Stops watching backward passes."""
+        """Stops watching backward passes, and lets go of gradients, which nobody could gather any more."""
         for watcher in self._watchers:
             watcher.close()
+        for shard in self.shards:
+            shard.drop_gradients()
 
 
 def scale_parts(parts: Iterable[GradientPart], coefficient: torch.Tensor) -> None:

@@ -121,28 +121,27 @@ class Zero1Plugin(StrategyPlugin):
         self, parameters: list[nn.Parameter], max_norm: float, norm_type: float, run: Run
     ) -> torch.Tensor:
         parts = [part for optimizer in self._flushed(run) for part in optimizer.gradient_parts(parameters)]
-        parts += whole_gradients(parameters, run)  # of models that no optimizer divides
+        parts += whole_gradients(self._undivided(parameters, run), run)  # of models that no optimizer divides
         norm = global_norm(parts, run, norm_type)
         scale_parts(parts, clip_coefficient(norm, max_norm))
         return norm
 
     def clip_grad_value(self, parameters: list[nn.Parameter], clip_value: float, run: Run) -> None:
         parts = [part for optimizer in self._flushed(run) for part in optimizer.gradient_parts(parameters)]
-        for part in (*parts, *whole_gradients(parameters, run)):
+        for part in (*parts, *whole_gradients(self._undivided(parameters, run), run)):
             if part.tensor is not None:
                 part.tensor.clamp_(-clip_value, clip_value)
 
     def scale_gradients(self, parameters: list[nn.Parameter], factor: torch.Tensor, run: Run) -> None:
         parts = [part for optimizer in self._flushed(run) for part in optimizer.gradient_parts(parameters)]
-        for part in (*parts, *whole_gradients(parameters, run)):
+        for part in (*parts, *whole_gradients(self._undivided(parameters, run), run)):
             if part.tensor is not None:
                 part.tensor.mul_(factor)
 
     def full_gradient(self, parameter: nn.Parameter, run: Run) -> torch.Tensor | None:
         for optimizer in self._flushed(run):
-            gradient = optimizer.full_gradient(parameter)
-            if gradient is not None:
-                return gradient
+            if any(parameter is candidate for shard in optimizer.shards for candidate in shard.parameters):
+                return optimizer.full_gradient(parameter)
         return parameter.grad
 
     def teardown(self, run: Run) -> None:
@@ -158,6 +157,10 @@ class Zero1Plugin(StrategyPlugin):
     def _averagers(self, run: Run) -> list[GradientAverager]:
         """What averages the gradients that no optimizer divides: of a model prepared without one, say."""
         return run.state(self).get("averagers", [])
+
+    def _undivided(self, parameters: list[nn.Parameter], run: Run) -> list[nn.Parameter]:
+        divided = {p for optimizer in self._optimizers(run) for shard in optimizer.shards for p in shard.parameters}
+        return [p for p in parameters if p not in divided]
 
     def _flushed(self, run: Run) -> list[Zero1Optimizer]:
         for averager in self._averagers(run):

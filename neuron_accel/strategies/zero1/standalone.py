@@ -101,6 +101,13 @@ class ZeroRedundancyOptimizer(Zero1Optimizer):
         # Nobody announces the last micro-batch here, so nothing is sent before the step unless the hook asks for it.
         super().__init__(optimizer, run, options, synchronises=lambda: False)
 
+    def flush(self) -> None:
+        """Sums over ranks what is in ``parameter.grad``, whoever has put it there."""
+        for watcher, shards in zip(self._watchers, self._watched, strict=True):
+            if any(shard.has_unreduced for shard in shards):
+                watcher.unsynchronised = True
+        super().flush()
+
 
 def _connected() -> Backend:
     return connect(settle(os.environ))
