@@ -15,23 +15,39 @@ if TYPE_CHECKING:
     from neuron_accel.engine.optimizers import make_optimizer_constructor_lazy as make_optimizer_constructor_lazy
     from neuron_accel.engine.plugin import StrategyPlugin as StrategyPlugin
     from neuron_accel.engine.registry import register_plugin as register_plugin
+    from neuron_accel.lazy import lazy_load_for_parallelism as lazy_load_for_parallelism
+    from neuron_accel.lazy import materialize as materialize
+    from neuron_accel.models import register_tensor_parallel_plan as register_tensor_parallel_plan
     from neuron_accel.strategies.data_parallel import DataParallelPlugin as DataParallelPlugin
     from neuron_accel.strategies.model_parallelism import ModelParallelismPlugin as ModelParallelismPlugin
     from neuron_accel.strategies.sequence_parallel import SequenceParallelPlugin as SequenceParallelPlugin
     from neuron_accel.strategies.zero1 import Zero1Plugin as Zero1Plugin
     from neuron_accel.strategies.zero1.standalone import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from neuron_accel.trainer import NeuronSeq2SeqTrainer as NeuronSeq2SeqTrainer
+    from neuron_accel.trainer import NeuronSeq2SeqTrainingArguments as NeuronSeq2SeqTrainingArguments
+    from neuron_accel.trainer import NeuronTrainer as NeuronTrainer
+    from neuron_accel.trainer import NeuronTrainerMixin as NeuronTrainerMixin
+    from neuron_accel.trainer import NeuronTrainingArguments as NeuronTrainingArguments
 
 _WHERE = {
     "NeuronAccelerator": "neuron_accel.accelerator",
     "NeuronAccelError": "neuron_accel.engine.errors",
     "StrategyPlugin": "neuron_accel.engine.plugin",
     "ZeroRedundancyOptimizer": "neuron_accel.strategies.zero1.standalone",
+    "lazy_load_for_parallelism": "neuron_accel.lazy",
     "make_optimizer_constructor_lazy": "neuron_accel.engine.optimizers",
+    "materialize": "neuron_accel.lazy",
     "register_plugin": "neuron_accel.engine.registry",
+    "register_tensor_parallel_plan": "neuron_accel.models",
     "DataParallelPlugin": "neuron_accel.strategies.data_parallel",
     "ModelParallelismPlugin": "neuron_accel.strategies.model_parallelism",
     "SequenceParallelPlugin": "neuron_accel.strategies.sequence_parallel",
     "Zero1Plugin": "neuron_accel.strategies.zero1",
+    "NeuronSeq2SeqTrainer": "neuron_accel.trainer",
+    "NeuronSeq2SeqTrainingArguments": "neuron_accel.trainer",
+    "NeuronTrainer": "neuron_accel.trainer",
+    "NeuronTrainerMixin": "neuron_accel.trainer",
+    "NeuronTrainingArguments": "neuron_accel.trainer",
 }
 
 __all__ = list(_WHERE)

@@ -1,0 +1,25 @@
+"""transformers' ``Trainer`` on the strategies of this package."""
+
+from __future__ import annotations
+
+import importlib.util
+
+if importlib.util.find_spec("transformers") is None:
+    raise ImportError("neuron_accel.trainer needs transformers; install it with: pip install 'neuron-accel[trainer]'")
+
+from neuron_accel.trainer.arguments import (
+    NeuronSeq2SeqTrainingArguments,
+    NeuronTrainingArguments,
+    StrategyArguments,
+)
+from neuron_accel.trainer.mixin import NeuronTrainerMixin
+from neuron_accel.trainer.trainers import NeuronSeq2SeqTrainer, NeuronTrainer
+
+__all__ = [
+    "NeuronSeq2SeqTrainer",
+    "NeuronSeq2SeqTrainingArguments",
+    "NeuronTrainer",
+    "NeuronTrainerMixin",
+    "NeuronTrainingArguments",
+    "StrategyArguments",
+]

@@ -1,0 +1,228 @@
+"""Which strategies a Trainer uses, as arguments: in code, and as flags through ``HfArgumentParser``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+# Accelerate settles on a device when it is imported, which transformers' Trainer does.
+from neuron_accel.backends.select import connect, settle
+
+settle(os.environ)
+
+from transformers import Seq2SeqTrainingArguments, TrainingArguments  # noqa: E402
+
+from neuron_accel.engine.config import load_config  # noqa: E402
+from neuron_accel.engine.errors import ConfigurationError, PlanError  # noqa: E402
+from neuron_accel.engine.planner import make_plan  # noqa: E402
+from neuron_accel.engine.plugin import Claim, StrategyPlugin  # noqa: E402
+from neuron_accel.engine.registry import default_registry  # noqa: E402
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.plan import Plan
+
+_OF_THE_TRAINER = {
+    "mixed_precision": "bf16 or fp16",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "cpu": "use_cpu",
+}
+_BYPASSES = {
+    "deepspeed": "zero_1",
+    "fsdp": "zero_1",
+    "parallelism_config": "tensor_parallel_size and pipeline_parallel_size",
+}
+
+
+@dataclass
+class StrategyArguments:
+    """Arguments that choose strategies. Mixed into transformers' training arguments, in front of them::
+
+    @dataclass
+    class MyArguments(StrategyArguments, SFTConfig): ...
+    """
+
+    zero_1: bool = field(default=False, metadata={"help": "Divide the optimizer over data-parallel ranks (ZeRO-1)."})
+    tensor_parallel_size: int = field(
+        default=1, metadata={"help": "Number of ranks that hold one copy of the model's layers together."}
+    )
+    pipeline_parallel_size: int = field(
+        default=1, metadata={"help": "Number of stages that the model's layers are divided into."}
+    )
+    pipeline_parallel_num_microbatches: int = field(
+        default=-1,
+        metadata={
+            "help": "Number of equal parts of a rank's batch under way in the pipeline; -1: the per-device batch size."
+        },
+    )
+    pipeline_parallel_schedule: str = field(
+        default="1f1b", metadata={"help": "1f1b, gpipe, interleaved or zero-bubble; see `neuron-accel schedule`."}
+    )
+    disable_embedding_parallelization: bool = field(
+        default=False, metadata={"help": "Keep token embedding and head whole on every tensor-parallel rank."}
+    )
+    disable_sequence_parallel: bool = field(
+        default=False,
+        metadata={"help": "Keep whole sequences between tensor-parallel layers; by default they are divided, too."},
+    )
+    kv_size_multiplier: int | None = field(
+        default=None,
+        metadata={
+            "help": "How many tensor-parallel ranks hold each key/value head. Found by itself; checked where given."
+        },
+    )
+    async_save: bool = field(
+        default=False, metadata={"help": "Go on training while a checkpoint is written from host memory."}
+    )
+    consolidate_at_end: bool = field(
+        default=False,
+        metadata={"help": "After training write the full model, as transformers loads it, to output_dir."},
+    )
+    plugins: list[str] | None = field(
+        default=None,
+        metadata={"help": "Names of further strategy plugins; in code also plugins. See `neuron-accel plugins`."},
+    )
+    neuron_config: str | None = field(
+        default=None, metadata={"help": "A YAML file with plugins and their options; added to the other arguments."}
+    )
+
+    def __post_init__(self) -> None:
+        self._check_values()
+        if settle(os.environ, cpu=bool(self.use_cpu)).device == "cpu":  # type: ignore[attr-defined]
+            self.use_cpu = True
+        super().__post_init__()  # type: ignore[misc]
+        self.make_plan()
+
+    # ---- what they mean --------------------------------------------------------------------------------------------
+    def strategies(self) -> list[StrategyPlugin]:
+        """The plugins that the arguments stand for.
+
+        Raises:
+            ConfigurationError: if the file or a name in it is wrong, or sets what an argument sets.
+        """
+        from neuron_accel.strategies.model_parallelism import ModelParallelismPlugin
+        from neuron_accel.strategies.sequence_parallel import SequenceParallelPlugin
+        from neuron_accel.strategies.zero1 import Zero1Plugin
+
+        wanted: list[StrategyPlugin] = []
+        if self.tensor_parallel_size > 1 or self.pipeline_parallel_size > 1:
+            pipeline = {"num_microbatches": self.microbatches, "schedule": self.pipeline_parallel_schedule}
+            wanted.append(
+                ModelParallelismPlugin(
+                    tensor_parallel_size=self.tensor_parallel_size,
+                    pipeline_parallel_size=self.pipeline_parallel_size,
+                    parallelize_embeddings=not self.disable_embedding_parallelization,
+                    **(pipeline if self.pipeline_parallel_size > 1 else {}),  # type: ignore[arg-type]
+                )
+            )
+        if self.tensor_parallel_size > 1 and not self.disable_sequence_parallel:
+            wanted.append(SequenceParallelPlugin())
+        if self.zero_1:
+            wanted.append(Zero1Plugin())
+        for plugin in self.plugins or ():
+            wanted += [plugin] if isinstance(plugin, StrategyPlugin) else load_config({"plugins": [plugin]}).plugins
+        if self.neuron_config is not None:
+            wanted += self._configured(self.neuron_config)
+        return wanted
+
+    @property
+    def microbatches(self) -> int:
+        """Number of parts of a rank's batch in a pipeline."""
+        given = self.pipeline_parallel_num_microbatches
+        return self.per_device_train_batch_size if given == -1 else given  # type: ignore[attr-defined]
+
+    def make_plan(self) -> Plan:
+        """What will run over which mesh; made when the arguments are, so that what cannot work is refused before any
+        model is loaded. Connects to the other ranks.
+
+        Raises:
+            PlanError: if the strategies cannot run together, on this many ranks, or with the other arguments.
+        """
+        registry = default_registry()
+        self.device  # noqa: B018  # type: ignore[attr-defined]  # connects, as the Trainer would
+        backend = connect(settle(os.environ, cpu=bool(self.use_cpu)))
+        plan = make_plan(
+            self.strategies(),
+            world_size=backend.world_size,
+            backend_capabilities=backend.capabilities,
+            default_owners=registry.default_owners(),
+            provenance=registry.provenance,
+        )
+        if plan.owners.get(Claim.BACKWARD) is not None:
+            self._check_with_a_pipeline()
+        return plan
+
+    # ---- checks ----------------------------------------------------------------------------------------------------
+    def _check_values(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name}={getattr(self, name)} is not possible.", fix="use 1 or more")
+        if self.pipeline_parallel_num_microbatches < 1 and self.pipeline_parallel_num_microbatches != -1:
+            raise ConfigurationError(
+                f"pipeline_parallel_num_microbatches={self.pipeline_parallel_num_microbatches} is not possible.",
+                fix="use 1 or more, or -1 for the per-device batch size",
+            )
+        if self.pipeline_parallel_size == 1:
+            self._check_without_a_pipeline()
+        for name, instead in _BYPASSES.items():
+            if getattr(self, name, None):
+                raise ConfigurationError(
+                    f"{name!r} is not possible here.",
+                    why="it would bypass the plan of strategies",
+                    fix=f"use {instead} instead, or transformers' own Trainer",
+                )
+
+    def _check_without_a_pipeline(self) -> None:
+        for name, default in (("pipeline_parallel_num_microbatches", -1), ("pipeline_parallel_schedule", "1f1b")):
+            if getattr(self, name) != default:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)} has no effect without a pipeline.",
+                    fix="leave it out, or set pipeline_parallel_size",
+                )
+
+    def _check_with_a_pipeline(self) -> None:
+        size = self.per_device_train_batch_size  # type: ignore[attr-defined]
+        if self.pipeline_parallel_size > 1 and size % self.microbatches:
+            raise PlanError(
+                f"A batch of {size} samples cannot be divided into {self.microbatches} micro-batches.",
+                where="pipeline_parallel_num_microbatches, per_device_train_batch_size",
+                fix="choose a number of micro-batches that divides the batch",
+            )
+        refused = {
+            "fp16": "losses would have to be scaled before the pipeline runs their backward passes; use bf16",
+            "predict_with_generate": "each stage would keep its own layers' part of the key/value cache; evaluate the "
+            "loss, and generate with the saved model in one process",
+        }
+        for name, reason in refused.items():
+            if getattr(self, name, False):
+                raise PlanError(f"{name} is not possible in a pipeline.", why=reason)
+
+    def _configured(self, path: str) -> list[StrategyPlugin]:
+        configured = load_config(path)
+        for option in [*configured.accelerate, *(["dataloader"] if configured.dataloader else [])]:
+            instead = _OF_THE_TRAINER.get(option, "accelerator_config")
+            raise ConfigurationError(
+                f"{option!r} is not possible in a Trainer's configuration file.",
+                where=path,
+                why="the Trainer decides it by its own arguments, and one of the two would be ignored",
+                fix=f"leave it out and use the argument {instead}",
+            )
+        return list(configured.plugins)
+
+    # ---- as data ---------------------------------------------------------------------------------------------------
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers; plugins by their description."""
+        data = super().to_dict()  # type: ignore[misc]
+        if self.plugins is not None:
+            data["plugins"] = [p if isinstance(p, str) else repr(p) for p in self.plugins]
+        return data
+
+
+@dataclass
+class NeuronTrainingArguments(StrategyArguments, TrainingArguments):
+    """transformers' ``TrainingArguments`` and those that choose strategies."""
+
+
+@dataclass
+class NeuronSeq2SeqTrainingArguments(StrategyArguments, Seq2SeqTrainingArguments):
+    """transformers' ``Seq2SeqTrainingArguments`` and those that choose strategies."""

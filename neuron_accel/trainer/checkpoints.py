@@ -1,0 +1,173 @@
+"""How a Trainer saves and goes on: sharded checkpoints in its ``checkpoint-N`` folders, loadable by any mesh."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from neuron_accel.checkpoint.agreement import agreed
+from neuron_accel.checkpoint.consolidate import consolidate
+from neuron_accel.checkpoint.index import is_pretrained
+from neuron_accel.checkpoint.manifest import has_manifest
+from neuron_accel.checkpoint.randomness import random_state, set_random_state
+from neuron_accel.engine.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from neuron_accel.trainer.accelerator import TrainersAccelerator
+
+
+class Checkpointing:
+    """The part of the Trainer that has to do with checkpoints."""
+
+    accelerator: TrainersAccelerator
+    model: nn.Module
+    args: Any
+    _random: dict[str, Any] | None = None
+
+    # ---- saving ----------------------------------------------------------------------------------------------------
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the full model, as transformers loads it, and the tokenizer; within a checkpoint, what the checkpoint
+        holds of it. Every process calls it."""
+        folder = self.args.output_dir if output_dir is None else output_dir
+        if _internal_call and not self.args.save_only_model:
+            self.accelerator.save_state(folder, tokenizer=self._tokenizer, async_save=self.args.async_save)
+            return
+        self._wrap_model(self.model)  # type: ignore[attr-defined]
+        self.accelerator.save_model(self.model_wrapped, folder)  # type: ignore[attr-defined]
+        if self.args.should_save:
+            if self._tokenizer is not None:
+                self._tokenizer.save_pretrained(folder)
+            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    @property
+    def _tokenizer(self) -> Any:
+        given = getattr(self, "processing_class", None)
+        return given if given is not None else getattr(getattr(self, "data_collator", None), "tokenizer", None)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As the Trainer does, but older checkpoints go only when the new one is durable."""
+        args, limit = self.args, self.args.save_total_limit
+        if not args.async_save or limit is None:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            return
+        args.save_total_limit = None
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]  # waits for the one before
+        finally:
+            args.save_total_limit = limit
+        self._retire(limit + 1, trial)
+
+    def _retire(self, keep: int, trial: Any = None) -> None:
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=self._get_output_dir(trial),  # type: ignore[attr-defined]
+                save_total_limit=keep,
+                best_model_checkpoint=self.state.best_model_checkpoint,  # type: ignore[attr-defined]
+                use_mtime=True,
+            )
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
+        self.accelerator.wait_for_checkpoint()
+        if self.args.async_save and self.args.save_total_limit is not None:
+            self._retire(self.args.save_total_limit, trial)
+        result = super()._finalize_training(trial, num_train_samples, start_time)  # type: ignore[misc]
+        if self.args.consolidate_at_end:
+            self._consolidate(trial)
+        return result
+
+    def _consolidate(self, trial: Any) -> None:
+        """Writes the full model into the output folder: out of the last checkpoint if it is of this very step."""
+        state = self.state  # type: ignore[attr-defined]
+        run_dir = self._get_output_dir(trial)  # type: ignore[attr-defined]
+        last = Path(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        run = self.accelerator.run
+
+        def usable() -> bool:
+            return has_manifest(last) and not any(Path(run_dir).glob("*.safetensors*"))
+
+        loaded_another = self.args.load_best_model_at_end and state.best_global_step not in (None, state.global_step)
+        if loaded_another or not run.backend.broadcast_object(usable(), run.world):
+            self.save_model(run_dir)
+            return
+        agreed(run, lambda: consolidate(last, Path(run_dir)) if run.backend.rank == 0 else None)
+
+    # The checkpoint has them.
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None: ...
+    def _save_scaler(self, output_dir: str) -> None: ...
+    def _save_rng_state(self, output_dir: str) -> None: ...
+    def _load_scaler(self, checkpoint: str | None) -> None: ...
+
+    # ---- loading ---------------------------------------------------------------------------------------------------
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; ``resume_from_checkpoint=True`` takes the newest checkpoint that is complete."""
+        if resume_from_checkpoint is True:
+            run = self.accelerator.run
+            found = _newest(Path(self.args.output_dir)) if run.backend.rank == 0 else None
+            resume_from_checkpoint = run.backend.broadcast_object(found, run.world)
+            if resume_from_checkpoint is None:
+                raise CheckpointError(
+                    f"There is no complete checkpoint in {self.args.output_dir!r}.",
+                    fix="start without resume_from_checkpoint, or name the checkpoint's folder",
+                )
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """The weights come with everything else, when the model is prepared."""
+        folder = Path(resume_from_checkpoint)
+        if not has_manifest(folder) and not is_pretrained(folder):
+            raise CheckpointError(
+                f"{resume_from_checkpoint!r} holds no checkpoint.",
+                where=str(folder),
+                why="it has neither a manifest nor the weights of a model of transformers",
+                fix="name a folder that save_state, this Trainer or save_pretrained wrote",
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        if has_manifest(folder):
+            self.accelerator.load_state(folder)
+            for loader in self.accelerator._dataloaders:
+                if hasattr(loader, "forget_position"):
+                    loader.forget_position()  # the Trainer skips what was given out
+            self._random = random_state(self.accelerator.run.backend.generator)
+        else:
+            self.accelerator.load_weights(self.model, folder)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Called when the loader is where it was, which may have drawn random numbers."""
+        if self._random is not None:
+            set_random_state(self._random, self.accelerator.run.backend.generator)
+
+    def _load_best_model(self) -> None:
+        self.accelerator.load_weights(self.model, Path(self.state.best_model_checkpoint))  # type: ignore[attr-defined]
+
+
+def _newest(folder: Path) -> str | None:
+    """The complete checkpoint ``checkpoint-N`` with the highest number."""
+    found = []
+    for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        number = path.name.rpartition("-")[2]
+        if number.isdecimal() and (has_manifest(path) or is_pretrained(path)) and _has_state(path):
+            found.append((int(number), path))
+    return str(max(found)[1]) if found else None
+
+
+def _has_state(path: Path) -> bool:
+    try:
+        json.loads((path / TRAINER_STATE_NAME).read_text())
+    except (OSError, ValueError):
+        return False
+    return True
