@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from neuron_accel.cli.table import format_table
@@ -15,8 +16,10 @@ from neuron_accel.engine.registry import PluginEntry, Registry
 SUMMARY = "list the strategies that are installed"
 DESCRIPTION = """\
 List every strategy that is installed, built in or from another distribution: when it acts, which axes of the
-mesh it can bring, which duties it owns, and what it needs. One that cannot be loaded is listed with the reason,
-and the exit code is 1.
+mesh it can bring, which duties it owns, what it needs, and for which version of the plugin contract it was written.
+One that cannot be loaded is listed with the reason, and the exit code is 1. Reports what is installed and cannot act as
+it wants to: a name or a default duty that is taken. NEURON_ACCEL_DISABLE_PLUGINS, names separated by commas, forbids
+the use of plugins.
 """
 EXAMPLES = """\
 examples:
@@ -30,9 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    plugins = [describe(entry) for entry in Registry.from_environment().entries()]
-    print(json.dumps(plugins, indent=2) if args.json else format_plugins(plugins))
-    return 1 if any(plugin["error"] for plugin in plugins) else 0
+    registry = Registry.from_environment()
+    plugins = [describe(entry) for entry in registry.entries()]
+    problems = [str(problem) for problem in registry.problems()]
+    print(json.dumps(plugins, indent=2) if args.json else format_plugins(plugins, problems))
+    return 1 if problems or any(plugin["error"] for plugin in plugins) else 0
 
 
 def describe(entry: PluginEntry) -> dict[str, Any]:
@@ -43,6 +48,7 @@ def describe(entry: PluginEntry) -> dict[str, Any]:
         "distribution": entry.distribution,
         "class": entry.value,
         "disabled": entry.disabled,
+        "contract": None,
         "error": None,
     }
     try:
@@ -52,6 +58,7 @@ def describe(entry: PluginEntry) -> dict[str, Any]:
     spec = cls.spec
     return {
         **known,
+        "contract": spec.api_version,
         "phase": spec.phase.name.lower(),
         "axes": _axes(cls),
         "provides": sorted(spec.provides),
@@ -72,13 +79,25 @@ def _axes(cls: type[StrategyPlugin]) -> list[str] | None:
     return None if required else [axis.name for axis in cls().axes()]
 
 
-def format_plugins(plugins: list[dict[str, Any]]) -> str:
+def format_plugins(plugins: list[dict[str, Any]], problems: Sequence[str] = ()) -> str:
     if not plugins:
         return "no plugin is installed"
-    headers = ("name", "version", "distribution", "phase", "axes", "claims", "refines", "requires", "conflicts")
+    headers = (
+        "name",
+        "version",
+        "distribution",
+        "contract",
+        "phase",
+        "axes",
+        "claims",
+        "refines",
+        "requires",
+        "conflicts",
+    )
     rows = [[_cell(plugin, header) for header in headers] for plugin in plugins]
     broken = [f"{plugin['name']}: {plugin['error']}" for plugin in plugins if plugin["error"]]
-    return "\n".join([format_table(headers, rows), *(["", "cannot be loaded:", *broken] if broken else [])])
+    sections = [["", "cannot be loaded:", *broken] if broken else [], ["", "problems:", *problems] if problems else []]
+    return "\n".join([format_table(headers, rows), *(line for section in sections for line in section)])
 
 
 def _cell(plugin: dict[str, Any], header: str) -> str:
@@ -87,4 +106,4 @@ def _cell(plugin: dict[str, Any], header: str) -> str:
     if header == "phase" and plugin["error"]:
         return "broken"
     value = plugin.get(header)
-    return (", ".join(value) if isinstance(value, list) else value) or "-"
+    return (", ".join(value) if isinstance(value, list) else str(value or "")) or "-"

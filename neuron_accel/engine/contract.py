@@ -35,9 +35,9 @@ def check_contract(cls: object, source: str) -> None:
             fix="add 'spec = PluginSpec(name=..., phase=...)' to the class",
         )
     if spec.api_version != API_VERSION:
-        older = spec.api_version < API_VERSION
+        older = isinstance(spec.api_version, int) and spec.api_version < API_VERSION
         raise PluginError(
-            f"Plugin {spec.name!r} was written for version {spec.api_version} of the plugin contract, "
+            f"Plugin {spec.name!r} was written for version {spec.api_version!r} of the plugin contract, "
             f"this is version {API_VERSION}.",
             where=where,
             why="hooks may have other names, arguments or meanings",

@@ -1,7 +1,8 @@
 """Where plugins are found: entry points, classes registered in this process, and ``"package.module:Class"``.
 
 Entry points are read at once and loaded only when named, so a plugin that is installed but not used costs nothing, and
-one that cannot be imported breaks nobody else. The built-in plugins are found in the same way as everybody's.
+one that cannot be imported breaks nobody else. The built-in plugins are found in the same way as everybody's; all that
+sets them apart is that a distribution that is merely installed cannot take their names and duties.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -19,7 +21,7 @@ from typing import Any
 from neuron_accel.engine.contract import check_contract
 from neuron_accel.engine.errors import PluginError, did_you_mean
 from neuron_accel.engine.planner import module_of
-from neuron_accel.engine.plugin import Claim, StrategyPlugin
+from neuron_accel.engine.plugin import Claim, PluginSpec, StrategyPlugin
 
 PLUGIN_GROUP = "neuron_accel.plugins"
 """Entry points of this group name plugin classes; the name is that of the plugin's spec."""
@@ -31,6 +33,11 @@ DISABLE_VARIABLE = "NEURON_ACCEL_DISABLE_PLUGINS"
 """Environment variable: names of plugins, separated by commas, that must not be used."""
 
 IN_PROCESS = "registered in this process"
+
+OWN_DISTRIBUTION = "neuron-accel"
+"""Its plugins keep their names and default duties whatever else is installed."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +65,10 @@ class PluginEntry:
         if self.distribution is None:
             return f"{self.value} ({IN_PROCESS})"
         return f"{self.distribution} {self.version}"
+
+    @property
+    def built_in(self) -> bool:
+        return self.distribution == OWN_DISTRIBUTION
 
     def stands_for(self, cls: type) -> bool:
         """Whether ``cls`` is the class of this entry, also under a name that a package gives it; imports nothing."""
@@ -101,7 +112,10 @@ class Registry:
         self._disabled = frozenset(disabled)
         self._registered: dict[str, type[StrategyPlugin]] = {}
         points = list(entry_points)
-        self._installed = tuple(self._entry(point) for point in points if point.group == PLUGIN_GROUP)
+        found = [self._entry(point) for point in points if point.group == PLUGIN_GROUP]
+        names = {entry.name for entry in found if entry.built_in}
+        self._installed = tuple(entry for entry in found if entry.built_in or entry.name not in names)
+        self._hidden = tuple(entry for entry in found if entry not in self._installed)
         self._default_owners = tuple(self._entry(point) for point in points if point.group == DEFAULT_OWNER_GROUP)
 
     @classmethod
@@ -114,11 +128,12 @@ class Registry:
         return cls(points, disabled=[name.strip() for name in value.split(",") if name.strip()])
 
     def _entry(self, point: EntryPoint) -> PluginEntry:
+        name, version = _distribution(point)
         return PluginEntry(
             name=point.name,
             value=point.value.partition("[")[0].replace(" ", ""),
-            distribution=point.dist.name if point.dist else "an unnamed distribution",
-            version=point.dist.version if point.dist else "of unknown version",
+            distribution=name,
+            version=version,
             disabled=point.name in self._disabled,
         )
 
@@ -160,6 +175,23 @@ class Registry:
         installed = [entry for entry in self._installed if entry.name not in self._registered]
         return sorted([*registered, *installed], key=lambda entry: (entry.name, entry.source))
 
+    def problems(self) -> list[PluginError]:
+        """What is installed and cannot act as it wants to, though it disturbs no run that does not ask for it.
+
+        Nothing is imported but default owners."""
+        known = {entry.name for entry in self.entries()}
+        return [
+            *(_taken(entry) for entry in self._hidden),
+            *self._default_owners_and_problems()[1],
+            *(
+                PluginError(
+                    f"{DISABLE_VARIABLE} names {name!r}, and there is no such plugin.",
+                    fix=did_you_mean(name, known),
+                )
+                for name in sorted(self._disabled - known)
+            ),
+        ]
+
     def get(self, name: str) -> type[StrategyPlugin]:
         """The plugin class that ``name`` stands for: a known name, or ``"package.module:Class"``.
 
@@ -184,6 +216,11 @@ class Registry:
             raise _ambiguous(f"plugins {name!r}", entries)
         return entries[0].load()
 
+    def refuse_disabled(self, cls: type[StrategyPlugin]) -> None:
+        """Raises PluginError if plugins of a class must not be used; what is no plugin class is not judged here."""
+        if isinstance(getattr(cls, "spec", None), PluginSpec):
+            self._refuse_disabled(cls.spec.name, self.provenance(cls))
+
     def _refuse_disabled(self, name: str, source: str) -> None:
         if name in self._disabled:
             raise PluginError(
@@ -196,30 +233,52 @@ class Registry:
     def default_owners(self) -> dict[Claim, StrategyPlugin]:
         """Who performs a duty that no plugin claims, with default options. A disabled plugin is nobody's default.
 
+        Other distributions may bring default owners, too, where the built-in ones leave a duty alone. One that cannot
+        act (it cannot be loaded, two want the same duty) is left out with a warning that names its distribution.
+
         Raises:
-            PluginError: if an entry point names no duty, two name the same, or one cannot be loaded.
+            PluginError: if a built-in one cannot be loaded.
         """
-        known = {claim.value: claim for claim in Claim}
+        owners, problems = self._default_owners_and_problems()
+        for problem in problems:
+            _log.warning("%s", problem)
+        return owners
+
+    def _default_owners_and_problems(self) -> tuple[dict[Claim, StrategyPlugin], list[PluginError]]:
         owners: dict[Claim, StrategyPlugin] = {}
         by_class: dict[type[StrategyPlugin], StrategyPlugin] = {}
-        for entry in self._default_owners:
-            if entry.name not in known:
-                raise PluginError(
-                    f"{entry.name!r} is no duty that could have a default owner.",
-                    where=f"entry point of {entry.source} in {DEFAULT_OWNER_GROUP}",
-                    fix=did_you_mean(entry.name, known),
-                )
-            rivals = [other for other in self._default_owners if other.name == entry.name]
-            if len(rivals) > 1:
-                raise _ambiguous(f"default owners of {entry.name}", rivals)
-            cls = _import(entry.value, f"default owner of {entry.name} of {entry.source}")
-            check_contract(cls, entry.source)
-            if cls.spec.name in self._disabled:
+        problems: list[PluginError] = []
+        for entry in sorted(self._default_owners, key=lambda entry: not entry.built_in):
+            try:
+                claim, cls = self._default_owner(entry)
+                if cls.spec.name in self._disabled:
+                    continue
+                if cls not in by_class:
+                    by_class[cls] = _with_defaults(cls, entry)
+            except PluginError as error:
+                if entry.built_in:
+                    raise
+                problems.append(error)
                 continue
-            if cls not in by_class:
-                by_class[cls] = _with_defaults(cls, entry)
-            owners[known[entry.name]] = by_class[cls]
-        return owners
+            owners[claim] = by_class[cls]
+        return owners, problems
+
+    def _default_owner(self, entry: PluginEntry) -> tuple[Claim, type[StrategyPlugin]]:
+        known = {claim.value: claim for claim in Claim}
+        if entry.name not in known:
+            raise PluginError(
+                f"{entry.name!r} is no duty that could have a default owner.",
+                where=f"entry point of {entry.source} in {DEFAULT_OWNER_GROUP}",
+                fix=did_you_mean(entry.name, known),
+            )
+        rivals = [other for other in self._default_owners if other.name == entry.name]
+        if any(rival.built_in for rival in rivals) and not entry.built_in:
+            raise _taken(entry)
+        if len(rivals) > 1 and not entry.built_in:
+            raise _ambiguous(f"default owners of {entry.name}", rivals)
+        cls = _import(entry.value, f"default owner of {entry.name} of {entry.source}")
+        check_contract(cls, entry.source)
+        return known[entry.name], cls
 
     def provenance(self, cls: type[StrategyPlugin]) -> str:
         """The distribution and version that a plugin class comes from, or its module; imports nothing."""
@@ -251,6 +310,15 @@ def register_plugin(cls: type[StrategyPlugin], *, override: bool = False) -> typ
 
 def _value(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _distribution(point: EntryPoint) -> tuple[str, str]:
+    """Name and version of what brings an entry point; metadata may be damaged."""
+    try:
+        name, version = (point.dist.name, point.dist.version) if point.dist else (None, None)
+    except Exception:  # whatever a parser makes of it
+        name, version = None, None
+    return name or "an unnamed distribution", version or "of unknown version"
 
 
 def _attribute(module: Any, path: str) -> Any:
@@ -291,4 +359,13 @@ def _ambiguous(what: str, entries: Iterable[PluginEntry]) -> PluginError:
         where="; ".join(sources),
         why="one name stands for one plugin",
         fix="uninstall one of these distributions, or name the class as 'package.module:Class'",
+    )
+
+
+def _taken(entry: PluginEntry) -> PluginError:
+    return PluginError(
+        f"{entry.name!r} of {entry.source} is left out: {OWN_DISTRIBUTION} has one of that name.",
+        where=f"{entry.value} of {entry.source}",
+        why="what is merely installed does not change what runs mean that never asked for it",
+        fix="name the class as 'package.module:Class'; its authors should choose another name",
     )

@@ -139,7 +139,7 @@ def _functions() -> dict[str, Any]:
 
 
 def leftovers(case: Case, plain: Case) -> list[str]:
-    """What is left after ``free_memory`` and ``end_training`` of a run of ``case`` on this rank.
+    """What is left on this rank after a run of ``case``, when it has let go of everything and shut its backend down.
 
     Args:
         plain: the same without plugins, which runs first: what Accelerate and torch do once in a process is not the
@@ -170,7 +170,7 @@ def _model_changes(case: Case) -> tuple[list[str], list[str]]:
         if run.state(plugin)
     ]
     changes = [] if divided else shape.changes()  # a divided model needs what makes it work
-    trainee.accelerator.end_training()
+    run.backend.shutdown()  # not end_training, with which every group ends, whoever made it
     return changes, kept
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,10 +18,12 @@ def act(request: pytest.FixtureRequest, reasons: Mapping[str, str]) -> None:
     reason = next((reasons[key] for key in _keys(node) if key in reasons), None)
     if reason is None or len(reason.strip()) < SHORTEST:
         return
-    reporter: Any = request.config.pluginmanager.get_plugin("terminalreporter")
+    plugins = request.config.pluginmanager
+    reporter, capture = plugins.get_plugin("terminalreporter"), plugins.get_plugin("capturemanager")
     if reporter is not None:
-        reporter.ensure_newline()
-        reporter.write_line(f"OPTED OUT of {node.name} ({node.cls.__name__}): {reason}")
+        with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
+            reporter.ensure_newline()
+            reporter.write_line(f"OPTED OUT of {node.name} ({node.cls.__name__}): {reason}")
     pytest.skip(f"opted out: {reason}")
 
 

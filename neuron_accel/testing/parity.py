@@ -144,8 +144,9 @@ def train_on_rank(
             optimizer.step()
             optimizer.zero_grad()
     weights = accelerator.get_state_dict(model)
-    trace = Trace([float(x) for x in losses], [float(x) for x in norms], last, weights)
-    return trace if accelerator.is_main_process else None
+    if not accelerator.is_main_process:
+        return None
+    return Trace([float(x) for x in losses], [float(x) for x in norms], last, weights)
 
 
 def loader_of(batches: Sequence[Batch], data_parallel_size: int) -> torch.utils.data.DataLoader:

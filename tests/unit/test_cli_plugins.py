@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from neuron_accel.cli.main import main
 from neuron_accel.cli.plugins import describe, format_plugins
-from neuron_accel.engine.plugin import AxisKind, AxisSpec, Claim, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.engine.plugin import API_VERSION, AxisKind, AxisSpec, Claim, Phase, PluginSpec, StrategyPlugin
 from neuron_accel.engine.registry import PluginEntry
 
 
@@ -39,6 +39,7 @@ def test_a_plugin_is_described_by_what_it_declares():
     assert (shown["phase"], shown["axes"]) == ("activations", ["cp"])
     assert (shown["claims"], shown["requires"]) == (["backward"], ["axis:tp"])
     assert (shown["distribution"], shown["version"]) == ("some-plugins", "3.1")
+    assert shown["contract"] == API_VERSION
 
 
 def test_axes_of_a_plugin_that_cannot_be_made_without_options_are_unknown():
@@ -52,7 +53,7 @@ def test_a_broken_plugin_is_listed_with_the_reason():
     ]
     text = format_plugins(plugins)
     rows = text.splitlines()
-    assert rows[2].split()[:4] == ["broken", "3.1", "some-plugins", "broken"]
+    assert rows[2].split()[:4] == ["broken", "3.1", "some-plugins", "-"]
     assert rows[3].startswith("rings (disabled)")
     assert "no_such_package" in text.partition("cannot be loaded:")[2]
 
@@ -62,6 +63,20 @@ def test_the_command_lists_the_built_in_plugins(capsys):
     plugins = {plugin["name"]: plugin for plugin in json.loads(capsys.readouterr().out)}
     assert {"data_parallel", "zero1", "model_parallelism", "sequence_parallel"} <= set(plugins)
     assert plugins["zero1"]["distribution"] == "neuron-accel"
+
+
+def test_what_takes_the_name_of_another_is_reported(tmp_path, monkeypatch, capsys):
+    info = tmp_path / "greedy-3.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: greedy\nVersion: 3.1\n")
+    (info / "entry_points.txt").write_text("[neuron_accel.plugins]\nzero1 = greedy_package:Zero1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["plugins"]) == 1
+    output = capsys.readouterr().out
+    assert "'zero1' of greedy 3.1 is left out: neuron-accel has one of that name" in output
+    assert main(["plugins", "--json"]) == 1
+    rows = [plugin for plugin in json.loads(capsys.readouterr().out) if plugin["name"] == "zero1"]
+    assert [row["distribution"] for row in rows] == ["neuron-accel"]
 
 
 def test_no_plugin_at_all_is_said_in_words():

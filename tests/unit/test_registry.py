@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from neuron_accel.engine.errors import NeuronAccelError, PluginError
+from neuron_accel.engine.config import load_config, to_config
+from neuron_accel.engine.errors import NeuronAccelError, PlanError, PluginError
+from neuron_accel.engine.planner import make_plan
 from neuron_accel.engine.plugin import Claim
 from neuron_accel.engine.registry import DISABLE_VARIABLE, Registry, default_registry, register_plugin
 from tests.unit.fake_plugins import fake
@@ -163,6 +165,9 @@ def test_disabled_plugins(installed, tmp_path):
     assert "installed_a" not in sys.modules
     assert {e.name for e in registry.entries() if e.disabled} == {"a", "zero1"}
     assert "disabled" in refusal(lambda: registry.get("installed_a:A")).what
+    error = refusal(lambda: registry.refuse_disabled(Registry().get("installed_a:A")))  # an instance in Python
+    assert "'a' is disabled" in error.what
+    assert error.where == "some-dist 1.2"
 
 
 def test_registering_a_class():
@@ -222,27 +227,125 @@ def test_the_built_in_default_owners():
     assert Registry.from_environment({}).provenance(type(owners[Claim.GRADIENT_REDUCTION])).startswith("neuron-accel ")
 
 
-def test_two_default_owners_of_one_duty(installed, tmp_path):
+def problem_of(registry: Registry, caplog: pytest.LogCaptureFixture) -> NeuronAccelError:
+    """The one thing that is wrong with what is installed: no error for runs, but a warning."""
+    assert registry.default_owners() == {}
+    problems = registry.problems()
+    assert [str(problem) for problem in problems] == [record.getMessage() for record in caplog.records]
+    return problems[0]
+
+
+def test_two_default_owners_of_one_duty(installed, tmp_path, caplog):
     installed("first-dist", "installed_a", MODULE.format(name="A", spec="a"), owners="backward = installed_a:A")
     installed("second-dist", "installed_b", MODULE.format(name="B", spec="b"), owners="backward = installed_b:B")
-    error = refusal(registry_of(tmp_path).default_owners)
+    error = problem_of(registry_of(tmp_path), caplog)
     assert "several default owners of backward" in error.what
     assert "first-dist 1.2" in error.where
     assert "second-dist 1.2" in error.where
 
 
-def test_a_default_owner_of_no_duty(installed, tmp_path):
+def test_a_default_owner_of_no_duty(installed, tmp_path, caplog):
     installed("some-dist", "installed_a", MODULE.format(name="A", spec="a"), owners="backwards = installed_a:A")
-    error = refusal(registry_of(tmp_path).default_owners)
+    error = problem_of(registry_of(tmp_path), caplog)
     assert "'backwards' is no duty" in error.what
     assert "some-dist 1.2" in error.where
     assert "Did you mean 'backward'?" in error.fix
 
 
-def test_a_default_owner_with_a_required_option(installed, tmp_path):
+def test_a_default_owner_with_a_required_option(installed, tmp_path, caplog):
     source = MODULE.format(name="A", spec="a") + "    needed: int\n"
     installed("some-dist", "installed_a", source, owners="backward = installed_a:A")
-    error = refusal(registry_of(tmp_path).default_owners)
+    error = problem_of(registry_of(tmp_path), caplog)
     assert "cannot be made without options" in error.what
     assert "some-dist 1.2" in error.where
     assert "needed" in error.why
+
+
+def test_a_default_owner_that_cannot_be_imported(installed, tmp_path, caplog):
+    installed("some-dist", "installed_a", "1 / 0", owners="backward = installed_a:A")
+    error = problem_of(registry_of(tmp_path), caplog)
+    assert "default owner of backward of some-dist 1.2" in error.what
+    assert "ZeroDivisionError" in error.why
+
+
+def test_a_broken_default_owner_of_our_own_is_an_error(installed, tmp_path):
+    installed("neuron-accel", "installed_a", "1 / 0", owners="backward = installed_a:A")
+    assert "default owner of backward of neuron-accel 1.2" in refusal(registry_of(tmp_path).default_owners).what
+
+
+# ---- what is merely installed ---------------------------------------------------------------------------------------
+def test_names_and_duties_of_our_own_cannot_be_taken(installed, tmp_path, caplog):
+    owners = "backward = installed_{0}:{1}"
+    mine, theirs = MODULE.format(name="A", spec="a"), MODULE.format(name="B", spec="a")
+    installed("neuron-accel", "installed_a", mine, owners=owners.format("a", "A"), a="installed_a:A")
+    installed("greedy-dist", "installed_b", theirs, owners=owners.format("b", "B"), a="installed_b:B")
+    registry = registry_of(tmp_path)
+    assert registry.get("a").__name__ == "A"
+    assert [entry.distribution for entry in registry.entries()] == ["neuron-accel"]
+    assert [type(owner).__name__ for owner in registry.default_owners().values()] == ["A"]
+    assert len(caplog.records) == 1
+    assert "'backward' of greedy-dist 1.2 is left out" in caplog.text
+    assert "installed_b" not in sys.modules
+    first, second = registry.problems()
+    assert "'a' of greedy-dist 1.2 is left out: neuron-accel has one of that name" in first.what
+    assert first.where == "installed_b:B of greedy-dist 1.2"
+    assert "'backward' of greedy-dist 1.2" in second.what
+    assert registry.get("installed_b:B").__name__ == "B"
+    assert registry.provenance(registry.get("installed_a:A")) == "neuron-accel 1.2"
+
+
+def test_damaged_metadata(installed, tmp_path):
+    installed("some-dist", "installed_a", MODULE.format(name="A", spec="a"), a="installed_a:A")
+    (tmp_path / "some_dist-1.2.dist-info" / "METADATA").unlink()
+    registry = registry_of(tmp_path)
+    assert registry.get("a").spec.name == "a"
+    assert registry.entries()[0].source
+
+
+def test_disabling_what_is_not_there(installed, tmp_path):
+    installed("some-dist", "installed_a", MODULE.format(name="A", spec="stripes"), stripes="installed_a:A")
+    (problem,) = registry_of(tmp_path, disabled=["strips"]).problems()
+    assert f"{DISABLE_VARIABLE} names 'strips'" in problem.what
+    assert "Did you mean 'stripes'?" in problem.fix
+
+
+# ---- the ways to ask for a plugin -----------------------------------------------------------------------------------
+def test_by_name_by_import_path_and_by_instance_are_one_plan(installed, tmp_path):
+    source = MODULE.format(name="A", spec="a") + "    width: int = 1\n"
+    installed("some-dist", "installed_a", source, a="installed_a:A")
+    installed("broken-dist", "installed_x", "1 / 0", bad="installed_x:X")
+    registry = registry_of(tmp_path)
+    (tmp_path / "run.yaml").write_text("plugins:\n  - a: {width: 3}\n")
+    (by_name,) = load_config(tmp_path / "run.yaml", registry=registry).plugins
+    (by_path,) = load_config({"plugins": [{"installed_a:A": {"width": 3}}]}, registry=registry).plugins
+    instance = registry.get("a")(width=3)
+    plans = [make_plan([p], world_size=2, provenance=registry.provenance) for p in (by_name, by_path, instance)]
+    assert len({plan.fingerprint() for plan in plans}) == 1
+    assert plans[0].provenance == {"a": "some-dist 1.2"}
+    assert to_config([instance], registry=registry) == {"plugins": [{"a": {"width": 3}}]}
+    assert "installed_x" not in sys.modules
+
+
+def test_two_that_claim_the_same_are_named_by_distribution(installed, tmp_path):
+    installed("first-dist", "installed_a", MODULE.format(name="A", spec="a"), a="installed_a:A")
+    installed("second-dist", "installed_b", MODULE.format(name="B", spec="b"), b="installed_b:B")
+    registry = registry_of(tmp_path)
+    a, b = (registry.get(name)() for name in ("a", "b"))
+    with pytest.raises(PlanError) as caught:
+        make_plan([a, b], world_size=2, provenance=registry.provenance)
+    assert "'a' and 'b' both claim gradient_reduction" in caught.value.what
+    assert caught.value.where == "plugin 'a' of first-dist 1.2; plugin 'b' of second-dist 1.2"
+    assert make_plan([a], world_size=2, provenance=registry.provenance).provenance == {"a": "first-dist 1.2"}
+
+
+def test_an_accelerator_refuses_an_instance_of_a_disabled_plugin(monkeypatch):
+    from neuron_accel import NeuronAccelerator, Zero1Plugin
+
+    monkeypatch.setenv(DISABLE_VARIABLE, "zero1")
+    default_registry.cache_clear()
+    try:
+        error = refusal(lambda: NeuronAccelerator(plugins=[Zero1Plugin()]))
+    finally:
+        default_registry.cache_clear()
+    assert "'zero1' is disabled" in error.what
+    assert error.where.startswith("neuron-accel ")

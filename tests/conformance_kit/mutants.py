@@ -1,0 +1,250 @@
+"""Plugins with one fault each. Ranks import them from here."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import itertools
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuron_accel.contract import Phase, PlanError, PluginSpec, StrategyPlugin
+
+
+def spec(name: str, **more: Any) -> PluginSpec:
+    return PluginSpec(name=name, phase=Phase.MEMORY, **more)
+
+
+# ---- form ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ByPosition(StrategyPlugin):
+    spec = spec("by_position")
+    width: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misspelt(StrategyPlugin):
+    spec = spec("misspelt")
+
+    def transform_optimiser(self, optimizer, run):
+        return optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TooFewArguments(StrategyPlugin):
+    spec = spec("too_few_arguments")
+
+    def before_step(self, optimizer):
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnclaimedDuty(StrategyPlugin):
+    spec = spec("unclaimed_duty")
+
+    def clip_grad_norm(self, parameters, max_norm, norm_type, run):
+        return torch.zeros(())
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherVersion(StrategyPlugin):
+    spec = spec("other_version", api_version=99)
+
+
+# ---- configuration and plans -----------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Doubles(StrategyPlugin):
+    spec = spec("doubles")
+    width: int = 1
+
+    def __post_init__(self):
+        object.__setattr__(self, "width", self.width * 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakesAnything(StrategyPlugin):
+    spec = spec("takes_anything")
+    width: Any = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LooksAtItsRank(StrategyPlugin):
+    spec = spec("looks_at_its_rank")
+
+    def config_dict(self):
+        return {"rank": os.environ.get("RANK")}
+
+
+COUNTER = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountsPlans(StrategyPlugin):
+    spec = spec("counts_plans")
+
+    def config_dict(self):
+        return {"plan": next(COUNTER)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetsVariables(StrategyPlugin):
+    spec = spec("sets_variables")
+
+    def validate(self, context):
+        os.environ["SET_BY_A_PLUGIN_WHILE_PLANNING"] = "yes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefusesZero1(StrategyPlugin):
+    spec = spec("refuses_zero1", conflicts=frozenset({"zero1"}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefusesWithoutAdvice(StrategyPlugin):
+    spec = spec("refuses_without_advice")
+
+    def validate(self, context):
+        if "zero1" in context.plugins:
+            raise PlanError("This does not go together with zero1.")
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class HalvesGradients(StrategyPlugin):
+    spec = spec("halves_gradients")
+
+    def before_backward(self, loss, run):
+        return loss / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividesTwice(StrategyPlugin):
+    """By the number of micro-batches, which the accelerator does already."""
+
+    spec = spec("divides_twice")
+
+    def before_backward(self, loss, run):
+        return loss * run.backward_scale()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unfreezes(StrategyPlugin):
+    spec = spec("unfreezes")
+
+    def transform_model(self, model, run, parameters):
+        return model.requires_grad_(True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decays(StrategyPlugin):
+    """Frozen parameters, by less than any tolerance."""
+
+    spec = spec("decays")
+
+    def transform_model(self, model, run, parameters):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if not parameter.requires_grad:
+                    parameter.mul_(1 - 1e-6)
+        return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unties(StrategyPlugin):
+    spec = spec("unties")
+
+    def transform_model(self, model, run, parameters):
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        return model
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class ForgetsItsCount(StrategyPlugin):
+    """Gradients shrink with the number of steps of this run, which no checkpoint has."""
+
+    spec = spec("forgets_its_count")
+
+    def before_step(self, optimizer, run):
+        state = run.state(self)
+        state["steps"] = state.get("steps", 0) + 1
+        for record in run.models[0].parameters:
+            record.current.grad.div_(state["steps"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class DependsOnTheNumberOfRanks(StrategyPlugin):
+    spec = spec("depends_on_the_number_of_ranks")
+
+    def before_step(self, optimizer, run):
+        optimizer.param_groups[0]["lr"] = 1e-3 * run.world.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowsOtherWeights(StrategyPlugin):
+    """Than are saved."""
+
+    spec = spec("shows_other_weights")
+
+    def transform_model(self, model, run, parameters):
+        def double(module, state, prefix, metadata):
+            state["model.norm.weight"] = state["model.norm.weight"] * 2
+
+        model.register_state_dict_post_hook(double)
+        return model
+
+
+# ---- leaving ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class TrainsACopy(StrategyPlugin):
+    spec = spec("trains_a_copy")
+
+    def transform_model(self, model, run, parameters):
+        return copy.deepcopy(model)
+
+
+SEEN: list[str] = []
+FOREVER = threading.Event()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Litters(StrategyPlugin):
+    """Leaves something of every kind."""
+
+    spec = spec("litters")
+
+    def setup(self, run):
+        threading.Thread(target=FOREVER.wait, name="litter", daemon=True).start()
+        torch.distributed.new_group([0])
+        os.environ["SET_BY_A_PLUGIN"] = "yes"
+        SEEN.append("a run")
+        original = nn.functional.silu
+        nn.functional.silu = lambda *args, **kwargs: original(*args, **kwargs)
+
+    def transform_model(self, model, run, parameters):
+        run.state(self)["model"] = model
+        model.litter = True
+        model.lm_head.register_forward_hook(lambda *_: None)
+        model.lm_head.weight.register_hook(lambda gradient: gradient)
+        return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndsBadly(StrategyPlugin):
+    spec = spec("ends_badly")
+
+    def setup(self, run):
+        atexit.register(os._exit, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Healthy(StrategyPlugin):
+    """Does nothing wrong."""
+
+    spec = spec("healthy")
+    width: int = 1

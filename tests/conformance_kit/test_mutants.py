@@ -1,0 +1,200 @@
+"""The kit finds what is wrong with a plugin, each fault by the check that is meant for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from neuron_accel.testing import PluginConformance
+from tests.conformance_kit import mutants
+
+
+class Kit(PluginConformance):
+    """Not collected; its checks are called one by one. One rank is enough for most faults."""
+
+    ranks = 1
+
+
+def refusal(check, plugin, *arguments, kit=Kit, **keywords) -> str:
+    """What a check of the kit says about a plugin."""
+    with pytest.raises((pytest.fail.Exception, AssertionError, Exception)) as caught:
+        getattr(kit(), check)(plugin, *arguments, **keywords)
+    assert not isinstance(caught.value, (TypeError, NameError, AttributeError)), caught.value
+    return str(caught.value)
+
+
+FORM = {
+    "ByPosition": "width can be given by position",
+    "Misspelt": "transform_optimiser is no hook and never called; did you mean transform_optimizer?",
+    "TooFewArguments": "before_step does not take what it is called with",
+    "UnclaimedDuty": "clip_grad_norm is only called on the owner of gradient_clipping",
+    "OtherVersion": "written for version 99",
+}
+
+
+@pytest.mark.parametrize("name", FORM)
+def test_form(name):
+    assert FORM[name] in refusal("test_keeps_the_form_of_the_contract", getattr(mutants, name)())
+
+
+@pytest.mark.parametrize(
+    ("check", "plugin", "message"),
+    [
+        ("test_is_found_by_name", mutants.Healthy(), "no plugin 'healthy'"),
+        ("test_configuration_round_trip", mutants.Doubles(width=3), "reads back as"),
+        ("test_configuration_is_strict", mutants.TakesAnything(), "option 'width' takes anything"),
+        ("test_plan_is_pure", mutants.LooksAtItsRank(), "depends on the process, its rank or its environment"),
+        ("test_plan_is_pure", mutants.CountsPlans(), "planning twice gives two plans"),
+        ("test_plan_is_pure", mutants.OtherVersion(), "there is no plan for it"),
+        ("test_plan_is_independent_of_order", mutants.CountsPlans(), "different outcomes"),
+    ],
+)
+def test_what_needs_no_training(check, plugin, message):
+    assert message in refusal(check, plugin)
+
+
+def test_planning_that_changes_something(monkeypatch):
+    monkeypatch.delenv("SET_BY_A_PLUGIN_WHILE_PLANNING", raising=False)
+    assert "planning changed environment variables" in refusal("test_plan_is_pure", mutants.SetsVariables())
+    monkeypatch.delenv("SET_BY_A_PLUGIN_WHILE_PLANNING")
+
+
+@pytest.mark.parametrize(
+    ("check", "plugin", "message"),
+    [
+        ("test_accumulates_like_one_process", mutants.DividesTwice(), "norms[0] is"),
+        ("test_frozen_parameters", mutants.Unfreezes(), "the reference has no"),
+        ("test_frozen_parameters", mutants.Decays(), "is frozen and has changed"),
+        ("test_tied_parameters", mutants.Unties(), "was tied to 'model.embed_tokens.weight' and is not any more"),
+    ],
+)
+def test_training(check, plugin, message):
+    assert message in refusal(check, plugin, "gloo")
+
+
+def test_another_loss():
+    message = refusal("test_trains_like_one_process", mutants.HalvesGradients(), "alone", "gloo", {})
+    assert "norms[0] is" in message
+    assert "losses[0]" not in message
+
+
+def test_conflicts():
+    def outcome(plugin, declared):
+        class Declares(Kit):
+            conflicts = declared
+
+        return refusal("test_trains_like_one_process", plugin, "zero1", "gloo", {}, kit=Declares)
+
+    assert "cannot run together with 'zero1'" in outcome(mutants.RefusesZero1(), {})
+    assert "does not say 'something else'" in outcome(mutants.RefusesZero1(), {"zero1": "something else"})
+    assert "or has no fix" in outcome(mutants.RefusesWithoutAdvice(), {"zero1": "does not go together"})
+    assert "is declared a conflict, and trained" in outcome(mutants.Healthy(), {"zero1-gloo": "anything"})
+
+
+def test_declared_conflict_is_accepted():
+    class Declares(Kit):
+        conflicts = {"zero1": "declares this conflict"}  # noqa: RUF012
+
+    Declares().test_trains_like_one_process(mutants.RefusesZero1(), "zero1", "gloo", {})
+
+
+@pytest.mark.parametrize(
+    ("check", "plugin", "message"),
+    [
+        ("test_resumes", mutants.ForgetsItsCount(), "weights["),
+        ("test_reshards", mutants.DependsOnTheNumberOfRanks(), "weights["),
+        ("test_consolidates", mutants.ShowsOtherWeights(), "model.norm.weight is not what the run had"),
+    ],
+)
+def test_files(check, plugin, message, tmp_path_factory):
+    assert message in refusal(check, plugin, {}, tmp_path_factory)
+
+
+def test_another_model():
+    message = refusal("test_unwrap_model_is_the_original", mutants.TrainsACopy())
+    assert "another LlamaForCausalLM instead of the LlamaForCausalLM that was prepared" in message
+
+
+def test_litter():
+    message = refusal("test_leaves_nothing_behind", mutants.Litters())
+    for found in (
+        "thread litter",
+        "1 more process groups",
+        "variable SET_BY_A_PLUGIN has changed",
+        "mutants keeps something in 'SEEN'",
+        "torch.nn.functional.silu is not what it was",
+        "run.state of plugin 'litters' still holds model",
+        "the model has a new attribute 'litter'",
+        "module 'lm_head' has 1 forward hooks and had 0",
+        "parameter 'lm_head.weight' has hooks that it had not",
+    ):
+        assert found in message
+    assert "no_sync" not in message
+
+
+def test_a_bad_end():
+    assert "ended with exit code 3" in refusal("test_exits_cleanly", mutants.EndsBadly())
+
+
+# ---- opting out ------------------------------------------------------------------------------------------------------
+def test_opting_out_without_a_reason():
+    class Evasive(PluginConformance):
+        opt_out = {"test_resumes": "no", "test_resume": "there is no such check at all"}  # noqa: RUF012
+        conflicts = {"tp3": "anything", "pp2": ""}  # noqa: RUF012
+
+        def test_exits_cleanly(self):
+            pass
+
+    with pytest.raises(pytest.fail.Exception) as caught:
+        Evasive().test_is_opted_out_of_with_reasons_only()
+    for found in (
+        "the reason for 'test_resumes' is 'no'",
+        "opt_out names 'test_resume', which is no check",
+        "conflicts names 'tp3', which is no composition",
+        "the conflict 'pp2' has no text",
+        "Evasive replaces test_exits_cleanly",
+    ):
+        assert found in str(caught.value)
+
+
+OPTING_OUT = """
+import pytest
+from neuron_accel.testing import PluginConformance
+from tests.conformance_kit.mutants import Healthy
+
+class TestHealthy(PluginConformance):
+    opt_out = {
+        "test_is_found_by_name": "it is part of a test and in no distribution",
+        "test_plan_is_independent_of_order": "no",
+    }
+
+    @pytest.fixture
+    def plugin(self):
+        return Healthy()
+
+class TestForgetful(PluginConformance):
+    pass
+"""
+
+
+def test_reasons_are_printed(tmp_path):
+    (tmp_path / "test_opting_out.py").write_text(OPTING_OUT)
+    chosen = "found_by_name or round_trip or (independent and Healthy)"
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "--rootdir", tmp_path, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    line = "OPTED OUT of test_is_found_by_name (TestHealthy): it is part of a test and in no distribution"
+    assert line in result.stdout
+    assert "TestForgetful needs a fixture 'plugin'" in result.stdout
+    assert "2 passed, 1 skipped" in result.stdout  # a reason of two letters opts nobody out
+    assert "2 errors" in result.stdout
