@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from neuron_accel.engine.plugin import AxisKind, AxisSpec
 
 if TYPE_CHECKING:
     from neuron_accel.engine.run import PreparedModel, Run
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -84,6 +87,7 @@ def _local(training: Training) -> tuple[list[Item], dict[str, Any]]:
         items += mine
         values.append(rest)
     facts = {"random": random_state(training.run.device), "values": values, "names": _group_names(training)}
+    facts["plugins"] = _plugin_states(training.run)
     return items, facts
 
 
@@ -96,6 +100,18 @@ def _state(training: Training, everyone: list[dict[str, Any]], tensors: dict[str
         "loaders": [encode(position_of(loader), tensors, f"loader {i}") for i, loader in enumerate(training.loaders)],
         "scaler": encode(training.scaler.state_dict(), tensors, "scaler") if training.scaler is not None else None,
         "random": [encode(one["random"], tensors, f"random {rank}") for rank, one in enumerate(everyone)],
+        "plugins": {
+            name: encode(state, tensors, f"plugin {name}") for name, state in sorted(everyone[0]["plugins"].items())
+        },
+    }
+
+
+def _plugin_states(run: Run) -> dict[str, Any]:
+    states = {plugin.spec.name: plugin.checkpoint_state(run) for plugin in run.plan.plugins}
+    return {
+        name: {key: v.detach().cpu() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
+        for name, state in states.items()
+        if state
     }
 
 
@@ -178,6 +194,7 @@ class Restored:
             }
             self._loaders = [decode(o, tensor, f"loader {i}") for i, o in enumerate(state["loaders"])]
             self._scaler = decode(state["scaler"], tensor, "scaler")
+            self._plugins = {name: decode(o, tensor, f"plugin {name}") for name, o in state.get("plugins", {}).items()}
             random = [decode(o, tensor, f"random {i}") for i, o in enumerate(state["random"])]
             saved = mesh_from(info["mesh"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -245,6 +262,12 @@ class Restored:
             custom.load_state_dict(state)
         if training.scaler is not None and self._scaler is not None:
             training.scaler.load_state_dict(self._scaler)
+        plugins = {plugin.spec.name: plugin for plugin in training.run.plan.plugins}
+        for name, state in self._plugins.items():
+            if name in plugins:
+                plugins[name].load_checkpoint_state(state, training.run)
+            else:
+                _log.warning("The checkpoint has state of a plugin %r, which this run has not; it is left out.", name)
         state, newcomer = self._random
         set_random_state(state, training.run.device)
         if newcomer is not None:

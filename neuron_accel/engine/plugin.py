@@ -203,6 +203,15 @@ class StrategyPlugin:
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
         """Just after an optimizer updated weights."""
 
+    def checkpoint_state(self, run: Run) -> dict[str, Any]:
+        """What a checkpoint keeps of this plugin beside parameters and optimizers, which it has anyway: plain values
+        and tensors, whole and alike on every rank, so that any mesh can load them. Collective."""
+        return {}
+
+    def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
+        """Takes back what :meth:`checkpoint_state` gave; tensors are on the CPU. Called where a checkpoint has some for
+        a plugin of this name, after everything else was loaded. Collective."""
+
     def explain_model(self, model: torch.nn.Module, run: Run) -> str:
         """What this plugin does in a model that it transformed, as text for people; empty for nothing."""
         return ""
