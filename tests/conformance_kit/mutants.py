@@ -178,6 +178,20 @@ class ForgetsItsCount(StrategyPlugin):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RemembersItsCount(ForgetsItsCount):
+    """The same without the fault."""
+
+    spec = spec("remembers_its_count")
+
+    def checkpoint_state(self, run):
+        return {"steps": run.state(self)["steps"], "as a tensor": torch.tensor(run.state(self)["steps"])}
+
+    def load_checkpoint_state(self, state, run):
+        assert state["as a tensor"].item() == state["steps"]
+        run.state(self)["steps"] = state["steps"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class DependsOnTheNumberOfRanks(StrategyPlugin):
     spec = spec("depends_on_the_number_of_ranks")
 

@@ -114,6 +114,12 @@ def test_files(check, plugin, message, tmp_path_factory):
     assert message in refusal(check, plugin, {}, tmp_path_factory)
 
 
+def test_state_of_a_plugin_is_part_of_checkpoints(tmp_path_factory):
+    made_once = {}
+    Kit().test_resumes(mutants.RemembersItsCount(), made_once, tmp_path_factory)
+    Kit().test_reshards(mutants.RemembersItsCount(), made_once, tmp_path_factory)
+
+
 def test_another_model():
     message = refusal("test_unwrap_model_is_the_original", mutants.TrainsACopy())
     assert "another LlamaForCausalLM instead of the LlamaForCausalLM that was prepared" in message

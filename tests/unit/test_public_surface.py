@@ -1,0 +1,119 @@
+"""The public surface changes only on purpose: it is compared with ``public_surface.txt`` beside this file.
+
+After a change that is meant, ``python -m tests.unit.test_public_surface --write`` describes it anew. One that breaks
+plugins (a hook renamed, an argument or a name gone) also raises ``API_VERSION`` in ``neuron_accel/engine/plugin.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+DESCRIPTION = Path(__file__).with_name("public_surface.txt")
+MODULES = ("neuron_accel", "neuron_accel.contract", "neuron_accel.testing")
+
+
+def describe() -> str:
+    from neuron_accel.contract import API_VERSION
+
+    lines = [f"contract version {API_VERSION}"]
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        lines += ["", module_name]
+        for name in sorted(module.__all__):
+            lines += [f"    {line}" for line in _describe(name, getattr(module, name))]
+    return "\n".join(lines) + "\n"
+
+
+def _describe(name: str, value: Any) -> Iterator[str]:
+    if inspect.isclass(value):
+        yield f"class {name}({', '.join(base.__name__ for base in value.__bases__)}){_options(value)}"
+        yield from (f"    {line}" for line in _members(value))
+    elif callable(value):
+        yield f"def {name}{_signature(value)}"
+    else:
+        yield f"{name} = {value!r}"
+
+
+def _options(cls: type) -> str:
+    foreign = [base for base in cls.__mro__ if dataclasses.is_dataclass(base) and not _is_ours(base)]
+    if foreign:  # whose fields are not our promise
+        theirs = {f.name for base in foreign for f in dataclasses.fields(base)}
+        return f": {', '.join(f.name for f in dataclasses.fields(cls) if f.name not in theirs)}"
+    return f": {_signature(cls)}" if dataclasses.is_dataclass(cls) or "__init__" in vars(cls) else ""
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.split(".")[0] == "neuron_accel"
+
+
+def _members(cls: type) -> Iterator[str]:
+    from neuron_accel.contract import StrategyPlugin
+
+    if issubclass(cls, enum.Enum):
+        yield from (f"{member.name} = {member.value!r}" for member in cls)
+        return
+    if issubclass(cls, StrategyPlugin) and cls is not StrategyPlugin:
+        return  # what it does in its hooks is its own business
+    for name, value in sorted(vars(cls).items()):
+        if name.startswith("_"):
+            continue
+        if isinstance(value, property):
+            yield f"property {name}"
+        elif isinstance(value, (staticmethod, classmethod)):
+            yield f"{type(value).__name__} {name}{_signature(value.__func__)}"
+        elif inspect.isfunction(value):
+            yield f"def {name}{_signature(value)}"
+        elif name not in getattr(cls, "__dataclass_fields__", ()):
+            yield f"attribute {name}"
+
+
+def _signature(value: Any) -> str:
+    try:
+        text = str(inspect.signature(value))
+    except (TypeError, ValueError):
+        return "(...)"
+    text = re.sub(r" at 0x[0-9a-f]+", "", text)
+    return text.replace("pathlib._local.", "pathlib.")  # where Python 3.13 keeps it
+
+
+def test_the_public_surface_is_as_described():
+    expected, found = DESCRIPTION.read_text(), describe()
+    changes = "\n".join(
+        difflib.unified_diff(expected.splitlines(), found.splitlines(), "described", "found", "", "", 1)
+    )
+    assert not changes, f"the public surface has changed; if that is meant: {__doc__}\n{changes}"
+
+
+def test_public_names_come_from_their_modules():
+    """What a module calls public is there, and nothing public hides in a private name."""
+    for name in MODULES:
+        module = importlib.import_module(name)
+        assert len(set(module.__all__)) == len(module.__all__)
+        assert [n for n in module.__all__ if n.startswith("_") or not hasattr(module, n)] == []
+
+
+def test_changes_are_noticed(monkeypatch):
+    from neuron_accel import contract
+
+    class Group:
+        def send(self, tensor, *, late=False): ...
+
+    monkeypatch.setattr(contract, "Group", Group)
+    added = [line.strip() for line in describe().splitlines() if line not in DESCRIPTION.read_text().splitlines()]
+    assert "def send(self, tensor, *, late=False)" in added
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(__doc__)
+    DESCRIPTION.write_text(describe())
+    print(f"{DESCRIPTION}: {len(DESCRIPTION.read_text().splitlines())} lines")
