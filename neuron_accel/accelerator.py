@@ -98,8 +98,6 @@ class NeuronAccelerator(Accelerator):
         registry = default_registry()
         if zero_1:
             wanted.append(registry.get("zero1")())
-        for plugin in wanted:
-            registry.refuse_disabled(type(plugin))
         decision = settle(os.environ, requested=backend or configured.backend, cpu=bool(options.get("cpu")))
         options["cpu"] = decision.device == "cpu"
         was_connected = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -362,7 +360,9 @@ class NeuronAccelerator(Accelerator):
                 )
             loss = loss * (self._items.add(num_items) * self.gradient_accumulation_steps)
         with run.driving_backward():
-            if owner is None:
+            if owner is None and self.scaler is None and self.gradient_accumulation_steps == 1 and not kwargs:
+                loss.backward()  # what Accelerate's does, less a division by one
+            elif owner is None:
                 super().backward(loss, **kwargs)
             else:
                 owner.backward(loss / self.gradient_accumulation_steps, run, **kwargs)

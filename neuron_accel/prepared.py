@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType
 
 from neuron_accel.engine.errors import UsageError
 from neuron_accel.engine.hyperparameters import as_device_data
@@ -44,6 +46,10 @@ class PreparedOptimizer(AcceleratedOptimizer):
         super().__init__(optimizer, device_placement=False, scaler=scaler)
         self._run, self._peers, self._gradients_complete = run, peers, gradients_complete
         self._has_stepped = False
+        # What Accelerate finds out anew at every step. LOMO optimizers update weights in the backward pass.
+        self._is_plain = scaler is None and self.accelerator_state.distributed_type != DistributedType.XLA
+        self._is_lomo = type(optimizer).__module__.partition(".")[0] == "lomo_optim"
+        self._can_set_to_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
         self._stepping = run.company.register("an optimizer step", self._step_along, settles=True)
         self._zeroing = run.company.register("zeroing gradients", self.optimizer.zero_grad)
 
@@ -66,7 +72,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         for plugin in self._run.plan.plugins:
             plugin.before_step(self.optimizer, self._run)
         with as_device_data(self.optimizer, self._run.backend):
-            super().step(closure)
+            self._update(closure)
         for plugin in self._run.plan.plugins:
             plugin.after_step(self.optimizer, self._run)
         self._run.backend.step_boundary()
@@ -74,7 +80,16 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         if self.gradient_state.sync_gradients:
             self._zeroing()
-        super().zero_grad(set_to_none)
+            if set_to_none is None and self._can_set_to_none:
+                self.optimizer.zero_grad(set_to_none=True)
+            else:
+                super().zero_grad(set_to_none)
+
+    def _update(self, closure: Any) -> None:
+        if not self._is_plain:
+            super().step(closure)
+        elif not self._is_lomo:
+            self.optimizer.step(closure)
 
     def _step_along(self) -> None:
         """A step of the others, on a rank without data. Their loop has its own way to drop gradients; here nobody else

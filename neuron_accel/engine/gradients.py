@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -101,18 +102,23 @@ class BackwardWatcher:
         self._action = action
         self._buckets, self._ready, self._done = buckets, ready, done
         self._synchronises, self._driven, self._overlap = synchronises, driven, overlap
-        self._where = {p: i for i, bucket in enumerate(buckets) for p in bucket.parameters}
-        self._names = {p: r.fqn for b in buckets for p, r in zip(b.parameters, b.records, strict=True)}
-        self._late = {p for b in buckets for p, r in zip(b.parameters, b.records, strict=True) if r.completed_late}
-        self._seen: set[nn.Parameter] = set()
+        # By number of the parameter: a hook costs microseconds, and looking a tensor up in a dict is a call, too.
+        self._where = [index for index, bucket in enumerate(buckets) for _ in bucket.parameters]
+        self._records = [record for bucket in buckets for record in bucket.records]
+        self._late = [record.completed_late for record in self._records]
+        self._seen = bytearray(len(self._where))
         self._missing: list[int] = []
         self._next = 0
         self._running = False
         self.unsynchronised = False
         """Whether gradients have arrived that were not announced through ``ready`` yet."""
-        self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._where]
+        parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
+            for number, parameter in enumerate(parameters)
+        ]
 
-    def _arrived(self, parameter: torch.Tensor) -> None:
+    def _arrived(self, number: int, _: torch.Tensor) -> None:
         if not self._synchronises():
             self.unsynchronised = True
             return
@@ -121,27 +127,27 @@ class BackwardWatcher:
             if not self._driven():
                 # A plain loss.backward(): autograd itself tells when it is through.
                 torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-        if parameter in self._late:
+        if self._late[number]:
             return  # goes with its bucket at the end
-        index = self._where[parameter]  # type: ignore[index]
-        if parameter in self._seen:
+        index = self._where[number]
+        if self._seen[number]:
             if index < self._next:
                 raise UsageError(
-                    f"The gradient of {self._names[parameter]!r} arrived twice in one backward pass, the second time "  # type: ignore[index]
-                    "after it had been sent.",
+                    f"The gradient of {self._records[number].fqn!r} arrived twice in one backward pass, the second "
+                    "time after it had been sent.",
                     why="re-entrant activation checkpointing runs a backward pass inside the backward pass",
                     fix="use the non-re-entrant variant: gradient_checkpointing_kwargs={'use_reentrant': False}",
                 )
             return
-        self._seen.add(parameter)  # type: ignore[arg-type]
+        self._seen[number] = 1
         self._missing[index] -= 1
-        if self._overlap and not (self._action and self._action.announced):
+        if self._missing[index] == 0 and self._overlap and not (self._action and self._action.announced):
             self._advance()
 
     def _begin(self) -> None:
         self._running = True
         self._next = 0
-        self._seen.clear()
+        self._seen = bytearray(len(self._where))
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
 
     def _advance(self, *, everything: bool = False) -> None:
@@ -219,30 +225,42 @@ class FlatGradients:
     def __init__(self, bucket: Bucket, *, flags: bool = False) -> None:
         self._bucket, self._flags = bucket, flags
         self._flat: torch.Tensor | None = None
+        self._slots: list[torch.Tensor] = []
 
     def collect(self) -> torch.Tensor:
         """The gradients one after another, and the flags; zeros for those that have none. A gradient that is a view of
         this memory already stays where it is."""
-        parameters, numel = self._bucket.parameters, self._bucket.numel
-        if self._flat is None:
-            length = numel + len(parameters) if self._flags else numel
-            self._flat = torch.empty(length, dtype=self._bucket.dtype, device=parameters[0].device)
-        slots = split_like(self._flat, parameters)
+        flat = self._flat if self._flat is not None else self._allocate()
         targets, sources, missing = [], [], []
-        for index, (parameter, slot) in enumerate(zip(parameters, slots, strict=True)):
-            if parameter.grad is None:
+        for index, (parameter, slot) in enumerate(zip(self._bucket.parameters, self._slots, strict=True)):
+            gradient = parameter.grad
+            if gradient is None:
                 slot.zero_()
                 missing.append(index)
-            elif parameter.grad.data_ptr() != slot.data_ptr():
+            elif gradient is not slot:
                 targets.append(slot)
-                sources.append(parameter.grad)
+                sources.append(gradient)
         if targets:
             torch._foreach_copy_(targets, sources)
         if self._flags:
-            flags = self._flat[numel:].fill_(1)
+            flags = flat[self._bucket.numel :].fill_(1)
             if missing:
                 flags[missing] = 0
+        return flat
+
+    def _allocate(self) -> torch.Tensor:
+        parameters, numel = self._bucket.parameters, self._bucket.numel
+        length = numel + len(parameters) if self._flags else numel
+        self._flat = torch.empty(length, dtype=self._bucket.dtype, device=parameters[0].device)
+        self._slots = split_like(self._flat, parameters)
         return self._flat
+
+    def parts(self, reduced: torch.Tensor) -> list[torch.Tensor]:
+        """The gradients in what :meth:`collect` has become, in the shapes of the parameters; the same tensors every
+        time where it was reduced in place."""
+        if self._flat is not None and reduced.data_ptr() == self._flat.data_ptr():
+            return self._slots
+        return split_like(reduced, self._bucket.parameters)
 
     def used_anywhere(self, reduced: torch.Tensor, local: Sequence[bool]) -> list[bool]:
         """Which parameters have a gradient on any rank.
@@ -258,5 +276,9 @@ class FlatGradients:
 
 def split_like(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Consecutive views of ``flat`` with the shapes of ``parameters``."""
-    parts = flat[: sum(p.numel() for p in parameters)].split([p.numel() for p in parameters])
-    return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+    views, begin = [], 0
+    for parameter in parameters:
+        end = begin + parameter.numel()
+        views.append(flat[begin:end].view(parameter.shape))
+        begin = end
+    return views

@@ -188,15 +188,15 @@ class GradientAverager:
         ranks = self._data_group.size
         for index, (bucket, work) in enumerate(zip(self._buckets, pending, strict=True)):
             flat = work.wait()
-            anywhere = self._memory[index].used_anywhere(flat, used[index]) if self._memory else used[index]
+            memory = self._memory[index] if self._memory else None
+            anywhere = memory.used_anywhere(flat, used[index]) if memory else used[index]
             if ranks > 1:
                 flat = flat.div_(ranks)
-            for parameter, gradient, is_used in zip(
-                bucket.parameters, split_like(flat, bucket.parameters), anywhere, strict=True
-            ):
+            gradients = memory.parts(flat) if memory else split_like(flat, bucket.parameters)
+            for parameter, gradient, is_used in zip(bucket.parameters, gradients, anywhere, strict=True):
                 if is_used:
                     # Clipping a view in place would rewrite the whole bucket, each by itself, on a lazy device.
-                    parameter.grad = gradient if self._memory is not None else gradient.clone()
+                    parameter.grad = gradient if memory else gradient.clone()
 
     def flush(self) -> None:
         """Reduces what backward passes under ``no_sync`` left behind, unless ``no_sync`` still holds."""
