@@ -98,6 +98,8 @@ class NeuronAccelerator(Accelerator):
         registry = default_registry()
         if zero_1:
             wanted.append(registry.get("zero1")())
+        for plugin in wanted:
+            registry.refuse_disabled(type(plugin))
         decision = settle(os.environ, requested=backend or configured.backend, cpu=bool(options.get("cpu")))
         options["cpu"] = decision.device == "cpu"
         was_connected = torch.distributed.is_available() and torch.distributed.is_initialized()
