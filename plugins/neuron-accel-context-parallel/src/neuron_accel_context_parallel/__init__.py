@@ -1,0 +1,7 @@
+"""Context parallelism for neuron_accel: long sequences over several ranks, with exact attention."""
+
+from __future__ import annotations
+
+from neuron_accel_context_parallel.plugin import ContextParallelPlugin
+
+__all__ = ["ContextParallelPlugin"]

@@ -1,0 +1,264 @@
+"""Models of transformers whose attention goes round the ring.
+
+Their attention layers call whatever function their configuration names, which is a public interface; so nothing in a
+model is replaced. The function finds the ring among the arguments that models pass on to their layers, and the place of
+the mask has what it needs to know of documents and padding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from neuron_accel.contract import UnsupportedModelError, UsageError
+from neuron_accel_context_parallel.blocks import Scores
+from neuron_accel_context_parallel.calls import RING, Splitter, codes_of
+from neuron_accel_context_parallel.outputs import Joiner
+from neuron_accel_context_parallel.ring import Look, Ring
+from neuron_accel_context_parallel.zigzag import Zigzag
+
+if TYPE_CHECKING:
+    from neuron_accel.contract import Run
+
+ATTENTION = "neuron_accel_context_parallel"
+"""The name of the attention function."""
+
+_LAYERS = {"full_attention", "sliding_attention"}
+# arguments of attention functions that say how scores are made or masked, beyond those that are understood
+_OTHER_SCORES = ("position_bias", "s_aux", "sinks", "head_mask", "cache")
+
+
+class Attached:
+    """A model whose calls are divided, until :meth:`detach`.
+
+    Args:
+        model: the model, changed in place.
+        run: the run.
+        axis: the mesh axis of the sequence.
+        keeps_logits: whether logits are gathered although the model computed the loss in training.
+        staged: whether a rank may have some of the layers only.
+
+    Raises:
+        UnsupportedModelError: if the model's attention cannot be divided. It is unchanged then.
+    """
+
+    def __init__(self, model: nn.Module, run: Run, axis: str, *, keeps_logits: bool, staged: bool) -> None:
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters wrap a model
+        check_model(inner)
+        register_attention()
+        self._config, self._model = inner.config, inner
+        self._before = inner.config._attn_implementation
+        ring, zigzag = Ring(run.backend, run.group(axis)), Zigzag(run.backend, run.group(axis))
+        self._splitter = Splitter(
+            inner.forward,
+            inner.config,
+            zigzag,
+            ring,
+            own_loss=own_loss(inner),
+            reads="host-reads" in run.backend.capabilities,
+        )
+        self._joiner = Joiner(zigzag, keeps_logits=keeps_logits)
+        self._ring, self._staged = ring, staged
+        self._length: int | None = None
+        self._as_tuple = False
+        inner.set_attn_implementation(ATTENTION)
+        self._handles = [
+            model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            model.register_forward_hook(self._leave),
+            model.register_forward_hook(self._ended, always_call=True),
+        ]
+
+    def detach(self) -> None:
+        """Leaves the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._model.set_attn_implementation(self._before)
+
+    # ---- around a call ---------------------------------------------------------------------------------------------
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = self._splitter.bind(args, kwargs)
+        if self._splitter.is_cached(given) and not torch.is_grad_enabled():
+            self._model.set_attn_implementation(self._before)  # every rank computes all of it
+            return None
+        self._as_tuple = not given.pop("return_dict", getattr(self._config, "return_dict", True))
+        divided, self._length = self._splitter.split(given)
+        self._ring.visits, self._ring.windows = 0, 0
+        return (), divided if not self._as_tuple else {**divided, "return_dict": True}
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._length is None:
+            return output
+        self._check_visits()
+        joined = self._joiner.join(output, self._length, training=module.training and torch.is_grad_enabled())
+        return joined.to_tuple() if self._as_tuple else joined
+
+    def _ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._length is None:
+            self._model.set_attn_implementation(ATTENTION)
+        self._length = None
+
+    def _check_visits(self) -> None:
+        """A layer that looks at other positions in a way of its own would see this rank's only."""
+        config = self._config.get_text_config()
+        layers, visits = config.num_hidden_layers, self._ring.visits
+        windows = has_windows(config)
+        if not visits or (not self._staged and visits != layers):
+            raise UnsupportedModelError(
+                f"{visits} of the {layers} layers of {type(self._model).__name__} called the attention function.",
+                where="plugin context_parallel",
+                why="a layer that mixes positions in another way would see only those of its rank",
+                fix="train this model without ContextParallelPlugin",
+            )
+        if windows and not self._ring.windows and not self._staged:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} has sliding windows, and no layer says how wide its own is.",
+                where="plugin context_parallel",
+                fix="train this model without ContextParallelPlugin",
+            )
+
+
+def has_windows(config: Any) -> bool:
+    """Whether some layers see a window of the sequence only."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return "sliding_attention" in kinds
+    return getattr(config, "sliding_window", None) is not None
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuses models whose layers look at other positions than through the attention function.
+
+    Raises:
+        UnsupportedModelError: saying why.
+    """
+    name = type(model).__name__
+
+    def refuse(why: str, fix: str = "train this model without ContextParallelPlugin") -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"The attention of {name} cannot be divided along the sequence.",
+            where="plugin context_parallel",
+            why=why,
+            fix=fix,
+        )
+
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        PreTrainedModel = None  # type: ignore[assignment,misc]
+    if PreTrainedModel is None or not isinstance(model, PreTrainedModel):
+        raise refuse(
+            "it is no model of transformers, so there is no place where its attention function can be exchanged",
+            "derive it from transformers.PreTrainedModel and call the function that its configuration names",
+        )
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if kinds:
+        raise refuse(f"layers of kind {', '.join(sorted(kinds))} mix positions in another way")
+    if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
+        raise refuse("only causal attention is divided")
+    if getattr(config, "attention_chunk_size", None) and "chunked_attention" in str(getattr(config, "layer_types", "")):
+        raise refuse("its attention is divided into chunks of its own")
+    forward = inspect.signature(model.forward).parameters
+    if "position_ids" not in forward:
+        raise refuse("it takes no position_ids, so positions would begin anew on every rank")
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in forward.values()):
+        raise refuse("it takes no further arguments, by which its layers would get to know the ring")
+    before = config._attn_implementation
+    register_attention()
+    model.set_attn_implementation(ATTENTION)
+    taken = model.config._attn_implementation == ATTENTION
+    model.set_attn_implementation(before)
+    if not taken:
+        raise refuse("its attention layers do not call the function that its configuration names")
+
+
+def own_loss(model: nn.Module) -> str | None:
+    """Why a model's loss is not the mean over tokens of shifted labels; None if it is."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if not hasattr(type(model), "loss_function"):
+        return "it has no loss function of transformers"
+    if model.loss_function is not ForCausalLMLoss:
+        return "it has a loss function of its own; only the mean over next tokens is known to be one of shares, too"
+    return None
+
+
+def register_attention() -> None:
+    """Makes the attention function known to transformers under its name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, ring_attention)
+    AttentionMaskInterface.register(ATTENTION, no_mask)
+
+
+def ring_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers.
+
+    Args:
+        query: [batch, heads, positions, dim].
+        key, value: [batch, key/value heads, positions, dim].
+        attention_mask: what :class:`~neuron_accel_context_parallel.calls.Splitter` put there.
+
+    Returns:
+        [batch, positions, heads, dim], and no weights.
+
+    Raises:
+        UsageError: if it is called outside of a prepared model's call, or for dropout where random numbers cannot be
+            drawn twice.
+        UnsupportedModelError: for scores that are made in another way.
+    """
+    ring = others.get(RING)
+    if ring is None or attention_mask is None:
+        raise UsageError(
+            f"{type(module).__name__} of a model with context parallelism was called by itself.",
+            where="plugin context_parallel",
+            why="calls are divided among ranks where the prepared model is called, and this one was not",
+            fix="call the model that `prepare` returned, not a part of it",
+        )
+    unknown = [name for name in _OTHER_SCORES if others.get(name) is not None]
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if unknown or not causal or (ring.is_lazy and dropout):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} asks for what context parallelism cannot do: "
+            + ", ".join(
+                [*unknown, *([] if causal else ["attention to later tokens"]), *(["dropout"] if dropout else [])]
+            )
+            + ".",
+            where="plugin context_parallel",
+            why="dropped weights are drawn again in the backward pass, which lazy devices cannot"
+            if ring.is_lazy and dropout
+            else "its scores would be made without it",
+            fix="set the attention dropout of its configuration to 0"
+            if ring.is_lazy and dropout
+            else "train this model without ContextParallelPlugin",
+        )
+    ring.visits += 1
+    ring.windows += sliding_window is not None
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    look = Look(scores=Scores(scale=float(scale), cap=softcap), window=sliding_window, dropout=dropout)
+    return ring.attention(query, key, value, look, codes_of(attention_mask)), None
+
+
+def no_mask(*args: Any, **kwargs: Any) -> None:
+    """Stands where transformers makes masks; calls that are divided bring their own."""
+    raise UsageError(
+        "An attention mask was asked for outside of a divided call.",
+        where="plugin context_parallel",
+        why="masks of queries by keys are as large as what is to be divided",
+        fix="call the model that `prepare` returned, not a part of it; generate with a dynamic cache",
+    )

@@ -1,0 +1,58 @@
+"""What a model returned for this rank's share of a sequence becomes what it returns for the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from neuron_accel.contract import gather_from_group
+from neuron_accel_context_parallel.gradients import mean_of_group, scale_gradient
+
+if TYPE_CHECKING:
+    from neuron_accel_context_parallel.zigzag import Zigzag
+
+_PER_POSITION = ("logits", "last_hidden_state", "hidden_states")
+
+
+class Joiner:
+    """Puts outputs together.
+
+    Args:
+        zigzag: the division.
+        keeps_logits: whether logits are gathered although the model computed the loss in training.
+    """
+
+    def __init__(self, zigzag: Zigzag, *, keeps_logits: bool) -> None:
+        self._zigzag, self._keeps_logits = zigzag, keeps_logits
+
+    def join(self, output: Any, length: int, *, training: bool) -> Any:
+        """The output for the whole sequence, the same on every rank. Collective.
+
+        Args:
+            output: a mapping by names, as models of transformers return.
+            length: of the whole sequence.
+            training: whether logits beside a loss are left out unless they are kept.
+        """
+        kept = {name: value for name, value in output.items() if value is not None}
+        loss = kept.get("loss")
+        if loss is not None:
+            kept["loss"] = mean_of_group(loss, self._zigzag.backend, self._zigzag.group)
+            if training and not self._keeps_logits:
+                kept.pop("logits", None)
+        for name in _PER_POSITION:
+            if name in kept:
+                kept[name] = _each(kept[name], lambda share: self._whole(share, length))
+        return type(output)(**kept)
+
+    def _whole(self, share: torch.Tensor, length: int) -> torch.Tensor:
+        """[batch, positions, ...] of this rank to [batch, length, ...]; what follows is the same on every rank."""
+        zigzag = self._zigzag
+        scaled = scale_gradient(share, zigzag.degree)
+        ordered = gather_from_group(scaled, zigzag.backend, zigzag.group, 1, grad="chunk")
+        return zigzag.restore(ordered, 1, length)
+
+
+def _each(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return tuple(change(item) for item in value) if isinstance(value, (tuple, list)) else change(value)

@@ -1,0 +1,62 @@
+"""Which positions of a sequence each rank has.
+
+A sequence is padded to 2 x degree chunks of one length; rank r has chunk r and chunk 2 x degree - 1 - r, one early and
+one late. Under a causal mask every rank then computes the same number of scores, and in every turn of the ring half a
+block: all its queries with the early keys of a rank before it, or its late queries with all keys of a rank after it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from neuron_accel.contract import Backend, Group
+
+
+def padded_length(length: int, degree: int) -> int:
+    """The number of positions after padding."""
+    return -(-length // (2 * degree)) * 2 * degree
+
+
+def table(length: int, degree: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """The positions of each rank, ascending: int64 [degree, length / degree]; 2 x degree divides ``length``."""
+    chunks = torch.arange(length, device=device).view(2 * degree, -1)
+    return torch.cat([chunks[:degree], chunks[degree:].flip(0)], 1)
+
+
+class Zigzag:
+    """The division of sequences among the ranks of a group.
+
+    Args:
+        backend: performs the collectives.
+        group: the ranks.
+    """
+
+    def __init__(self, backend: Backend, group: Group) -> None:
+        self.backend, self.group = backend, group
+
+    @property
+    def degree(self) -> int:
+        return self.group.size
+
+    def order(self, length: int, device: torch.device) -> torch.Tensor:
+        """The positions of all ranks, one rank after the other: int64 [padded length]."""
+        return table(padded_length(length, self.degree), self.degree, device).flatten()
+
+    def pad(self, whole: torch.Tensor, dim: int, fill: float) -> torch.Tensor:
+        """``whole`` with its dim ``dim`` filled up to the padded length."""
+        missing = padded_length(whole.shape[dim], self.degree) - whole.shape[dim]
+        return F.pad(whole, (0, 0) * (whole.dim() - 1 - dim) + (0, missing), value=fill) if missing else whole
+
+    def share(self, whole: torch.Tensor, dim: int, fill: float) -> torch.Tensor:
+        """This rank's positions along ``dim`` of what every rank has whole."""
+        ordered = self.pad(whole, dim, fill).index_select(dim, self.order(whole.shape[dim], whole.device))
+        return self.backend.chunk(ordered, self.group, dim).contiguous()
+
+    def restore(self, ordered: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+        """The first ``length`` positions in their order, from those of all ranks one rank after the other."""
+        places = torch.argsort(self.order(length, ordered.device))[:length]
+        return ordered.index_select(dim, places)

@@ -1,0 +1,70 @@
+"""Training on divided sequences is training on whole ones: five steps; losses, norms, gradients and weights."""
+
+from __future__ import annotations
+
+import cp_models
+import pytest
+from neuron_accel_context_parallel import ContextParallelPlugin
+
+from neuron_accel import ModelParallelismPlugin, SequenceParallelPlugin, Zero1Plugin
+from neuron_accel.testing import Training, assert_parallel_equivalence
+
+CP2, CP4 = ContextParallelPlugin(context_parallel_size=2), ContextParallelPlugin(context_parallel_size=4)
+TP2 = ModelParallelismPlugin(tensor_parallel_size=2)
+PP2 = ModelParallelismPlugin(pipeline_parallel_size=2, num_microbatches=2)
+STEPS = Training(max_norm=0.5)
+
+DIVISIONS = {
+    "cp2": ([CP2], 2),
+    "cp4": ([CP4], 4),
+    "cp2-tp2": ([CP2, TP2], 4),
+}
+COMPOSITIONS = {
+    "cp2-dp2-zero1": ([CP2, Zero1Plugin()], 4),
+    "cp2-tp2-sp": ([CP2, TP2, SequenceParallelPlugin()], 4),
+    "cp2-pp2": ([CP2, PP2], 4),
+}
+FAMILIES = {"llama": cp_models.llama, "grouped": cp_models.grouped, "gpt2": cp_models.gpt2}
+
+
+def check(model, division, data, training=STEPS):
+    plugins, ranks = {**DIVISIONS, **COMPOSITIONS}[division]
+    assert_parallel_equivalence(model, data, plugins, ranks=ranks, training=training)
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_divided_sequences_train_like_whole_ones(family, division):
+    check(FAMILIES[family], division, cp_models.batches(5))
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_composes(composition):
+    check(cp_models.grouped, composition, cp_models.batches(5, alike=True))
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_documents_packed_into_rows_do_not_see_each_other(division):
+    check(cp_models.grouped, division, cp_models.packed(5))
+
+
+def test_padding_is_not_seen():
+    check(cp_models.llama, "cp4", cp_models.padded(5))
+
+
+def test_packed_in_a_pipeline():
+    check(cp_models.llama, "cp2-pp2", cp_models.packed(5))
+
+
+@pytest.mark.parametrize("data", [cp_models.batches, cp_models.padded_and_ignored])
+def test_sliding_windows_and_capped_scores(data):
+    check(cp_models.windowed, "cp4", data(5))
+
+
+def test_accumulation_and_recomputed_activations():
+    training = Training(max_norm=0.5, accumulation=2, prepare_model=recompute)
+    check(cp_models.llama, "cp2-tp2", cp_models.batches(4), training)
+
+
+def recompute(model) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
