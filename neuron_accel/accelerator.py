@@ -372,6 +372,8 @@ class NeuronAccelerator(Accelerator):
             plugin.after_backward(run)
         if not self.sync_gradients:
             run.backend.step_boundary()  # one graph for a micro-batch, however many there are
+            for plugin in self.plan.plugins:
+                plugin.after_boundary(run)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

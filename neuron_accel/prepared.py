@@ -76,6 +76,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
         for plugin in self._run.plan.plugins:
             plugin.after_step(self.optimizer, self._run)
         self._run.backend.step_boundary()
+        for plugin in self._run.plan.plugins:
+            plugin.after_boundary(self._run)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         if self.gradient_state.sync_gradients:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from neuron_accel.backends.observation import Board, CollectiveObserver, LocalBoard
 from neuron_accel.engine.errors import UsageError
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class Backend(ABC):
 
     def __init__(self) -> None:
         self._recordings: list[Traffic] = []
+        self._observers: list[CollectiveObserver] = []
 
     # ---- who and where ---------------------------------------------------------------------------------------------
     @property
@@ -259,6 +261,15 @@ class Backend(ABC):
         says that it reads what still collects, or if an earlier action waits. Actions keep their order."""
         action()
 
+    @property
+    def compilations(self) -> int | None:
+        """Number of graphs compiled so far; None where nothing is compiled."""
+        return None
+
+    def board(self) -> Board:
+        """Where ranks leave notes for each other; the same board on all of them."""
+        return LocalBoard()
+
     def shutdown(self) -> None:  # noqa: B027  most devices have nothing to release
         """Releases groups and connections. Idempotent."""
 
@@ -273,6 +284,19 @@ class Backend(ABC):
         finally:
             self._recordings.remove(traffic)
 
+    def observe(self, observer: CollectiveObserver) -> Callable[[], None]:
+        """Tells ``observer`` of every collective from now on, until the function that is returned is called."""
+        self._observers.append(observer)
+        return lambda: self._observers.remove(observer) if observer in self._observers else None
+
+    def announce(self, op: str, group: Group) -> None:
+        """Tells observers that the group is about to do something together that is no collective on tensors."""
+        if group.size > 1:
+            for observer in self._observers:
+                observer.issued(op, group, 0, deferred=False)
+
     def _note(self, op: str, group: Group, sent: int) -> None:
+        for observer in self._observers:
+            observer.issued(op, group, sent, deferred="lazy" in self.capabilities)
         for traffic in self._recordings:
             traffic.transfers.append(Transfer(op=op, group=group.name, size=group.size, sent=sent))

@@ -24,6 +24,7 @@ from neuron_accel.backends import payload, process_group
 from neuron_accel.backends.base import Backend, Done, Group, Pending, ReduceOp
 from neuron_accel.backends.failures import reported
 from neuron_accel.backends.movement import Flat, join_chunks, normalize_dim, reduce_rows, split_chunks
+from neuron_accel.backends.observation import Board, StoreBoard
 from neuron_accel.engine.errors import UsageError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -78,7 +79,8 @@ class TorchBackend(Backend):
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process may know; it is not connected."""
-        return {**self.__dict__, "_handles": {}, "_recordings": [], "_closed": True, "_owns_default_group": False}
+        closed = {"_handles": {}, "_recordings": [], "_observers": [], "_closed": True, "_owns_default_group": False}
+        return {**self.__dict__, **closed}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchBackend:
         return self  # copies of a model communicate as the original does
@@ -314,6 +316,7 @@ class TorchBackend(Backend):
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
         if group.size == 1:
             return [value]
+        self.announce("all_gather_object", group)
         if not self._on_cpu:
             return self._all_gather_padded(value, group)
         values: list[Any] = [None] * group.size
@@ -324,6 +327,7 @@ class TorchBackend(Backend):
     def broadcast_object(self, value: Any, group: Group, source: int = 0) -> Any:
         if group.size == 1:
             return value
+        self.announce("broadcast_object", group)
         if not self._on_cpu:
             return self._broadcast_padded(value, group, source)
         values = [value if group.index == source else None]
@@ -352,10 +356,14 @@ class TorchBackend(Backend):
     def barrier(self) -> None:
         if self.world_size > 1:
             world = self.new_group([range(self.world_size)], "world")
+            self.announce("barrier", world)
             with self._reported("barrier", world):
                 dist.barrier(group=world.handle)
 
     # ---- steps -----------------------------------------------------------------------------------------------------
+    def board(self) -> Board:
+        return StoreBoard.of_default_group() if self.world_size > 1 else super().board()
+
     def shutdown(self) -> None:
         """Destroys the process groups that this backend made, and the default one if it made that."""
         if self._closed:

@@ -20,6 +20,7 @@ import torch
 
 from neuron_accel.backends.base import Backend, Done, Group, Pending, ReduceOp
 from neuron_accel.backends.movement import normalize_dim, reduce_rows, split_chunks
+from neuron_accel.backends.observation import Board
 from neuron_accel.backends.randomness import XlaGenerator
 from neuron_accel.backends.xla_channel import MEETING, Alone, HostChannel, ProcessChannel, ThreadChannel
 from neuron_accel.engine.errors import UsageError
@@ -223,9 +224,11 @@ class XlaBackend(Backend):
 
     # ---- collectives on objects ------------------------------------------------------------------------------------
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
+        self.announce("all_gather_object", group)
         return [value] if group.size == 1 else self._channel.all_gather_object(value, group)
 
     def broadcast_object(self, value: Any, group: Group, source: int = 0) -> Any:
+        self.announce("broadcast_object", group)
         return value if group.size == 1 else self._channel.broadcast_object(value, group, source)
 
     def barrier(self) -> None:
@@ -234,12 +237,23 @@ class XlaBackend(Backend):
     # ---- steps and values ------------------------------------------------------------------------------------------
     def step_boundary(self) -> None:
         """Compiles what has collected, unless the same graph ran before, and executes it. Collective."""
+        for observer in self._observers:
+            observer.executing()
         self._channel.execute(wait=False)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._on_host(tensor):
             self.step_boundary()
         return super().to_host(tensor)
+
+    @property
+    def compilations(self) -> int:
+        import torch_xla.debug.metrics as metrics
+
+        return metrics.counter_value("UncachedCompile") or 0
+
+    def board(self) -> Board:
+        return self._channel.board()
 
     def shutdown(self) -> None:
         self._channel.close()

@@ -17,6 +17,7 @@ from typing import Any
 
 from neuron_accel.backends import payload
 from neuron_accel.backends.base import Group
+from neuron_accel.backends.observation import Board, LocalBoard, StoreBoard
 from neuron_accel.engine.errors import CommunicationError
 
 COMPILE_TIMEOUT_S = 300.0
@@ -41,6 +42,10 @@ class HostChannel(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Returns once every rank has called it."""
+
+    def board(self) -> Board:
+        """Where ranks leave notes for each other."""
+        return LocalBoard()
 
     def execute(self, *, wait: bool) -> None:
         """Runs what the device has collected; collective where it contains collectives.
@@ -126,6 +131,9 @@ class ProcessChannel(HostChannel):
         with reported("barrier", "all ranks"):
             dist.barrier(group=self._world)
 
+    def board(self) -> Board:
+        return StoreBoard.of_default_group()
+
     def close(self) -> None:
         import torch.distributed as dist
 
@@ -145,6 +153,7 @@ class Meeting:
     def __init__(self, size: int, timeout: float = COMPILE_TIMEOUT_S) -> None:
         self.size, self.timeout = size, timeout
         self.one_at_a_time = threading.Lock()
+        self.board = LocalBoard()
         self._lock = threading.Lock()
         self._rooms: dict[tuple[int, ...], _Room] = {}
         self._leader_done = threading.Event()
@@ -244,6 +253,9 @@ class ThreadChannel(HostChannel):
 
     def barrier(self) -> None:
         self._meeting.exchange(None, tuple(range(self._meeting.size)), self._rank)
+
+    def board(self) -> Board:
+        return self._meeting.board
 
     def execute(self, *, wait: bool) -> None:
         self._meeting.execute(self._rank)

@@ -108,19 +108,21 @@ def _stats(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
         }
         for version in sorted({entry.compiler for entry in found})
     }
+    states = {state: sum(entry.state == state for entry in found) for state in ("done", "failed", "incomplete")}
+    size = sum(entry.size for entry in found)
     report = {
         "folder": str(folder),
         "entries": len(found),
-        "bytes": sum(entry.size for entry in found),
-        "states": {state: sum(e.state == state for e in found) for state in ("done", "failed", "incomplete")},
+        "bytes": size,
+        "states": states,
         "least_recently_used": found[0].last_used if found else None,
         "compilers": versions,
         "jobs": jobs,
     }
     pairs = [
         ("folder", str(folder)),
-        ("entries", f"{len(found)} ({', '.join(f'{n} {state}' for state, n in report['states'].items())})"),
-        ("size", format_size(report["bytes"])),
+        ("entries", f"{len(found)} ({', '.join(f'{n} {state}' for state, n in states.items())})"),
+        ("size", format_size(size)),
         ("least recently used", f"{format_duration(now - found[0].last_used)} ago" if found else "-"),
         *((f"compiler {v}", f"{row['entries']} entries, {format_size(row['bytes'])}") for v, row in versions.items()),
         ("jobs", ", ".join(f"{job['host']} (process {job['pid']})" for job in jobs) or "none registered"),

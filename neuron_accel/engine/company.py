@@ -92,6 +92,7 @@ class Company:
     def together_only(self, what: str) -> None:
         """Raises UsageError on every rank if one of them has run out of data; what follows needs all of them."""
         self._together_only(what)
+        self._run.backend.announce(what.strip("`"), self._run.world)
         if self.is_uneven and self.has_parted:
             _refuse(what)
 

@@ -68,6 +68,10 @@ class DesyncError(NeuronAccelError):
     """Ranks that must agree do not."""
 
 
+class RecompileError(NeuronAccelError):
+    """A training step became a graph that was not compiled before, although it should be done with that."""
+
+
 class CommunicationError(NeuronAccelError):
     """A collective failed, most often because a peer is gone."""
 

@@ -212,6 +212,10 @@ class StrategyPlugin:
         """Takes back what :meth:`checkpoint_state` gave; tensors are on the CPU. Called where a checkpoint has some for
         a plugin of this name, after everything else was loaded. Collective."""
 
+    def after_boundary(self, run: Run) -> None:
+        """What a step, or a micro-batch before the last, has asked for was handed to the device: the place to look at
+        what a lazy device made of it."""
+
     def explain_model(self, model: torch.nn.Module, run: Run) -> str:
         """What this plugin does in a model that it transformed, as text for people; empty for nothing."""
         return ""

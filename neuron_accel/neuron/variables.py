@@ -46,7 +46,7 @@ def _cores(value: str) -> str | None:
 
 def visible_cores(value: str) -> list[int]:
     """The cores that NEURON_RT_VISIBLE_CORES names, as written."""
-    found = []
+    found: list[int] = []
     for part in value.split(","):
         first, _, last = part.partition("-")
         found += range(int(first), int(last or first) + 1)

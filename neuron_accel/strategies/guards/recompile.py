@@ -1,0 +1,222 @@
+"""A graph that appears after training should have settled: which input made it, and where."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.errors import ConfigurationError, RecompileError
+from neuron_accel.engine.plugin import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.strategies.guards.signatures import (
+    Signature,
+    differences,
+    nearest,
+    place_in_users_code,
+    signature_of,
+)
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.parameters import ParameterMap
+    from neuron_accel.engine.run import Run
+
+_WHY = "on Trainium every graph is compiled by itself, which takes minutes, and all ranks wait for it"
+_FIX = (
+    "give every batch the same shape (pad it, drop_last=True, or pad the last batch), and keep Python values that "
+    "change out of the forward pass: tensors may change"
+)
+
+
+class RecompileWarning(UserWarning):
+    """A graph that was not compiled before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecompileGuard(StrategyPlugin):
+    """Counts graphs, and when a new one appears after the first steps says which input changed, from what to what, and
+    where in the user's code.
+
+    On a lazy device it counts what was compiled. Elsewhere nothing is, and it counts what would be: a prepared model
+    called with inputs of another shape, dtype or Python value than before, or steps of another number of micro-batches.
+    So it tells on a CPU what a step would cost on Trainium. Each way of using a model (training, evaluating) may have
+    a first graph at any time.
+
+    Args:
+        action: "warn" (a :class:`RecompileWarning`) or "raise" (a
+            :class:`~neuron_accel.engine.errors.RecompileError`).
+        warmup_steps: optimizer steps in which graphs may appear: the first makes the optimizer's state.
+    """
+
+    spec: ClassVar[PluginSpec] = PluginSpec(name="recompile_guard", phase=Phase.OPTIMIZER)
+
+    action: Literal["warn", "raise"] = "warn"
+    warmup_steps: int = 2
+
+    def __post_init__(self) -> None:
+        if self.action not in ("warn", "raise"):
+            raise ConfigurationError(f"action is {self.action!r}.", fix="give 'warn' or 'raise'")
+        if self.warmup_steps < 1:
+            raise ConfigurationError(f"warmup_steps is {self.warmup_steps}; the first step always makes graphs.")
+
+    def graphs(self, run: Run) -> int:
+        """Number of graphs so far: compiled ones, or those that a lazy device would compile."""
+        return self._watch(run).graphs
+
+    def transform_model(self, model: nn.Module, run: Run, parameters: ParameterMap) -> nn.Module:
+        watch, index = self._watch(run), len(run.models)
+
+        def look(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            use = f"model {index} {'training' if module.training else 'evaluating'}"
+            use += "" if torch.is_grad_enabled() else " without gradients"
+            self._report(watch.called(use, signature_of(module, args, kwargs), place_in_users_code()))
+
+        watch.handles.append(model.register_forward_pre_hook(look, with_kwargs=True))
+        return model
+
+    def after_backward(self, run: Run) -> None:
+        self._watch(run).micro_batches += 1
+
+    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        options = {
+            f"param_groups[{i}][{name!r}]": repr(value)
+            for i, group in enumerate(optimizer.param_groups)
+            for name, value in group.items()
+            if isinstance(value, (bool, int, float, str)) and name not in ("lr", "initial_lr")
+        }
+        self._report(self._watch(run).stepped(options, place_in_users_code()))
+
+    def after_boundary(self, run: Run) -> None:
+        self._report(self._watch(run).settled(run.backend.compilations))
+
+    def teardown(self, run: Run) -> None:
+        for handle in self._watch(run).handles:
+            handle.remove()
+        run.state(self).clear()
+
+    def _watch(self, run: Run) -> GraphWatch:
+        state = run.state(self)
+        if "watch" not in state:
+            state["watch"] = GraphWatch(self.warmup_steps, run.backend.compilations)
+        return state["watch"]
+
+    def _report(self, finding: Finding | None) -> None:
+        if finding is None:
+            return
+        what, where = f"A new graph in step {finding.step}: {finding.what}.", finding.where
+        if self.action == "raise":
+            raise RecompileError(what, where=where, why=_WHY, fix=_FIX)
+        warnings.warn(f"{what}\n  where: {where}\n  why: {_WHY}\n  fix: {_FIX}", RecompileWarning, stacklevel=2)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A graph that should not be.
+
+    Args:
+        step: number of the optimizer step, from 1.
+        what: what changed.
+        where: in the user's code.
+    """
+
+    step: int
+    what: str
+    where: str
+
+
+@dataclass
+class GraphWatch:
+    """What was seen of graphs so far.
+
+    Args:
+        warmup_steps: steps in which graphs may appear.
+        compiled: graphs compiled before; None where nothing is compiled.
+    """
+
+    warmup_steps: int
+    compiled: int | None
+    step: int = 1
+    micro_batches: int = 0
+    handles: list[Any] = field(default_factory=list)
+    _seen: dict[str, list[Signature]] = field(default_factory=dict)
+    _calls: Counter[str] = field(default_factory=Counter)
+    _suspects: list[tuple[str, str]] = field(default_factory=list)  # what is new since the last boundary, and where
+    _excused: bool = False
+    _options: Signature = field(default_factory=dict)
+    _place: str = "the first step"
+    _first: int = 0
+
+    def __post_init__(self) -> None:
+        self._first = self.compiled or 0
+
+    @property
+    def graphs(self) -> int:
+        return sum(map(len, self._seen.values())) if self.compiled is None else self.compiled - self._first
+
+    @property
+    def warming_up(self) -> bool:
+        return self.step <= self.warmup_steps
+
+    def called(self, use: str, signature: Signature, place: str) -> Finding | None:
+        """A model is called; the finding where nothing is compiled."""
+        self._place = place
+        self._calls[use] += 1
+        known = self._seen.setdefault(use, [])
+        if self._calls[use] <= self.warmup_steps:
+            self._excused = True  # what a new way of using a model needs, its results included
+        if signature in known:
+            return None
+        changes = differences(nearest(signature, known), signature) if known else []
+        known.append(signature)
+        if not changes:
+            return None
+        return self._suspect(f"{use}: {'; '.join(changes)}", place)
+
+    def stepped(self, options: Signature, place: str) -> Finding | None:
+        """An optimizer stepped."""
+        count, self.micro_batches = str(self.micro_batches), 0
+        known = self._seen.setdefault("step", [])
+        finding = None
+        signature = {"micro-batches in a step": count}
+        if signature not in known:
+            changes = differences(known[-1], signature) if known else []
+            known.append(signature)
+            if changes:
+                finding = self._suspect("; ".join(changes), place)
+        changed = differences(self._options, options) if self._options else []
+        if changed:
+            self._suspects.append((f"optimizer: {'; '.join(changed)}", place))
+        self._options, self._place = options, place
+        if self.compiled is None:
+            self._next_step()
+        return finding
+
+    def settled(self, compiled: int | None) -> Finding | None:
+        """What was asked for is on the device, which has compiled so many graphs."""
+        if compiled is None or self.compiled is None:
+            return None
+        finding = None
+        if compiled > self.compiled and not self.warming_up and not (self._excused and not self._suspects):
+            what = "; ".join(text for text, _ in self._suspects) or (
+                "no input of a prepared model changed; a value was read inside the step (item(), print, float()), or a "
+                "Python number in the loop changed"
+            )
+            finding = Finding(self.step, what, self._suspects[0][1] if self._suspects else self._place)
+        self.compiled = compiled
+        if self.micro_batches == 0:
+            self._next_step()
+        else:
+            self._suspects, self._excused = [], False
+        return finding
+
+    def _suspect(self, what: str, place: str) -> Finding | None:
+        self._suspects.append((what, place))
+        return Finding(self.step, what, place) if self.compiled is None and not self.warming_up else None
+
+    def _next_step(self) -> None:
+        self.step += 1
+        self._suspects, self._excused = [], False

@@ -1,0 +1,128 @@
+"""Ranks that hold the same part of a parameter hold equal values, or are told which parameter differs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.errors import ConfigurationError, DesyncError
+from neuron_accel.engine.plugin import Phase, PluginSpec, StrategyPlugin
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.parameters import ParameterMap, ParameterRecord
+    from neuron_accel.engine.run import PreparedModel, Run
+
+_SHOWN = 5
+
+Part = tuple[tuple[str, int], ...]
+"""Which part of a parameter a rank holds: index along each axis that divides it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaCheck(StrategyPlugin):
+    """Compares the weights of ranks that should hold the same ones before the first forward pass, and again every so
+    many steps. Ranks compare each parameter with those that hold the same part of it: data-parallel ranks everything,
+    tensor-parallel ranks what is not divided between them, stages of a pipeline what they share.
+
+    Values are compared bit for bit, by a hash (BLAKE2b) of what lies on the device; only hashes travel. It costs a copy
+    of all weights to the host each time.
+
+    Args:
+        every: optimizer steps between two further checks; 0: only once, before the first.
+    """
+
+    spec: ClassVar[PluginSpec] = PluginSpec(name="replica_check", phase=Phase.OPTIMIZER)
+
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ConfigurationError(f"every is {self.every}; it is a number of steps, or 0 for none.")
+
+    def transform_model(self, model: nn.Module, run: Run, parameters: ParameterMap) -> nn.Module:
+        record = next(m for m in run.models if m.parameters is parameters)
+        state = run.state(self)
+
+        def look(module: nn.Module, _: Any) -> None:
+            if state["due"] > state["checked"].get(id(record), -1) and module.training:
+                state["checked"][id(record)] = state["due"]
+                check_replicas(record, run, state["steps"])
+
+        state.setdefault("due", 0), state.setdefault("steps", 0), state.setdefault("checked", {})
+        state.setdefault("handles", []).append(model.register_forward_pre_hook(look))
+        return model
+
+    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        state = run.state(self)
+        if state:
+            state["steps"] += 1
+            state["due"] += bool(self.every) and state["steps"] % self.every == 0
+
+    def teardown(self, run: Run) -> None:
+        for handle in run.state(self).pop("handles", []):
+            handle.remove()
+        run.state(self).clear()
+
+
+def check_replicas(model: PreparedModel, run: Run, steps: int = 0) -> None:
+    """Compares the parameters of a prepared model between ranks. Collective.
+
+    Args:
+        steps: optimizer steps taken so far, for the message.
+
+    Raises:
+        DesyncError: on every rank, naming the parameters that differ and the ranks.
+    """
+    if "lazy" in run.backend.capabilities:
+        run.backend.step_boundary()
+    mine = {
+        record.fqn: (part_of(record, run.coordinates), digest(record.current))
+        for record in model.parameters
+        if record.current is not None
+    }
+    everyone = run.backend.all_gather_object(mine, run.world)
+    different = _differences(everyone)
+    if different:
+        shown = [f"{name}: {text}" for name, text in different[:_SHOWN]]
+        more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+        when = f"after step {steps}" if steps else "before the first step"
+        raise DesyncError(
+            f"Ranks hold different values of {len(different)} parameter{'s' if len(different) > 1 else ''} {when}.",
+            where="; ".join(shown) + more,
+            why="they train the same parameter, and add up gradients that belong to different weights",
+            fix="change weights alike on every rank (same seed, same file), or before `prepare`",
+        )
+
+
+def part_of(record: ParameterRecord, coordinates: dict[str, int]) -> Part:
+    """The part of a parameter that the rank at ``coordinates`` holds."""
+    return tuple(
+        (cut.axis, coordinates.get(cut.axis, 0) // cut.replicas) for cut in record.layout.cuts if cut.parts > 1
+    )
+
+
+def digest(parameter: torch.Tensor) -> str:
+    """A hash of a tensor's values, shape and dtype."""
+    host = parameter.detach().cpu().contiguous()
+    found = hashlib.blake2b(f"{host.dtype}{list(host.shape)}".encode(), digest_size=8)
+    if host.numel():
+        found.update(memoryview(host.view(-1).view(torch.uint8).numpy()))
+    return found.hexdigest()
+
+
+def _differences(everyone: list[dict[str, tuple[Part, str]]]) -> list[tuple[str, str]]:
+    """Parameters that differ, in order, each with the ranks and the part."""
+    holders: dict[tuple[str, Part], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, parameters in enumerate(everyone):
+        for name, (part, value) in parameters.items():
+            holders[name, part][value].append(rank)
+    return [
+        (name, " against ".join("rank " + ", ".join(map(str, ranks)) for ranks in values.values()))
+        for (name, _), values in holders.items()
+        if len(values) > 1
+    ]
