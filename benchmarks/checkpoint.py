@@ -7,8 +7,9 @@ GB. A save counts until its bytes are on disk: peers that do not say so themselv
 from the page cache, into tensors that are there already. Rates in MB/s are medians over rounds; ratios are to bare
 safetensors in the same round (median, min-max). Peak memory is what a save, or a load, added to the process.
 
-Then: how long the loop stalls for a save in the background, relative to one in the foreground of the same round; and
-consolidation of the model's part against a plain copy of its bytes, with the memory it added to the interpreter.
+Then: how long the loop stalls for a save in the background, relative to one in the foreground of the same round: for
+the first one, which takes the memory that all later ones use again, and for the next. And consolidation of the model's
+part against a plain copy of its bytes, with the memory it added to the interpreter.
 """
 
 from __future__ import annotations
@@ -157,11 +158,11 @@ def _ours(folder: str, gigabytes: float, verify: bool) -> Result:
 
     result = measure(size, save, lambda: accelerator.load_state(path, verify=verify))
     if verify:
-        begin = time.perf_counter()
-        accelerator.save_state(Path(folder, "background"), async_save=True)
-        stall = time.perf_counter() - begin
-        accelerator.end_training()
-        result["stall / save"] = stall * result["save"] * 1e6 / size
+        for stall in ("first stall / save", "stall / save"):
+            begin = time.perf_counter()
+            accelerator.save_state(Path(folder, "background"), async_save=True)
+            result[stall] = (time.perf_counter() - begin) * result["save"] * 1e6 / size
+            accelerator.load_state(Path(folder, "background"), verify=False)  # waits
         result |= consolidation(path, Path(folder))
     return result
 
@@ -210,6 +211,9 @@ PEERS = {
 }
 
 
+_OTHERS = ("first stall / save", "stall / save", "consolidate / copy")
+
+
 def middle(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
@@ -225,7 +229,7 @@ def report(results: dict[str, list[Result]]) -> str:
         rows.append(cells)
     own = results["save_state, load_state"]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines += ["", *(f"{what}: {middle([r[what] for r in own])}" for what in ("stall / save", "consolidate / copy"))]
+    lines += ["", *(f"{what}: {middle([r[what] for r in own])}" for what in _OTHERS)]
     lines.append(f"memory added by consolidation, MB: {max(r['consolidate memory'] for r in own):.0f}")
     return "\n".join(lines)
 

@@ -16,11 +16,12 @@ import torch
 
 from neuron_accel.checkpoint.agreement import agreed
 from neuron_accel.checkpoint.files import Files
+from neuron_accel.checkpoint.host_memory import HostMemory
 from neuron_accel.checkpoint.load import load
 from neuron_accel.checkpoint.manifest import MODEL_FOLDER, NAME, has_manifest, read_manifest
 from neuron_accel.checkpoint.retention import latest, prune
 from neuron_accel.checkpoint.save import BackgroundSave, Contents, Target, save
-from neuron_accel.checkpoint.snapshot import Buffers, written_here
+from neuron_accel.checkpoint.snapshot import written_here
 from neuron_accel.checkpoint.training import Training, capture, mesh_to
 from neuron_accel.engine.errors import CheckpointError
 
@@ -42,7 +43,7 @@ class Checkpoints:
     def __init__(self, run: Run, files: Files | None = None) -> None:
         self._run, self._files = run, files or Files()
         self._pending: BackgroundSave | None = None
-        self._buffers: Buffers = {}
+        self._memory = HostMemory()
 
     def save(
         self,
@@ -82,7 +83,7 @@ class Checkpoints:
         if not background:
             save(contents, target, run, files, finished)
             return
-        self._pending = agreed(run, lambda: BackgroundSave(contents, target, run, files, finished, self._buffers))
+        self._pending = agreed(run, lambda: BackgroundSave(contents, target, run, files, finished, self._memory))
         atexit.register(self._at_exit)
 
     def _open(

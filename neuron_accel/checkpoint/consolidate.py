@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuron_accel.checkpoint.files import Files
 from neuron_accel.checkpoint.index import index_checkpoint, model_collection
-from neuron_accel.checkpoint.manifest import MODEL_FOLDER, check_file, has_manifest, locate, read_manifest
+from neuron_accel.checkpoint.manifest import MODEL_FOLDER, Manifest, check_file, has_manifest, locate, read_manifest
 from neuron_accel.checkpoint.source import Bytes, SourceTensor, words
 from neuron_accel.checkpoint.tensorfile import encode_header, read_header
 from neuron_accel.engine.errors import CheckpointError
@@ -19,7 +21,7 @@ from neuron_accel.engine.layout import Layout
 if TYPE_CHECKING:
     import torch
 
-_BLOCK = 4 << 20
+_BLOCK = 1 << 20  # fits into a core's cache, where it is read, compared and written
 _SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -67,7 +69,7 @@ def consolidate(
         output: is made; must hold no weights.
         form: ``"safetensors"`` or ``"pytorch"``.
         max_shard_size: of a file of weights, in bytes; a larger tensor has a file of its own.
-        verify: whether to compare the model's files with their checksums first.
+        verify: whether to compare the model's files with their checksums; if they differ, nothing is left.
         progress: is told how far it is.
         files: how files are written.
 
@@ -80,9 +82,8 @@ def consolidate(
     files = files or Files()
     folder = checkpoint_folder(folder)
     manifest = read_manifest(folder)
-    for relative, entry in manifest.files.items():
-        if entry.kind == "auxiliary" or (verify and entry.kind == "model"):
-            check_file(folder, relative, entry)
+    for relative in manifest.of_kind("auxiliary"):
+        check_file(folder, relative, manifest.files[relative])
     index = index_checkpoint(folder, manifest, ("model",))
     tensors = sorted(index.tensors(model_collection(0)), key=lambda tensor: tensor.name)
     for tensor in tensors:
@@ -96,7 +97,15 @@ def consolidate(
         )
     files.make_folder(output)
     shards = split_by_size(tensors, max_shard_size)
-    paths = _write_shards(shards, output, form, progress, files)
+    with checked_meanwhile(folder, manifest, ("model",) if verify else ()) as check:
+        written: list[Path] = []
+        try:
+            paths = _write_shards(shards, output, form, progress, files, written)
+            check()
+        except BaseException:
+            for path in written:  # what was read may be damaged
+                path.unlink(missing_ok=True)
+            raise
     for relative in manifest.of_kind("auxiliary"):  # last: a folder without configuration does not load
         path = output / relative
         if path.parent != output:
@@ -104,6 +113,25 @@ def consolidate(
         files.write(path, [locate(folder, relative).read_bytes()])
     files.sync_folder(output)
     return paths
+
+
+@contextmanager
+def checked_meanwhile(folder: Path, manifest: Manifest, kinds: tuple[str, ...]) -> Iterator[Callable[[], None]]:
+    """Compares files with their checksums while something else is done with them. The result waits until all are
+    compared, and raises CheckpointError if one is damaged."""
+    relatives = [relative for kind in kinds for relative in manifest.of_kind(kind)]
+    with ThreadPoolExecutor(1, thread_name_prefix="neuron_accel-check") as pool:
+        checks = [pool.submit(check_file, folder, relative, manifest.files[relative]) for relative in relatives]
+
+        def check() -> None:
+            for each in checks:
+                each.result()
+
+        try:
+            yield check
+        finally:
+            for each in checks:
+                each.cancel()
 
 
 def split_by_size(tensors: list[SourceTensor], limit: int) -> list[list[SourceTensor]]:
@@ -120,8 +148,9 @@ def split_by_size(tensors: list[SourceTensor], limit: int) -> list[list[SourceTe
 
 
 def _write_shards(
-    shards: list[list[SourceTensor]], output: Path, form: str, progress: Progress, files: Files
+    shards: list[list[SourceTensor]], output: Path, form: str, progress: Progress, files: Files, written: list[Path]
 ) -> list[Path]:
+    """Writes the files of weights, and their index if there are several; ``written`` gets each before it is begun."""
     stem, suffix = {"safetensors": ("model", ".safetensors"), "pytorch": ("pytorch_model", ".bin")}[form]
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
     done = 0
@@ -135,6 +164,7 @@ def _write_shards(
     for number, shard in enumerate(shards, 1):
         name = stem + (f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else "") + suffix
         path = output / name
+        written.append(path)
         if form == "safetensors":
             files.write(path, _parts(shard, count))
         else:
@@ -143,7 +173,8 @@ def _write_shards(
         paths.append(path)
     if len(shards) > 1:
         listing = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        files.write(output / f"{stem}{suffix}.index.json", [json.dumps(listing, indent=2).encode()])
+        written.append(output / f"{stem}{suffix}.index.json")
+        files.write(written[-1], [json.dumps(listing, indent=2).encode()])
     return paths
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from neuron_accel.checkpoint.index import (
     model_collection,
 )
 from neuron_accel.checkpoint.manifest import Manifest, check_file, locate, read_manifest
+from neuron_accel.checkpoint.parallel import in_order, threads_of
 from neuron_accel.checkpoint.pretrained_names import named_as
 from neuron_accel.checkpoint.save import STATE
 from neuron_accel.checkpoint.snapshot import buffers_of, pieces_of
@@ -49,7 +50,7 @@ class Need:
         source: where it comes from.
         layout: how it is divided here.
         start, stop: elements of this rank's flattened shard.
-        target: is filled, converted to its dtype where that differs.
+        target: is filled, converted to its dtype where that differs; may have padding at its end.
         sink: takes what was read, flat: the target's memory, or without a target a new tensor on the CPU.
     """
 
@@ -60,28 +61,47 @@ class Need:
     target: torch.Tensor | None = None
     sink: Callable[[torch.Tensor], None] | None = None
 
-    def fulfil(self, files: Bytes, coordinates: dict[str, int]) -> None:
-        dtype = getattr(torch, self.source.layout.dtype)
-        direct = (
-            self.target is not None
-            and self.target.device.type == "cpu"
-            and self.target.dtype == dtype
-            and self.target.is_contiguous()
+    @property
+    def _direct(self) -> bool:
+        """Whether the file's bytes can go where the target lies."""
+        target = self.target
+        return (
+            target is not None
+            and target.device.type == "cpu"
+            and target.dtype == self._dtype
+            and target.numel() == self.stop - self.start
+            and target.is_contiguous()
         )
-        flat = (
-            self.target.detach().reshape(-1)
-            if direct and self.target is not None
-            else torch.empty(self.stop - self.start, dtype=dtype)
-        )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self.source.layout.dtype)
+
+    def read(self, files: Bytes, coordinates: dict[str, int]) -> torch.Tensor:
+        """The elements, flat: in the target's own memory where they can be read there. Any thread may call it."""
+        if self._direct and self.target is not None:
+            flat = self.target.detach().reshape(-1)
+        else:
+            flat = torch.empty(self.stop - self.start, dtype=self._dtype)
         if flat.numel():
             size = self.source.item_size
             out = flat.view(_WORDS[size]).numpy().view(words(size))
             self.source.read(files, self.layout, coordinates, out, self.start, self.stop)
+        return flat
+
+    def put(self, flat: torch.Tensor) -> None:
+        """Hands over what was read."""
         if self.sink is not None:
             self.sink(flat)
-        elif not direct and self.target is not None:
+        elif not self._direct and self.target is not None:
             with torch.no_grad():
-                self.target.copy_(flat.view(self.target.shape))
+                self.target.copy_(filled_up(flat, self.target.shape))
+
+
+def filled_up(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """``flat`` in a shape that may have more elements: on lazy devices pieces of parameters end with padding."""
+    missing = math.prod(shape) - flat.numel()
+    return torch.nn.functional.pad(flat, (0, missing)).view(shape) if missing else flat.view(shape)
 
 
 def load(training: Training, folder: Path, *, verify: bool = True) -> dict[str, int]:
@@ -112,7 +132,7 @@ def load(training: Training, folder: Path, *, verify: bool = True) -> dict[str, 
         restored = agreed(run, lambda: _restored(training, folder, manifest, files))
         needs = agreed(run, lambda: _all_needs(training, index))
         _reset_states(training, index, restored)
-        agreed(run, lambda: _fulfil(needs, files, run.coordinates))
+        agreed(run, lambda: _fulfil(needs, files, run))
     refresh_masters(training.optimizers, run, index)
     restored.apply()
     return restored.counters
@@ -137,17 +157,19 @@ def load_weights(model: PreparedModel, folder: Path, run: Run, number: int = 0) 
     index = agreed(run, indexed)
     needs = agreed(run, lambda: list(_model_needs(model, index, number, may_lack_added=True)))
     with Bytes() as files:
-        agreed(run, lambda: _fulfil(needs, files, run.coordinates))
+        agreed(run, lambda: _fulfil(needs, files, run))
 
 
 def _check_files(folder: Path, manifest: Manifest, run: Run) -> None:
     """Checks this rank's share of the files."""
-    loads = [0] * run.world.size
+    loads, mine = [0] * run.world.size, []
     for relative, entry in sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0])):
         reader = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
         loads[reader] += entry.size + 4096
         if reader == run.world.index:
-            check_file(folder, relative, entry)
+            mine.append((relative, entry))
+    for _ in in_order(lambda item: check_file(folder, *item), mine, threads_of(run)):
+        pass
 
 
 def _restored(training: Training, folder: Path, manifest: Manifest, files: Bytes) -> Restored:
@@ -171,9 +193,9 @@ def _restored(training: Training, folder: Path, manifest: Manifest, files: Bytes
     return Restored(training, state, tensor, manifest.info)
 
 
-def _fulfil(needs: list[Need], files: Bytes, coordinates: dict[str, int]) -> None:
-    for need in needs:
-        need.fulfil(files, coordinates)
+def _fulfil(needs: list[Need], files: Bytes, run: Run) -> None:
+    for need, flat in in_order(lambda need: need.read(files, run.coordinates), needs, threads_of(run)):
+        need.put(flat)
 
 
 def _all_needs(training: Training, index: Index) -> list[Need]:
@@ -249,20 +271,21 @@ def _optimizer_needs(optimizer: Any, number: int, index: Index, run: Run) -> Ite
                     stop=piece.stop,
                     target=piece.parameter.data,
                 )
-        yield from _state_needs(optimizer, piece, index.entries(number, record.names))
+        yield from _state_needs(optimizer, piece, index.entries(number, record.names), run)
 
 
-def _state_needs(optimizer: Any, piece: StatePiece, entries: dict[str, SourceTensor]) -> Iterator[Need]:
+def _state_needs(optimizer: Any, piece: StatePiece, entries: dict[str, SourceTensor], run: Run) -> Iterator[Need]:
     layout, parameter = piece.record.layout, piece.parameter
     options = optimizer.param_groups[piece.group]
-    on_device = bool(options.get("capturable") or options.get("fused"))
+    lazy = "lazy" in run.backend.capabilities and "capturable" in options  # is set while such an optimizer steps
+    on_device = bool(lazy or options.get("capturable") or options.get("fused"))
 
     def put(entry: str, shape: tuple[int, ...]) -> Callable[[torch.Tensor], None]:
         # The same rule as in torch.optim: a step counter stays on the host unless the device reads it.
         place = "cpu" if entry == "step" and not on_device else parameter.device
 
         def sink(flat: torch.Tensor) -> None:
-            piece.read_state(optimizer)[entry] = flat.view(shape).to(place)
+            piece.read_state(optimizer)[entry] = filled_up(flat, shape).to(place)
 
         return sink
 
@@ -334,5 +357,7 @@ def refresh_masters(optimizers: Any, run: Run, index: Index | None = None) -> No
             if piece.master and index is not None and index.find(master_collection(number), names) is not None:
                 continue
             with torch.no_grad():
-                part = current.detach().reshape(-1)[piece.start : piece.stop]
-                piece.parameter.copy_(part.view(piece.parameter.shape))
+                # A lazy device would make a graph of each part's own.
+                values = run.backend.to_host(current) if "lazy" in run.backend.capabilities else current.detach()
+                part = values.reshape(-1)[piece.start : piece.stop]
+                piece.parameter.copy_(filled_up(part, piece.parameter.shape))

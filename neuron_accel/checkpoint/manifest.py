@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from neuron_accel.checkpoint.files import crc32_of, failure
+from neuron_accel.checkpoint.files import checksum_of, failure
 from neuron_accel.engine.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -29,12 +29,12 @@ class FileEntry:
 
     Args:
         size: in bytes.
-        crc32: of its contents.
+        checksum: of its contents, see :class:`~neuron_accel.checkpoint.files.Written`.
         kind: ``"model"``, ``"optimizer"``, ``"state"`` or ``"auxiliary"``.
     """
 
     size: int
-    crc32: int
+    checksum: str
     kind: str
 
 
@@ -146,7 +146,7 @@ def check_file(folder: Path, relative: str, entry: FileEntry) -> None:
             why="it was truncated or exchanged",
             fix="restore it from a copy, or use another checkpoint",
         )
-    if crc32_of(path) != entry.crc32:
+    if checksum_of(path) != entry.checksum:
         raise CheckpointError(
             f"{relative!r} is damaged: its checksum does not match.",
             where=str(path),
@@ -168,7 +168,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _file_entry(entry: Mapping[str, Any]) -> FileEntry:
     result = FileEntry(**entry)
-    if type(result.size) is not int or type(result.crc32) is not int or not isinstance(result.kind, str):
+    if type(result.size) is not int or not all(isinstance(v, str) for v in (result.checksum, result.kind)):
         raise ValueError("the entry of a file has a value of the wrong type")
     return result
 

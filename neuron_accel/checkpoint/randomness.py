@@ -11,36 +11,33 @@ import torch
 from neuron_accel.checkpoint.snapshot import position
 
 if TYPE_CHECKING:
+    from neuron_accel.backends.randomness import DeviceGenerator
     from neuron_accel.engine.mesh import Mesh
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: neighbouring numbers become seeds far apart
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
+def random_state(device: DeviceGenerator) -> dict[str, Any]:
     """The state of Python's, numpy's and torch's default generators, and of the device's own."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    module = _device_generator(device)
-    if module is not None:
-        state["device"] = module.get_rng_state(device)
+    if device.apart:
+        state["device"] = device.get_state()
     return state
 
 
-def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """The inverse of :func:`random_state`."""
+def set_random_state(state: dict[str, Any], device: DeviceGenerator) -> None:
+    """The inverse of :func:`random_state`. A device of its own that the saved training did not have gets a seed that
+    follows from the rest of the state."""
     version, words, extra = state["python"]
     random.setstate((version, tuple(words), extra))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    module = _device_generator(device)
-    if module is not None and "device" in state:
-        module.set_rng_state(state["device"], device)
-
-
-def _device_generator(device: torch.device) -> Any:
-    if device.type == "cpu":
-        return None
-    module = torch.get_device_module(device) if hasattr(torch, device.type) else None
-    return module if hasattr(module, "get_rng_state") else None
+    if device.apart:
+        if "device" in state:
+            device.set_state(state["device"])
+        else:
+            device.seed(_seed())
+            torch.set_rng_state(state["torch"])
 
 
 def state_for(states: list[dict[str, Any]], saved: Mesh, mesh: Mesh, rank: int) -> tuple[dict[str, Any], int | None]:
@@ -60,9 +57,15 @@ def state_for(states: list[dict[str, Any]], saved: Mesh, mesh: Mesh, rank: int) 
     return states[rows[index % len(rows)]], index if index >= len(rows) else None
 
 
-def reseed(index: int) -> None:
+def reseed(index: int, device: DeviceGenerator) -> None:
     """Gives a rank without a saved state its own: a function of the one it was given and its number."""
-    seed = (int(torch.randint(2**62, (), dtype=torch.int64)) + index * _ODD) % 2**63
+    seed = (_seed() + index * _ODD) % 2**63
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+    if device.apart:
+        device.seed(seed)
+
+
+def _seed() -> int:
+    return int(torch.randint(2**62, (), dtype=torch.int64))

@@ -34,7 +34,7 @@ def inspect(folder: Path) -> dict[str, Any]:
         "optimizers": info.get("optimizers", []),
         "counters": info.get("counters", {}),
         "files": {
-            path: {"size": entry.size, "kind": entry.kind, "crc32": f"{entry.crc32:08x}"}
+            path: {"size": entry.size, "kind": entry.kind, "checksum": entry.checksum}
             for path, entry in manifest.files.items()
         },
         "collections": {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +32,47 @@ from neuron_accel.engine.errors import CheckpointError
 from neuron_accel.engine.layout import Layout
 
 
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """How the ranks of a mesh divide a model and its optimizer.
+
+    Args:
+        tensor_parallel, pipeline_parallel, data_parallel: degrees of the mesh.
+        layouts: how parameters lie over axis ``tp``, by FQN; those left out are whole.
+        stages: index along axis ``pp`` of the first rank that holds a parameter or buffer, by FQN; by default 0.
+        divide_optimizer: whether the optimizer's state is divided over data-parallel ranks, as under ZeRO-1.
+    """
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    stages: Mapping[str, int] = field(default_factory=dict)
+    divide_optimizer: bool = False
+
+    def degrees(self) -> dict[str, int]:
+        return {"pp": self.pipeline_parallel, "dp": self.data_parallel, "tp": self.tensor_parallel}
+
+    def layout_of(self, source: SourceTensor) -> Layout:
+        whole = Layout(shape=source.layout.shape, dtype=source.layout.dtype)
+        wanted = next((self.layouts[name] for name in _names(source) if name in self.layouts), None)
+        if wanted is None or source.form != "parameter":
+            return whole
+        if wanted.shape != whole.shape:
+            raise CheckpointError(
+                f"{source.name!r} has shape {whole.shape} in the checkpoint and {wanted.shape} in the model.",
+                why="the configuration beside the checkpoint is that of another model",
+            )
+        return replace(wanted, dtype=whole.dtype)
+
+    def stage_of(self, source: SourceTensor) -> int:
+        return min((self.stages[name] for name in _names(source) if name in self.stages), default=0)
+
+
+def _names(source: SourceTensor) -> tuple[str, ...]:
+    return (source.name, *source.aliases)
+
+
 @dataclass(frozen=True)
 class Portion:
     """What a file will hold of a tensor."""
@@ -40,25 +81,24 @@ class Portion:
     item: Item
 
 
+Rank = tuple[int, int, int]
+"""Indices along pp, tp and dp."""
+
+
 def reshard(
     folder: Path,
     output: Path,
+    division: Division,
     *,
-    tensor_parallel: int,
-    data_parallel: int,
-    layouts: Mapping[str, Layout],
-    divide_optimizer: bool = False,
     progress: Progress = lambda done, total: None,
     files: Files | None = None,
 ) -> None:
-    """Writes a checkpoint as ``tensor_parallel * data_parallel`` ranks would have saved it.
+    """Writes a checkpoint as the ranks of another mesh would have saved it.
 
     Args:
         folder: the checkpoint.
         output: is made; must be empty.
-        tensor_parallel, data_parallel: degrees of the mesh.
-        layouts: how parameters lie over axis ``tp``, by FQN; those left out are whole.
-        divide_optimizer: whether the optimizer's state is divided over data-parallel ranks, as under ZeRO-1.
+        division: the mesh, and what its ranks hold.
         progress: is told how far it is.
         files: how files are written.
 
@@ -73,74 +113,69 @@ def reshard(
     if output.exists() and any(output.iterdir()):
         raise CheckpointError(f"{str(output)!r} is not empty.", where=str(output), fix="name a new folder")
     index = index_checkpoint(folder, manifest)
-    shares = _shares(index, tensor_parallel, data_parallel, layouts, divide_optimizer)
+    shares = _shares(index, division)
     for path in (output, output / MODEL_FOLDER, output / "optimizer"):
         files.make_folder(path)
     count = _counter(index, progress)
     entries: dict[str, FileEntry] = {}
-    for (kind, tp, dp), portions in sorted(shares.items()):
-        at = {axis: i for axis, i, n in (("tp", tp, tensor_parallel), ("dp", dp, data_parallel)) if n > 1}
+    for (kind, (pp, tp, dp)), portions in sorted(shares.items()):
+        at = {axis: i for axis, i in (("pp", pp), ("tp", tp), ("dp", dp)) if division.degrees()[axis] > 1}
         relative = f"{MODEL_FOLDER if kind == 'model' else 'optimizer'}/{RankFacts(coordinates=at).file_name(0)}"
         written = files.write(output / relative, _parts(portions, {"tp": tp}, count))
-        entries[relative] = FileEntry(size=written.size, crc32=written.crc32, kind=kind)
+        entries[relative] = FileEntry(size=written.size, checksum=written.checksum, kind=kind)
     for relative, entry in manifest.files.items():
         if entry.kind not in ("model", "optimizer"):
             copied: Written = files.write(output / relative, [locate(folder, relative).read_bytes()])
-            entries[relative] = FileEntry(size=copied.size, crc32=copied.crc32, kind=entry.kind)
+            entries[relative] = FileEntry(size=copied.size, checksum=copied.checksum, kind=entry.kind)
     for path in (output / MODEL_FOLDER, output / "optimizer", output):
         files.sync_folder(path)
-    divided = {"tp": tensor_parallel, "dp": data_parallel}
-    made = replace(manifest, files=entries, generation=0, info={**manifest.info, "resharded": divided})
+    made = replace(manifest, files=entries, generation=0, info={**manifest.info, "resharded": division.degrees()})
     files.replace(output / NAME, made.to_bytes())
 
 
-def _shares(
-    index: Index, tensor_parallel: int, data_parallel: int, layouts: Mapping[str, Layout], divide_optimizer: bool
-) -> dict[tuple[str, int, int], list[Portion]]:
-    """What each rank's files hold, by kind and coordinates; data-parallel ranks share the work."""
-    shares: dict[tuple[str, int, int], list[Portion]] = {}
-    loads: dict[tuple[int, int], int] = {(t, d): 0 for t in range(tensor_parallel) for d in range(data_parallel)}
+def _shares(index: Index, division: Division) -> dict[tuple[str, Rank], list[Portion]]:
+    """What each rank's files hold, by kind and rank; data-parallel ranks share the work."""
+    shares: dict[tuple[str, Rank], list[Portion]] = {}
+    loads: dict[Rank, int] = {}
     for collection in sorted(index.collections):
         kind = collection.partition(".")[0]
         for source in sorted(index.tensors(collection), key=lambda s: (-s.nbytes, s.name)):
             source.check()
-            layout = _layout(source, layouts)
-            item = Item(
-                collection=collection,
-                name=source.name,
-                aliases=source.aliases,
-                layout=layout,
-                tensor=torch.empty(0, device="meta"),
-                form=source.form,
-                buffer=source.buffer,
-            )
-            places = range(0, tensor_parallel, layout.cuts[0].replicas) if layout.cuts else [None]
-            for place in places:
-                candidates = [rank for rank in loads if place in (None, rank[0])]
-                numel = math.prod(layout.local_shape)
-                if kind == "optimizer" and divide_optimizer and source.form == "parameter" and numel >= data_parallel:
-                    bounds = [numel * d // data_parallel for d in range(data_parallel + 1)]
-                    for d in range(data_parallel):
-                        run = replace(item, start=bounds[d], stop=bounds[d + 1])
-                        shares.setdefault((kind, place or 0, d), []).append(Portion(source, run))
-                    continue
-                rank = min(candidates, key=lambda r: (loads[r], r))
-                loads[rank] += source.nbytes + 1
-                shares.setdefault((kind, *rank), []).append(Portion(source, item))
+            for rank, portion in _portions(source, collection, division, loads):
+                shares.setdefault((kind, rank), []).append(portion)
     return shares
 
 
-def _layout(source: SourceTensor, layouts: Mapping[str, Layout]) -> Layout:
-    whole = Layout(shape=source.layout.shape, dtype=source.layout.dtype)
-    wanted = next((layouts[name] for name in (source.name, *source.aliases) if name in layouts), None)
-    if wanted is None or source.form != "parameter":
-        return whole
-    if wanted.shape != whole.shape:
-        raise CheckpointError(
-            f"{source.name!r} has shape {whole.shape} in the checkpoint and {wanted.shape} in the model.",
-            why="the configuration beside the checkpoint is that of another model",
+def _portions(
+    source: SourceTensor, collection: str, division: Division, loads: dict[Rank, int]
+) -> Iterator[tuple[Rank, Portion]]:
+    """Which ranks write which parts of one tensor. ``loads``: how much each has to write already."""
+    layout, stage, ranks = division.layout_of(source), division.stage_of(source), division.data_parallel
+    item = Item(
+        collection=collection,
+        name=source.name,
+        aliases=source.aliases,
+        layout=layout,
+        tensor=torch.empty(0, device="meta"),
+        form=source.form,
+        buffer=source.buffer,
+    )
+    numel = math.prod(layout.local_shape)
+    divided = division.divide_optimizer and item.kind == "optimizer" and source.form == "parameter" and numel >= ranks
+    places = range(0, division.tensor_parallel, layout.cuts[0].replicas) if layout.cuts else [None]
+    for place in places:
+        if divided:
+            bounds = [numel * index // ranks for index in range(ranks + 1)]
+            for index in range(ranks):
+                run = replace(item, start=bounds[index], stop=bounds[index + 1])
+                yield (stage, place or 0, index), Portion(source, run)
+            continue
+        holders = range(division.tensor_parallel) if place is None else [place]
+        rank = min(
+            ((stage, tp, dp) for tp in holders for dp in range(ranks)), key=lambda rank: (loads.get(rank, 0), rank)
         )
-    return replace(wanted, dtype=whole.dtype)
+        loads[rank] = loads.get(rank, 0) + source.nbytes + 1
+        yield rank, Portion(source, item)
 
 
 def _parts(portions: list[Portion], at: dict[str, int], count: Callable[[int], None]) -> Iterator[bytes | memoryview]:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.checkpoint.files import Files, Written, failure
+from neuron_accel.checkpoint.files import Files, Written, checksum_of_bytes, failure
+from neuron_accel.checkpoint.host_memory import HostMemory
 from neuron_accel.checkpoint.manifest import MODEL_FOLDER, NAME, FileEntry, Manifest, has_manifest, read_manifest
+from neuron_accel.checkpoint.parallel import threads_of
 from neuron_accel.checkpoint.snapshot import (
-    Buffers,
     FileList,
     Item,
     RankFacts,
@@ -130,11 +131,14 @@ def complete(contents: Contents, target: Target, parts: list[FileList], files: F
         kept = {path: entry for path, entry in previous.files.items() if path not in changed}
         files.replace(folder / NAME, replace(previous, files=kept).to_bytes())
     for aux, data in contents.auxiliary.items():
-        entries[aux] = ("auxiliary", files.replace(folder / aux, data) if aux in changed else _written(data))
+        entries[aux] = (
+            "auxiliary",
+            files.replace(folder / aux, data) if aux in changed else Written(len(data), checksum_of_bytes(data)),
+        )
     for inside in {(folder / path).parent for path in entries} | {folder}:
         files.sync_folder(inside)
     manifest = Manifest(
-        files={path: FileEntry(size=w.size, crc32=w.crc32, kind=kind) for path, (kind, w) in entries.items()},
+        files={path: FileEntry(size=w.size, checksum=w.checksum, kind=kind) for path, (kind, w) in entries.items()},
         generation=target.generation,
         info=contents.info,
     )
@@ -150,12 +154,6 @@ def _holds(path: Path, data: bytes) -> bool:
         return False
     except OSError as error:
         raise failure("read", path, error) from error
-
-
-def _written(data: bytes) -> Written:
-    import zlib
-
-    return Written(len(data), zlib.crc32(data))
 
 
 def _remove_old(folder: Path, manifest: Manifest, files: Files) -> None:
@@ -177,7 +175,7 @@ class BackgroundSave:
 
     Args:
         contents: its tensors are copied to host memory here, which is all that the caller waits for.
-        buffers: that memory, from one save to the next.
+        memory: that memory, from one save to the next.
     """
 
     def __init__(
@@ -187,10 +185,10 @@ class BackgroundSave:
         run: Run,
         files: Files,
         finished: Callable[[], None],
-        buffers: Buffers,
+        memory: HostMemory,
     ) -> None:
         self._target, self._files, self._finished = target, files, finished
-        self._contents = replace(contents, items=copy_to_host(contents.items, buffers))
+        self._contents = replace(contents, items=copy_to_host(contents.items, memory, threads_of(run)))
         self._rank, self._size, self._facts = run.backend.rank, run.world.size, facts_of(run)
         self.error: NeuronAccelError | None = None
         self._share_done, self._abandoned = threading.Event(), threading.Event()
@@ -229,7 +227,7 @@ class BackgroundSave:
             with suppress(NeuronAccelError):  # a full disk has no room for a note either
                 self._leave_note({"error": str(error)})
             raise
-        self._leave_note({"files": {path: [kind, w.size, w.crc32] for path, (kind, w) in part.items()}})
+        self._leave_note({"files": {path: [kind, w.size, w.checksum] for path, (kind, w) in part.items()}})
         self._share_done.set()
         if self._rank == 0:
             parts = [part, *(self._wait_for(rank) for rank in range(1, self._size))]
@@ -261,4 +259,4 @@ class BackgroundSave:
         note = json.loads(path.read_bytes())
         if "files" not in note:
             raise CheckpointError(f"Rank {rank} could not write its part of the checkpoint: {note.get('error')}")
-        return {path: (kind, Written(size, crc)) for path, (kind, size, crc) in note["files"].items()}
+        return {path: (kind, Written(size, checksum)) for path, (kind, size, checksum) in note["files"].items()}

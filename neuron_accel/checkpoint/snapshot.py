@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from neuron_accel.checkpoint.files import Files, Written
+from neuron_accel.checkpoint.host_memory import HostMemory
 from neuron_accel.checkpoint.index import METADATA, master_collection, model_collection, state_collection
 from neuron_accel.checkpoint.manifest import MODEL_FOLDER
 from neuron_accel.checkpoint.source import place_of
@@ -58,8 +59,20 @@ class Item:
     record: ParameterRecord | None = None
 
     @property
+    def numel(self) -> int:
+        """How many elements are stored; what ``tensor`` has beyond them is padding of a lazy device's."""
+        if self.start is not None and self.stop is not None:
+            return self.stop - self.start
+        return math.prod(self.layout.local_shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As stored: a run of elements is flat."""
+        return tuple(self.tensor.shape) if self.tensor.numel() == self.numel else (self.numel,)
+
+    @property
     def nbytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+        return self.numel * self.tensor.element_size()
 
     @property
     def key(self) -> str:
@@ -166,6 +179,8 @@ def items_of_optimizer(optimizer: Any, index: int, run: Run) -> tuple[list[Item]
     items: list[Item] = []
     values: dict[str, dict[str, Any]] = {}
     for piece in pieces_of(optimizer, run):
+        if piece.start == piece.stop and math.prod(piece.record.layout.local_shape):
+            continue  # on lazy devices every rank has a piece of every parameter, and some are padding only
         if piece.master:
             items.append(_state_item(master_collection(index), piece, piece.parameter.detach(), "parameter", False))
         for entry, value in piece.read_state(optimizer).items():
@@ -274,30 +289,10 @@ def position(mesh: Mesh, coordinates: dict[str, int], axes: Sequence[str]) -> in
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
-Buffers = dict[tuple[str, str, torch.Size, torch.dtype], torch.Tensor]
-
-
-def copy_to_host(items: Iterable[Item], buffers: Buffers) -> list[Item]:
-    """The items with tensors of their own in host memory, which training does not change.
-
-    Args:
-        items: this rank's.
-        buffers: memory of an earlier copy, which is used again; memory that is new to the process costs more than the
-            copy itself. Holds this copy's afterwards.
-    """
-    copied, mine = [], {}
-    for item in items:
-        key = (item.collection, item.key, item.tensor.shape, item.tensor.dtype)
-        buffer = buffers.get(key)
-        if buffer is None:
-            buffer = item.tensor.to("cpu", copy=True).contiguous()
-        else:
-            buffer.copy_(item.tensor)
-        mine[key] = buffer
-        copied.append(replace(item, tensor=buffer))
-    buffers.clear()
-    buffers.update(mine)
-    return copied
+def copy_to_host(items: Sequence[Item], memory: HostMemory, threads: int) -> list[Item]:
+    """The items with tensors in ``memory``, which training does not change."""
+    copies = memory.copy([item.tensor for item in items], threads)
+    return [replace(item, tensor=copy) for item, copy in zip(items, copies, strict=True)]
 
 
 def write_items(folder: Path, items: Iterable[Item], run_facts: RankFacts, generation: int, files: Files) -> FileList:
@@ -341,18 +336,20 @@ def file_parts(items: Sequence[Item], coordinates: dict[str, int]) -> Iterable[b
     """The bytes of a file that holds ``items``: header first, then one tensor after another."""
     described = {item.key: item.describe(coordinates) for item in items}
     metadata = {"format": "pt", METADATA: json.dumps({"version": 1, "tensors": described}, separators=(",", ":"))}
-    yield tensors_header([(item.key, item.tensor) for item in items], metadata)
+    yield encode_header([(item.key, _dtype_name(item.tensor), item.shape) for item in items], metadata)
     for item in items:
-        yield bytes_of(item.tensor)
+        yield bytes_of(item.tensor)[: item.nbytes]
 
 
 def tensors_header(tensors: Iterable[tuple[str, torch.Tensor]], metadata: dict[str, str]) -> bytes:
-    entries = []
-    for key, tensor in tensors:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        item_size(dtype)
-        entries.append((key, dtype, tuple(tensor.shape)))
-    return encode_header(entries, metadata)
+    return encode_header([(key, _dtype_name(tensor), tuple(tensor.shape)) for key, tensor in tensors], metadata)
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    """torch's name of its dtype. Raises CheckpointError if files cannot hold it."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    item_size(dtype)
+    return dtype
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

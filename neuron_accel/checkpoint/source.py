@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,9 +35,10 @@ Place = tuple[tuple[str, int], ...]
 
 
 class Bytes:
-    """Where the bytes of chunks come from: files, each opened once. A context manager."""
+    """Where the bytes of chunks come from: files, each opened once. A context manager; threads may share it."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._open: dict[Path, int] = {}
         self._pickled: dict[Path, dict[str, torch.Tensor]] = {}
 
@@ -52,11 +54,13 @@ class Bytes:
     def read(self, path: Path, offset: int, out: np.ndarray) -> None:
         """Fills ``out`` (1-D, contiguous) with the bytes at ``offset``."""
         try:
-            if path not in self._open:
-                self._open[path] = os.open(path, os.O_RDONLY)
+            with self._lock:
+                if path not in self._open:
+                    self._open[path] = os.open(path, os.O_RDONLY)
+                descriptor = self._open[path]
             view = memoryview(out).cast("B")
             while view:
-                count = os.preadv(self._open[path], [view], offset)
+                count = os.preadv(descriptor, [view], offset)
                 if count == 0:
                     raise CheckpointError(f"{path.name!r} ends too early.", where=str(path), why="it was truncated")
                 view, offset = view[count:], offset + count
@@ -65,14 +69,15 @@ class Bytes:
 
     def read_pickled(self, path: Path, key: str, offset: int, out: np.ndarray) -> None:
         """The same for the tensor ``key`` of a file of pickled weights; ``offset`` counts from its first byte."""
-        if path not in self._pickled:
-            for other in [p for p in self._pickled if not is_mapped(p)]:
-                del self._pickled[other]  # of those that take memory, one at a time
-            self._pickled[path] = read_pickled(path)
         import torch
 
-        tensors = self._pickled[path]
-        tensors[key] = flat = tensors[key].contiguous().reshape(-1)
+        with self._lock:
+            if path not in self._pickled:
+                for other in [p for p in self._pickled if not is_mapped(p)]:
+                    del self._pickled[other]  # of those that take memory, one at a time
+                self._pickled[path] = read_pickled(path)
+            tensors = self._pickled[path]
+            tensors[key] = flat = tensors[key].contiguous().reshape(-1)
         out.view("u1")[:] = flat.view(torch.uint8).numpy()[offset : offset + out.nbytes]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from neuron_accel.checkpoint.agreement import agreed
+from neuron_accel.checkpoint.own_buffers import own_buffers, set_own_buffers
 from neuron_accel.checkpoint.plain_state import decode, encode
 from neuron_accel.checkpoint.randomness import random_state, reseed, set_random_state, state_for
 from neuron_accel.checkpoint.snapshot import Item, items_of_model, items_of_optimizer
@@ -73,6 +74,7 @@ def capture(training: Training) -> Captured:
     run = training.run
     run.backend.step_boundary()  # a lazy device computes what is saved
     items, facts = agreed(run, lambda: _local(training))
+    facts["buffers"] = own_buffers(training)
     everyone = run.backend.all_gather_object(facts, run.world)
     tensors: dict[str, torch.Tensor] = {}
     state = agreed(run, lambda: _state(training, everyone, tensors) if run.backend.rank == 0 else {})
@@ -86,7 +88,7 @@ def _local(training: Training) -> tuple[list[Item], dict[str, Any]]:
         mine, rest = items_of_optimizer(optimizer, index, training.run)
         items += mine
         values.append(rest)
-    facts = {"random": random_state(training.run.device), "values": values, "names": _group_names(training)}
+    facts = {"random": random_state(training.run.backend.generator), "values": values, "names": _group_names(training)}
     facts["plugins"] = _plugin_states(training.run)
     return items, facts
 
@@ -100,6 +102,7 @@ def _state(training: Training, everyone: list[dict[str, Any]], tensors: dict[str
         "loaders": [encode(position_of(loader), tensors, f"loader {i}") for i, loader in enumerate(training.loaders)],
         "scaler": encode(training.scaler.state_dict(), tensors, "scaler") if training.scaler is not None else None,
         "random": [encode(one["random"], tensors, f"random {rank}") for rank, one in enumerate(everyone)],
+        "buffers": [encode(one["buffers"], tensors, f"buffers {rank}") for rank, one in enumerate(everyone)],
         "plugins": {
             name: encode(state, tensors, f"plugin {name}") for name, state in sorted(everyone[0]["plugins"].items())
         },
@@ -197,7 +200,9 @@ class Restored:
             self._plugins = {name: decode(o, tensor, f"plugin {name}") for name, o in state.get("plugins", {}).items()}
             random = [decode(o, tensor, f"random {i}") for i, o in enumerate(state["random"])]
             saved = mesh_from(info["mesh"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            own = state["buffers"][training.run.backend.rank] if saved == training.run.mesh else {}
+            self._buffers = decode(own, tensor, "buffers")
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"The saved training state cannot be read: {error!r}.") from error
         self._random = state_for(random, saved, training.run.mesh, training.run.backend.rank)
         for kind, mine, theirs in (
@@ -250,6 +255,7 @@ class Restored:
     def apply(self) -> None:
         """Gives everything but tensors of models and optimizers back."""
         training = self._training
+        set_own_buffers(training, self._buffers)
         for optimizer, saved in zip(training.optimizers, self.optimizers, strict=False):
             for group, theirs in zip(optimizer.param_groups, saved["groups"], strict=True):
                 _set_options(group, theirs["options"])
@@ -269,9 +275,13 @@ class Restored:
             else:
                 _log.warning("The checkpoint has state of a plugin %r, which this run has not; it is left out.", name)
         state, newcomer = self._random
-        set_random_state(state, training.run.device)
+        # A lazy device puts what was loaded in its place, so that the next step's graph is like any other. It moves its
+        # random numbers on when it does so.
+        training.run.backend.step_boundary()
+        generator = training.run.backend.generator
+        set_random_state(state, generator)
         if newcomer is not None:
-            reseed(newcomer)
+            reseed(newcomer, generator)
 
 
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

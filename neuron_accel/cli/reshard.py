@@ -5,8 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from neuron_accel.cli.progress import Bar
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from neuron_accel.engine.layout import Layout
 
 SUMMARY = "divide a checkpoint for another mesh, optimizer included"
 DESCRIPTION = """\
@@ -17,6 +23,7 @@ EXAMPLES = """\
 examples:
   neuron-accel reshard --tensor-parallel 8 checkpoint checkpoint-tp8
   neuron-accel reshard --tensor-parallel 4 --data-parallel 8 --zero-1 checkpoint checkpoint-tp4-dp8
+  neuron-accel reshard --pipeline-parallel 4 --tensor-parallel 8 checkpoint checkpoint-pp4-tp8
   neuron-accel reshard checkpoint whole                  one file of weights, one of optimizer state
 """
 
@@ -25,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint_dir", type=Path, help="the checkpoint, or its tensor_parallel_shards folder")
     parser.add_argument("output_dir", type=Path, help="an empty folder; made if it does not exist")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="degree (default 1)")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="degree (default 1)")
+    parser.add_argument("--virtual-stages", type=int, default=1, metavar="N", help="of each rank (default 1)")
     parser.add_argument("--data-parallel", type=int, default=1, metavar="N", help="degree (default 1)")
     parser.add_argument("--zero-1", action="store_true", help="divide the optimizer's state over data-parallel ranks")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
@@ -32,55 +41,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from neuron_accel.checkpoint.consolidate import checkpoint_folder
-    from neuron_accel.checkpoint.reshard import reshard
+    from neuron_accel.checkpoint.reshard import Division, reshard
     from neuron_accel.engine.errors import ConfigurationError
 
-    if args.tensor_parallel < 1 or args.data_parallel < 1:
-        raise ConfigurationError("Degrees are at least 1.", where="--tensor-parallel, --data-parallel")
-    folder = checkpoint_folder(args.checkpoint_dir)
-    with Bar(sys.stderr, hidden=args.quiet) as bar:
-        reshard(
-            folder,
-            args.output_dir,
-            tensor_parallel=args.tensor_parallel,
-            data_parallel=args.data_parallel,
-            layouts=layouts_of(folder, args.tensor_parallel),
-            divide_optimizer=args.zero_1,
-            progress=bar.show,
+    tp, pp, dp = args.tensor_parallel, args.pipeline_parallel, args.data_parallel
+    if min(tp, pp, dp, args.virtual_stages) < 1:
+        raise ConfigurationError(
+            "Degrees are at least 1.", where="--tensor-parallel, --pipeline-parallel, --virtual-stages, --data-parallel"
         )
-    print(f"{args.output_dir}: tp {args.tensor_parallel} x dp {args.data_parallel}")
+    folder = checkpoint_folder(args.checkpoint_dir)
+    model = None if tp == pp == 1 else model_of(folder)
+    division = Division(
+        tensor_parallel=tp,
+        pipeline_parallel=pp,
+        data_parallel=dp,
+        layouts={} if model is None or tp == 1 else layouts_of(model, tp),
+        stages={} if model is None or pp == 1 else stages_of(model, pp, args.virtual_stages),
+        divide_optimizer=args.zero_1,
+    )
+    with Bar(sys.stderr, hidden=args.quiet) as bar:
+        reshard(folder, args.output_dir, division, progress=bar.show)
+    print(f"{args.output_dir}: pp {pp} x dp {dp} x tp {tp}")
     return 0
 
 
-def layouts_of(folder: Path, degree: int) -> dict:
-    """How tensor parallelism lays out the model whose configuration lies in ``folder``, by FQN. The model is built
-    without memory for its weights.
+def model_of(folder: Path) -> nn.Module:
+    """The model whose configuration lies in ``folder``, without memory for its weights.
 
     Raises:
         ConfigurationError: if there is no configuration to build it from.
     """
     from neuron_accel.engine.errors import ConfigurationError
 
-    if degree == 1:
-        return {}
     if not (folder / "config.json").is_file():
         raise ConfigurationError(
             "There is no config.json beside the checkpoint.",
             where=str(folder),
-            why="only the model's configuration says which dims heads and features lie in",
+            why="only the model's configuration says which dims heads and features lie in, and which layers there are",
             fix="load the checkpoint on the new mesh and save it there",
         )
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
+def layouts_of(model: nn.Module, degree: int) -> dict[str, Layout]:
+    """How tensor parallelism lays out a model, by FQN."""
     from neuron_accel.models.architecture import architecture_of, join
     from neuron_accel.strategies.tensor_parallel.division import divide
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     return {
         join(division.fqn, name): layout
         for division in divide(architecture_of(model), degree)
         for name, layout in division.layouts.items()
         if layout.cuts
     }
+
+
+def stages_of(model: nn.Module, degree: int, virtual_stages: int) -> dict[str, int]:
+    """On which rank along the pipeline each parameter and buffer of a model lies, by FQN."""
+    from neuron_accel.strategies.pipeline.cuts import cut
+
+    stack, starts = cut(model, degree * virtual_stages, None)
+    stage_of = dict(stack.stages_of(starts))
+    result = {}
+    for name in model.state_dict():
+        part = name
+        while part and part not in stage_of:
+            part = part.rpartition(".")[0]
+        result[name] = stage_of.get(part, 0) % degree
+    return result

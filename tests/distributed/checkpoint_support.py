@@ -11,8 +11,18 @@ import torch
 from tests.distributed.models import MODELS as FAMILIES
 from tests.distributed.models import llama, token_batches
 
+
+def noisy() -> torch.nn.Module:
+    """With dropout: goes on alike only if its random numbers do."""
+    model = FAMILIES["gpt2-tied"]()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    return model
+
+
 # 95 tokens divide by no degree: with a divided vocabulary, shards are padded.
-MODELS = {**FAMILIES, "llama-padded": functools.partial(llama, vocabulary=95)}
+MODELS = {**FAMILIES, "llama-padded": functools.partial(llama, vocabulary=95), "gpt2-noisy": noisy}
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
 PP2_TP2 = {
     "model_parallelism": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2},
@@ -47,13 +57,16 @@ class Trained:
         seed: int = 0,
         optimizer: str = "adamw",
         dtype: Any = None,
+        on: str | None = None,
         **options: Any,
     ) -> None:
         from neuron_accel import NeuronAccelerator
+        from neuron_accel.testing.xla_ranks import one_at_a_time
 
-        self.accelerator = NeuronAccelerator(config={"plugins": list(plugins)}, **options)
-        torch.manual_seed(seed)
-        built = MODELS[model]()
+        self.accelerator = NeuronAccelerator(config={"plugins": list(plugins)}, backend=on, **options)
+        with one_at_a_time():
+            torch.manual_seed(seed)
+            built = MODELS[model]()
         built.train()
         if dtype is not None:
             built.to(dtype)
@@ -63,13 +76,13 @@ class Trained:
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> float:
         size, rank = self.accelerator.data_parallel_size, self.accelerator.data_parallel_rank
-        share = {name: value.chunk(size)[rank] for name, value in batch.items()}
+        share = {name: value.chunk(size)[rank].to(self.accelerator.device) for name, value in batch.items()}
         loss = self.model(**share).loss
         self.accelerator.backward(loss)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        return self.accelerator.reduce(loss.detach(), "mean").item()
+        return self.accelerator.run.backend.to_host(self.accelerator.reduce(loss.detach(), "mean")).item()
 
     def contents(self) -> dict[str, torch.Tensor]:
         """Weights and optimizer state of the original model, whole, on the main process."""
@@ -84,7 +97,10 @@ class Trained:
             if piece.master:
                 entries["master"] = piece.parameter.detach()
             for entry, value in entries.items():
-                mine.setdefault((piece.record.fqn, entry), []).append((piece.start, value.detach().clone()))
+                value = run.backend.to_host(value)
+                if value.numel() > max(1, piece.stop - piece.start):  # padded
+                    value = value[: piece.stop - piece.start]
+                mine.setdefault((piece.record.fqn, entry), []).append((piece.start, value))
         everyone = run.backend.all_gather_object(mine, run.group(*run.mesh.gradient_axes))
         state = {}
         for fqn, entry in sorted({key for one in everyone for key in one}):
@@ -95,7 +111,7 @@ class Trained:
                 continue
             pieces = dict(sorted(found, key=lambda part: part[0]))
             flat = torch.cat([value.reshape(-1) for value in pieces.values()])
-            state[f"{fqn}/{entry}"] = full_tensor(flat.view(layout.local_shape), layout, run)
+            state[f"{fqn}/{entry}"] = full_tensor(flat.view(layout.local_shape).to(run.device), layout, run).cpu()
         result = dict(self.accelerator.get_state_dict(self.model))
         for stage in run.backend.all_gather_object(state, stage_group(run)):
             result |= stage

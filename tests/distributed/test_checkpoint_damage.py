@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from neuron_accel.checkpoint.files import Files
-from neuron_accel.checkpoint.manifest import NAME, read_manifest
+from neuron_accel.checkpoint.manifest import NAME, has_manifest, read_manifest
 from neuron_accel.checkpoint.report import verify
-from neuron_accel.checkpoint.retention import latest
+from neuron_accel.checkpoint.retention import latest, numbered
 from neuron_accel.checkpoint.session import Session
 from neuron_accel.engine.errors import CheckpointError
 from neuron_accel.testing import run_ranks
@@ -172,6 +172,52 @@ def test_dying_at_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_path):
     assert 1 <= finished < operations
 
 
+def _die_at_every_operation_of_a_numbered_save(root: str) -> tuple[int, int]:
+    """Two checkpoints are there, two are kept. Returns the number of operations, and how many deaths left the third."""
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(project_dir=root, automatic_checkpoint_naming=True, total_limit=2)
+    trained = Trained("gpt2-tied", [], project_config=project)
+    accelerator = trained.accelerator
+    for batch in BATCHES[:2]:
+        trained.step(batch)
+        accelerator.save_state()
+    saved, checkpoints = Path(root + "-saved"), Path(root, "checkpoints")
+    shutil.copytree(checkpoints, saved)
+    number = finished = 0
+    while True:
+        shutil.rmtree(checkpoints)
+        shutil.copytree(saved, checkpoints)
+        child = os.fork()
+        if child == 0:
+            try:
+                Session(accelerator, Dying(number)).save(None)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        complete = [path.name for path in numbered(checkpoints).values() if has_manifest(path)]
+        newest = latest(checkpoints)
+        assert verify(newest) == []
+        if newest.name == "checkpoint_2":
+            finished += code == 42
+            assert "checkpoint_1" in complete
+        else:  # nothing is given up before the new one is there
+            assert complete == ["checkpoint_0", "checkpoint_1"]
+        if code == 0:
+            assert complete == ["checkpoint_1", "checkpoint_2"]
+            return number, finished
+        assert code == 42
+        number += 1
+
+
+def test_dying_at_any_operation_of_a_numbered_save_gives_up_nothing_too_early(tmp_path):
+    operations, finished = run_ranks(_die_at_every_operation_of_a_numbered_save, 1, str(tmp_path), timeout=110)[0]
+    assert operations >= 20
+    assert finished >= 4  # from the new manifest's on: durable names, and the removal of the oldest
+
+
 def _save_until_killed(root: str, reported: str) -> None:
     from accelerate.utils import ProjectConfiguration
 
@@ -262,6 +308,35 @@ def _save_on_a_full_disk(folder: str, background: bool) -> None:
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_is_an_error_on_every_rank_and_the_old_checkpoint_stays(tmp_path, background):
     run_ranks(_save_on_a_full_disk, 2, str(tmp_path / "c"), background)
+
+
+def _save_without_permission(folder: str) -> None:
+    trained = Trained("gpt2-tied", [TP2])
+    accelerator = trained.accelerator
+    accelerator.save_state(folder)
+    before = trained.contents()
+    trained.step(BATCHES[0])
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        for path in (Path(folder), *Path(folder).rglob("*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+    accelerator.wait_for_everyone()
+    if os.geteuid() == 0:
+        os.seteuid(65534)  # root may write anywhere
+    for where in (folder, folder + "/new"):
+        with pytest.raises(CheckpointError, match="Permission denied") as caught:
+            accelerator.save_state(where)
+        assert folder in str(caught.value)
+    os.seteuid(os.getuid())
+    accelerator.load_state(folder)
+    after = {name: value for name, value in trained.contents().items() if name in before}
+    assert_equal(before, after)
+
+
+def test_a_read_only_folder_is_an_error_on_every_rank_and_its_checkpoint_loads(tmp_path):
+    for folder in (tmp_path, *tmp_path.parents[:2]):  # pytest's own are for their owner alone
+        folder.chmod(0o755)
+    run_ranks(_save_without_permission, 2, str(tmp_path / "c"))
 
 
 def _save_where_a_file_is(folder: str) -> None:

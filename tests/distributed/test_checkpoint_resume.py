@@ -87,8 +87,10 @@ def _noisy_run(folder: str, plugins: list[Any], part: str, samples: int = 41) ->
                 accelerator.save_state(folder)
                 return trace, {}
         epoch += 1
+    # Running statistics of this rank, which evaluation on it sees; ranks may have different ones.
+    statistics = [accelerator.run.backend.to_host(b).tolist() for b in model.buffers()]
     state = accelerator.get_state_dict(model)
-    return [*trace, tuple(counter.seen)], state
+    return [*trace, tuple(counter.seen), statistics], state
 
 
 @pytest.mark.parametrize("plugins", [[], ["zero1"]], ids=["dp2", "zero1"])
@@ -100,6 +102,7 @@ def test_stopping_in_the_middle_of_everything_changes_nothing(tmp_path, plugins)
     second = run_ranks(_noisy_run, 2, folder, plugins, "second")
     for (expected, _), (one, _), (other, _) in zip(whole, first, second, strict=True):
         assert [*one, *other] == expected
+    assert whole[0][0][-1] != whole[1][0][-1]  # ranks have statistics of their own, and get them back
     assert_equal(whole[0][1], second[0][1])
 
 
@@ -116,15 +119,15 @@ class Stream(IterableDataset):
 
 
 def _samples(
-    folder: str, batch_size: int, part: str, kind: str = "map", stop: int = 3, **options: Any
+    folder: str, batch_size: int, part: str, kind: str = "map", stop: int = 3, on: str | None = None, workers: int = 0
 ) -> tuple[list[int], list[int]]:
     """Samples that this rank saw in the first epoch, and in the next."""
     from neuron_accel import NeuronAccelerator
 
-    accelerator = NeuronAccelerator(**options)
+    accelerator = NeuronAccelerator(backend=on)
     torch.manual_seed(1 if part == "first" else 2)
     dataset = torch.arange(SAMPLES) if kind == "map" else Stream()
-    loader = accelerator.prepare(DataLoader(dataset, batch_size=batch_size, shuffle=kind == "map"))
+    loader = accelerator.prepare(DataLoader(dataset, batch_size=batch_size, shuffle=kind == "map", num_workers=workers))
     seen: list[int] = []
     if part == "second":
         accelerator.load_state(folder)
@@ -137,20 +140,22 @@ def _samples(
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "kind", "stop"),
+    ("before", "after", "kind", "stop", "workers"),
     [
-        (1, 1, "map", 3),
-        (1, 2, "map", 3),  # of 46 samples, 40 are left
-        (3, 2, "map", 3),  # 18 samples are no whole number of rounds of 4; 28 are left
-        (3, 1, "map", 2),
-        (2, 1, "stream", 3),
-        (1, 1, "map", 23),  # at the end of an epoch
+        (1, 1, "map", 3, 0),
+        (1, 2, "map", 3, 2),  # workers have fetched more than was given out
+        (2, 1, "stream", 3, 1),
+        (1, 2, "map", 3, 0),  # of 46 samples, 40 are left
+        (3, 2, "map", 3, 0),  # 18 samples are no whole number of rounds of 4; 28 are left
+        (3, 1, "map", 2, 2),
+        (2, 1, "stream", 3, 0),
+        (1, 1, "map", 23, 0),  # at the end of an epoch
     ],
 )
-def test_each_sample_is_seen_once(tmp_path, before, after, kind, stop):
+def test_each_sample_is_seen_once(tmp_path, before, after, kind, stop, workers):
     folder = str(tmp_path / "c")
-    first = run_ranks(_samples, before, folder, 2, "first", kind, stop)
-    second = run_ranks(_samples, after, folder, 2, "second", kind)
+    first = run_ranks(_samples, before, folder, 2, "first", kind, stop, workers=workers)
+    second = run_ranks(_samples, after, folder, 2, "second", kind, workers=workers)
     seen = [sample for seen, _ in (*first, *second) for sample in seen]
     assert sorted(seen) == list(range(SAMPLES))
     following = [sample for _, following in second for sample in following]
@@ -208,6 +213,34 @@ def _save_behind(folder: str) -> None:
 
 def test_a_background_save_holds_what_was_there_when_it_was_asked_for(tmp_path):
     run_ranks(_save_behind, 4, str(tmp_path / "c"))
+
+
+# ---- mixed precision -----------------------------------------------------------------------------------------------
+def _scaler(folder: str, load: bool) -> tuple[float, dict[str, Any]]:
+    """The scale of fp16 training. Accelerate makes a scaler on GPUs only; torch has one for the CPU."""
+    trained = Trained("gpt2-tied", ["zero1"], seed=int(load))
+    scaler = trained.accelerator.scaler = torch.amp.GradScaler(
+        "cpu", init_scale=8.0 if load else 1024.0, growth_interval=3
+    )
+    if load:
+        trained.accelerator.load_state(folder)
+    else:
+        for value in (1.0, float("inf"), 1.0):
+            parameter = nn.Parameter(torch.ones(1))
+            parameter.grad = torch.tensor([value])
+            made = torch.optim.SGD([parameter], lr=0.1)
+            scaler.scale(torch.ones(()))
+            scaler.step(made)
+            scaler.update()
+        trained.accelerator.save_state(folder)
+    return scaler.get_scale(), scaler.state_dict()
+
+
+def test_the_scaler_of_fp16_training_goes_on(tmp_path):
+    saved = run_ranks(_scaler, 2, str(tmp_path / "c"), False)
+    assert saved[0][0] == 512.0
+    assert saved[0][1]["_growth_tracker"] == 1
+    assert run_ranks(_scaler, 2, str(tmp_path / "c"), True) == saved
 
 
 # ---- Accelerate's ways ---------------------------------------------------------------------------------------------

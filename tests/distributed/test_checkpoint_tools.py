@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -12,11 +13,13 @@ import torch
 from neuron_accel.checkpoint.consolidate import consolidate, parse_size
 from neuron_accel.checkpoint.manifest import read_manifest
 from neuron_accel.checkpoint.report import verify
+from neuron_accel.checkpoint.tensorfile import read_header
 from neuron_accel.cli.main import main
 from neuron_accel.engine.errors import CheckpointError
 from neuron_accel.testing import run_ranks
 from tests.distributed.checkpoint_support import (
     BATCHES,
+    PP2_TP2,
     TOPOLOGIES,
     TP2,
     TP4,
@@ -183,9 +186,9 @@ def test_verify(saved, tmp_path, capsys):
 
 def test_verify_compares_with_the_configuration(saved, tmp_path):
     import shutil
-    import zlib
     from dataclasses import replace
 
+    from neuron_accel.checkpoint.files import checksum_of_bytes
     from neuron_accel.checkpoint.manifest import NAME, FileEntry
 
     folder = tmp_path / "copy"
@@ -194,7 +197,7 @@ def test_verify_compares_with_the_configuration(saved, tmp_path):
     data = json.dumps({**config, "num_hidden_layers": 3, "vocab_size": 5}).encode()
     (folder / "config.json").write_bytes(data)
     manifest = read_manifest(folder)
-    entry = FileEntry(size=len(data), crc32=zlib.crc32(data), kind="auxiliary")
+    entry = FileEntry(size=len(data), checksum=checksum_of_bytes(data), kind="auxiliary")
     (folder / NAME).write_bytes(replace(manifest, files={**manifest.files, "config.json": entry}).to_bytes())
     problems = "\n".join(verify(folder))
     assert "config.json says 3 layers" in problems
@@ -298,17 +301,56 @@ def test_the_full_model_is_saved_from_any_mesh(tmp_path, model, topology):
 
 # ---- reshard -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("model", ["gpt2-tied", "llama-padded"])
-@pytest.mark.parametrize(("tp", "dp", "zero"), [(1, 1, False), (2, 2, True), (4, 1, False)])
-def test_resharded_checkpoints_hold_the_same(saved, tmp_path, model, tp, dp, zero):
+@pytest.mark.parametrize(
+    ("pp", "tp", "dp", "zero"),
+    [(1, 1, 1, False), (1, 2, 2, True), (1, 4, 1, False), (2, 2, 1, False), (2, 1, 2, True)],
+)
+def test_resharded_checkpoints_hold_the_same(saved, tmp_path, model, pp, tp, dp, zero):
     folder, contents, loss = saved(model)
-    arguments = ["--tensor-parallel", str(tp), "--data-parallel", str(dp), *(["--zero-1"] if zero else [])]
+    arguments = ["--tensor-parallel", str(tp), "--data-parallel", str(dp), "--pipeline-parallel", str(pp)]
+    arguments += ["--zero-1"] if zero else []
     assert main(["reshard", "-q", *arguments, str(folder), str(tmp_path / "out")]) == 0
     assert verify(tmp_path / "out") == []
     shards = sorted(path.name for path in (tmp_path / "out" / "tensor_parallel_shards").iterdir())
-    names = [f"tp_rank_0{t}_pp_rank_00_dp_rank_0{d}.safetensors" for t in range(tp) for d in range(dp)]
-    assert shards == names
-    plugins = [{"model_parallelism": {"tensor_parallel_size": tp}}, "zero1"]
-    found, next_loss = run_ranks(load_and_step, tp * dp, str(tmp_path / "out"), model, plugins)[0]
+    ranks = itertools.product(range(tp), range(pp), range(dp))
+    assert shards == [f"tp_rank_0{t}_pp_rank_0{p}_dp_rank_0{d}.safetensors" for t, p, d in ranks]
+    parallelism = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    plugins = [{"model_parallelism": parallelism | ({"num_microbatches": 2} if pp > 1 else {})}, "zero1"]
+    found, next_loss = run_ranks(load_and_step, tp * dp * pp, str(tmp_path / "out"), model, plugins)[0]
     assert_equal(contents, found)
     assert next_loss == pytest.approx(loss, rel=1e-5)
     assert main(["reshard", "-q", *arguments, str(folder), str(tmp_path / "out")]) == 2  # not empty
+
+
+def _stage_weights(folder: str) -> tuple[str, set[str]]:
+    """The file of this rank, and the weights that it has."""
+    trained = Trained("llama", [PP2_TP2], seed=1)
+    accelerator = trained.accelerator
+    names = {record.fqn for m in accelerator.run.models for record in m.parameters if record.current is not None}
+    tp, pp = accelerator.tensor_parallel_rank, accelerator.pipeline_parallel_rank
+    return f"tp_rank_0{tp}_pp_rank_0{pp}_dp_rank_00.safetensors", names
+
+
+def test_a_pipeline_is_resharded_back_and_forth(saved, tmp_path):
+    """The files that `reshard` makes for the ranks of a pipeline hold the layers that these ranks run."""
+    folder, contents, loss = saved("llama")
+    there = ["--tensor-parallel", "2", "--pipeline-parallel", "2"]
+    assert main(["reshard", "-q", *there, str(folder), str(tmp_path / "pp")]) == 0
+    for file, names in run_ranks(_stage_weights, 4, str(tmp_path / "pp")):
+        header = read_header(tmp_path / "pp" / "tensor_parallel_shards" / file)
+        assert set(header.tensors) <= names
+        assert any(".layers." in name for name in header.tensors)
+    assert main(["reshard", "-q", str(tmp_path / "pp"), str(tmp_path / "back")]) == 0
+    found, next_loss = run_ranks(load_and_step, 1, str(tmp_path / "back"), "llama", [])[0]
+    assert_equal(contents, found)
+    assert next_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_resharding_without_configuration_is_refused(saved, tmp_path, capsys):
+    import shutil
+
+    folder = tmp_path / "copy"
+    shutil.copytree(saved("llama")[0], folder)
+    (folder / "config.json").unlink()
+    assert main(["reshard", "-q", "--pipeline-parallel", "2", str(folder), str(tmp_path / "out")]) == 2
+    assert "no config.json" in capsys.readouterr().err

@@ -11,12 +11,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from neuron_accel.checkpoint.files import Files, crc32_of
+from neuron_accel.checkpoint.files import Files, checksum_of
+from neuron_accel.checkpoint.index import Index
 from neuron_accel.checkpoint.manifest import NAME, FileEntry, Manifest, check_file, locate, read_manifest
 from neuron_accel.checkpoint.retention import latest, prune
 from neuron_accel.checkpoint.snapshot import bytes_of, tensors_header
 from neuron_accel.checkpoint.tensorfile import read_header
 from neuron_accel.engine.errors import CheckpointError
+from neuron_accel.engine.layout import Cut, Layout
 
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -61,7 +63,7 @@ def test_we_read_what_others_write(tmp_path):
 def test_written_files_are_checksummed(tmp_path):
     written = Files().write(tmp_path / "x", [b"one", memoryview(b"two")])
     assert written.size == 6
-    assert written.crc32 == crc32_of(tmp_path / "x")
+    assert written.checksum == checksum_of(tmp_path / "x")
 
 
 @settings(max_examples=200, deadline=None)
@@ -109,12 +111,61 @@ def test_impossible_lengths(tmp_path, contents):
         read_header(tmp_path / "x")
 
 
+DESCRIPTION = {
+    "collection": "model.0",
+    "name": "a",
+    "layout": Layout(shape=(2, 3), dtype="float32", cuts=(Cut(dim=0, axis="tp", degree=2, size=2),)).to_dict(),
+    "at": {"tp": 1},
+    "range": [0, 3],
+}
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=6,
+)
+
+
+def places_in(value, path=()):
+    """Every place in a nested description."""
+    yield path
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places_in(inner, (*path, key))
+
+
+def changed(value, path, new):
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = changed(value[path[0]], path[1:], new)
+    return copy
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_a_file_that_describes_its_tensors_wrongly_is_an_error_or_read_within_bounds(tmp_path_factory, data):
+    """Valid JSON, matching checksums: what somebody would write who wants to do harm."""
+    path = tmp_path_factory.mktemp("fuzz") / "x"
+    described = {"version": 1, "tensors": {"a": DESCRIPTION}}
+    place = data.draw(st.sampled_from(list(places_in(described))))
+    metadata = {"neuron_accel": json.dumps(changed(described, place, data.draw(json_values)))}
+    write(path, {"a": torch.arange(3, dtype=torch.float32)}, metadata)
+    index = Index()
+    if isinstance(error := outcome(index.add, path, read_header(path)), CheckpointError):
+        assert str(path) in str(error)
+        return
+    for tensors in index.collections.values():
+        for tensor in tensors.values():
+            outcome(tensor.check)
+            for chunk in (c for chunks in tensor.parts.values() for c in chunks):
+                assert 0 <= chunk.offset <= chunk.offset + 4 * (chunk.stop - chunk.start) <= path.stat().st_size
+
+
 # ---- manifest ------------------------------------------------------------------------------------------------------
 def manifest(folder, **files):
     entries = {}
     for name, contents in files.items():
         written = Files().write(folder / name, [contents])
-        entries[name] = FileEntry(size=written.size, crc32=written.crc32, kind="model")
+        entries[name] = FileEntry(size=written.size, checksum=written.checksum, kind="model")
     made = Manifest(files=entries, generation=2, info={"mesh": []})
     Files().replace(folder / NAME, made.to_bytes())
     return made
@@ -143,7 +194,7 @@ def test_every_changed_byte_of_a_manifest_is_noticed_or_means_nothing(tmp_path):
 
 @pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "", ".", "a\\b", "a//b", "./a", "a\0b"])
 def test_paths_that_leave_the_folder_are_refused(path):
-    forged = Manifest(files={path: FileEntry(size=1, crc32=1, kind="model")}).to_bytes()
+    forged = Manifest(files={path: FileEntry(size=1, checksum="0", kind="model")}).to_bytes()
     with pytest.raises(CheckpointError, match="leaves its folder"):
         Manifest.from_bytes(forged, "here")
 

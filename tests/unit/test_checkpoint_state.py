@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from neuron_accel.backends.randomness import DeviceGenerator
 from neuron_accel.checkpoint.plain_state import decode, encode
 from neuron_accel.checkpoint.randomness import random_state, reseed, set_random_state, state_for
 from neuron_accel.engine.errors import CheckpointError
@@ -145,15 +146,18 @@ def test_decoding_runs_no_code(kind):
 
 
 # ---- random numbers ------------------------------------------------------------------------------------------------
+CPU = DeviceGenerator(torch.device("cpu"))
+
+
 def draw():
     return random.random(), float(np.random.rand()), float(torch.rand(())), float(np.random.randn())
 
 
 def test_random_numbers_go_on():
     np.random.randn()  # leaves half of a pair behind
-    state = there_and_back(random_state(torch.device("cpu")))
+    state = there_and_back(random_state(CPU))
     expected = [draw() for _ in range(3)]
-    set_random_state(state, torch.device("cpu"))
+    set_random_state(state, CPU)
     assert [draw() for _ in range(3)] == expected
 
 
@@ -179,10 +183,10 @@ def test_ranks_of_another_mesh_share_what_they_must():
 
 
 def test_newcomers_draw_other_numbers():
-    state = random_state(torch.device("cpu"))
+    state = random_state(CPU)
     seen = set()
     for number in (2, 3):
-        set_random_state(state, torch.device("cpu"))
-        reseed(number)
+        set_random_state(state, CPU)
+        reseed(number, CPU)
         seen.add(draw())
     assert len(seen) == 2
