@@ -7,13 +7,26 @@ import os
 import sys
 from collections.abc import Sequence
 
-from neuron_accel.cli import cache, consolidate, env, inspect, launch, plugins, reshard, schedule, smoke_test, verify
+from neuron_accel.cli import (
+    cache,
+    consolidate,
+    env,
+    inspect,
+    launch,
+    new_plugin,
+    plugins,
+    reshard,
+    schedule,
+    smoke_test,
+    verify,
+)
 from neuron_accel.engine.errors import NeuronAccelError
 
 COMMANDS = {
     "launch": launch,
     "env": env,
     "plugins": plugins,
+    "new-plugin": new_plugin,
     "cache": cache,
     "schedule": schedule,
     "test": smoke_test,
@@ -29,6 +42,7 @@ examples:
   neuron-accel test                                             does this installation work?
   neuron-accel env                                              what to paste into a bug report
   neuron-accel plugins                                          which strategies are installed
+  neuron-accel new-plugin stripes                               write a package with a strategy of your own
   neuron-accel schedule --stages 4 --microbatches 8             what a pipeline schedule looks like
 """
 

@@ -1,0 +1,103 @@
+"""``neuron-accel new-plugin``: a package with a strategy of one's own, to begin with."""
+
+from __future__ import annotations
+
+import argparse
+import keyword
+import re
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+from neuron_accel.engine.errors import UsageError
+from neuron_accel.engine.registry import Registry
+
+SUMMARY = "write a package with a strategy plugin of your own"
+DESCRIPTION = """\
+Write a package that brings a strategy plugin: pyproject with the entry point by which it is found, a plugin with an
+option and hooks, and tests that put it through the conformance kit. It can be installed and passes its own tests as
+it is. Then replace what it does. See docs/writing-a-plugin.md.
+"""
+EXAMPLES = """\
+examples:
+  neuron-accel new-plugin stripes                  writes neuron-accel-stripes/
+  neuron-accel new-plugin stripes --output code    writes code/neuron-accel-stripes/
+"""
+
+FILES = {
+    "pyproject.toml": "pyproject.toml",
+    "README.md": "README.md",
+    "src/{package}/__init__.py": "init.py",
+    "src/{package}/plugin.py": "plugin.py",
+    "tests/test_{name}.py": "test_plugin.py",
+}
+"""Path in the new package to the template of its content."""
+
+PREFIX = "neuron-accel-"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", help="the plugin's name in configuration files: small letters, digits, underscores")
+    parser.add_argument("--output", type=Path, default=Path(), metavar="FOLDER", help="where to put it (default: here)")
+
+
+def run(args: argparse.Namespace) -> int:
+    folder = write(args.name, args.output)
+    print(f"{folder}: a package with the plugin {plugin_name(args.name)!r}. What next:")
+    print(f"  cd {folder}")
+    print("  pip install -e '.[test]'")
+    print("  pytest")
+    return 0
+
+
+def plugin_name(name: str) -> str:
+    """The plugin's name from what a user calls it.
+
+    Raises:
+        UsageError: if no package and class could be called so, or it is taken.
+    """
+    result = name.removeprefix(PREFIX).replace("-", "_")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", result) or keyword.iskeyword(result):
+        raise UsageError(
+            f"{name!r} is no name for a plugin.",
+            why="a package, a class and a key of configuration files are called so",
+            fix="use small letters, digits and underscores, with a letter first",
+        )
+    taken = [entry for entry in Registry.from_environment().entries() if entry.name == result]
+    if taken:
+        raise UsageError(
+            f"There is a plugin {result!r} already.",
+            where=taken[0].source,
+            why="one name stands for one plugin",
+            fix="choose another name",
+        )
+    return result
+
+
+def write(name: str, output: Path) -> Path:
+    """Writes the package; returns its folder.
+
+    Raises:
+        UsageError: if the name is not possible, or the folder is there already.
+    """
+    name = plugin_name(name)
+    values = {
+        "name": name,
+        "package": f"neuron_accel_{name}",
+        "distribution": PREFIX + name.replace("_", "-"),
+        "cls": "".join(part.capitalize() for part in name.split("_")) + "Plugin",
+    }
+    folder = output / values["distribution"]
+    if folder.exists():
+        raise UsageError(f"{folder} exists already.", fix="choose another name or another --output")
+    for path, template in FILES.items():
+        target = folder / path.format(**values)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(_filled(template, values), encoding="utf-8")
+    return folder
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    text = (resources.files("neuron_accel.cli") / "plugin_template" / f"{template}.template").read_text("utf-8")
+    return Template(text).substitute(values)
