@@ -1,17 +1,18 @@
 """Tasks of this repository, each in an environment of its own: ``nox --list`` shows them.
 
-``nox`` runs what must hold: lint, then the tests on both lines of torch. ``nox -s tests -- -k launch`` passes arguments
-on to pytest. Sessions run on the Python that runs nox; ``--force-python 3.12`` takes another.
+``nox`` runs what must hold: lint, then the tests on both lines of torch, and those of each package under ``plugins``.
+``nox -s tests -- -k launch`` passes arguments on to pytest. Sessions run on the Python that runs nox; ``--force-python 3.12`` takes another.
 """
 
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import nox
 
 nox.needs_version = ">=2024.4.15"
-nox.options.sessions = ["lint", "xla", "tests"]
+nox.options.sessions = ["lint", "xla", "plugins", "tests"]
 nox.options.reuse_venv = "yes"
 
 NATIVE_TORCH = "torch==2.13.*"
@@ -53,6 +54,22 @@ def xla(session: nox.Session) -> None:
     install(session, ".[xla,test]")
     session.run("python", "-c", "import torch, torch_xla; print(torch.__version__, torch_xla.__version__)")
     session.run("pytest", *(session.posargs or ON_TORCH_2_9))
+    if not session.posargs:
+        session.run("pytest", "-k", "xla", "tests/conformance_kit/test_built_in.py")
+
+
+PACKAGES = sorted(path.parent.name for path in Path("plugins").glob("*/pyproject.toml"))
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def plugins(session: nox.Session, package: str) -> None:
+    """A strategy shipped as a package of its own: its tests, in an environment without the others."""
+    folder = Path("plugins", package)
+    shutil.rmtree(folder / "build", ignore_errors=True)
+    install(session, NATIVE_TORCH, ".[testing]", f"./{folder}[test]")
+    with session.chdir(folder):
+        session.run("pytest", *session.posargs)
 
 
 @nox.session
