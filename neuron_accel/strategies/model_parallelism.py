@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,9 +47,11 @@ class ModelParallelismPlugin(StrategyPlugin):
         evaluation_logits: whether an evaluation with labels returns everything that the last stage computed, on every
             rank, or only the loss.
         parallelize_embeddings: divide token embedding and head along the vocabulary, and compute the loss without
-            gathering logits.
+            gathering logits. They stay whole in a model whose ``forward`` was replaced on the object, as some trainers
+            do to compute head and loss in one: it may read the head's weight itself.
         tensor_parallel_plan: how to divide a model of your own: FQN patterns of linear layers and attributes, and what
-            becomes of them; see :func:`~neuron_accel.models.given_architecture`.
+            becomes of them; see :func:`~neuron_accel.models.given_architecture`, and
+            :func:`~neuron_accel.models.register_tensor_parallel_plan` to say it once for a class.
         checkpoint_dir: a checkpoint of any mesh, or a folder of transformers, whose weights the model takes when it is
             prepared; each rank reads its part.
     """
@@ -96,6 +99,18 @@ class ModelParallelismPlugin(StrategyPlugin):
                     "gradient_accumulation_steps",
                 )
 
+    def lazy_load(self) -> AbstractContextManager[None]:
+        """A context in which a model for these ranks is built or loaded without memory for its weights; see
+        :func:`~neuron_accel.lazy_load_for_parallelism`."""
+        from neuron_accel.lazy import lazy_load_for_parallelism
+
+        return lazy_load_for_parallelism(
+            tensor_parallel_size=self.tensor_parallel_size, pipeline_parallel_size=self.pipeline_parallel_size
+        )
+
+    def model_init(self, run: Run) -> AbstractContextManager[None]:
+        return nullcontext() if self.tensor_parallel_size * self.pipeline_parallel_size == 1 else self.lazy_load()
+
     def initial_weights(self) -> str | None:
         return self.checkpoint_dir
 
@@ -111,12 +126,16 @@ class ModelParallelismPlugin(StrategyPlugin):
             return model
         from neuron_accel.models.architecture import architecture_of
         from neuron_accel.models.given import given_architecture
+        from neuron_accel.models.registered import registered_plans
         from neuron_accel.strategies.tensor_parallel.division import divide
         from neuron_accel.strategies.tensor_parallel.rewrite import rewrite
 
         given = self.tensor_parallel_plan
+        given = registered_plans().find(model) if given is None else given
         architecture = architecture_of(model) if given is None else given_architecture(model, given, degree)
-        embeddings = self.parallelize_embeddings and given is None
+        # A forward that somebody put on the object (a fused head and loss) may read the head's weight past the head.
+        own_forward = "forward" not in vars(model)
+        embeddings = self.parallelize_embeddings and given is None and own_forward
         rewrite(architecture, divide(architecture, degree, parallelize_embeddings=embeddings), run, parameters)
         return model
 

@@ -30,7 +30,7 @@ class Checkpointing:
     accelerator: TrainersAccelerator
     model: nn.Module
     args: Any
-    _random: dict[str, Any] | None = None
+    _resumed_random: dict[str, Any] | None = None
 
     # ---- saving ----------------------------------------------------------------------------------------------------
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -38,20 +38,20 @@ class Checkpointing:
         holds of it. Every process calls it."""
         folder = self.args.output_dir if output_dir is None else output_dir
         if _internal_call and not self.args.save_only_model:
-            self.accelerator.save_state(folder, tokenizer=self._tokenizer, async_save=self.args.async_save)
+            self.accelerator.save_state(folder, tokenizer=self._tokenizer_to_save, async_save=self.args.async_save)
             return
         self._wrap_model(self.model)  # type: ignore[attr-defined]
         self.accelerator.save_model(self.model_wrapped, folder)  # type: ignore[attr-defined]
         if self.args.should_save:
-            if self._tokenizer is not None:
-                self._tokenizer.save_pretrained(folder)
+            if self._tokenizer_to_save is not None:
+                self._tokenizer_to_save.save_pretrained(folder)
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
     @property
-    def _tokenizer(self) -> Any:
+    def _tokenizer_to_save(self) -> Any:
         given = getattr(self, "processing_class", None)
         return given if given is not None else getattr(getattr(self, "data_collator", None), "tokenizer", None)
 
@@ -142,14 +142,14 @@ class Checkpointing:
             for loader in self.accelerator._dataloaders:
                 if hasattr(loader, "forget_position"):
                     loader.forget_position()  # the Trainer skips what was given out
-            self._random = random_state(self.accelerator.run.backend.generator)
+            self._resumed_random = random_state(self.accelerator.run.backend.generator)
         else:
             self.accelerator.load_weights(self.model, folder)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Called when the loader is where it was, which may have drawn random numbers."""
-        if self._random is not None:
-            set_random_state(self._random, self.accelerator.run.backend.generator)
+        if self._resumed_random is not None:
+            set_random_state(self._resumed_random, self.accelerator.run.backend.generator)
 
     def _load_best_model(self) -> None:
         self.accelerator.load_weights(self.model, Path(self.state.best_model_checkpoint))  # type: ignore[attr-defined]
