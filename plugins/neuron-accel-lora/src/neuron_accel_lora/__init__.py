@@ -1,0 +1,12 @@
+"""LoRA fine-tuning with ``peft`` for neuron_accel: adapters that lie over the ranks as the layers do that they adapt.
+
+Method: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022).
+"""
+
+from __future__ import annotations
+
+from neuron_accel_lora.files import save_adapter
+from neuron_accel_lora.plugin import LoraPlugin
+
+__all__ = ["LoraPlugin", "save_adapter"]
+__version__ = "0.1.0"

@@ -1,0 +1,85 @@
+"""How the two factors of an adapter lie over the ranks: as follows from how the weight does that they adapt.
+
+A layer computes ``W x`` and its adapter ``B A x``. Where the output features of ``W`` are cut, so are the rows of
+``B``, and ``A`` is whole on every rank; where its input features are cut, so are the columns of ``A``, and ``B`` is
+whole. The factor that is whole meets something else on each rank, so its gradient is a sum over the ranks. Nothing is
+averaged, and nothing is sent but that sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from neuron_accel.contract import Cut, Layout, UnsupportedModelError
+from neuron_accel_lora.options import WHERE
+
+if TYPE_CHECKING:
+    from neuron_accel.contract import ParameterRecord
+    from neuron_accel_lora.survey import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """The division of an adapter.
+
+    Args:
+        a: layout of A [r, in].
+        b: layout of B [out, r].
+        partial_a, partial_b: axes over which gradients are partial sums.
+        inputs: the cut of the input features; None if there is none.
+        outputs: the cut of the output features; None if there is none.
+        own_inputs: whether each rank has an input of its own: features or positions that others have not.
+    """
+
+    a: Layout
+    b: Layout
+    partial_a: tuple[str, ...]
+    partial_b: tuple[str, ...]
+    inputs: Cut | None
+    outputs: Cut | None
+    own_inputs: bool
+
+
+def divide(target: Target, weight: ParameterRecord) -> Factors:
+    """The division of the adapter of a layer whose weight lies as ``weight`` says.
+
+    Raises:
+        UnsupportedModelError: if it is cut in a way that no adapter can follow.
+    """
+    of_input, of_output = (0, 1) if target.turned else (1, 0)
+    cuts = {cut.dim: cut for cut in weight.layout.cuts if cut.degree > 1}
+    inputs, outputs = cuts.get(of_input), cuts.get(of_output)
+    if inputs is not None and inputs.replicas > 1:
+        raise _cannot(target, "several ranks hold the same input features, whose products are not summed once each")
+    if target.embedding and inputs is not None and (len(inputs.blocks) > 1 or inputs.unit > 1):
+        raise _cannot(target, "ranks do not hold consecutive entries")
+    shape_a, shape_b = tuple(target.a.shape), tuple(target.b.shape)
+    dtype_a, dtype_b = (str(t.dtype).removeprefix("torch.") for t in (target.a, target.b))
+    return Factors(
+        a=Layout(shape=shape_a, dtype=dtype_a, cuts=_moved(inputs, 1)),
+        b=Layout(shape=shape_b, dtype=dtype_b, cuts=_moved(outputs, 0)),
+        partial_a=_axes(weight, outputs),
+        partial_b=_axes(weight, inputs),
+        inputs=inputs,
+        outputs=outputs,
+        own_inputs=inputs is not None or bool(weight.partial_axes),
+    )
+
+
+def _moved(cut: Cut | None, dim: int) -> tuple[Cut, ...]:
+    return () if cut is None else (dataclasses.replace(cut, dim=dim),)
+
+
+def _axes(weight: ParameterRecord, cut: Cut | None) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*weight.partial_axes, *(() if cut is None else (cut.axis,)))))
+
+
+def _cannot(target: Target, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{target.fqn!r} cannot be adapted the way it is divided.",
+        where=WHERE,
+        why=why,
+        fix="leave it out with target_modules or exclude_modules",
+    )

@@ -1,0 +1,196 @@
+"""Adapters in layers: parameters beside the layer's own, and a hook that adds what they compute."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from neuron_accel.contract import AxisKind, UsageError, copy_to_group, register_product_hook
+from neuron_accel_lora.division import Factors, divide
+from neuron_accel_lora.options import WHERE
+from neuron_accel_lora.survey import ADAPTER, Survey, Target
+
+if TYPE_CHECKING:
+    from neuron_accel.contract import Cut, Group, ParameterMap, RankRandomness, Run
+
+
+class Factor(nn.Module):
+    """One factor of an adapter, under the name that peft gives it.
+
+    Args:
+        weight: this rank's part of it.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+def attach(survey: Survey, model: nn.Module, run: Run, parameters: ParameterMap) -> None:
+    """Gives the layers of ``model`` their adapters. The values of ``survey`` are let go of."""
+    layers = {target.fqn: model.get_submodule(target.fqn) for target in survey.targets}
+    divisions = {target.fqn: divide(target, parameters[target.weight]) for target in survey.targets}
+    for target in survey.targets:
+        forms = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in _values(target))
+        _register(layers[target.fqn], target, *forms)
+    parameters.follow(model)  # which gets to know them whole
+    alike = _GroupsThatShare(run)
+    for target in survey.targets:
+        layer, factors = layers[target.fqn], divisions[target.fqn]
+        layouts, partial = (factors.a, factors.b), (factors.partial_a, factors.partial_b)
+        for name, layout, axes in zip(target.names, layouts, partial, strict=True):
+            parameters.set_layout(name, layout)
+            for axis in axes:
+                parameters.add_partial_axis(name, axis)
+        parts = (layout.shard(value, run.coordinates) for layout, value in zip(layouts, _values(target), strict=True))
+        _register(layer, target, *parts)
+        target.a = target.b = torch.empty(0)
+        hook = EmbeddingAdapter if target.embedding else LinearAdapter
+        register_product_hook(layer, hook(target, factors, run, alike.of(factors.outputs)))
+
+
+def _values(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    return target.a, target.b
+
+
+def _register(layer: nn.Module, target: Target, a: torch.Tensor, b: torch.Tensor) -> None:
+    if target.embedding:
+        layer.lora_embedding_A = nn.ParameterDict({ADAPTER: nn.Parameter(a)})
+        layer.lora_embedding_B = nn.ParameterDict({ADAPTER: nn.Parameter(b)})
+    else:
+        layer.lora_A = nn.ModuleDict({ADAPTER: Factor(a)})
+        layer.lora_B = nn.ModuleDict({ADAPTER: Factor(b)})
+
+
+class _GroupsThatShare:
+    """The ranks that hold the same part of what is cut for fewer parts than there are ranks."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._made: dict[tuple[str, int], Group] = {}
+
+    def of(self, cut: Cut | None) -> Group | None:
+        """This rank's group for ``cut``; None if it has its part alone. Collective where it was not asked before."""
+        if cut is None or cut.replicas == 1:
+            return None
+        key = (cut.axis, cut.replicas)
+        if key not in self._made:
+            parts = [
+                group[start : start + cut.replicas]
+                for group in self._run.mesh.groups(cut.axis)
+                for start in range(0, len(group), cut.replicas)
+            ]
+            self._made[key] = self._run.backend.new_group(parts, f"{cut.axis}, the same adapters")
+        return self._made[key]
+
+
+class _Adapter:
+    """Adds to what a layer computed on this rank what its adapter computes there.
+
+    Args:
+        target: what is adapted.
+        factors: how the adapter is divided.
+        run: the run.
+        alike: the ranks with the same part of B, where there are several; each has a part of its gradient.
+    """
+
+    def __init__(self, target: Target, factors: Factors, run: Run, alike: Group | None) -> None:
+        self._fqn, self._scaling, self._dropout = target.fqn, target.scaling, target.dropout
+        self._backend, self._alike = run.backend, alike
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Adapter:
+        return self  # a copied model runs on the same ranks
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], product: torch.Tensor) -> torch.Tensor:
+        if not args:
+            raise UsageError(
+                f"{self._fqn!r} was called with its input by keyword.", where=WHERE, fix="call it with a positional one"
+            )
+        reduced, b = self._reduce(layer, args[0])
+        if self._alike is not None:
+            b = copy_to_group(b, self._backend, self._alike)
+        return (product + F.linear(reduced, b) * self._scaling).to(product.dtype)
+
+    def _reduce(self, layer: nn.Module, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``A x`` [..., r], and B."""
+        raise NotImplementedError
+
+
+class LinearAdapter(_Adapter):
+    """The adapter of a linear layer."""
+
+    def __init__(self, target: Target, factors: Factors, run: Run, alike: Group | None) -> None:
+        super().__init__(target, factors, run, alike)
+        axes = run.mesh.names(AxisKind.MODEL)
+        self._drop = Dropout(target, factors.own_inputs, [run.randomness(axis) for axis in axes])
+
+    def _reduce(self, layer: nn.Module, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        input = input.to(a.dtype)
+        return F.linear(self._drop(input) if layer.training else input, a), b
+
+
+class Dropout:
+    """Drops inputs of an adapter: the same on all ranks where they have the same inputs, others where they have others.
+
+    Args:
+        target: what is adapted.
+        own_inputs: whether each rank has inputs of its own.
+        randomness: what ranks that divide the model draw from.
+    """
+
+    def __init__(self, target: Target, own_inputs: bool, randomness: list[RankRandomness]) -> None:
+        self._fqn, self._rate, self._own, self._randomness = target.fqn, target.dropout, own_inputs, randomness
+        self._differed = False
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        if not self._rate:
+            return input
+        self._check()
+        with ExitStack() as stack:
+            for source in self._randomness:
+                stack.enter_context(source.apart() if self._own else source.together())
+            return F.dropout(input, self._rate)
+
+    def _check(self) -> None:
+        differs = any(source.differs for source in self._randomness)
+        if torch._C._current_graph_task_id() == -1:
+            self._differed = differs
+        elif differs != self._differed:
+            raise UsageError(
+                f"What the adapter of {self._fqn!r} dropped cannot be computed again.",
+                where=WHERE,
+                why="activation checkpointing runs a layer again where it is not known which numbers ranks share: the "
+                "model's own dropout draws on a divided sequence",
+                fix="set the model's own dropout or lora_dropout to zero, or leave activation checkpointing out",
+            )
+
+
+class EmbeddingAdapter(_Adapter):
+    """The adapter of an embedding, whose entries may lie on other ranks."""
+
+    def __init__(self, target: Target, factors: Factors, run: Run, alike: Group | None) -> None:
+        super().__init__(target, factors, run, alike)
+        self._cut = factors.inputs
+        self._group = None if self._cut is None else run.group(self._cut.axis)
+
+    def _reduce(self, layer: nn.Module, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
+        row, elsewhere = input, None
+        if self._cut is not None:
+            row = input - self._start(input.device)
+            elsewhere = (row < 0) | (row >= self._cut.local_size)
+            row = row.masked_fill(elsewhere, 0)
+        found = F.embedding(row, a.t())
+        if layer.padding_idx is not None:  # this entry gets no gradient
+            found = torch.where((input == layer.padding_idx).unsqueeze(-1), found.detach(), found)
+        return (found if elsewhere is None else found.masked_fill(elsewhere.unsqueeze(-1), 0)), b
+
+    def _start(self, device: torch.device) -> torch.Tensor:
+        """The first entry of this rank: data rather than a constant, so that all ranks run the same program."""
+        starts = torch.arange(0, self._cut.local_size * self._cut.degree, self._cut.local_size, device=device)
+        return self._backend.chunk(starts, self._group, 0).squeeze(0)

@@ -1,0 +1,54 @@
+"""Which parameters an optimizer holds once adapters train in place of the weights that they adapt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from neuron_accel.contract import ParameterError
+from neuron_accel_lora.options import WHERE
+
+if TYPE_CHECKING:
+    from neuron_accel.contract import ParameterMap, ParameterRecord, Run
+    from neuron_accel_lora.survey import Survey
+
+
+def hold_adapters(optimizer: torch.optim.Optimizer, surveys: list[tuple[ParameterMap, Survey]], run: Run) -> None:
+    """Takes what is frozen out of ``optimizer``, and puts each adapter in the group of the weight that it adapts,
+    unless it holds it already. Groups stay, also those that become empty: schedulers know them by number.
+
+    Raises:
+        ParameterError: if it keeps state for a weight in whose place an adapter trains.
+    """
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    adapters = _adapters(surveys)
+    for group in optimizer.param_groups:
+        trained: list[torch.nn.Parameter] = []
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                trained.append(parameter)
+                continue
+            if optimizer.state.pop(parameter, None):
+                raise ParameterError(
+                    f"{type(optimizer).__name__} has state for weights that are frozen now.",
+                    where=WHERE,
+                    why="adapters train in their place, and begin without",
+                    fix="build it from what requires a gradient after `prepare`, or with "
+                    "neuron_accel.make_optimizer_constructor_lazy",
+                )
+            record = run.find_parameter(parameter)
+            for factor in adapters.get(id(record), ()):
+                if factor.current is not None and factor.current not in held:
+                    trained.append(factor.current)
+        group["params"] = trained
+
+
+def _adapters(surveys: list[tuple[ParameterMap, Survey]]) -> dict[int, list[ParameterRecord]]:
+    """The factors that adapt a weight, by the identity of its record."""
+    found: dict[int, list[ParameterRecord]] = {}
+    for parameters, survey in surveys:
+        for target in survey.targets:
+            factors = [parameters[name] for name in target.names]
+            found.setdefault(id(parameters[target.weight]), []).extend(factors)
+    return found

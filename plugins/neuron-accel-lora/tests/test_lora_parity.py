@@ -1,0 +1,170 @@
+"""What trains on several ranks is what plain peft trains in one process, and peft can load it."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from lora_support import alone, assert_alike, batches, gpt2, llama, on_rank
+from neuron_accel_lora import LoraPlugin, save_adapter
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, SequenceParallelPlugin, Zero1Plugin
+from neuron_accel.testing import run_ranks
+
+LLAMA = {
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "embed_tokens",
+        "lm_head",
+    ],
+}
+GPT2 = {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "wte"]}
+RICH = {  # ranks and scalings of their own, trained biases, a module that trains as it is
+    **GPT2,
+    "use_rslora": True,
+    "rank_pattern": {"c_attn": 2},
+    "alpha_pattern": {"c_fc": 3},
+    "bias": "lora_only",
+    "modules_to_save": ["ln_f"],
+}
+
+
+def tp(size: int, **options) -> ModelParallelismPlugin:
+    return ModelParallelismPlugin(tensor_parallel_size=size, **options)
+
+
+def pp(**options) -> ModelParallelismPlugin:
+    return ModelParallelismPlugin(pipeline_parallel_size=2, num_microbatches=2, **options)
+
+
+def _train(build, options: dict, plugins: list, ranks: int, folder: Path) -> tuple[dict, list[dict]]:
+    reference = alone(build(), options, batches())
+    given = [LoraPlugin(peft_config=options, trainable_parameters=reference["count"]), *plugins]
+    results = run_ranks(on_rank, ranks, build, given, batches(), str(folder), timeout=110)
+    assert_alike(reference, results, folder)
+    return reference, results
+
+
+def test_tensor_and_data_parallel_with_zero1_is_one_process(tmp_path: Path) -> None:
+    """Five steps; column- and row-parallel layers, shared key/value heads, embedding and head with padding."""
+    reference, results = _train(llama, LLAMA, [tp(2), Zero1Plugin()], 4, tmp_path)
+    base = sum(p.numel() for name, p in llama().named_parameters())
+    for result in results:
+        assert result["held"] < reference["count"]  # an optimizer's state is for adapters, cut or not
+        # what data-parallel ranks exchange: gradients of adapters out, their weights back, and a few numbers
+        assert 4 * result["held"] <= result["data_bytes"] < 2 * 4 * result["held"] < 2 * base
+    assert not results[0]["changed"]
+    loaded = PeftModel.from_pretrained(llama(), tmp_path)
+    ids = batches()[0]["input_ids"]
+    with torch.no_grad():
+        expected = reference["model"].eval()(input_ids=ids).logits
+        assert torch.allclose(loaded.eval()(input_ids=ids).logits, expected, atol=2e-4)
+        assert torch.allclose(loaded.merge_and_unload()(input_ids=ids).logits, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "plugins", "ranks"),
+    [
+        pytest.param(gpt2, RICH, [tp(2), SequenceParallelPlugin(), Zero1Plugin()], 4, id="fused-sp-zero1"),
+        pytest.param(
+            functools.partial(llama, heads=6, groups=3, features=50), LLAMA, [tp(2)], 2, id="padded-heads-and-features"
+        ),
+        pytest.param(llama, LLAMA, [tp(4), SequenceParallelPlugin()], 4, id="more-ranks-than-groups"),
+        pytest.param(gpt2, GPT2, [pp(tensor_parallel_size=2, schedule="zero-bubble")], 4, id="zero-bubble-tp2"),
+        pytest.param(
+            llama,
+            {"r": 2, "target_modules": ["q_proj", "lm_head"], "layers_to_transform": [1], "layers_pattern": "layers"},
+            [pp(), Zero1Plugin()],
+            4,
+            id="a-stage-without-adapters",
+        ),
+    ],
+)
+def test_compositions_are_one_process(build, options: dict, plugins: list, ranks: int, tmp_path: Path) -> None:
+    _train(build, options, plugins, ranks, tmp_path)
+
+
+def test_vocabulary_of_gpt2_on_two_ranks(tmp_path: Path) -> None:
+    """50257 entries do not divide by two."""
+    build = functools.partial(gpt2, vocab=50257, tied=False)
+    options = {"r": 2, "target_modules": ["wte", "lm_head"]}
+    reference = alone(build(), options, batches(50257, 2))
+    results = run_ranks(
+        on_rank, 2, build, [LoraPlugin(**options), tp(2)], batches(50257, 2), str(tmp_path), timeout=110
+    )
+    assert_alike(reference, results, tmp_path)
+
+
+def test_what_peft_saved_goes_on_divided(tmp_path: Path) -> None:
+    """peft trains and saves, other ranks go on from the folder, and so does peft: both arrive at the same."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    alone(gpt2(), RICH, batches(count=2))["model"].save_pretrained(first)
+    reference = alone(gpt2(), {}, batches()[2:], adapter=str(first))
+    plugins = [LoraPlugin(adapter=str(first)), tp(2)]
+    results = run_ranks(on_rank, 4, gpt2, plugins, batches()[2:], str(second), timeout=110)
+    assert_alike(reference, results, second)
+
+
+def test_dropout_drops_what_one_process_drops(tmp_path: Path) -> None:
+    """Ranks that have the same inputs drop the same: with all targets column-parallel that is what peft drops."""
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj", "lm_head"], "lora_dropout": 0.3}
+    reference = alone(llama(), options, batches())
+    plugins = [LoraPlugin(**options), tp(2)]
+    results = run_ranks(on_rank, 2, llama, plugins, batches(), str(tmp_path), timeout=110)
+    assert_alike(reference, results, tmp_path)
+
+
+def _from_given_weights(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a model that was built with other weights and takes those of ``folder``, and of one that was not."""
+    accelerator = NeuronAccelerator(
+        plugins=[
+            LoraPlugin(r=2, target_modules=["q_proj"]),
+            ModelParallelismPlugin(tensor_parallel_size=2, checkpoint_dir=folder),
+        ]
+    )
+    torch.manual_seed(3)
+    model = llama()
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    ids = batches()[0]["input_ids"]
+    with torch.no_grad():
+        return accelerator.prepare(model).eval()(input_ids=ids).logits, llama().eval()(input_ids=ids).logits
+
+
+def test_weights_of_the_base_model_may_lack_adapters(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    for found, expected in run_ranks(_from_given_weights, 2, str(tmp_path)):
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def _from_yaml(path: str, folder: str) -> list[str]:
+    accelerator = NeuronAccelerator(config=path)
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    save_adapter(accelerator, model, folder)
+    return [plugin.spec.name for plugin in accelerator.plan.plugins]
+
+
+def test_a_configuration_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "plugins:\n  - lora: {r: 3, target_modules: [q_proj, v_proj], lora_alpha: 6}\n"
+        "  - model_parallelism: {tensor_parallel_size: 2}\n  - zero1\n"
+    )
+    names = run_ranks(_from_yaml, 2, str(path), str(tmp_path / "adapter"))[0]
+    assert names.index("lora") < names.index("model_parallelism") < names.index("lora_layers") < names.index("zero1")
+    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {tuple(w.shape) for n, w in weights.items() if "lora_A" in n} == {(3, 32)}
