@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from neuron_accel.checkpoint.agreement import agreed
+from neuron_accel.checkpoint.files import number_of_blocks
 from neuron_accel.checkpoint.index import (
     Index,
     index_checkpoint,
@@ -24,7 +25,7 @@ from neuron_accel.checkpoint.index import (
     master_collection,
     model_collection,
 )
-from neuron_accel.checkpoint.manifest import Manifest, check_file, locate, read_manifest
+from neuron_accel.checkpoint.manifest import Manifest, check_block, check_size, locate, read_manifest
 from neuron_accel.checkpoint.parallel import in_order, threads_of
 from neuron_accel.checkpoint.pretrained_names import named_as
 from neuron_accel.checkpoint.save import STATE
@@ -161,14 +162,12 @@ def load_weights(model: PreparedModel, folder: Path, run: Run, number: int = 0) 
 
 
 def _check_files(folder: Path, manifest: Manifest, run: Run) -> None:
-    """Checks this rank's share of the files."""
-    loads, mine = [0] * run.world.size, []
-    for relative, entry in sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0])):
-        reader = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
-        loads[reader] += entry.size + 4096
-        if reader == run.world.index:
-            mine.append((relative, entry))
-    for _ in in_order(lambda item: check_file(folder, *item), mine, threads_of(run)):
+    """Checks this rank's share of the files' blocks."""
+    blocks = []
+    for relative, entry in sorted(manifest.files.items()):
+        check_size(folder, relative, entry)
+        blocks += [(relative, entry, block) for block in range(number_of_blocks(entry.size))]
+    for _ in in_order(lambda b: check_block(folder, *b), blocks[run.world.index :: run.world.size], threads_of(run)):
         pass
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from neuron_accel.checkpoint.files import checksum_of, failure
+from neuron_accel.checkpoint.files import checksum_of_block, failure, number_of_blocks
 from neuron_accel.engine.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -29,12 +29,12 @@ class FileEntry:
 
     Args:
         size: in bytes.
-        checksum: of its contents, see :class:`~neuron_accel.checkpoint.files.Written`.
+        checksums: of its blocks, see :class:`~neuron_accel.checkpoint.files.Written`.
         kind: ``"model"``, ``"optimizer"``, ``"state"`` or ``"auxiliary"``.
     """
 
     size: int
-    checksum: str
+    checksums: tuple[str, ...]
     kind: str
 
 
@@ -135,6 +135,13 @@ def check_file(folder: Path, relative: str, entry: FileEntry) -> None:
     Raises:
         CheckpointError: naming the file, if it is missing, has another size, or other contents.
     """
+    check_size(folder, relative, entry)
+    for block in range(number_of_blocks(entry.size)):
+        check_block(folder, relative, entry, block)
+
+
+def check_size(folder: Path, relative: str, entry: FileEntry) -> None:
+    """The first part of :func:`check_file`."""
     path = locate(folder, relative)
     if not path.is_file():
         raise CheckpointError(f"{relative!r} is missing.", where=str(path), fix="use another checkpoint")
@@ -146,7 +153,12 @@ def check_file(folder: Path, relative: str, entry: FileEntry) -> None:
             why="it was truncated or exchanged",
             fix="restore it from a copy, or use another checkpoint",
         )
-    if checksum_of(path) != entry.checksum:
+
+
+def check_block(folder: Path, relative: str, entry: FileEntry, block: int) -> None:
+    """The second part of :func:`check_file`, for one of the file's blocks."""
+    path = locate(folder, relative)
+    if checksum_of_block(path, block) != entry.checksums[block]:
         raise CheckpointError(
             f"{relative!r} is damaged: its checksum does not match.",
             where=str(path),
@@ -167,9 +179,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _file_entry(entry: Mapping[str, Any]) -> FileEntry:
-    result = FileEntry(**entry)
-    if type(result.size) is not int or not all(isinstance(v, str) for v in (result.checksum, result.kind)):
+    result = FileEntry(**{**entry, "checksums": tuple(entry["checksums"])})
+    if type(result.size) is not int or not all(isinstance(v, str) for v in (*result.checksums, result.kind)):
         raise ValueError("the entry of a file has a value of the wrong type")
+    if result.size < 0 or len(result.checksums) != number_of_blocks(result.size):
+        raise ValueError("the number of a file's checksums is not that of its blocks")
     return result
 
 

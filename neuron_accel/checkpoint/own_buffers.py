@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from neuron_accel.checkpoint.files import checksum_of_bytes
+from neuron_accel.checkpoint.files import checksums_of
 from neuron_accel.checkpoint.snapshot import buffers_of, bytes_of
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def own_buffers(training: Training) -> dict[str, torch.Tensor]:
     """This rank's buffers whose values are not those of the first rank that has them, on the host. Collective."""
     run = training.run
     mine = {name: value.to("cpu", copy=True) for name, value in _buffers(training).items()}
-    sums = {name: checksum_of_bytes(bytes(bytes_of(value))) for name, value in mine.items()}
-    first: dict[str, str] = {}
+    sums = {name: checksums_of(bytes(bytes_of(value))) for name, value in mine.items()}
+    first: dict[str, tuple[str, ...]] = {}
     for theirs in run.backend.all_gather_object(sums, run.world):
         first = theirs | first
     return {name: value for name, value in mine.items() if sums[name] != first[name]}

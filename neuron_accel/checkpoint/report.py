@@ -34,7 +34,7 @@ def inspect(folder: Path) -> dict[str, Any]:
         "optimizers": info.get("optimizers", []),
         "counters": info.get("counters", {}),
         "files": {
-            path: {"size": entry.size, "kind": entry.kind, "checksum": entry.checksum}
+            path: {"size": entry.size, "kind": entry.kind, "checksums": list(entry.checksums)}
             for path, entry in manifest.files.items()
         },
         "collections": {

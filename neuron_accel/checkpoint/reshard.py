@@ -122,11 +122,11 @@ def reshard(
         at = {axis: i for axis, i in (("pp", pp), ("tp", tp), ("dp", dp)) if division.degrees()[axis] > 1}
         relative = f"{MODEL_FOLDER if kind == 'model' else 'optimizer'}/{RankFacts(coordinates=at).file_name(0)}"
         written = files.write(output / relative, _parts(portions, {"tp": tp}, count))
-        entries[relative] = FileEntry(size=written.size, checksum=written.checksum, kind=kind)
+        entries[relative] = FileEntry(size=written.size, checksums=written.checksums, kind=kind)
     for relative, entry in manifest.files.items():
         if entry.kind not in ("model", "optimizer"):
             copied: Written = files.write(output / relative, [locate(folder, relative).read_bytes()])
-            entries[relative] = FileEntry(size=copied.size, checksum=copied.checksum, kind=entry.kind)
+            entries[relative] = FileEntry(size=copied.size, checksums=copied.checksums, kind=entry.kind)
     for path in (output / MODEL_FOLDER, output / "optimizer", output):
         files.sync_folder(path)
     made = replace(manifest, files=entries, generation=0, info={**manifest.info, "resharded": division.degrees()})

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.checkpoint.files import Files, Written, checksum_of_bytes, failure
+from neuron_accel.checkpoint.files import Files, Written, checksums_of, failure
 from neuron_accel.checkpoint.host_memory import HostMemory
 from neuron_accel.checkpoint.manifest import MODEL_FOLDER, NAME, FileEntry, Manifest, has_manifest, read_manifest
 from neuron_accel.checkpoint.parallel import threads_of
@@ -133,12 +133,12 @@ def complete(contents: Contents, target: Target, parts: list[FileList], files: F
     for aux, data in contents.auxiliary.items():
         entries[aux] = (
             "auxiliary",
-            files.replace(folder / aux, data) if aux in changed else Written(len(data), checksum_of_bytes(data)),
+            files.replace(folder / aux, data) if aux in changed else Written(len(data), checksums_of(data)),
         )
     for inside in {(folder / path).parent for path in entries} | {folder}:
         files.sync_folder(inside)
     manifest = Manifest(
-        files={path: FileEntry(size=w.size, checksum=w.checksum, kind=kind) for path, (kind, w) in entries.items()},
+        files={path: FileEntry(size=w.size, checksums=w.checksums, kind=kind) for path, (kind, w) in entries.items()},
         generation=target.generation,
         info=contents.info,
     )
@@ -227,7 +227,7 @@ class BackgroundSave:
             with suppress(NeuronAccelError):  # a full disk has no room for a note either
                 self._leave_note({"error": str(error)})
             raise
-        self._leave_note({"files": {path: [kind, w.size, w.checksum] for path, (kind, w) in part.items()}})
+        self._leave_note({"files": {path: [kind, w.size, w.checksums] for path, (kind, w) in part.items()}})
         self._share_done.set()
         if self._rank == 0:
             parts = [part, *(self._wait_for(rank) for rank in range(1, self._size))]
@@ -259,4 +259,6 @@ class BackgroundSave:
         note = json.loads(path.read_bytes())
         if "files" not in note:
             raise CheckpointError(f"Rank {rank} could not write its part of the checkpoint: {note.get('error')}")
-        return {path: (kind, Written(size, checksum)) for path, (kind, size, checksum) in note["files"].items()}
+        return {
+            path: (kind, Written(size, tuple(checksums))) for path, (kind, size, checksums) in note["files"].items()
+        }

@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from neuron_accel.checkpoint.manifest import read_manifest
 from neuron_accel.checkpoint.report import verify
 from neuron_accel.checkpoint.tensorfile import read_header
 from neuron_accel.cli.main import main
-from neuron_accel.engine.errors import CheckpointError
+from neuron_accel.engine.errors import CheckpointError, UsageError
 from neuron_accel.testing import run_ranks
 from tests.distributed.checkpoint_support import (
     BATCHES,
@@ -188,7 +189,7 @@ def test_verify_compares_with_the_configuration(saved, tmp_path):
     import shutil
     from dataclasses import replace
 
-    from neuron_accel.checkpoint.files import checksum_of_bytes
+    from neuron_accel.checkpoint.files import checksums_of
     from neuron_accel.checkpoint.manifest import NAME, FileEntry
 
     folder = tmp_path / "copy"
@@ -197,7 +198,7 @@ def test_verify_compares_with_the_configuration(saved, tmp_path):
     data = json.dumps({**config, "num_hidden_layers": 3, "vocab_size": 5}).encode()
     (folder / "config.json").write_bytes(data)
     manifest = read_manifest(folder)
-    entry = FileEntry(size=len(data), checksum=checksum_of_bytes(data), kind="auxiliary")
+    entry = FileEntry(size=len(data), checksums=checksums_of(data), kind="auxiliary")
     (folder / NAME).write_bytes(replace(manifest, files={**manifest.files, "config.json": entry}).to_bytes())
     problems = "\n".join(verify(folder))
     assert "config.json says 3 layers" in problems
@@ -297,6 +298,27 @@ def test_the_full_model_is_saved_from_any_mesh(tmp_path, model, topology):
         loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
         assert not report["missing_keys"]
         assert_equal(weights_of(contents), loaded.state_dict(), folder)
+
+
+def _copy_and_save(folder: str) -> None:
+    import copy
+    import pickle
+
+    trained = Trained("llama", [TP2])
+    model = trained.accelerator.unwrap_model(trained.model)
+    attention = model.model.layers[0].self_attn.q_proj
+    copies = [copy.deepcopy(model.save_pretrained), pickle.loads(pickle.dumps(model.save_pretrained))]
+    trained.accelerator.end_training()
+    for save in (*copies, model.save_pretrained):
+        with pytest.raises(UsageError, match="one rank's shards"):
+            save(folder)
+    assert attention.weight.shape[0] == 16
+    assert not Path(folder).exists()
+
+
+def test_shards_are_never_saved_as_if_they_were_the_model(tmp_path):
+    """A copy of a divided model, and the model after the run."""
+    run_ranks(_copy_and_save, 2, str(tmp_path / "out"))
 
 
 # ---- reshard -------------------------------------------------------------------------------------------------------

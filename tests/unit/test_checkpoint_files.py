@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from neuron_accel.checkpoint.files import Files, checksum_of
+from neuron_accel.checkpoint.files import Files, Written, checksums_of
 from neuron_accel.checkpoint.index import Index
 from neuron_accel.checkpoint.manifest import NAME, FileEntry, Manifest, check_file, locate, read_manifest
 from neuron_accel.checkpoint.retention import latest, prune
@@ -63,7 +63,32 @@ def test_we_read_what_others_write(tmp_path):
 def test_written_files_are_checksummed(tmp_path):
     written = Files().write(tmp_path / "x", [b"one", memoryview(b"two")])
     assert written.size == 6
-    assert written.checksum == checksum_of(tmp_path / "x")
+    assert written.checksums == checksums_of(b"onetwo")
+
+
+def test_every_block_of_a_file_has_a_checksum(tmp_path, monkeypatch):
+    """Whatever parts it was written from, and whichever block is damaged."""
+    monkeypatch.setattr("neuron_accel.checkpoint.files.BLOCK", 4)
+    monkeypatch.setattr("neuron_accel.checkpoint.files._CHUNK", 3)
+    data = bytes(range(14))
+    for parts in ([data], [data[:5], data[5:]], [data[i : i + 1] for i in range(14)], [b"", data, b""]):
+        written = Files().write(tmp_path / "x", parts)
+        assert written == Written(14, checksums_of(data))
+    assert len(written.checksums) == 4
+    assert Files().write(tmp_path / "empty", []) == Written(0, ())
+    entry = FileEntry(size=14, checksums=written.checksums, kind="model")
+    check_file(tmp_path, "x", entry)
+    for place in range(14):
+        (tmp_path / "x").write_bytes(data[:place] + b"z" + data[place + 1 :])
+        with pytest.raises(CheckpointError, match="checksum does not match"):
+            check_file(tmp_path, "x", entry)
+
+
+def test_a_manifest_with_too_few_checksums_is_refused():
+    """It would leave the rest of a file unchecked."""
+    forged = Manifest(files={"a": FileEntry(size=1, checksums=(), kind="model")}).to_bytes()
+    with pytest.raises(CheckpointError, match="number of a file's checksums"):
+        Manifest.from_bytes(forged, "here")
 
 
 @settings(max_examples=200, deadline=None)
@@ -165,7 +190,7 @@ def manifest(folder, **files):
     entries = {}
     for name, contents in files.items():
         written = Files().write(folder / name, [contents])
-        entries[name] = FileEntry(size=written.size, checksum=written.checksum, kind="model")
+        entries[name] = FileEntry(size=written.size, checksums=written.checksums, kind="model")
     made = Manifest(files=entries, generation=2, info={"mesh": []})
     Files().replace(folder / NAME, made.to_bytes())
     return made
@@ -194,7 +219,7 @@ def test_every_changed_byte_of_a_manifest_is_noticed_or_means_nothing(tmp_path):
 
 @pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "", ".", "a\\b", "a//b", "./a", "a\0b"])
 def test_paths_that_leave_the_folder_are_refused(path):
-    forged = Manifest(files={path: FileEntry(size=1, checksum="0", kind="model")}).to_bytes()
+    forged = Manifest(files={path: FileEntry(size=1, checksums=("0",), kind="model")}).to_bytes()
     with pytest.raises(CheckpointError, match="leaves its folder"):
         Manifest.from_bytes(forged, "here")
 

@@ -33,7 +33,7 @@ TOPOLOGIES = {
     ("model", "one", "other"),
     [
         ("gpt2-tied", "dp3-zero1", "tp2-dp2-zero1"),
-        ("llama-padded", "tp2-dp2-zero1", "dp3-zero1"),
+        pytest.param("llama-padded", "tp2-dp2-zero1", "dp3-zero1", marks=pytest.mark.slow),
         ("llama-padded", "tp4", "tp2-sp"),
     ],
 )
@@ -74,7 +74,7 @@ def _goes_on(folder: str, plugins: list[Any], load: bool) -> tuple[list[float], 
     return losses, graphs
 
 
-@pytest.mark.parametrize("topology", ["dp3-zero1", "tp2-dp2-zero1"])
+@pytest.mark.parametrize("topology", [pytest.param("dp3-zero1", marks=pytest.mark.slow), "tp2-dp2-zero1"])
 def test_the_same_mesh_goes_on_bit_for_bit(tmp_path, topology):
     """With dropout, whose random numbers are the device's."""
     ranks, plugins = TOPOLOGIES[topology]
