@@ -81,8 +81,8 @@ class Splitter:
             result["inputs_embeds"] = self._share_embeddings(rest.pop("inputs_embeds"))
         if "labels" in rest or "shift_labels" in rest:
             result |= self._labels(rest)
-        codes = self._codes(given, batch, length)
         positions = self._positions(rest.pop("position_ids", None), rest.pop("attention_mask", None), length, tokens)
+        codes = self._codes(given, batch, length)
         result["position_ids"] = self._zigzag.share(positions, 1, 0)
         result["attention_mask"] = self._in_place_of_a_mask(codes, tokens.device)
         for name, value in rest.items():

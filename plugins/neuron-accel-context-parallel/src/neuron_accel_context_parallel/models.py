@@ -157,7 +157,8 @@ def check_model(model: nn.Module) -> None:
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYERS
     if kinds:
         raise refuse(f"layers of kind {', '.join(sorted(kinds))} mix positions in another way")
-    if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
+    both_ways = any(getattr(module, "is_causal", True) is False for module in model.modules())
+    if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True) or both_ways:
         raise refuse("only causal attention is divided")
     if getattr(config, "attention_chunk_size", None) and "chunked_attention" in str(getattr(config, "layer_types", "")):
         raise refuse("its attention is divided into chunks of its own")

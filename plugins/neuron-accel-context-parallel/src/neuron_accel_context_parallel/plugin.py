@@ -74,7 +74,7 @@ class ContextParallelPlugin(StrategyPlugin):
         run.state(self).setdefault("models", []).append(attached)
         return model
 
-    def explain_model(self, model: torch.nn.Module, run: Run) -> str:
+    def explain_model(self, model: torch.nn.Module, run: Run, *, tokens: int | None = None) -> str:
         """What each layer sends, as text."""
         degree = run.mesh.degree(AXIS)
         if degree == 1:
