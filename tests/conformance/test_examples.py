@@ -1,0 +1,87 @@
+"""Loops like those of Accelerate's examples do the same with our class as with Accelerate's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from neuron_accel.testing import RanksError, run_ranks
+from tests.conformance import loops
+
+TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
+
+
+def run_loops(plugins, family, folder, local_sgd=False):
+    """What every loop returned, by name. ``plugins`` is None for Accelerate's own class."""
+    from neuron_accel import NeuronAccelerator  # settles the device before Accelerate is imported
+
+    from accelerate import Accelerator  # isort: skip
+
+    def make(**options):
+        if plugins is None:
+            return Accelerator(cpu=True, **options)
+        return NeuronAccelerator(cpu=True, config={"plugins": plugins}, **options)
+
+    found = {
+        "checkpoints": loops.with_checkpoints(make, family, folder, interrupted=False),
+        "resumed": loops.with_checkpoints(make, family, folder, interrupted=True),
+        **{loop.__name__: loop(make, family, folder) for loop in loops.LOOPS},
+    }
+    if local_sgd:
+        found["local sgd"] = loops.with_local_sgd(make, family, folder)
+    return found | {"tracking": loops.with_tracking(make, family, folder)}
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    """What Accelerate's own class does, by model and number of ranks."""
+    known = {}
+
+    def run(family, ranks):
+        if (family, ranks) not in known:
+            folder = str(tmp_path_factory.mktemp("stock"))
+            known[family, ranks] = run_ranks(run_loops, ranks, None, family, folder, ranks > 1, timeout=100)[0]
+        return known[family, ranks]
+
+    return run
+
+
+def assert_same(found, expected, place=""):
+    """Equal but for the rounding of sums."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), place
+        for name, value in expected.items():
+            assert_same(found[name], value, f"{place} {name}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), f"{place}: {found} instead of {expected}"
+        for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(one, other, f"{place} {i}")
+    else:
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-4), place
+
+
+@pytest.mark.parametrize(
+    ("plugins", "family", "peers"),
+    [([], "bert", 2), (["zero1"], "bert", 2), ([TP2, "zero1"], "llama", 1)],
+    ids=["plain", "zero1", "tp2"],
+)
+def test_loops_of_examples(plugins, family, peers, stock, tmp_path):
+    expected = dict(stock(family, peers))
+    alone = plugins == []
+    if not alone:
+        expected.pop("local sgd", None)
+    found = run_ranks(run_loops, 2, plugins, family, str(tmp_path), alone, timeout=100)[0]
+    assert_same(found, expected)
+    # and an interrupted run is the one that was not
+    assert_same(found["resumed"], found["checkpoints"])
+    assert found["checkpoints"][1][0][1] == list(range(11))  # every held-out sample once
+
+
+def local_sgd(plugins, folder):
+    from neuron_accel import NeuronAccelerator
+
+    loops.with_local_sgd(lambda **options: NeuronAccelerator(config={"plugins": plugins}, **options), "bert", folder)
+
+
+def test_local_sgd_is_refused_where_ranks_cannot_step_alone(tmp_path):
+    with pytest.raises(RanksError, match="LocalSGD"):
+        run_ranks(local_sgd, 2, ["zero1"], str(tmp_path))
