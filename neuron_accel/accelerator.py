@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +31,12 @@ from neuron_accel.engine.parameters import ParameterMap, rebind  # noqa: E402
 from neuron_accel.engine.placement import place  # noqa: E402
 from neuron_accel.engine.planner import make_plan  # noqa: E402
 from neuron_accel.engine.plugin import Claim, Phase, StrategyPlugin  # noqa: E402
+from neuron_accel.engine.preview import preview  # noqa: E402
 from neuron_accel.engine.registry import default_registry  # noqa: E402
 from neuron_accel.engine.run import PreparedModel, Run  # noqa: E402
 from neuron_accel.engine.start import agree_on_plan  # noqa: E402
 from neuron_accel.engine.whole import stepping_on_wholes  # noqa: E402
+from neuron_accel.lazy.collective import give_memory, origin_of  # noqa: E402
 from neuron_accel.loops import values  # noqa: E402
 from neuron_accel.loops.clipping import Clipping  # noqa: E402
 from neuron_accel.loops.items import ItemCount  # noqa: E402
@@ -178,28 +180,28 @@ class NeuronAccelerator(Accelerator):
     def context_parallel_rank(self) -> int:
         return self.run.coordinates.get("cp", 0)
 
-    def model_init(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def model_init(self) -> Iterator[None]:
         """A context to build models in, as the plugins want them built."""
-        stack = ExitStack()
-        for plugin in self.plan.plugins:
-            stack.enter_context(plugin.model_init(self.run))
-        return stack  # type: ignore[return-value]
+        with ExitStack() as stack:
+            for plugin in self.plan.plugins:
+                stack.enter_context(plugin.model_init(self.run))
+            yield
 
-    def explain(self, model: nn.Module) -> str:
-        """What became of every parameter of a prepared model on this rank, and what its modules exchange, as text.
+    def explain(self, model: nn.Module, *, tokens: int | None = None) -> str:
+        """What becomes of every parameter of a model on this rank, by which rule, and what its modules exchange, as
+        text. Before `prepare` it is what preparing it would make of it. Not collective.
+
+        Args:
+            tokens: how many tokens this rank has in a step: bytes are for a step then, and else for each token.
 
         Raises:
-            UsageError: if the model was not prepared.
+            NeuronAccelError: before `prepare`, what that would raise.
         """
-        prepared = self.run.prepared(model)
+        prepared, run = self.run.prepared(model), self.run
         if prepared is None:
-            raise UsageError(
-                f"This {type(model).__name__} was not prepared.",
-                why="what becomes of it is decided then",
-                fix="call it after `prepare`; before, ModelParallelismPlugin.supports(model.config) tells what can be "
-                "divided",
-            )
-        return explain_model(prepared, self.run)
+            prepared, run = preview(model, self.run)
+        return explain_model(prepared, run, tokens=tokens)
 
     # ---- prepare ---------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -243,6 +245,7 @@ class NeuronAccelerator(Accelerator):
         gradient reduction."""
         if getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode)
+        origin = origin_of(model, self.run)
         broadcast_tensors(state_tensors(model), self.run, self.run.world)
         record = PreparedModel(
             original=model, module=model, parameters=ParameterMap(model), optimizable=not evaluation_mode
@@ -251,10 +254,12 @@ class NeuronAccelerator(Accelerator):
         for plugin in self.plan.plugins:
             if plugin.spec.phase < Phase.GRADIENTS:
                 self._transform(plugin, record)
+        if origin is not None:
+            give_memory(origin, record, self.run)
         if self.device_placement if device_placement is None else device_placement:
             place(record.module, self.device, record.parameters)
-        # In "evaluation mode" Accelerate places, casts and compiles, and leaves out its own data parallelism.
-        record.module = super().prepare_model(record.module, device_placement, evaluation_mode=True)
+        # In "evaluation mode" Accelerate casts and compiles, and leaves out its own data parallelism.
+        record.module = super().prepare_model(record.module, False, evaluation_mode=True)
         record.parameters.follow(_inner(record.module))
         self._session.adopt(record)
         if not evaluation_mode:

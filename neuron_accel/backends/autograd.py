@@ -40,9 +40,16 @@ def copy_to_group(x: torch.Tensor, backend: Backend, group: Group) -> torch.Tens
     return x if group.size == 1 else _Copy.apply(x, backend, group)
 
 
-def reduce_from_group(x: torch.Tensor, backend: Backend, group: Group) -> torch.Tensor:
-    """The sum of the ranks' ``x``, same shape, for computations that are alike on every rank."""
-    return x if group.size == 1 else _Reduce.apply(x, backend, group)
+def reduce_from_group(x: torch.Tensor, backend: Backend, group: Group, *, given_up: bool = False) -> torch.Tensor:
+    """The sum of the ranks' ``x``, same shape, for computations that are alike on every rank.
+
+    Args:
+        given_up: whether nobody looks at ``x`` any more, so that the sum may take its place in memory. Should autograd
+            have kept it for a backward pass, that fails and does not compute with the sum.
+    """
+    if group.size == 1:
+        return x
+    return (_ReduceInPlace if given_up else _Reduce).apply(x, backend, group)
 
 
 def gather_from_group(
@@ -102,6 +109,21 @@ class _Reduce(_Collective):
     def forward(x, backend, group):
         # An all-reduce may reuse its input, which here belongs to the caller (or to autograd).
         return backend.all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return copy_to_group(gradient, *ctx.arguments), None, None
+
+
+class _ReduceInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, backend, group):
+        ctx.arguments = backend, group
+        result = backend.all_reduce(x, group)
+        if x.device.type != "cpu" or result.data_ptr() != x.data_ptr():
+            return result
+        ctx.mark_dirty(x)
+        return x
 
     @staticmethod
     def backward(ctx, gradient):

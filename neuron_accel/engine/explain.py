@@ -33,23 +33,26 @@ def explain(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def explain_model(prepared: PreparedModel, run: Run) -> str:
+def explain_model(prepared: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
     """What became of every parameter of a prepared model on this rank, and what the plugins say of its modules.
+
+    Args:
+        tokens: how many tokens this rank has in a step, for what is exchanged in one.
 
     Blocks that are alike are one row, with ``*`` for their number.
     """
     rows: dict[tuple[str, ...], list[int]] = {}
     for record in prepared.parameters:
         bytes_ = 0 if record.current is None else record.current.numel() * record.current.element_size()
-        key = (_SEGMENT.sub("*", record.fqn), *_layout(record))
+        key = (_SEGMENT.sub("*", record.fqn), record.rule or "-", *_layout(record))
         rows.setdefault(key, []).append(bytes_)
-    table = [("parameter", "times", "how it lies", "shape", "here", "gradient", "bytes here")]
-    for (name, how, shape, here, gradient), each in rows.items():
-        table.append((name, str(len(each)), how, shape, here, gradient, f"{sum(each):,}"))
+    table = [("parameter", "times", "rule", "how it lies", "shape", "here", "gradient", "bytes here")]
+    for (name, rule, how, shape, here, gradient), each in rows.items():
+        table.append((name, str(len(each)), rule, how, shape, here, gradient, f"{sum(each):,}"))
     total = sum(sum(each) for each in rows.values())
     lines = [f"Parameters on rank {run.backend.rank}: {total:,} bytes", *_table(table)]
     for plugin in run.plan.plugins:
-        text = plugin.explain_model(prepared.module, run)
+        text = plugin.explain_model(prepared.module, run, tokens=tokens)
         lines += ["", text] if text else []
     return "\n".join(lines)
 

@@ -30,6 +30,7 @@ class ParameterRecord:
         current: the object that trains now; None where this rank holds no part of it.
         partial_axes: axes over which the gradient that autograd computes is a partial sum. It is summed over them, and
             then averaged over the mesh's gradient axes.
+        rule: by which rule of a plan it is divided, for people; empty if none concerns it.
         holders: for axes along which not every rank holds the parameter, the indices of those that do, ascending; all
             of them hold the same.
         added: whether a strategy added it to the model; weights from before that know nothing of it.
@@ -40,6 +41,7 @@ class ParameterRecord:
     current: nn.Parameter | None
     aliases: tuple[str, ...] = ()
     partial_axes: tuple[str, ...] = ()
+    rule: str = ""
     holders: dict[str, tuple[int, ...]] = field(default_factory=dict)
     added: bool = False
     _known: list[nn.Parameter] = field(default_factory=list, repr=False)

@@ -19,7 +19,7 @@ def place(model: nn.Module, device: torch.device, parameters: ParameterMap) -> N
     Args:
         parameters: of ``model``; it follows the move.
     """
-    if all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
+    if all(_same(tensor.device, device) for tensor in (*model.parameters(), *model.buffers())):
         return
     model.to(device)
     for record in parameters:
@@ -30,6 +30,11 @@ def place(model: nn.Module, device: torch.device, parameters: ParameterMap) -> N
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, model.get_parameter(names[0]))
     parameters.follow(model)
+
+
+def _same(one: torch.device, other: torch.device) -> bool:
+    # There is one host, with and without a number, but torch copies from the one to the other.
+    return one == other or one.type == other.type == "cpu"
 
 
 def _holds(model: nn.Module, name: str) -> bool:

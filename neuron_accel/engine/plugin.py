@@ -216,8 +216,13 @@ class StrategyPlugin:
         """What a step, or a micro-batch before the last, has asked for was handed to the device: the place to look at
         what a lazy device made of it."""
 
-    def explain_model(self, model: torch.nn.Module, run: Run) -> str:
-        """What this plugin does in a model that it transformed, as text for people; empty for nothing."""
+    def explain_model(self, model: torch.nn.Module, run: Run, *, tokens: int | None = None) -> str:
+        """What this plugin does in a model that it transformed, as text for people; empty for nothing.
+
+        Args:
+            tokens: how many tokens this rank has in a step, for amounts that depend on it; None: they are for each
+                token.
+        """
         return ""
 
     def teardown(self, run: Run) -> None:

@@ -104,6 +104,10 @@ class Run:
             self._groups[key] = self.backend.new_group(self.mesh.groups(*key), " x ".join(key) or "self")
         return self._groups[key]
 
+    def set_known_groups(self, other: Run) -> None:
+        """Takes over the groups that another run has made."""
+        self._groups = dict(other._groups)
+
     def set_groups(self, axes: Sequence[str], partition: Sequence[Sequence[int]]) -> None:
         """Uses these groups of ranks for ``axes`` instead of the mesh's own; collective, before they are asked for."""
         key = tuple(axis.name for axis in self.mesh.axes if axis.name in axes and axis.degree > 1)

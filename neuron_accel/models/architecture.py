@@ -57,9 +57,9 @@ class Architecture:
         return [found for pattern in self.plan.regions for found in self.find(pattern)]
 
     @property
-    def final_norm(self) -> tuple[str, nn.Module]:
-        """FQN and module of the norm after the last block."""
-        return self._one(self.plan.final_norm)
+    def last(self) -> tuple[str, nn.Module]:
+        """FQN and module of what the hidden states leave last: the norm after the blocks, or the last block."""
+        return self._one(self.plan.final_norm) if self.plan.final_norm else self.blocks[-1]
 
     @property
     def token_embedding(self) -> tuple[str, nn.Module]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from neuron_accel.models.plan import ArchitecturePlan, colwise, rowwise
 
 GPT2 = ArchitecturePlan(
@@ -18,4 +20,14 @@ GPT2 = ArchitecturePlan(
     },
     per_rank={"h.*.attn": dict.fromkeys(("split_size", "embed_dim", "num_heads"), "num_attention_heads")},
     unsupported={"add_cross_attention": "its cross-attention has a second input that no region covers"},
+)
+
+OPENAI_GPT = replace(
+    GPT2,
+    model_types=("openai-gpt",),
+    token_embedding="tokens_embed",
+    final_norm="",
+    styles={**GPT2.styles, "h.*.mlp.c_fc": colwise(), "h.*.mlp.c_proj": rowwise()},
+    per_rank={"h.*.attn": dict.fromkeys(("split_size", "n_head"), "num_attention_heads")},
+    unsupported={},
 )

@@ -1,8 +1,8 @@
-"""Decoders whose fused projection has query, key and value of each head side by side: GPT-NeoX, BLOOM, GPTBigCode."""
+"""Decoders whose fused projection has query, key and value of each head side by side: GPT-NeoX, BLOOM, Falcon."""
 
 from __future__ import annotations
 
-from neuron_accel.models.plan import ArchitecturePlan, colwise, rowwise
+from neuron_accel.models.plan import ArchitecturePlan, colwise, rowwise, shared
 
 _HEADS = "num_attention_heads"
 
@@ -55,4 +55,38 @@ GPT_BIGCODE = ArchitecturePlan(
         "multi_query": "its one key/value head, which every rank would need, is fused with the queries",
         "add_cross_attention": "its cross-attention has a second input that no region covers",
     },
+)
+
+FALCON = ArchitecturePlan(
+    model_types=("falcon",),
+    blocks="h.*",
+    token_embedding="word_embeddings",
+    final_norm="ln_f",
+    regions=("h.*.self_attention", "h.*.mlp"),
+    styles={
+        "h.*.self_attention.query_key_value": colwise(units="num_kv_heads", fused=True),
+        "h.*.self_attention.dense": rowwise(units=_HEADS),
+        "h.*.mlp.dense_h_to_4h": colwise(),
+        "h.*.mlp.dense_4h_to_h": rowwise(),
+    },
+    key_value_heads="num_kv_heads",
+    per_rank={"h.*.self_attention": {"num_heads": _HEADS, "num_kv_heads": "num_kv_heads"}},
+    unsupported={"alibi": "its masks are different for each head"},
+)
+
+PERSIMMON = ArchitecturePlan(
+    model_types=("persimmon",),
+    blocks="layers.*",
+    token_embedding="embed_tokens",
+    final_norm="final_layernorm",
+    regions=("layers.*.self_attn", "layers.*.mlp"),
+    styles={
+        "layers.*.self_attn.query_key_value": colwise(units=_HEADS),
+        "layers.*.self_attn.dense": rowwise(units=_HEADS),
+        "layers.*.self_attn.q_layernorm": shared(),
+        "layers.*.self_attn.k_layernorm": shared(),
+        "layers.*.mlp.dense_h_to_4h": colwise(),
+        "layers.*.mlp.dense_4h_to_h": rowwise(),
+    },
+    per_rank={"layers.*.self_attn": {"num_heads": _HEADS}},
 )

@@ -36,3 +36,32 @@ STABLELM = replace(
     per_rank={"layers.*.self_attn": {"num_heads": "num_attention_heads", "num_key_value_heads": "num_key_value_heads"}},
     unsupported={"qk_layernorm": "it keeps one norm for each head in a list"},
 )
+
+HUNYUAN = replace(
+    LLAMA,
+    model_types=("hunyuan_v1_dense",),
+    styles={
+        **LLAMA.styles,
+        "layers.*.self_attn.query_layernorm": shared(),
+        "layers.*.self_attn.key_layernorm": shared(),
+    },
+)
+
+LFM2 = replace(
+    LLAMA,
+    model_types=("lfm2",),
+    final_norm="embedding_norm",
+    # its other layers, convolutions, stay whole
+    regions=("layers.*.self_attn", "layers.*.feed_forward"),
+    styles={
+        "layers.*.self_attn.q_proj": colwise(units="num_attention_heads"),
+        "layers.*.self_attn.k_proj": colwise(units="num_key_value_heads"),
+        "layers.*.self_attn.v_proj": colwise(units="num_key_value_heads"),
+        "layers.*.self_attn.out_proj": rowwise(units="num_attention_heads"),
+        "layers.*.self_attn.q_layernorm": shared(),
+        "layers.*.self_attn.k_layernorm": shared(),
+        "layers.*.feed_forward.w1": colwise(),
+        "layers.*.feed_forward.w3": colwise(),
+        "layers.*.feed_forward.w2": rowwise(),
+    },
+)

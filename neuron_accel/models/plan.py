@@ -25,11 +25,16 @@ class Style:
         units: the configuration attribute that counts what cannot be cut: attention heads, say. None, or an attribute
             that is None, means that single features may be told apart. One name for each block where they differ.
         blocks: number of equal blocks that the divided features fuse: 3 for query, key and value side by side.
+        groups: in how many groups the units are laid out one after the other; each block has the units of one.
+        fused: whether a unit is a key/value head together with all that belongs to it, so that it can be neither
+            padded nor held by several ranks.
     """
 
     kind: str
     units: str | tuple[str, ...] | None = None
     blocks: int = 1
+    groups: int = 1
+    fused: bool = False
 
     @property
     def units_of_blocks(self) -> tuple[str | None, ...]:
@@ -37,14 +42,16 @@ class Style:
         return self.units if isinstance(self.units, tuple) else (self.units,) * self.blocks
 
 
-def colwise(*, units: str | tuple[str, ...] | None = None, blocks: int = 1) -> Style:
+def colwise(
+    *, units: str | tuple[str, ...] | None = None, blocks: int = 1, groups: int = 1, fused: bool = False
+) -> Style:
     """A projection whose output features are divided."""
-    return Style(kind="colwise", units=units, blocks=blocks)
+    return Style(kind="colwise", units=units, blocks=blocks, groups=groups, fused=fused)
 
 
-def rowwise(*, units: str | None = None) -> Style:
+def rowwise(*, units: str | None = None, blocks: int = 1, groups: int = 1) -> Style:
     """A projection whose input features are divided."""
-    return Style(kind="rowwise", units=units)
+    return Style(kind="rowwise", units=units, blocks=blocks, groups=groups)
 
 
 def shared() -> Style:
@@ -82,7 +89,7 @@ class ArchitecturePlan:
         model_types: the families (``config.model_type``) that this describes.
         blocks: the repeated blocks, in order.
         token_embedding: maps token ids to hidden states.
-        final_norm: the norm after the last block.
+        final_norm: the norm after the last block; empty if there is none.
         regions: the modules whose input, ``hidden_states`` of shape [batch, sequence, hidden], enters a tensor-parallel
             region. A region ends in one row-wise projection, or holds parts that are ``"partial"`` or ``"experts"``:
             then what the module returns is summed.

@@ -104,7 +104,8 @@ def _planned(model: nn.Module) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     if plan is None or not plan.blocks.endswith(".*"):
         raise _no_plan(model, f"no plan says where a {owner.config.model_type!r} can be cut")
     container = join(base_name, plan.blocks.removesuffix(".*"))
-    return container, (join(base_name, plan.token_embedding),), (join(base_name, plan.final_norm),)
+    norms = (join(base_name, plan.final_norm),) if plan.final_norm else ()
+    return container, (join(base_name, plan.token_embedding),), norms
 
 
 def _no_plan(model: nn.Module, why: str) -> UnsupportedModelError:

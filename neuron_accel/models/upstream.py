@@ -28,6 +28,10 @@ from neuron_accel.models.plan import (
 
 _COLWISE = ("colwise", "colwise_gather_output", "colwise_rep")
 _ROWWISE = ("rowwise", "rowwise_split_input", "rowwise_rep")
+_NOTHING = frozenset({"replicate", "local_params"})
+"""Styles that divide nothing."""
+_LATENT = frozenset({"mla_kv_a_proj"})
+"""Styles of attention over latent features, which stays whole."""
 _SHARED = ("replicated_with_grad_allreduce",)
 
 _HEADS, _GROUPS = "num_attention_heads", "num_key_value_heads"
@@ -35,6 +39,9 @@ _OF_HEADS = {"q_proj": _HEADS, "k_proj": _GROUPS, "v_proj": _GROUPS}
 _OF_NORMS = {"q_norm": _HEADS, "k_norm": _GROUPS}
 _GATED = frozenset({"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
 """Families whose query projection has, for each head, its query and a gate side by side."""
+
+_GATES = ("g_proj", "gate_proj")
+"""Projections in attention that give each head, or each of its features, a gate."""
 
 _COUNTERS = {
     "num_heads": _HEADS,
@@ -45,9 +52,12 @@ _COUNTERS = {
 """What attention modules call the heads that they compute."""
 
 _MIXTURES = frozenset({
-    "cohere2_moe", "deepseek_v3", "deepseek_v4", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe",
-    "granitemoeshared", "hy_v3", "kolibri1", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe",
-    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
+    "afmoe", "aria_text", "axk2", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+    "deepseek_v4", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
+    "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "inkling2_text", "jamba",
+    "kimi_linear", "kolibri1", "laguna", "longcat_flash", "mellum", "mimo_v2_flash", "minimax", "minimax_m2",
+    "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+    "solar_open",
 })  # fmt: skip
 """Families whose mixture is nothing but a sum over experts, each weighted by the router."""
 
@@ -72,7 +82,7 @@ def upstream_plan(owner: nn.Module, base: nn.Module) -> ArchitecturePlan | None:
         UnsupportedModelError: if it says something that is not understood, or that does not fit the model.
     """
     config = base.config
-    styles = getattr(config, "base_model_tp_plan", None) or {}
+    styles = {n: s for n, s in (getattr(config, "base_model_tp_plan", None) or {}).items() if s not in _NOTHING}
     steps = getattr(config, "base_model_pp_plan", None) or {}
     if not styles:
         return None
@@ -85,6 +95,8 @@ class _Translation:
         self._modules = dict(base.named_modules())
         self._parameters = dict(base.named_parameters())
         self._styles, self._steps = styles, steps
+        self._of_each_head: dict[str, Style] = {}
+        """Parameters of attention modules themselves that have one number for each head."""
 
     def plan(self) -> ArchitecturePlan:
         if self._config.model_type in _REFUSED:
@@ -92,11 +104,14 @@ class _Translation:
         present = {pattern: style for pattern, style in self._styles.items() if self._there(pattern)}
         mixtures = [p for p, style in present.items() if style == "moe_tp_experts"]
         translated, regions = self._mixtures(mixtures, present)
+        translated |= self._of_each_head
         present = {pattern: style for pattern, style in present.items() if pattern not in translated}
         for region in dict.fromkeys(pattern.rpartition(".")[0] for pattern in present):
             inside = {p.rpartition(".")[2]: s for p, s in present.items() if p.rpartition(".")[0] == region}
             if set(inside.values()) == {"colwise_gather_output"}:
                 continue  # every rank goes on with all of its features: it might as well compute them
+            if _LATENT.intersection(inside.values()):
+                continue  # exact, and by its latent features small
             translated |= self._region(region, inside)
             regions.append(region)
         regions = list(dict.fromkeys(regions))
@@ -121,8 +136,11 @@ class _Translation:
     def _there(self, pattern: str) -> bool:
         if any(True for _ in self._find(pattern)):
             return True
-        for name in self._parameters:
+        for name, parameter in self._parameters.items():
             if matches(pattern, name) and self._styles.get(pattern.rpartition(".")[0]) != "moe_tp_experts":
+                if tuple(parameter.shape) == (self._count(_HEADS),) and self._styles[pattern] == "colwise":
+                    self._of_each_head[pattern] = divided(units=_HEADS)
+                    return False
                 raise self._unsupported(
                     f"The parameter {name!r} has style {self._styles[pattern]!r}.", "only linear layers can be divided"
                 )
@@ -210,6 +228,12 @@ class _Translation:
             gated = leaf == "q_proj" and self._config.model_type in _GATED
             self._check_heads(pattern, 0, (_OF_HEADS[leaf],) * (2 if gated else 1))
             return colwise(units=_OF_HEADS[leaf])
+        if leaf in _GATES:
+            for name, module in self._find(pattern):
+                heads, features = self._count(_HEADS), module.weight.shape[0]
+                if features not in (heads, heads * self._head_size(name)):
+                    raise self._unsupported(f"{name!r} has {features} features.", "how they belong to heads is unknown")
+            return colwise(units=_HEADS)
         if leaf == "qkv_proj":
             units = (_HEADS, _GROUPS, _GROUPS)
             self._check_heads(pattern, 0, units)
@@ -274,7 +298,14 @@ class _Translation:
             "rowwise": lambda _: rowwise(),
             "shared": lambda _: shared(),
         }
-        return {leaf: made[kind](leaf) for leaf, kind in kinds.items()}
+        return {leaf: made[kind](leaf) for leaf, kind in kinds.items()} | self._learned_activation(region)
+
+    def _learned_activation(self, region: str) -> dict[str, Style]:
+        """An activation whose parameters are single numbers, the same for every feature."""
+        for _, module in self._find(f"{region}.act_fn"):
+            sizes = {parameter.numel() for parameter in module.parameters()}
+            return {"act_fn": shared()} if sizes == {1} else {}
+        return {}
 
     def _counters(self, regions: list[str], styles: dict[str, Style]) -> dict[str, dict[str, str]]:
         """Attributes of attention modules that count heads."""

@@ -139,11 +139,11 @@ class ModelParallelismPlugin(StrategyPlugin):
         rewrite(architecture, divide(architecture, degree, parallelize_embeddings=embeddings), run, parameters)
         return model
 
-    def explain_model(self, model: torch.nn.Module, run: Run) -> str:
+    def explain_model(self, model: torch.nn.Module, run: Run, *, tokens: int | None = None) -> str:
         """What the divided modules of a prepared model send."""
         from neuron_accel.strategies.tensor_parallel.traffic import explain_traffic
 
-        return explain_traffic(model)
+        return explain_traffic(model, tokens)
 
     @staticmethod
     def supports(config: Any, *, tensor_parallel_size: int = 2, parallelize_embeddings: bool = True) -> SupportReport:

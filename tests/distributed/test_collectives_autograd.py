@@ -198,3 +198,29 @@ def chunk_memory() -> int:
 
 def test_a_chunk_does_not_keep_the_whole_alive():
     assert run_ranks(chunk_memory, 2) == [64, 64]
+
+
+def reduce_in_place() -> None:
+    backend = TorchBackend.connect()
+    group = backend.new_group([range(backend.world_size)], "tp")
+    x = torch.arange(6.0).view(2, 3).requires_grad_()
+    weight = torch.ones(4, 3, requires_grad=True)
+    partial = torch.nn.functional.linear(x, weight)
+    place = partial.data_ptr()
+    total = autograd.reduce_from_group(partial, backend, group, given_up=True)
+    assert total.data_ptr() == place
+    assert torch.equal(total, 2 * torch.nn.functional.linear(x, weight))
+    total.square().sum().backward()
+    with torch.no_grad():
+        gradient = 2 * total
+        assert torch.equal(x.grad, gradient @ weight)
+        assert torch.equal(weight.grad, gradient.t() @ x)
+
+    kept = x.exp()  # its backward pass needs it
+    spoiled = autograd.reduce_from_group(kept, backend, group, given_up=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        spoiled.sum().backward()
+
+
+def test_what_is_given_up_is_summed_in_its_place():
+    run_ranks(reduce_in_place, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -70,6 +71,78 @@ def test_trains_like_one_process() -> None:
     assert_parallel_equivalence(Own, _batches(), [plugin], training=Training(max_norm=0.5))
 
 
+class Wrapped(nn.Module):
+    """A model of a registered class inside of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Own()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Derived(Own):
+    pass
+
+
+def _registering(make: Any) -> nn.Module:
+    from neuron_accel import register_tensor_parallel_plan
+
+    register_tensor_parallel_plan(Own, PLAN, override=True)
+    return make()
+
+
+@pytest.mark.parametrize("make", [Derived, Wrapped])
+def test_a_registered_plan_is_found(make: Any) -> None:
+    plugin = {"model_parallelism": {"tensor_parallel_size": 2}}
+    assert_parallel_equivalence(functools.partial(_registering, make), _batches(), [plugin])
+
+
+def _registered() -> dict[str, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, register_tensor_parallel_plan
+    from neuron_accel.models import plan_for
+
+    found: dict[str, Any] = {}
+    register_tensor_parallel_plan(Own, PLAN)
+    register_tensor_parallel_plan("my-llama", plan_for("llama"))
+    for name, again in (
+        ("twice", lambda: register_tensor_parallel_plan(Own, {})),
+        ("built in", lambda: register_tensor_parallel_plan("llama", {})),
+        ("no target", lambda: register_tensor_parallel_plan(3, {})),
+        ("whole", lambda: register_tensor_parallel_plan(Block, plan_for("llama"))),
+    ):
+        try:
+            again()
+        except Exception as error:
+            found[name] = str(error)
+    accelerator = NeuronAccelerator(plugins=[ModelParallelismPlugin(tensor_parallel_size=2)])
+    found["explained"] = accelerator.explain(Own())
+
+    class MyConfig(LlamaConfig):
+        model_type = "my-llama"
+
+    config = MyConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    found["family"] = accelerator.explain(LlamaForCausalLM(config))
+    return found
+
+
+def test_what_is_registered() -> None:
+    found = run_ranks(_registered, 2)[0]
+    assert "a plan for 'Own' already" in found["twice"]
+    assert "a plan for 'llama' already" in found["built in"]
+    assert "a class of modules or of a family" in found["no target"]
+    assert "describes a family" in found["whole"]
+    row = next(line for line in found["explained"].splitlines() if "blocks.*.qkv.weight" in line)
+    assert "colwise  dim 0 in 2 over tp (3 blocks)" in row
+    assert "vocabulary" in found["family"] or "embedding" in found["family"]
+
+
 def _refusals() -> dict[str, str]:
     from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, SequenceParallelPlugin
 
@@ -115,31 +188,35 @@ def _explained() -> dict[str, Any]:
 
     accelerator = NeuronAccelerator(plugins=[ModelParallelismPlugin(tensor_parallel_size=2)])
     model = models.llama(kv_heads=1)
-    try:
-        accelerator.explain(model)
-    except Exception as error:
-        before = str(error)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    before = accelerator.explain(model) if accelerator.process_index == 0 else ""  # no rank waits for another
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     prepared = accelerator.prepare(model)
     held = sum(parameter.numel() * 4 for parameter in prepared.parameters())
-    return {"before": before, "text": accelerator.explain(prepared), "held": held}
+    step = accelerator.explain(prepared, tokens=100)
+    return {"before": before, "text": accelerator.explain(prepared), "step": step, "held": held}
 
 
 def test_what_is_said_of_a_model() -> None:
     found = run_ranks(_explained, 2)[0]
     text = found["text"]
-    assert "was not prepared" in found["before"]
+    assert found["before"] == text
     assert f"Parameters on rank 0: {found['held']:,} bytes" in text
     row = next(line for line in text.splitlines() if "layers.*.self_attn.k_proj.weight" in line)
     assert "each held 2 times" in row
+    assert row.split()[2] == "colwise"
+    assert next(line for line in text.splitlines() if "input_layernorm" in line).split()[2:4] == ["-", "whole"]
     assert row.count("(8, 32)") == 2
     row = next(line for line in text.splitlines() if line.strip().startswith("model.layers.1.mlp "))
     assert row.split()[-1] == str(2 * 32 * 4)
+    row = next(line for line in found["step"].splitlines() if line.strip().startswith("model.layers.1.mlp "))
+    assert row.split()[-1] == f"{100 * 2 * 32 * 4:,}"
     assert "ranks that share heads" in text
 
 
 @pytest.mark.parametrize(("degree", "reason"), [(2, ""), (3, ""), (64, "num_attention_heads = 4 does not")])
 def test_what_is_said_of_a_configuration(degree: int, reason: str) -> None:
-    from transformers import BertConfig, LlamaConfig
+    from transformers import LlamaConfig, XLMConfig
 
     from neuron_accel import ModelParallelismPlugin
 
@@ -155,4 +232,4 @@ def test_what_is_said_of_a_configuration(degree: int, reason: str) -> None:
         assert report.divided + report.whole == total
         assert report.whole == 3 * 16
         assert (report.local == report.whole + report.divided // 2) is (degree == 2)
-    assert "bert" in ModelParallelismPlugin.supports(BertConfig(is_decoder=True)).reason
+    assert "'xlm'" in ModelParallelismPlugin.supports(XLMConfig(n_layers=1, emb_dim=16, n_heads=2)).reason

@@ -77,10 +77,13 @@ def _compare(build: Any, layout: str, reference: Any) -> str:
 
 
 def _without_zeros(trace: Trace, reference: Trace) -> Trace:
-    """``trace`` without the gradients that are zero but for rounding: those of a key's bias, say."""
-    kept = {name for name, gradient in reference.gradients.items() if gradient.abs().max() > ROUNDING}
+    """``trace`` without the gradients that are zero but for rounding, those of a key's bias say, and without what an
+    optimizer makes of them."""
+    zero = {name for name, gradient in reference.gradients.items() if gradient.abs().max() <= ROUNDING}
     return replace(
-        trace, gradients={n: g for n, g in trace.gradients.items() if n in kept or n not in reference.gradients}
+        trace,
+        gradients={name: value for name, value in trace.gradients.items() if name not in zero},
+        weights={name: value for name, value in trace.weights.items() if name not in zero},
     )
 
 

@@ -35,6 +35,18 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "rotary_dim": 8,
     "multi_query": False,
+    "new_decoder_architecture": True,
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 2,
+    "attention_heads": 4,
+    "embedding_size": 32,
+    "decoder_attention_heads": 4,
+    "decoder_layers": 2,
+    "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 4,
+    "encoder_layers": 2,
+    "encoder_ffn_dim": 48,
     # mixtures of experts
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
@@ -58,7 +70,9 @@ _SIZES: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 _NO_DROPOUT = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout",
-               "residual_dropout", "embedding_dropout", "activation_dropout", "layerdrop", "resid_dropout")  # fmt: skip
+               "residual_dropout", "embedding_dropout", "activation_dropout", "layerdrop", "resid_dropout",
+               "decoder_layerdrop", "attention_probs_dropout_prob", "hidden_dropout_prob",
+               "classifier_dropout")  # fmt: skip
 
 
 def causal_families() -> list[str]:

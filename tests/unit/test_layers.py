@@ -18,7 +18,8 @@ MAY_IMPORT = {
     "engine": {"engine", "backends"},
     "backends": {"backends", "engine.errors"},
     "models": {"models", "engine"},
-    "strategies": {"strategies", "models", "backends", "engine"},
+    "lazy": {"lazy", "engine", "checkpoint"},
+    "strategies": {"strategies", "models", "lazy", "backends", "engine"},
 }
 NOT_IN_ENGINE = {"accelerate", "torch_xla", "transformers"}
 

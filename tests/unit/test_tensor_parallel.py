@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    BertConfig,
-    BertModel,
     GPT2Config,
     GPT2LMHeadModel,
     GPT2Model,
@@ -20,6 +18,8 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
+    XLMConfig,
+    XLMModel,
 )
 
 from neuron_accel.backends.randomness import RankRandomness
@@ -105,7 +105,7 @@ def test_where_the_parts_of_a_model_are(model, base_name: str, head: str | None)
     for name, module in [
         *architecture.blocks,
         *architecture.regions,
-        architecture.final_norm,
+        architecture.last,
         architecture.token_embedding,
     ]:
         assert model.get_submodule(name) is module
@@ -114,9 +114,8 @@ def test_where_the_parts_of_a_model_are(model, base_name: str, head: str | None)
 def test_models_without_a_plan() -> None:
     with pytest.raises(UnsupportedModelError, match="No plan is known for Linear"):
         architecture_of(nn.Linear(2, 2))
-    bert = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8))
-    with pytest.raises(UnsupportedModelError, match="model type 'bert' of BertModel") as error:
-        architecture_of(bert)
+    with pytest.raises(UnsupportedModelError, match="model type 'xlm' of XLMModel") as error:
+        architecture_of(XLMModel(XLMConfig(emb_dim=8, n_layers=1, n_heads=2)))
     assert all(name in error.value.fix for name in known_model_types())
     with pytest.raises(UnsupportedModelError, match="add_cross_attention=True"):
         architecture_of(_gpt2(add_cross_attention=True))

@@ -40,8 +40,9 @@ class Flow(ABC):
         """What flows between regions becomes the input of a region, whole on every rank."""
 
     @abstractmethod
-    def exit(self, partial: torch.Tensor) -> torch.Tensor:
-        """The ranks' partial sums of a region's output become what flows between regions."""
+    def exit(self, partial: torch.Tensor, *, given_up: bool = False) -> torch.Tensor:
+        """The ranks' partial sums of a region's output become what flows between regions; in the same memory, perhaps,
+        if they are given up."""
 
 
 class ReplicatedFlow(Flow):
@@ -55,8 +56,8 @@ class ReplicatedFlow(Flow):
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         return copy_to_group(hidden, self._backend, self._group)
 
-    def exit(self, partial: torch.Tensor) -> torch.Tensor:
-        return reduce_from_group(partial, self._backend, self._group)
+    def exit(self, partial: torch.Tensor, *, given_up: bool = False) -> torch.Tensor:
+        return reduce_from_group(partial, self._backend, self._group, given_up=given_up)
 
 
 class SequenceFlow(Flow):
@@ -86,7 +87,7 @@ class SequenceFlow(Flow):
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._trim(gather_from_group(hidden, self._backend, self._group, 1, grad="reduce_scatter"))
 
-    def exit(self, partial: torch.Tensor) -> torch.Tensor:
+    def exit(self, partial: torch.Tensor, *, given_up: bool = False) -> torch.Tensor:
         return reduce_scatter_to_group(self._pad(partial), self._backend, self._group, 1)
 
     def _remember_length(self, output: torch.Tensor) -> None:
@@ -143,10 +144,10 @@ class Boundary:
             self.randomness.begin(draws)
         return self.flow.enter(hidden)
 
-    def exit(self, partial: torch.Tensor) -> torch.Tensor:
-        """Exit of a region, at its row-wise projection."""
+    def exit(self, partial: torch.Tensor, *, given_up: bool = False) -> torch.Tensor:
+        """Exit of a region, at its row-wise projection; ``given_up`` says that nobody else looks at ``partial``."""
         self.leave()
-        return self.flow.exit(partial)
+        return self.flow.exit(partial, given_up=given_up)
 
     def leave(self) -> None:
         """What is drawn from here on is the same on every rank again. Harmless if it was already."""

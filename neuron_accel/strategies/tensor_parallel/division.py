@@ -62,6 +62,7 @@ def divide(architecture: Architecture, degree: int, *, parallelize_embeddings: b
         )
         for fqn, module, style in _styled(architecture)
     ]
+    divisions += _tables(architecture, shares, degree)
     _check_padding(architecture, divisions, shares)
     _check_covered(architecture, divisions)
     if parallelize_embeddings:
@@ -87,6 +88,8 @@ def sizes_of(model: nn.Module, divisions: list[Division]) -> dict[str, int]:
 def _styled(architecture: Architecture) -> Iterator[tuple[str, nn.Module, Style]]:
     for pattern, style in architecture.plan.styles.items():
         found = list(architecture.find(pattern))
+        if not found and any(True for _ in _holders(architecture, pattern)):
+            continue  # a parameter
         if not found:
             raise UnsupportedModelError(
                 f"{type(architecture.owner).__name__} has no module {pattern!r}.",
@@ -105,6 +108,24 @@ def _styled(architecture: Architecture) -> Iterator[tuple[str, nn.Module, Style]
                     why="a layer with a forward of its own, quantized or wrapped, cannot be divided like a linear one",
                 )
             yield fqn, module, style
+
+
+def _holders(architecture: Architecture, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """FQN and module of what holds a parameter that a pattern names."""
+    holder, _, name = pattern.rpartition(".")
+    return ((fqn, module) for fqn, module in architecture.find(holder) if name in module._parameters)
+
+
+def _tables(architecture: Architecture, shares: dict[str, Share], degree: int) -> Iterator[Division]:
+    """Parameters that have a style of their own, divided along their first dim."""
+    for pattern, style in architecture.plan.styles.items():
+        name = pattern.rpartition(".")[2]
+        if style.kind != "divided" or any(True for _ in architecture.find(pattern)):
+            continue
+        for fqn, module in _holders(architecture, pattern):
+            layout = Layout.of(getattr(module, name))
+            cut = _cut_of(architecture, join(fqn, name), style, shares, degree, dim=0, size=layout.shape[0])
+            yield Division(fqn=fqn, module=module, kind="divided", layouts={name: _cut(layout, cut)})
 
 
 def _layouts(
@@ -165,7 +186,7 @@ def _cut_of(
     counts = [share.count if share else 0 for share in blocks]
     total = sum(counts) if all(counts) else 0
     sizes = [size * count // total for count in counts] if total else [size // len(blocks)] * len(blocks)
-    units = {block // share.units if share else 1 for block, share in zip(sizes, blocks, strict=True)}
+    units = {block * style.groups // share.units if share else 1 for block, share in zip(sizes, blocks, strict=True)}
     replicas = {share.replicas if share else 1 for share in blocks}
     exact = sum(sizes) == size and not any(
         block % share.count for block, share in zip(sizes, blocks, strict=True) if share
@@ -177,7 +198,9 @@ def _cut_of(
             where=f"the plan of model type {architecture.model_type!r}",
             why="the model is not built as its model type says",
         )
-    if len(units) > 1 or len(replicas) > 1:
+    uneven = any(share.units // style.groups % share.parts or share.units % style.groups for share in blocks if share)
+    whole_only = style.fused or style.groups > 1
+    if len(units) > 1 or len(replicas) > 1 or (whole_only and (uneven or replicas != {1})):
         raise LayoutError(
             f"{fqn!r} fuses {', '.join(f'{s.name} = {s.count}' for s in blocks if s)}, not divisible by {degree}.",
             where=f"{type(architecture.owner).__name__} with tensor_parallel_size={degree}",

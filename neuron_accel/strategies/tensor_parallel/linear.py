@@ -6,6 +6,7 @@ They take over the module that they replace: its hooks, its mode and whatever el
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,18 +35,18 @@ def feature_dims(module: nn.Module) -> FeatureDims | None:
     included."""
     if "forward" in vars(module):
         return None
-    if type(module).forward is nn.Linear.forward:
+    if type(module).forward in (nn.Linear.forward, _forward("transformers.models.falcon.modeling_falcon.FalconLinear")):
         return FeatureDims(input=1, output=0)
-    conv1d = _conv1d()
-    if conv1d is not None and type(module).forward is conv1d.forward:
+    if type(module).forward is _forward("transformers.pytorch_utils.Conv1D"):
         return FeatureDims(input=0, output=1)
     return None
 
 
-def _conv1d() -> type[nn.Module] | None:
+def _forward(name: str) -> Callable[..., torch.Tensor] | None:
+    """The forward of a class that computes what ``nn.Linear`` does, in other words."""
     # A model with such a layer has imported its class; nobody else should pay for the import.
-    module = sys.modules.get("transformers.pytorch_utils")
-    return getattr(module, "Conv1D", None)
+    module, _, cls = name.rpartition(".")
+    return getattr(getattr(sys.modules.get(module), cls, None), "forward", None)
 
 
 def take_over(cls: type[nn.Module], source: nn.Module) -> nn.Module:
@@ -124,7 +125,7 @@ class RowParallelConv1D(WithProductHooks):
 
 
 def _leave(partial: torch.Tensor, bias: torch.Tensor | None, boundary: Boundary) -> torch.Tensor:
-    output = boundary.exit(partial)
+    output = boundary.exit(partial, given_up=True)
     return output if bias is None else output + bias.to(output.dtype)  # autocast leaves parameters in full precision
 
 

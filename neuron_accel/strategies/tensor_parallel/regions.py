@@ -79,8 +79,11 @@ class _Region:
 
 
 def change_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """What a module returned, with the hidden states, alone or first in a tuple, changed."""
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+    """What a module returned, with the hidden states, alone or first in a tuple or list, changed."""
+    if not isinstance(output, (tuple, list)):
+        return change(output)
+    changed = (change(output[0]), *output[1:])
+    return changed if isinstance(output, tuple) else list(changed)
 
 
 def install_regions(architecture: Architecture, boundary: Boundary, partial: Iterable[str] = ()) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -51,6 +52,8 @@ def rewrite(architecture: Architecture, divisions: list[Division], run: Run, par
     sharing = _groups_that_share(shares, run)
     cutter = _Cutter(run.coordinates)
     for division in divisions:
+        for name in division.layouts:
+            parameters[join(division.fqn, name)].rule = division.kind
         if division.kind == "shared":
             for name in division.layouts:
                 parameters.add_partial_axis(join(division.fqn, name), AXIS)
@@ -62,7 +65,9 @@ def rewrite(architecture: Architecture, divisions: list[Division], run: Run, par
         for name, layout in division.layouts.items():
             if layout.cuts:
                 parameters.set_layout(join(division.fqn, name), layout)
-                module.register_parameter(name, cutter.cut(getattr(module, name), layout))
+                whole = getattr(module, name)
+                module.register_parameter(name, cutter.cut(whole, layout))
+                _put_tied(architecture.model, parameters[join(division.fqn, name)].names, whole, getattr(module, name))
                 if layout.replicas > 1:
                     module.alike = sharing[layout.replicas]
         refresh_features(module)
@@ -107,6 +112,15 @@ def _replacement(division: Division, boundary: Boundary) -> nn.Module:
 def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
     parent, _, name = fqn.rpartition(".")
     setattr(model.get_submodule(parent), name, module)
+
+
+def _put_tied(model: nn.Module, names: Iterable[str], whole: nn.Parameter, cut: nn.Parameter) -> None:
+    """What is tied to a parameter stays tied, in modules that are not divided themselves, too."""
+    for fqn in names:
+        owner, _, name = fqn.rpartition(".")
+        module = model.get_submodule(owner)
+        if getattr(module, name) is whole and not isinstance(module, (nn.Linear, nn.Embedding)):
+            module.register_parameter(name, cut)
 
 
 def _groups_that_share(shares: dict[str, Share], run: Run) -> dict[int, Group]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from neuron_accel.engine.errors import UnsupportedModelError
@@ -42,7 +41,7 @@ def divide_sequence(architecture: Architecture, boundary: Boundary, parameters: 
     boundary.flow = flow
     stack = _Stack(blocks, boundary, flow)
     blocks[0].register_forward_pre_hook(stack.enter, with_kwargs=True)
-    architecture.final_norm[1].register_forward_hook(stack.leave)
+    architecture.last[1].register_forward_hook(stack.leave)
     architecture.base.register_forward_hook(stack.ended, always_call=True)
     change_output(architecture, "hidden_states", flow.join, keep="last_hidden_state")
     whole = _whole(architecture)
@@ -65,12 +64,12 @@ class _Stack:
         self._boundary.randomness.begin(self._dropouts.active)
         return replace_hidden(args, kwargs, self._flow.split)
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._inside:  # a norm that is also applied before the blocks
             return output
         self._inside = False
         self._boundary.randomness.end()
-        return self._flow.join(output)
+        return change_first(output, self._flow.join)
 
     def ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._inside = False
@@ -88,6 +87,7 @@ def _whole(architecture: Architecture) -> list[tuple[str, nn.Module]]:
         if not any(region == join(block, name) or region.startswith(join(block, name) + ".") for region in regions)
         and "norm" not in type(module).__name__.lower()
         and any(True for _ in module.parameters())
+        and not any(is_row_parallel(inner) for inner in module.modules())
     ]
 
 
@@ -122,6 +122,8 @@ def _on_shares(architecture: Architecture, regions: list[tuple[str, nn.Module]])
         # the bias of a row-wise projection is added behind the region's exit
         after = {join(name, "bias") for name, module in region.named_modules() if is_row_parallel(module)}
         inside |= {join(fqn, name) for name, _ in region.named_parameters() if name not in after}
-    outer = [*architecture.blocks, architecture.final_norm]
+    for fqn, block in architecture.blocks:  # some regions end in a projection outside of the module where they begin
+        inside |= {join(fqn, join(name, "weight")) for name, module in block.named_modules() if is_row_parallel(module)}
+    outer = [*architecture.blocks, *([architecture.last] if architecture.plan.final_norm else [])]
     names = [join(fqn, name) for fqn, module in outer for name, _ in module.named_parameters()]
     return [name for name in names if name not in inside]

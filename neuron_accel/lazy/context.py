@@ -1,0 +1,160 @@
+"""The context in which models are built without memory for their weights."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+
+from neuron_accel.lazy.filling import MARK
+from neuron_accel.lazy.mapped import Mappings
+from neuron_accel.lazy.recording import Recorder, Recording
+from neuron_accel.lazy.ties import tie_equal
+
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
+"""By this variable transformers is asked to convert weights in the thread that loads a model."""
+
+
+@contextmanager
+def lazy_load_for_parallelism(
+    *, tensor_parallel_size: int | None = None, pipeline_parallel_size: int | None = None
+) -> Iterator[None]:
+    """A context in which models are built and loaded without memory for their weights.
+
+    ``from_pretrained`` looks only at the headers of files, and ``from_config`` draws no numbers. When the model is
+    prepared, each rank reads from the files what it owns, once it is settled what that is: the slices of its
+    tensor-parallel shard, the layers of its stages. Buffers are computed, weights stay tied, dtypes are those asked
+    for, and whatever transformers does to a checkpoint while it loads is done to these slices: keys renamed, experts
+    stacked, weights transposed. Where it computes more than that, the full tensor is made for a moment. What is
+    missing, unexpected or mismatched is reported by transformers as ever. Pickled weights are read likewise, by torch's
+    mapped loading of tensors alone.
+
+    A model that is built from its configuration gets, at every degree, the weights that one process without this
+    context would have given it, bit for bit: when it is prepared every rank draws all its numbers in the order in which
+    it would have drawn them then, and keeps its share. What is drawn after the context, before ``prepare`` or later, is
+    not what would be drawn without it, since the generator has not advanced.
+
+    Inside the context tensors have no values; a model that looks at them while it is built cannot be built here. A
+    model may be changed inside (``resize_token_embeddings(..., mean_resizing=False)``, say), and cast anywhere;
+    otherwise it is not to be changed between the context and ``prepare``. :func:`~neuron_accel.lazy.materialize` fills
+    it without an accelerator. Files are found by what Linux says of mapped memory; elsewhere weights are loaded as
+    without the context.
+
+    Args:
+        tensor_parallel_size, pipeline_parallel_size: are checked against the plugins when the model is prepared; not
+            needed.
+
+    Example::
+
+        with lazy_load_for_parallelism():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    """
+    given = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size}
+    recording = Recording(degrees={axis: degree for axis, degree in given.items() if degree is not None})
+
+    def mark(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+        if tensor is not None and recording.knows(tensor):
+            view = recording.view(tensor)
+            vars(module).setdefault(MARK, {})[name] = (recording, view)
+            if torch.get_default_device().type == "meta":  # a loader builds a model on the meta device, and fills it
+                recording.phantoms.add(view.memory)
+
+    owners: dict[nn.Module, None] = {}
+
+    def note(module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if hasattr(type(module), "base_model_prefix"):
+            owners.setdefault(module)
+
+    with ExitStack() as stack:
+        for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
+            stack.callback(register(mark).remove)
+        stack.callback(register_module_module_registration_hook(note).remove)
+        stack.enter_context(_set(_IN_TURN, "1"))
+        stack.enter_context(_Values(recording, stack.enter_context(Recorder(recording))))
+        yield
+    for module in owners:
+        tie_equal(module, recording)
+
+
+class _Values(TorchFunctionMode):
+    """Keeps track of values that tensors would have got other than by operations on them: from files, where a loader
+    copies or casts what is mapped; from numbers; and from initialisations that leave out tensors without memory."""
+
+    def __init__(self, recording: Recording, recorder: Recorder) -> None:
+        super().__init__()
+        self._recording, self._recorder, self._mappings = recording, recorder, Mappings()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.to and args[0].device.type == "cpu":
+            wanted = [*args[1:], *kwargs.values()]
+            dtype = next((value for value in wanted if isinstance(value, torch.dtype)), args[0].dtype)
+            elsewhere = any(_is_elsewhere(value) for value in wanted)
+            source = None if elsewhere else self._mappings.find(args[0])
+            if source is not None:
+                with self._recorder.paused():
+                    return self._recording.add_source(source, dtype)
+        # What is given would be lost. An empty list is how transformers asks where tensors are made.
+        if func in (torch.tensor, torch.as_tensor) and _is_meta(kwargs.get("device")) and not _is_empty(args[0]):
+            return func(*args, **{**kwargs, "device": torch.device("cpu")})
+        if func is torch.asarray and isinstance(
+            args[0], torch.UntypedStorage
+        ):  # how safetensors looks at mapped memory
+            with self._recorder.paused():
+                return func(*args, **kwargs)
+        if func == _IS_META and self._recording.knows(args[0]):
+            self._note_initialisation(args[0], sys._getframe(1))
+        return func(*args, **kwargs)
+
+    def _note_initialisation(self, tensor: torch.Tensor, asking: FrameType) -> None:
+        """Some functions of ``torch.nn.init`` ask whether a tensor has memory, and return if not."""
+        code = asking.f_code
+        function = getattr(torch.nn.init, code.co_name, None)
+        if code.co_filename != torch.nn.init.__file__ or function is None:
+            return
+        given = {name: asking.f_locals[name] for name in code.co_varnames[: code.co_argcount]}
+        if given.pop("tensor", None) is tensor:
+            with self._recorder.paused():
+                self._recording.add_initialisation(function, tensor, given)
+
+
+def _is_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _is_empty(data: Any) -> bool:
+    return isinstance(data, (list, tuple)) and not data
+
+
+def _is_elsewhere(value: Any) -> bool:
+    """Whether an argument of ``Tensor.to`` names another device than the host."""
+    if isinstance(value, (str, torch.device)):
+        return torch.device(value).type not in ("cpu", "meta")
+    return isinstance(value, torch.Tensor) or (isinstance(value, int) and not isinstance(value, bool))
+
+
+@contextmanager
+def _set(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,230 @@
+"""Gives a model that was built without memory what this rank needs of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.errors import ConfigurationError, LayoutError, UsageError
+from neuron_accel.engine.layout import Layout
+from neuron_accel.engine.parameters import ParameterMap
+from neuron_accel.lazy.boxes import Boxes
+from neuron_accel.lazy.mapped import Reader
+from neuron_accel.lazy.recording import Recording, View
+from neuron_accel.lazy.replay import replay, tensor_of
+
+MARK = "_neuron_accel_recording"
+"""The attribute in which a module keeps, by name, the recordings of its parameters and buffers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled:
+    """What it took to fill a model.
+
+    Args:
+        bytes_read: of files.
+        straight: number of tensors whose parts came straight from files.
+        computed: number of tensors that were computed first, one at a time.
+    """
+
+    bytes_read: int = 0
+    straight: int = 0
+    computed: int = 0
+
+
+@dataclass(frozen=True)
+class _Target:
+    view: View
+    layout: Layout
+    coordinates: Mapping[str, int]
+    out: torch.Tensor
+
+
+@dataclass
+class Origin:
+    """Where the tensors of a model without memory come from.
+
+    Args:
+        recordings: the recordings in which it was built.
+        views: for each name of a parameter or buffer, which tensor of which recording it is.
+    """
+
+    recordings: list[Recording] = field(default_factory=list)
+    views: dict[str, tuple[Recording, View]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Origin | None:
+        """The origin of a model; None if all its tensors have memory. To be asked before the model is rewritten."""
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        lazy = {name: tensor for name, tensor in named if tensor.device.type == "meta"}
+        if not lazy:
+            return None
+        origin = cls()
+        for name, tensor in lazy.items():
+            owner, _, attribute = name.rpartition(".")
+            mark: tuple[Recording, View] | None = vars(model.get_submodule(owner)).get(MARK, {}).get(attribute)
+            if mark is None:
+                continue
+            recording, view = mark
+            if recording.knows(tensor):
+                view = recording.view(tensor)
+            if view.size == tuple(tensor.shape):  # another dtype may have been asked for since
+                origin.views[name] = (recording, view)
+                if not any(recording is known for known in origin.recordings):
+                    origin.recordings.append(recording)
+        return origin
+
+    def check_degrees(self, degrees: Mapping[str, int]) -> None:
+        """Checks that the model is prepared for the ranks for which it was built.
+
+        Raises:
+            ConfigurationError: if not.
+        """
+        for recording in self.recordings:
+            for axis, degree in recording.degrees.items():
+                if degrees.get(axis, 1) != degree:
+                    raise ConfigurationError(
+                        f"The model was built for {degree} ranks along {axis!r}, and there are {degrees.get(axis, 1)}.",
+                        where="lazy_load_for_parallelism",
+                        why="its arguments are not those of the plugins",
+                        fix="leave them out: how a model is divided is settled when it is prepared",
+                    )
+
+    def fill(
+        self, model: nn.Module, parameters: ParameterMap, coordinates: Mapping[str, int], *, values: bool = True
+    ) -> Filled:
+        """Gives every parameter and buffer of ``model`` that has none its memory, and what belongs there.
+
+        Args:
+            model: the model, rewritten by now.
+            parameters: says which part of each parameter is here; it follows.
+            coordinates: this rank's position in the mesh.
+            values: whether parameters get values; False if they are loaded from somewhere else afterwards.
+
+        Raises:
+            UsageError: for a tensor of which nothing is known.
+            CheckpointError: if a file cannot be read, or has changed.
+        """
+        targets: dict[int, tuple[Recording, list[_Target]]] = {id(r): (r, []) for r in self.recordings}
+
+        def fresh(name: str, known: Iterable[str], layout: Layout, at: Mapping[str, int], wanted: bool) -> torch.Tensor:
+            dtype = getattr(torch, layout.dtype)
+            make = torch.zeros if layout.padded else torch.empty
+            out = make(layout.local_shape, dtype=dtype)
+            if wanted:
+                recording, view = self._found(name, known)
+                if view.size != layout.shape:
+                    raise LayoutError(f"{name!r} was built with shape {view.size}, and its layout has {layout.shape}.")
+                targets[id(recording)][1].append(_Target(view, layout, at, out))
+            return out
+
+        for record in parameters:
+            current = record.current
+            if current is None or current.device.type != "meta":
+                continue
+            layout = Layout(shape=record.layout.shape, dtype=_dtype(current), cuts=record.layout.cuts)
+            filled = nn.Parameter(fresh(record.fqn, record.names, layout, coordinates, values), current.requires_grad)
+            for name in _present(model, record.names):
+                _put(model, name, filled)
+        self._fill_plain(model, fresh)
+        parameters.follow(model)
+        done = Filled()
+        for recording, found in targets.values():
+            done = _fill(recording, found, done)
+        for module in model.modules():
+            vars(module).pop(MARK, None)
+        return done
+
+    def _fill_plain(self, model: nn.Module, fresh) -> None:
+        """Buffers, and tensors that modules keep as plain attributes."""
+        done: dict[torch.Tensor, torch.Tensor] = {}
+        for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+            if buffer.device.type != "meta":
+                continue
+            if buffer not in done:
+                done[buffer] = fresh(name, (name,), Layout.of(buffer), {}, True)
+            _put(model, name, done[buffer])
+        for prefix, module in model.named_modules():
+            for attribute, value in list(vars(module).items()):
+                if not isinstance(value, torch.Tensor) or value.device.type != "meta":
+                    continue
+                if value not in done:
+                    name = f"{prefix}.{attribute}"
+                    known = next((recording for recording in self.recordings if recording.knows(value)), None)
+                    if known is not None:
+                        self.views.setdefault(name, (known, known.view(value)))
+                    done[value] = fresh(name, (name,), Layout.of(value), {}, True)
+                setattr(module, attribute, done[value])
+
+    def _found(self, name: str, known: Iterable[str]) -> tuple[Recording, View]:
+        found = next((self.views[alias] for alias in known if alias in self.views), None)
+        if found is None:
+            raise UsageError(
+                f"{name!r} has no memory, and nothing is known of what it holds.",
+                why="it was not made inside of lazy_load_for_parallelism, or was replaced after",
+                fix="build the whole model inside the context, and change it there or after `prepare`; one built "
+                "on the meta device otherwise needs checkpoint_dir",
+            )
+        return found
+
+
+def _fill(recording: Recording, targets: list[_Target], before: Filled) -> Filled:
+    later: dict[int, list[_Target]] = {}
+    with Reader() as reader:
+        boxes = Boxes(recording, reader)
+        for target in targets:
+            if boxes.possible(target.view):
+                for piece in target.layout.pieces(target.coordinates):
+                    box = tuple((part.start, part.stop) for part in piece.global_slices)
+                    boxes.read(target.view, box, target.out[piece.local_slices or ...])
+            else:
+                later.setdefault(target.view.memory, []).append(target)
+
+        def deliver(memory: int, storage: torch.UntypedStorage) -> None:
+            for target in later[memory]:
+                full = tensor_of(target.view, storage)
+                for piece in target.layout.pieces(target.coordinates):
+                    target.out[piece.local_slices or ...] = full[piece.global_slices or ...]
+
+        replay(recording, set(later), deliver, reader)
+        computed = sum(len(group) for group in later.values())
+        return Filled(
+            bytes_read=before.bytes_read + reader.bytes_read,
+            straight=before.straight + len(targets) - computed,
+            computed=before.computed + computed,
+        )
+
+
+def materialize(model: nn.Module) -> Filled:
+    """Fills a model that was built inside of ``lazy_load_for_parallelism``, whole, in this process alone.
+
+    Raises:
+        UsageError: if it was not built there.
+        CheckpointError: if its files cannot be read, or have changed.
+    """
+    origin = Origin.of(model)
+    if origin is None:
+        return Filled()
+    return origin.fill(model, ParameterMap(model), {})
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _present(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        try:
+            if attribute in model.get_submodule(owner)._parameters:
+                yield name
+        except AttributeError:  # on another rank
+            continue
+
+
+def _put(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, tensor)

@@ -1,0 +1,185 @@
+"""Does what a recording says for those tensors that are wanted, with one of them in memory at a time if possible."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from neuron_accel.engine.errors import UsageError
+from neuron_accel.lazy.mapped import Reader
+from neuron_accel.lazy.recording import Call, Recording, View, exchanged
+
+_OVERWRITE = frozenset({
+    "aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", "aten::copy_", "aten::random_",
+    "aten::exponential_", "aten::log_normal_", "aten::cauchy_", "aten::geometric_",
+})  # fmt: skip
+"""Operators that leave nothing of what was there."""
+
+
+def replay(
+    recording: Recording,
+    wanted: set[int],
+    deliver: Callable[[int, torch.UntypedStorage], None],
+    reader: Reader,
+) -> None:
+    """Computes what lies in the memory ``wanted``.
+
+    Random numbers are drawn in the order of the recording, those for tensors that are not wanted, too, so that what is
+    drawn for a tensor does not depend on which others are. The default generator is left as it was.
+
+    Args:
+        recording: what to do.
+        wanted: which memory.
+        deliver: is given each, once it is complete; its memory is let go of then.
+        reader: reads files.
+
+    Raises:
+        UsageError: if something was made before the recording.
+    """
+    if not wanted:
+        return
+    plan = _Plan(recording, wanted)
+    saved = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            _Replay(recording, plan, deliver, reader).run()
+    finally:
+        torch.set_rng_state(saved)
+
+
+class _Plan:
+    """Which calls have to be made, and when each memory has been used for the last time."""
+
+    def __init__(self, recording: Recording, wanted: set[int]) -> None:
+        self.wanted = wanted
+        count = len(recording.calls)
+        self.needed = [False] * count
+        live = set(wanted)
+        last_draw = -1
+        for index in reversed(range(count)):
+            call = recording.calls[index]
+            made = {view.memory for view in call.outputs}
+            if not live & (made | call.written):
+                continue
+            self.needed[index] = True
+            if call.draws:
+                last_draw = max(last_draw, index)
+            live -= made
+            if _overwrites(recording, call):
+                live -= call.written
+                live |= call.read - call.written
+            else:
+                live |= call.read
+        if live:
+            raise UsageError(
+                "A tensor was made outside of the context that has no memory.",
+                where="lazy_load_for_parallelism",
+                why="what it holds is not known",
+                fix="build the whole model inside the context, and change nothing of it before it is prepared",
+            )
+        # What other tensors would have drawn is drawn, too, as far as it comes before something that is needed.
+        self.drawn = [
+            not self.needed[i] and i < last_draw and call.draws and not self._of_phantoms(recording, call)
+            for i, call in enumerate(recording.calls)
+        ]
+        self.last_use: dict[int, int] = {}
+        for index in range(count):
+            if self.needed[index]:
+                call = recording.calls[index]
+                for memory in (*call.read, *call.written, *(view.memory for view in call.outputs)):
+                    self.last_use[memory] = index
+
+    @staticmethod
+    def _of_phantoms(recording: Recording, call: Call) -> bool:
+        return {view.memory for view in call.outputs} | call.written <= recording.phantoms
+
+
+def _overwrites(recording: Recording, call: Call) -> bool:
+    """Whether nothing is left of what was in the memory that a call writes."""
+    target = call.args[0] if call.args else None
+    if len(call.written) != 1 or not isinstance(target, View) or call.function is None:
+        return False
+    schema = getattr(call.function, "_schema", None)  # an initialisation has none, and leaves nothing either
+    whole = math.prod(target.size) * target.dtype.itemsize == recording.size_of(target.memory)
+    return whole and (schema is None or schema.name in _OVERWRITE)
+
+
+class _Replay:
+    def __init__(
+        self, recording: Recording, plan: _Plan, deliver: Callable[[int, torch.UntypedStorage], None], reader: Reader
+    ) -> None:
+        self._recording, self._plan, self._deliver, self._reader = recording, plan, deliver, reader
+        self._memory: dict[int, torch.UntypedStorage] = {}
+
+    def run(self) -> None:
+        for index, call in enumerate(self._recording.calls):
+            needed = self._plan.needed[index]
+            if call.state is not None:
+                torch.set_rng_state(self._recording.states[call.state])
+            if needed:
+                self._make(call)
+            elif self._plan.drawn[index]:
+                self._draw(call)
+            if needed:
+                touched = {*call.read, *call.written, *(view.memory for view in call.outputs)}
+                for memory in touched:
+                    if self._plan.last_use[memory] == index:
+                        storage = self._memory.pop(memory)
+                        if memory in self._plan.wanted:
+                            self._deliver(memory, storage)
+
+    def _make(self, call: Call) -> None:
+        if call.source is not None:
+            (view,) = call.outputs
+            self._reader.read(call.source, tuple((0, size) for size in view.size), self._tensor(view))
+            return
+        result = self._called(call, self._tensor)
+        fresh = [t for t in _flat(result) if not any(t.untyped_storage() is s for s in self._memory.values())]
+        for view, tensor in zip(call.outputs, fresh, strict=True):
+            as_recorded = (tensor.stride(), tensor.storage_offset()) == (view.stride, view.offset)
+            if as_recorded and tensor.untyped_storage().nbytes() == self._recording.size_of(view.memory):
+                self._memory[view.memory] = tensor.untyped_storage()
+            else:
+                self._tensor(view).copy_(tensor)
+
+    def _draw(self, call: Call) -> None:
+        """Draws what a call would have drawn."""
+        written = next(iter(call.written), None)
+
+        def scratch(view: View) -> torch.Tensor:
+            if view.memory == written:
+                return torch.empty_strided(view.size, view.stride, dtype=view.dtype)
+            raise UsageError(
+                f"{call.function} draws numbers that depend on another tensor.",
+                where="lazy_load_for_parallelism",
+                why="it would have to be kept for that",
+                fix="build this model outside of the context",
+            )
+
+        self._called(call, scratch)
+
+    @staticmethod
+    def _called(call: Call, tensor: Callable[[View], torch.Tensor]) -> Any:
+        kwargs = {name: exchanged(value, tensor, View) for name, value in call.kwargs.items()}
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        return call.function(*exchanged(call.args, tensor, View), **kwargs)  # type: ignore[misc]
+
+    def _tensor(self, view: View) -> torch.Tensor:
+        if view.memory not in self._memory:
+            self._memory[view.memory] = torch.UntypedStorage(self._recording.size_of(view.memory))
+        return tensor_of(view, self._memory[view.memory])
+
+
+def tensor_of(view: View, storage: torch.UntypedStorage) -> torch.Tensor:
+    """A view of memory as a tensor."""
+    return torch.empty(0, dtype=view.dtype).set_(storage, view.offset, view.size, view.stride)
+
+
+def _flat(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for item in value for t in _flat(item)] if isinstance(value, (list, tuple)) else []

@@ -1,0 +1,103 @@
+"""Plans that users register, for their own modules or for families."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.models.plan import ArchitecturePlan
+
+
+@dataclass
+class RegisteredPlans:
+    """What was registered in this process.
+
+    Args:
+        of_classes: plans in words (:func:`~neuron_accel.models.given_architecture`) of classes of modules.
+        of_types: plans in words of families, by ``config.model_type``.
+        families: whole descriptions of families, by ``config.model_type``.
+    """
+
+    of_classes: dict[type[nn.Module], dict[str, str]] = field(default_factory=dict)
+    of_types: dict[str, dict[str, str]] = field(default_factory=dict)
+    families: dict[str, ArchitecturePlan] = field(default_factory=dict)
+
+    def find(self, model: nn.Module) -> dict[str, str] | None:
+        """The plan in words of a model, or of a module in it: the patterns are relative to ``model`` then."""
+        for name, module in model.named_modules():
+            plan = next((self.of_classes[cls] for cls in type(module).__mro__ if cls in self.of_classes), None)
+            if plan is None and self.of_types:
+                plan = self.of_types.get(getattr(getattr(module, "config", None), "model_type", None) or "")
+            if plan is not None:
+                return {f"{name}.{pattern}" if name else pattern: style for pattern, style in plan.items()}
+        return None
+
+
+@functools.cache
+def registered_plans() -> RegisteredPlans:
+    """The plans registered in this process; the one object that is shared, because that is what registering means."""
+    return RegisteredPlans()
+
+
+def register_tensor_parallel_plan(
+    target: type[nn.Module] | str, plan: Mapping[str, str] | ArchitecturePlan, *, override: bool = False
+) -> None:
+    """Makes known how models of a class or family are divided, wherever one is prepared in this process.
+
+    Every rank registers the same.
+
+    Args:
+        target: a class of modules, subclasses included, or a family (``config.model_type``). A module of the class may
+            be part of the model that is prepared.
+        plan: in words: FQN patterns relative to the module, and what becomes of what they name, as for
+            ``ModelParallelismPlugin(tensor_parallel_plan=...)``; or, for a family, a whole
+            :class:`~neuron_accel.models.ArchitecturePlan`, with which vocabulary and sequence are divided, too.
+        override: whether it may take the place of one that is registered, or built in, already.
+
+    Raises:
+        ConfigurationError: if the target is neither, or has a plan already.
+
+    Example::
+
+        register_tensor_parallel_plan(MyBlock, {"fc1": "colwise", "fc2": "rowwise"})
+    """
+    plans = registered_plans()
+    whole = isinstance(plan, ArchitecturePlan)
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        if whole:
+            raise _wrong(target, "a whole ArchitecturePlan describes a family", "give the model_type of its config")
+        _check_new(target in plans.of_classes, target.__name__, override)
+        plans.of_classes[target] = dict(plan)  # type: ignore[arg-type]
+    elif isinstance(target, str) and target:
+        from neuron_accel.models.catalog import plan_for
+
+        known = plan_for(target) is not None or target in plans.of_types
+        _check_new(known, target, override)
+        plans.of_types.pop(target, None)
+        plans.families.pop(target, None)
+        if whole:
+            plans.families[target] = replace(plan, model_types=(target,))  # type: ignore[type-var]
+        else:
+            plans.of_types[target] = dict(plan)  # type: ignore[arg-type]
+    else:
+        raise _wrong(target, "a plan is that of a class of modules or of a family", "give a class or a model_type")
+
+
+def _check_new(known: bool, name: str, override: bool) -> None:
+    if known and not override:
+        raise ConfigurationError(
+            f"There is a plan for {name!r} already.",
+            where="register_tensor_parallel_plan",
+            why="models that rely on it would be divided in another way",
+            fix="pass override=True if that is meant",
+        )
+
+
+def _wrong(target: object, why: str, fix: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{target!r} cannot have this plan.", where="register_tensor_parallel_plan", why=why, fix=fix
+    )
