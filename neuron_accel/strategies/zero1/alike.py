@@ -47,17 +47,18 @@ class AlikePartition(Partition):
             if tensor is None:
                 rows.append(torch.zeros(self.degree, length, dtype=dtype, device=device))
                 continue
-            flat = tensor.reshape(-1).to(dtype)
-            rows.append(F.pad(flat, (0, self.degree * length - size)).view(self.degree, length))
+            flat, missing = tensor.reshape(-1).to(dtype), self.degree * length - size
+            rows.append((F.pad(flat, (0, missing)) if missing else flat).view(self.degree, length))
         return torch.cat(rows, 1).reshape(-1)
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' values in a buffer, flattened."""
         rows = flat.view(self.degree, self.chunk)
-        return [
-            rows[:, offset : offset + length].reshape(-1)[:size]
-            for offset, size, length in zip(self.offsets, self.sizes, self.lengths, strict=True)
+        wholes = [
+            rows[:, offset : offset + length].reshape(-1)
+            for offset, length in zip(self.offsets, self.lengths, strict=True)
         ]
+        return [value if len(value) == size else value[:size] for value, size in zip(wholes, self.sizes, strict=True)]
 
 
 def alike(sizes: Sequence[int], degree: int) -> AlikePartition:

@@ -20,12 +20,15 @@ from torch.nn import functional as F
 from neuron_accel.engine.elementwise import is_elementwise
 from neuron_accel.engine.errors import ParameterError, UsageError
 from neuron_accel.engine.gradients import BackwardWatcher, Bucket, make_buckets, used_anywhere
+from neuron_accel.engine.memory import return_freed_memory
 from neuron_accel.engine.norms import GradientPart, clip_coefficient, elsewhere, global_norm
 from neuron_accel.engine.optimizers import copy_options, recipe_of, twin
 from neuron_accel.engine.whole import WholeParameters
 from neuron_accel.strategies.zero1.alike import alike
+from neuron_accel.strategies.zero1.buffered import BufferShard, SendBuffers, suitable_cap
+from neuron_accel.strategies.zero1.joined import JoinedShard
 from neuron_accel.strategies.zero1.partition import even, whole
-from neuron_accel.strategies.zero1.shards import AlikeShard, BucketShard, BufferShard, SendBuffers, ShardPiece
+from neuron_accel.strategies.zero1.shards import BucketShard, ShardPiece
 from neuron_accel.strategies.zero1.state import state_pieces
 
 if TYPE_CHECKING:
@@ -86,11 +89,13 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._synchronises = synchronises or self._models_synchronise
         self.shards: list[BucketShard] = []
         self._pieces: dict[nn.Parameter, list[ShardPiece]] = defaultdict(list)
+        self._updated: dict[nn.Parameter, list[nn.Parameter]] = defaultdict(list)
         self._watchers: list[BackwardWatcher] = []
         self._watched: list[list[BucketShard]] = []
         self._models: list[PreparedModel] = []
         self._divide(optimizer.param_groups)
-        self.inner = twin(optimizer, [self._inner_group(g) for g in optimizer.param_groups], self._divided_state())
+        state = self._divided_state()
+        self.inner = twin(optimizer, [self._inner_group(g) for g in optimizer.param_groups], state)
         layouts = {p.master: s.bucket.records[p.place.parameter].layout for s in self.shards for p in s.pieces}
         cut = self.options.whole_parameters and any(layout.axes for layout in layouts.values())
         if cut and not is_elementwise(optimizer):  # what is whole on this rank is a part of the original
@@ -99,14 +104,16 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     # ---- construction ----------------------------------------------------------------------------------------------
     def _divide(self, groups: Iterable[dict[str, Any]]) -> None:
-        parameters = [p for group in groups for p in group["params"]]
-        records = self._in_model_order([self._record(p) for p in parameters if p.requires_grad])
         buffers = SendBuffers()
-        buckets = make_buckets(records, int(self.options.bucket_cap_mb * (1 << 20)))
-        shards = [self._shard(bucket, buffers) for bucket in buckets]
-        for piece in (piece for shard in shards for piece in shard.pieces):
-            self._pieces[piece.parameter].append(piece)
+        shards = [self._shard(bucket, buffers) for bucket in self._buckets(groups)]
+        for shard in shards:
+            for piece in shard.pieces:
+                self._pieces[piece.parameter].append(piece)
+            for parameter, updated in shard.updated():
+                self._updated[parameter].append(updated)
         self.shards += shards
+        if not self._lazy:  # the weights have moved
+            return_freed_memory()
         self._models = [
             m
             for m in self._run.models
@@ -122,11 +129,25 @@ class Zero1Optimizer(torch.optim.Optimizer):
                 ready=lambda bucket: shards[bucket].send_gradients(),
                 done=lambda: self._receive(shards),
                 overlap=self.options.overlap and not self._lazy,
+                take=None if self._lazy else lambda bucket, index: shards[bucket].take_gradient(index),
                 action=self._run.company.register(
                     "a backward pass", lambda: self._watchers[index].take_part(), settle=self.flush
                 ),
             )
         )
+
+    def _buckets(self, groups: Iterable[dict[str, Any]]) -> list[Bucket]:
+        cap = int(self.options.bucket_cap_mb * (1 << 20))
+        of_groups = [[self._record(p) for p in group["params"] if p.requires_grad] for group in groups]
+        if not self._lazy:
+            everything = self._in_model_order([r for records in of_groups for r in records])
+            return make_buckets(everything, suitable_cap(everything, cap))
+        # A share is updated as a whole: what is in a bucket has one set of options. Neighbours count alike in norms.
+        buckets = []
+        for records in of_groups:
+            ordered = self._in_model_order(records)
+            buckets += make_buckets(sorted(ordered, key=lambda r: (r.axes, r.replicas)), cap)
+        return buckets
 
     def _shard(self, bucket: Bucket, buffers: SendBuffers) -> BucketShard:
         options, sizes = self.options, [p.numel() for p in bucket.parameters]
@@ -138,7 +159,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             "reduce_dtype": options.optimizer_dtype if options.higher_cc_precision else bucket.dtype,
         }
         if self._lazy:
-            return AlikeShard(partition=alike(sizes, self._group.size), **common)
+            return JoinedShard(partition=alike(sizes, self._group.size), **common)
         partition = (whole if options.whole_parameters else even)(sizes, self._group.size)
         return BufferShard(partition=partition, buffers=buffers, keep_shapes=options.whole_parameters, **common)
 
@@ -164,15 +185,18 @@ class Zero1Optimizer(torch.optim.Optimizer):
         return any(model.synchronises for model in self._models)
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {**group, "params": [piece.master for p in group["params"] for piece in self._pieces.get(p, ())]}
+        return {**group, "params": [updated for p in group["params"] for updated in self._updated.get(p, ())]}
 
     def _divided_state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """State that the user's optimizer has from the start, or from steps before, in pieces."""
         state: dict[torch.Tensor, dict[str, Any]] = {}
-        for parameter, pieces in self._pieces.items():
-            for name, value in self.optimizer.state.get(parameter, {}).items():
-                for piece in pieces:
-                    state.setdefault(piece.master, {})[name] = _divide_entry(value, parameter, piece)
+        for shard in self.shards if self.optimizer.state else ():
+            entries_of = shard.open(state)
+            for piece in shard.pieces:
+                for name, value in self.optimizer.state.get(piece.parameter, {}).items():
+                    divided = _divide_entry(value, piece.parameter, piece)
+                    entries_of.setdefault(piece.master, {})[name] = divided
+            shard.close(state)
         return state
 
     def _let_go(self) -> None:
@@ -192,8 +216,13 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """State of this rank's pieces."""
+        """State of this rank's share."""
         return self.inner.state
+
+    def take_over(self) -> None:
+        """Takes over what was written to masters and state by pieces (:meth:`state_pieces`)."""
+        for shard in self.shards:
+            shard.close(self.inner.state)
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -251,15 +280,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         """This rank's pieces of the reduced gradients of ``parameters``, those of other optimizers left out; the caller
         may change them in place."""
         wanted = set(parameters)
-        parts = []
-        for shard in self.shards:
-            shard.before_change()
-            mine = {piece.place.parameter: piece for piece in shard.pieces}
-            for index, (parameter, record) in enumerate(zip(shard.parameters, shard.bucket.records, strict=True)):
-                if parameter in wanted and shard.used_anywhere[index]:
-                    piece = mine.get(index)
-                    axes = (*record.axes, *self._run.mesh.gradient_axes)
-                    parts.append(GradientPart(piece.master.grad if piece else None, axes, record.replicas))
+        parts = [part for shard in self.shards for part in shard.gradient_parts(wanted)]
         return [*parts, *elsewhere(self._run, self._run.mesh.gradient_axes)]
 
     def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -287,7 +308,12 @@ class Zero1Optimizer(torch.optim.Optimizer):
             self.grad_norm = global_norm(parts, self._run)
             scale_parts(parts, clip_coefficient(self.grad_norm, self.options.max_norm))
         copy_options(self.optimizer, self.inner)
+        self.take_over()
+        for shard in self.shards:
+            shard.before_update(self.inner.state)
         self.inner.step()
+        for shard in self.shards:
+            shard.after_update(self.inner.state)
         copy_options(self.inner, self.optimizer)
         self.gather_weights()
         # A scheduler warns if the optimizer it was built with never steps; it looks at this attribute.
@@ -296,6 +322,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     def gather_weights(self) -> None:
         """Gives every rank the weights that the pieces of all ranks stand for."""
+        self.take_over()
         for finish in [shard.send_weights() for shard in self.shards]:
             finish()
 
@@ -306,14 +333,19 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """State of this rank's pieces, with the master weights where they are kept beside the parameters."""
+        self.take_over()
         result = self.inner.state_dict()
         if self.options.save_master_weights and any(shard.has_masters for shard in self.shards):
-            result["master_weights"] = [p.master.detach().clone() for shard in self.shards for p in shard.pieces]
+            result["master_weights"] = [master.detach().clone() for master in self._masters()]
         return result
+
+    def _masters(self) -> list[nn.Parameter]:
+        return [master for shard in self.shards for _, master in shard.updated()]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` gave on the same rank of the same mesh. Without master weights in it, they are
         taken from the model's parameters. Collective."""
+        self.take_over()
         masters = state_dict.get("master_weights")
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "master_weights"})
         copy_options(self.inner, self.optimizer)
@@ -321,12 +353,13 @@ class Zero1Optimizer(torch.optim.Optimizer):
             self.reload_masters()
             return
         with torch.no_grad():
-            for piece, value in zip((p for shard in self.shards for p in shard.pieces), masters, strict=True):
-                piece.master.copy_(value)
+            for master, value in zip(self._masters(), masters, strict=True):
+                master.copy_(value)
         self.gather_weights()
 
     def reload_masters(self) -> None:
         """Takes the model's weights as the new masters, after somebody else has changed them."""
+        self.take_over()
         for shard in self.shards:
             shard.reload()
 

@@ -33,7 +33,7 @@ class Zero1Plugin(StrategyPlugin):
             ``optimizer_dtype``: a rank never holds all accumulated gradients, at the price of sending each time. Off,
             they accumulate whole and are sent once per step.
         higher_cc_precision: gradients travel and are summed in ``optimizer_dtype`` instead of their own dtype.
-        bucket_cap_mb: size of a bucket in MiB.
+        bucket_cap_mb: largest size of a bucket in MiB, but for a parameter that is larger. A small model's are smaller.
         partition: "even" cuts through parameters, for optimizers that treat elements alike; "parameters" keeps each
             whole, for those that look at a parameter's norm or shape.
         save_master_weights: whether checkpoints contain the master weights where these are not the parameters
@@ -116,6 +116,10 @@ class Zero1Plugin(StrategyPlugin):
             averager.watcher.finish()
         for optimizer in self._optimizers(run):
             optimizer.finish_backward()
+
+    def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        for sharded in self._optimizers(run):
+            sharded.take_over()
 
     def clip_grad_norm(
         self, parameters: list[nn.Parameter], max_norm: float, norm_type: float, run: Run

@@ -1,15 +1,14 @@
 """This rank's share of a bucket: gradients are scattered to it, it is updated, and weights are gathered from it.
 
-There are two kinds. :class:`BufferShard` keeps parameters as views of one flat buffer, so that nothing is copied;
-:class:`AlikeShard` is for devices that run one compiled graph on all ranks, where every rank's pieces look the same and
-tensors are made anew rather than written into.
+There are two kinds. :class:`~neuron_accel.strategies.zero1.buffered.BufferShard` keeps parameters as views of one flat
+buffer, so that nothing is copied; :class:`~neuron_accel.strategies.zero1.joined.JoinedShard` is for devices that run
+one compiled graph on all ranks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,13 @@ from torch import nn
 
 from neuron_accel.engine.errors import DesyncError, UsageError
 from neuron_accel.engine.gradients import Bucket
-from neuron_accel.strategies.zero1.alike import AlikePartition
+from neuron_accel.engine.norms import GradientPart
 from neuron_accel.strategies.zero1.partition import Partition, Piece
 from neuron_accel.strategies.zero1.visible import DividedGradient
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Group, Pending
+    from neuron_accel.engine.parameters import ParameterRecord
     from neuron_accel.engine.run import Run
 
 
@@ -42,44 +42,14 @@ class ShardPiece:
     place: Piece
     master: nn.Parameter
 
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The reduced gradient of these elements."""
+        return self.master.grad
 
-class SendBuffers:
-    """Memory for gradients on their way: a few buffers that buckets take in turn, pass after pass.
-
-    Without a limit the gradients of a whole model would be on their way at once, beside the gradients themselves; and
-    memory that is new in every step costs a page fault for every page.
-
-    Args:
-        limit: number of buckets on their way at a time; the oldest is waited for before another sets out.
-    """
-
-    def __init__(self, limit: int = 3) -> None:
-        self._limit = limit
-        self._travelling: deque[tuple[BufferShard, torch.Tensor]] = deque()
-        self._free: list[torch.Tensor] = []
-
-    def take(self, shard: BufferShard, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialised tensor of ``numel`` elements for the gradients of ``shard``, to be sent at once."""
-        while len(self._travelling) >= self._limit:
-            self._arrived()
-        fitting = [b for b in self._free if b.dtype == dtype and numel <= b.numel() <= 2 * numel]
-        buffer = min(fitting, key=torch.Tensor.numel, default=None)
-        if buffer is None:
-            buffer = torch.empty(numel, dtype=dtype, device=device)
-        else:
-            self._free = [b for b in self._free if b is not buffer]
-        self._travelling.append((shard, buffer))
-        return buffer[:numel]
-
-    def _arrived(self) -> None:
-        shard, buffer = self._travelling.popleft()
-        shard.complete()
-        self._free = [*self._free, buffer][-self._limit :]
-
-    def settle(self) -> None:
-        """Waits for all that is on its way."""
-        while self._travelling:
-            self._arrived()
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.master.grad = value
 
 
 class BucketShard(ABC):
@@ -130,6 +100,37 @@ class BucketShard(ABC):
     def has_masters(self) -> bool:
         """Whether the masters are memory of their own, beside the parameters."""
 
+    def updated(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """What the optimizer updates, each with a parameter of the model in whose group it belongs."""
+        return [(piece.parameter, piece.master) for piece in self.pieces]
+
+    def before_update(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:  # noqa: B027  nothing to do
+        """The optimizer is going to step. ``state`` is its own."""
+
+    def after_update(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:  # noqa: B027  nothing to do
+        """The optimizer has stepped."""
+
+    def open(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> MutableMapping[Any, dict[str, Any]]:
+        """The optimizer's state by the masters of pieces, which can be read and written until :meth:`close`."""
+        return state
+
+    def close(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:  # noqa: B027  nothing to do
+        """Takes over what was written since :meth:`open`."""
+
+    def gradient_parts(self, wanted: Collection[nn.Parameter]) -> list[GradientPart]:
+        """This rank's pieces of the reduced gradients of the ``wanted`` parameters; they may be changed in place."""
+        self.before_change()
+        mine = {piece.place.parameter: piece for piece in self.pieces}
+        parts = []
+        for index, (parameter, record) in enumerate(zip(self.parameters, self.bucket.records, strict=True)):
+            if parameter in wanted and self.used_anywhere[index]:
+                piece = mine.get(index)
+                parts.append(GradientPart(piece.grad if piece else None, self._axes_of(record), record.replicas))
+        return parts
+
+    def _axes_of(self, record: ParameterRecord) -> tuple[str, ...]:
+        return (*record.axes, *self.run.mesh.gradient_axes)
+
     @abstractmethod
     def _join(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """The parameters' values as they lie in the buffer, ``[partition.numel]``; None counts as zeros."""
@@ -158,15 +159,10 @@ class BucketShard(ABC):
     def send_gradients(self) -> None:
         """Starts the reduce-scatter of the bucket's gradients and lets go of them."""
         gradients, kept = [], []
-        for parameter, record in zip(self.parameters, self.bucket.records, strict=True):
+        for index, parameter in enumerate(self.parameters):
             gradient = parameter.grad
-            if gradient is not None and gradient.is_sparse:
-                raise UsageError(
-                    f"The gradient of {record.fqn!r} is sparse.",
-                    where="plugin 'zero1'",
-                    why="gradients travel in dense buckets",
-                    fix="build the embedding with sparse=False",
-                )
+            if gradient is not None:
+                self._check_dense(gradient, index)
             kept.append(self._is_visible(gradient))
             gradients.append(gradient.take_waiting() if isinstance(gradient, DividedGradient) else gradient)
             parameter.grad = None
@@ -174,6 +170,15 @@ class BucketShard(ABC):
         self._forget_all_but(kept)
         self.used = [gradient is not None for gradient in gradients]
         self._pending = self.run.backend.start_reduce_scatter(self._join_to_send(gradients), self.group)
+
+    def _check_dense(self, gradient: torch.Tensor, index: int) -> None:
+        if gradient.is_sparse:
+            raise UsageError(
+                f"The gradient of {self.bucket.records[index].fqn!r} is sparse.",
+                where="plugin 'zero1'",
+                why="gradients travel in dense buckets",
+                fix="build the embedding with sparse=False",
+            )
 
     def complete(self) -> None:
         """Waits for the reduce-scatter that is under way, if any."""
@@ -188,18 +193,22 @@ class BucketShard(ABC):
             scale: what the sum is multiplied by.
             partial: the group over which they still are partial sums.
         """
-        self.complete()
-        assert self._reduced is not None
-        gradient, self._reduced = self._reduced, None
-        if partial.size > 1:
-            gradient = self.run.backend.all_reduce(gradient, partial)
-        gradient = self._scaled(gradient.to(self.optimizer_dtype), scale)
+        gradient = self._scaled_sum(scale, partial)
         if self._gradient is not None:
             gradient = self._own_gradient() + gradient
             used = [a or b for a, b in zip(used, self.used_anywhere, strict=True)]
         self.used_anywhere = list(used)
         self._hand_out(gradient)
         self._show([index for index, is_used in enumerate(used) if is_used])
+
+    def _scaled_sum(self, scale: float, partial: Group) -> torch.Tensor:
+        """What was sent, reduced over all ranks, ``[partition.chunk]``, in the optimizer's dtype."""
+        self.complete()
+        assert self._reduced is not None
+        gradient, self._reduced = self._reduced, None
+        if partial.size > 1:
+            gradient = self.run.backend.all_reduce(gradient, partial)
+        return self._scaled(gradient.to(self.optimizer_dtype), scale)
 
     def _show(self, indices: Sequence[int]) -> None:
         """Lets these gradients be read at their parameters."""
@@ -212,7 +221,7 @@ class BucketShard(ABC):
         self._gradient = gradient
         self._whole.forget()
         for piece in self.pieces:
-            piece.master.grad = self._part(gradient, piece) if self.used_anywhere[piece.place.parameter] else None
+            piece.grad = self._part(gradient, piece) if self.used_anywhere[piece.place.parameter] else None
 
     @staticmethod
     def _scaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
@@ -224,7 +233,7 @@ class BucketShard(ABC):
         self._whole.forget()
         self.used_anywhere = [False] * len(self.parameters)
         for piece in self.pieces:
-            piece.master.grad = None
+            piece.grad = None
         for parameter in self.parameters:
             if isinstance(parameter.grad, DividedGradient):
                 parameter.grad = None
@@ -247,8 +256,8 @@ class BucketShard(ABC):
         self.used_anywhere = [used or index in indices for index, used in enumerate(self.used_anywhere)]
         self._hand_out(own)
         for piece in self.pieces:
-            if piece.master.grad is not None and piece.place.parameter in indices:
-                piece.master.grad.copy_(self._part(chunk, piece))
+            if piece.grad is not None and piece.place.parameter in indices:
+                piece.grad.copy_(self._part(chunk, piece))
         self._show(indices)
 
     def before_change(self) -> None:
@@ -285,8 +294,8 @@ class BucketShard(ABC):
         """Sets the share of one parameter's gradient to zero."""
         self.before_change()
         for piece in self.pieces:
-            if piece.place.parameter == index and piece.master.grad is not None:
-                piece.master.grad.zero_()
+            if piece.place.parameter == index and piece.grad is not None:
+                piece.grad.zero_()
 
     def gather_gradients(self) -> list[torch.Tensor | None]:
         """The reduced gradients of the bucket's parameters, whole, in the optimizer's dtype; collective."""
@@ -336,9 +345,9 @@ class BucketShard(ABC):
             self._gradient = None
             self._whole.forget()
         for piece in self.pieces:
-            if piece.master.grad is not None and not self.used_anywhere[piece.place.parameter]:
-                piece.master.grad.zero_()  # the memory may be a part of the share's
-                piece.master.grad = None
+            if piece.grad is not None and not self.used_anywhere[piece.place.parameter]:
+                piece.grad.zero_()  # the memory may be a part of the share's
+                piece.grad = None
 
 
 class _Whole:
@@ -363,168 +372,3 @@ class _Whole:
 
     def is_edited(self) -> bool:
         return any(p._version != v for p, v in zip(self.parts, self._versions, strict=True))
-
-
-class BufferShard(BucketShard):
-    """The share of a bucket whose parameters are views of one flat buffer.
-
-    Args:
-        buffers: where gradients on their way are held.
-        keep_shapes: whether pieces, which then are whole parameters, keep their shape.
-    """
-
-    def __init__(self, *, buffers: SendBuffers, keep_shapes: bool = False, **common: Any) -> None:
-        super().__init__(**common)
-        self._buffers, self._keep_shapes = buffers, keep_shapes
-        with torch.no_grad():
-            self._flat = torch.zeros(self.partition.numel, dtype=self.bucket.dtype, device=self.parameters[0].device)
-            for parameter, view in zip(self.parameters, self._split(self._flat), strict=True):
-                view.copy_(parameter)
-                parameter.data = view
-            chunk = self.run.backend.chunk(self._flat, self.group)
-            self._chunk = chunk.to(self.optimizer_dtype, copy=True) if self.has_masters else chunk
-        self.pieces = [self._piece(place) for place in self.partition.pieces(self.group.index)]
-
-    @property
-    def has_masters(self) -> bool:
-        return self.optimizer_dtype != self.bucket.dtype
-
-    def _piece(self, place: Piece) -> ShardPiece:
-        parameter = self.parameters[place.parameter]
-        view = self._chunk[place.offset : place.offset + place.length]
-        if self._keep_shapes or parameter.dim() == 0:
-            view = view.view(parameter.shape)
-        return ShardPiece(parameter=parameter, place=place, master=nn.Parameter(view))
-
-    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [
-            flat[offset : offset + parameter.numel()].view(parameter.shape)
-            for offset, parameter in zip(self.partition.offsets, self.parameters, strict=True)
-        ]
-
-    def _join(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        dtype = next((value.dtype for value in values if value is not None), self.bucket.dtype)
-        return self._fill(torch.empty(self.partition.numel, dtype=dtype, device=self.parameters[0].device), values)
-
-    def _join_to_send(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        numel, dtype, device = self.partition.numel, self.reduce_dtype, self.parameters[0].device
-        if self.group.size == 1:  # what comes back is what was sent, and the next bucket would overwrite it
-            return self._fill(torch.empty(numel, dtype=dtype, device=device), gradients)
-        return self._fill(self._buffers.take(self, numel, dtype, device), gradients)
-
-    def _fill(self, flat: torch.Tensor, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        targets, sources = [], []
-        for value, view in zip(values, self._split(flat), strict=True):
-            if value is None:
-                view.zero_()
-            else:
-                targets.append(view)
-                sources.append(value)
-        self._zero_padding(flat)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        return flat
-
-    def _zero_padding(self, flat: torch.Tensor) -> None:
-        ends = sorted((o, o + s) for o, s in zip(self.partition.offsets, self.partition.sizes, strict=True))
-        for (_, end), (begin, _) in zip([(0, 0), *ends], [*ends, (flat.numel(), 0)], strict=True):
-            if end < begin:
-                flat[end:begin].zero_()
-
-    def receive_gradients(self, used: Sequence[bool], scale: float, partial: Group) -> None:
-        self._buffers.settle()
-        super().receive_gradients(used, scale, partial)
-
-    def _part(self, chunk: torch.Tensor, piece: ShardPiece) -> torch.Tensor:
-        return chunk[piece.place.offset : piece.place.offset + piece.place.length].view(piece.master.shape)
-
-    def send_weights(self) -> Callable[[], None]:
-        chunk = self._chunk.detach().to(self.bucket.dtype)
-        pending = self.run.backend.start_all_gather_into(
-            self._flat, chunk, self.group
-        )  # the parameters are views of it
-
-        def finish() -> None:
-            pending.wait()
-
-        return finish
-
-    def reload(self) -> None:
-        with torch.no_grad():
-            for piece in self.pieces:
-                flat = piece.parameter.reshape(-1)[piece.place.start : piece.place.stop]
-                piece.master.copy_(flat.view(piece.master.shape))
-
-
-class AlikeShard(BucketShard):
-    """The share of a bucket on a device that runs one graph on all ranks."""
-
-    partition: AlikePartition
-
-    def __init__(self, **common: Any) -> None:
-        super().__init__(**common)
-        with torch.no_grad():
-            chunk = self._own_weights()
-        # Of their own: an update of a view would rewrite the whole chunk, each by itself.
-        self.pieces = [
-            ShardPiece(
-                parameter=self.parameters[place.parameter],
-                place=place,
-                master=nn.Parameter(
-                    chunk[place.offset : place.offset + place.length].clone().to(self.parameters[0].device)
-                ),
-            )
-            for place in self.partition.pieces(self.group.index)
-        ]
-
-    @property
-    def has_masters(self) -> bool:
-        return True
-
-    def _own_weights(self) -> torch.Tensor:
-        """This rank's chunk, on the host: cut on the device, it would make another graph of the first step."""
-        values = [self.run.backend.to_host(parameter) for parameter in self.parameters]
-        flat = self.partition.join(values, self.bucket.dtype, torch.device("cpu"))
-        return flat.chunk(self.partition.degree)[self.group.index].to(self.optimizer_dtype)
-
-    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        parts = self.partition.split(flat)
-        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
-
-    def _join(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        return self.partition.join(values, self.reduce_dtype, self.parameters[0].device)
-
-    def _own_gradient(self) -> torch.Tensor:
-        lengths = [piece.place.length for piece in self.pieces]
-        return torch.cat(
-            [
-                torch.zeros(length, dtype=self.optimizer_dtype, device=piece.master.device)
-                if piece.master.grad is None
-                else piece.master.grad
-                for piece, length in zip(self.pieces, lengths, strict=True)
-            ]
-        )
-
-    @staticmethod
-    def _scaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
-        return gradient * scale if scale != 1.0 else gradient
-
-    def _part(self, chunk: torch.Tensor, piece: ShardPiece) -> torch.Tensor:
-        return chunk[piece.place.offset : piece.place.offset + piece.place.length].clone()  # is clipped in place
-
-    def send_weights(self) -> Callable[[], None]:
-        chunk = torch.cat([piece.master.detach() for piece in self.pieces]).to(self.bucket.dtype)
-        pending = self.run.backend.start_all_gather(chunk, self.group)
-
-        def finish() -> None:
-            with torch.no_grad():
-                for parameter, value in zip(self.parameters, self._split(pending.wait()), strict=True):
-                    parameter.copy_(value)
-
-        return finish
-
-    def reload(self) -> None:
-        with torch.no_grad():
-            chunk = self._own_weights()
-            for piece in self.pieces:
-                piece.master.copy_(self._part(chunk, piece))

@@ -16,8 +16,9 @@ def state_pieces(optimizer: Zero1Optimizer, axes: tuple[str, ...]) -> list[State
     groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     pieces = []
     for shard in optimizer.shards:
+        store_of_pieces = shard.open(optimizer.inner.state)
         for piece in shard.pieces:
-            store, key = optimizer.inner.state, piece.master
+            store, key = store_of_pieces, piece.master
             if isinstance(optimizer.inner, WholeParameters):
                 store, key = optimizer.inner.place_of_state(piece.master)
             pieces.append(
