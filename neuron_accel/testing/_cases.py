@@ -24,12 +24,14 @@ class Case:
         plugins: all of them.
         batches: global micro-batches.
         training: how.
+        backend: ``"gloo"`` or ``"xla"``.
     """
 
     model: Callable[[], nn.Module]
     plugins: tuple[StrategyPlugin, ...]
     batches: Sequence[Batch]
     training: Training
+    backend: str = "gloo"
 
 
 class Trainee:
@@ -40,9 +42,10 @@ class Trainee:
 
         training = case.training
         self.case = case
-        self.accelerator = NeuronAccelerator(
-            plugins=case.plugins, config={"gradient_accumulation_steps": training.accumulation}
-        )
+        config: dict[str, Any] = {"gradient_accumulation_steps": training.accumulation}
+        if case.backend == "xla":
+            config["backend"] = "xla"
+        self.accelerator = NeuronAccelerator(plugins=case.plugins, config=config)
         with one_at_a_time():
             torch.manual_seed(seed)
             self.original = case.model()

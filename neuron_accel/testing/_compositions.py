@@ -74,6 +74,12 @@ def _pipeline() -> tuple[StrategyPlugin, ...]:
     return (ModelParallelismPlugin(pipeline_parallel_size=2, num_microbatches=2),)
 
 
+def _guards() -> tuple[StrategyPlugin, ...]:
+    from neuron_accel.strategies.guards import DesyncGuard, RecompileGuard, ReplicaCheck
+
+    return (DesyncGuard(timeout_s=30.0), RecompileGuard(), ReplicaCheck(every=1))
+
+
 COMPOSITIONS = {
     "alone": Composition(built_in=tuple),
     "zero1": Composition(built_in=_zero1, data=2),
@@ -81,4 +87,5 @@ COMPOSITIONS = {
     "tp2-sp": Composition(built_in=_tensor_and_sequence),
     "tp2-zero1": Composition(built_in=_tensor_and_zero1, data=2),
     "pp2": Composition(built_in=_pipeline, lazy=False),
+    "guards": Composition(built_in=_guards, data=2),
 }

@@ -87,11 +87,12 @@ def _hook_problems(cls: type[StrategyPlugin]) -> list[str]:
 
 
 def _signature_problems(name: str, function: Any) -> list[str]:
-    """A hook takes what the contract passes by position, under any name but self."""
+    """A hook takes what the contract passes: by position under any name, keyword-only arguments by theirs."""
     expected = list(inspect.signature(getattr(StrategyPlugin, name)).parameters.values())
+    keywords = {p.name: object() for p in expected if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    positional = [object() for p in expected if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     try:
-        bound = [object() for p in expected if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        inspect.signature(function).bind(*bound)
+        inspect.signature(function).bind(*positional, **keywords)
     except TypeError as error:
         wanted = ", ".join(str(p) for p in expected)
         return [f"{name} does not take what it is called with, ({wanted}): {error}"]

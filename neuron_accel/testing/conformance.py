@@ -162,34 +162,36 @@ class PluginConformance:
         compare(self._readable(expected, backend), trace, self.tolerance)
 
     # ---- can others read what it saves? ------------------------------------------------------------------------------
-    def test_resumes(self, plugin: StrategyPlugin, made_once: dict[str, Any], tmp_path_factory: Folders) -> None:
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_resumes(
+        self, plugin: StrategyPlugin, backend: str, made_once: dict[str, Any], tmp_path_factory: Folders
+    ) -> None:
         """A run that loads goes on as the one that saved: weights at once bit for bit, and after further steps."""
-        folder, saved, last = self._saved(plugin, made_once, tmp_path_factory)
         plugins, ranks = self._composed("alone", plugin)
-        loaded, end = run_ranks(_cases.load_and_finish, ranks, self._case(plugin, plugins), folder)[0]
-        _none([f"{name} is not what was saved" for name in _cases.same(saved, loaded)])
-        compare(_trace(last), _trace(end), self.tolerance)
+        self._check_loading(plugin, plugins, ranks, backend, self._saved(plugin, backend, made_once, tmp_path_factory))
 
-    def test_reshards(self, plugin: StrategyPlugin, made_once: dict[str, Any], tmp_path_factory: Folders) -> None:
-        """Another number of ranks loads what these saved, and goes on alike."""
-        folder, saved, last = self._saved(plugin, made_once, tmp_path_factory)
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_reshards(
+        self, plugin: StrategyPlugin, backend: str, made_once: dict[str, Any], tmp_path_factory: Folders
+    ) -> None:
+        """Another number of ranks loads what gloo ranks saved, and goes on alike."""
         plugins, ranks = self._composed("alone", plugin)
         fewest = COMPOSITIONS["alone"].fewest(plugins)
         others = ranks // 2 if ranks % 2 == 0 and (ranks // 2) % fewest == 0 else ranks * 2
-        loaded, end = run_ranks(_cases.load_and_finish, others, self._case(plugin, plugins), folder)[0]
-        _none([f"{name} on {others} ranks is not what {ranks} saved" for name in _cases.same(saved, loaded)])
-        compare(_trace(last), _trace(end), self.tolerance)
+        self._check_loading(plugin, plugins, others, backend, self._saved(plugin, "gloo", made_once, tmp_path_factory))
 
     def test_consolidates(self, plugin: StrategyPlugin, made_once: dict[str, Any], tmp_path_factory: Folders) -> None:
         """``neuron-accel consolidate`` makes the original model of a checkpoint."""
-        folder, saved, _ = self._saved(plugin, made_once, tmp_path_factory)
+        folder, saved, _ = self._saved(plugin, "gloo", made_once, tmp_path_factory)
         _none(_form.consolidation_problems(folder, saved, tmp_path_factory.mktemp("consolidated")))
 
     # ---- does it leave as it came? -----------------------------------------------------------------------------------
-    def test_unwrap_model_is_the_original(self, plugin: StrategyPlugin) -> None:
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_unwrap_model_is_the_original(self, plugin: StrategyPlugin, backend: str) -> None:
         """``unwrap_model`` returns the object that was prepared, and its parameters keep their names."""
         plugins, ranks = self._composed("alone", plugin)
-        for rank, result in enumerate(run_ranks(_cases.identity, ranks, self._case(plugin, plugins))):
+        results = self._run(_cases.identity, ranks, self._case(plugin, plugins, backend))
+        for rank, result in enumerate(results):
             if not result["same"]:
                 _fail(f"unwrap_model on rank {rank} returned another {result['found']}")
             _none([f"no rank knows the parameter {name!r} any more" for name in result["missing"]])
@@ -237,13 +239,17 @@ class PluginConformance:
     def _model(self, plugin: StrategyPlugin, model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         return functools.partial(self.build, model, plugin=plugin)
 
-    def _case(self, plugin: StrategyPlugin, plugins: tuple[StrategyPlugin, ...]) -> _cases.Case:
+    def _case(self, plugin: StrategyPlugin, plugins: tuple[StrategyPlugin, ...], backend: str = "gloo") -> _cases.Case:
         return _cases.Case(
             model=self._model(plugin, self.model),
             plugins=plugins,
             batches=self.batches(STEPS),
             training=Training(max_norm=MAX_NORM),
+            backend=backend,
         )
+
+    def _run(self, function: Callable[..., Any], ranks: int, case: _cases.Case, *arguments: Any) -> list[Any]:
+        return run_ranks(function, ranks, case, *arguments, backend=case.backend, timeout=SECONDS[case.backend])
 
     def _alone(self, plugin: StrategyPlugin, model: Callable[[], nn.Module], training: Training) -> Trace:
         reference = functools.partial(self.reference, plugin=plugin)
@@ -289,14 +295,32 @@ class PluginConformance:
             return
         _fail(f"composition {name!r} is declared a conflict, and trained", "take it out of 'conflicts'")
 
-    def _saved(self, plugin: StrategyPlugin, memory: dict[str, Any], factory: Folders) -> tuple[str, dict, dict]:
+    def _saved(
+        self, plugin: StrategyPlugin, backend: str, memory: dict[str, Any], factory: Folders
+    ) -> tuple[str, dict, dict]:
+        """A checkpoint, the weights in it, and those that the run that saved it had at the end."""
+
         def save() -> tuple[str, dict, dict]:
             folder = str(factory.mktemp("conformance") / "checkpoint")
             plugins, ranks = self._composed("alone", plugin)
-            saved, last = run_ranks(_cases.train_and_save, ranks, self._case(plugin, plugins), folder, STEPS - 1)[0]
+            case = self._case(plugin, plugins, backend)
+            saved, last = self._run(_cases.train_and_save, ranks, case, folder, STEPS - 1)[0]
             return folder, saved, last
 
-        return self._once(memory, "saved", save)
+        return self._once(memory, f"saved on {backend}", save)
+
+    def _check_loading(
+        self,
+        plugin: StrategyPlugin,
+        plugins: tuple[StrategyPlugin, ...],
+        ranks: int,
+        backend: str,
+        checkpoint: tuple[str, dict, dict],
+    ) -> None:
+        folder, saved, last = checkpoint
+        loaded, end = self._run(_cases.load_and_finish, ranks, self._case(plugin, plugins, backend), folder)[0]
+        _none([f"{name} on {ranks} {backend} ranks is not what was saved" for name in _cases.same(saved, loaded)])
+        compare(_trace(last), _trace(end), self.tolerance)
 
     def _readable(self, trace: Trace, backend: str) -> Trace:
         """On lazy devices gradients are seen in their norms and in what they do to the weights."""

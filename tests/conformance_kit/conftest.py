@@ -10,7 +10,7 @@ WHOLE = ("TestZero1", "TestSequenceParallel")
 
 FORM = ("test_is_", "test_keeps_the_form", "test_configuration", "test_plan")
 ON_XLA = {
-    "TestZero1": ("alone", "accumulates", "frozen", "tied"),
+    "TestZero1": ("alone", "accumulates", "frozen", "tied", "resumes", "reshards"),
     "TestSequenceParallel": ("alone", "zero1"),
 }
 

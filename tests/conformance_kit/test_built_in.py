@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 
 from neuron_accel import DataParallelPlugin, ModelParallelismPlugin, SequenceParallelPlugin, Zero1Plugin
+from neuron_accel.strategies.guards import DesyncGuard, RecompileGuard, ReplicaCheck
 from neuron_accel.testing import PluginConformance
 
 
@@ -44,3 +45,21 @@ class TestSequenceParallel(PluginConformance):
     @pytest.fixture
     def plugin(self):
         return SequenceParallelPlugin()
+
+
+class TestDesyncGuard(PluginConformance):
+    @pytest.fixture
+    def plugin(self):
+        return DesyncGuard(timeout_s=30.0)
+
+
+class TestRecompileGuard(PluginConformance):
+    @pytest.fixture
+    def plugin(self):
+        return RecompileGuard(action="raise")
+
+
+class TestReplicaCheck(PluginConformance):
+    @pytest.fixture
+    def plugin(self):
+        return ReplicaCheck(every=1)
