@@ -647,6 +647,8 @@ class NeuronAccelerator(Accelerator):
             for handle in record.handles:
                 handle.remove()
             if not any(r.layout.cuts or r.holders for r in record.parameters):  # as good as new
+                if isinstance(vars(record.module).get("no_sync"), NoSync):
+                    del record.module.no_sync  # it would steer this run's record, not the next one's
                 self.unwrap_model(record.module, keep_fp32_wrapper=False)
                 record.original._is_accelerate_prepared = record.module._is_accelerate_prepared = False
         self.run.models.clear()
