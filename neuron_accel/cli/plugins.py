@@ -53,14 +53,17 @@ def describe(entry: PluginEntry) -> dict[str, Any]:
     }
     try:
         cls = entry.load()
+        axes = _axes(cls)
     except NeuronAccelError as error:
         return {**known, "error": str(error)}
+    except Exception as error:  # of code that is not ours
+        return {**known, "error": f"{type(error).__name__}: {error}\n  where: {entry.value} of {entry.source}"}
     spec = cls.spec
     return {
         **known,
         "contract": spec.api_version,
         "phase": spec.phase.name.lower(),
-        "axes": _axes(cls),
+        "axes": axes,
         "provides": sorted(spec.provides),
         "claims": sorted(claim.value for claim in spec.claims),
         "refines": sorted(claim.value for claim in spec.refines),

@@ -329,7 +329,7 @@ def _import(value: str, what: str) -> type[StrategyPlugin]:
     module, _, path = value.partition(":")
     try:
         return _attribute(importlib.import_module(module), path)
-    except Exception as error:  # a module may fail in any way while it is imported
+    except (Exception, SystemExit) as error:  # a module may fail in any way while it is imported
         raise PluginError(
             f"Could not load {what}.",
             where=value,

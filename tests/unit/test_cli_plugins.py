@@ -65,6 +65,20 @@ def test_the_command_lists_the_built_in_plugins(capsys):
     assert plugins["zero1"]["distribution"] == "neuron-accel"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Crashing(StrategyPlugin):
+    spec: ClassVar[PluginSpec] = PluginSpec(name="crashing", phase=Phase.LAYOUT)
+
+    def axes(self):
+        return 1 // 0
+
+
+def test_a_plugin_that_crashes_when_it_is_made_is_listed_with_the_reason():
+    shown = describe(entry("crashing", f"{__name__}:Crashing", loaded=Crashing))
+    assert "ZeroDivisionError" in shown["error"]
+    assert "some-plugins 3.1" in shown["error"]
+
+
 def test_what_takes_the_name_of_another_is_reported(tmp_path, monkeypatch, capsys):
     info = tmp_path / "greedy-3.1.dist-info"
     info.mkdir()

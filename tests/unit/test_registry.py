@@ -112,6 +112,7 @@ def test_one_name_in_two_distributions(installed, tmp_path):
 def test_a_plugin_that_cannot_be_imported_breaks_no_other(installed, tmp_path):
     installed("broken-dist", "installed_x", "import a_module_that_is_not_there", bad="installed_x:X")
     installed("crashing-dist", "installed_y", "1 / 0", worse="installed_y:Y")
+    installed("leaving-dist", "installed_z", "raise SystemExit(3)", worst="installed_z:Z")
     installed("good-dist", "installed_a", MODULE.format(name="A", spec="a"), a="installed_a:A", gone="installed_a:Gone")
     registry = registry_of(tmp_path)
     error = refusal(lambda: registry.get("bad"))
@@ -120,9 +121,10 @@ def test_a_plugin_that_cannot_be_imported_breaks_no_other(installed, tmp_path):
     assert "a_module_that_is_not_there" in error.why
     assert "install what it needs" in error.fix
     assert "ZeroDivisionError" in refusal(lambda: registry.get("worse")).why
+    assert "plugin 'worst' of leaving-dist 1.2" in refusal(lambda: registry.get("worst")).what
     assert "Gone" in refusal(lambda: registry.get("gone")).why
     assert registry.get("a").spec.name == "a"
-    assert len(registry.entries()) == 4
+    assert len(registry.entries()) == 5
 
 
 def test_an_entry_point_that_calls_itself_otherwise(installed, tmp_path):
