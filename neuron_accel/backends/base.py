@@ -198,6 +198,27 @@ class Backend(ABC):
     @abstractmethod
     def start_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending: ...
 
+    def start_reduce_scatter_into(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        group: Group,
+        *,
+        scale: float = 1.0,
+        scratch: torch.Tensor | None = None,
+    ) -> Pending:
+        """A reduce-scatter along dim 0 into memory of the caller's; the result is ``out``.
+
+        Args:
+            out: flat, with one ``group.size``-th of the elements of ``tensor``; the sum is rounded to the dtype of
+                ``tensor``, as by :meth:`reduce_scatter`, then converted to that of ``out``.
+            tensor: flat; stays as it is until then.
+            scale: what ``out`` is multiplied by at the end.
+            scratch: memory like ``tensor`` that may be overwritten until then, so that none has to be made.
+        """
+        pending = self.start_reduce_scatter(tensor, group)
+        return Then(pending, lambda reduced: out.copy_(reduced).mul_(scale))
+
     @abstractmethod
     def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
         """Sends chunk i along ``split_dim`` to the i-th rank, returns what was received along ``concat_dim``."""

@@ -5,6 +5,8 @@ Rows are the form in which collectives work: ``[ranks, *chunk]``, row i for or f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from neuron_accel.backends.base import ReduceOp
@@ -21,6 +23,9 @@ _CARRIED = {
     torch.int8,
     torch.uint8,
 }
+
+_BLOCK = 1 << 16
+"""Elements of a row that are worked on at once, so that what one operation wrote the next finds in the cache."""
 
 
 class Flat:
@@ -87,3 +92,24 @@ def reduce_rows(rows: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     for row in rest:
         total += row
     return total.to(rows.dtype)
+
+
+def sum_rows_into(out: torch.Tensor, rows: Sequence[torch.Tensor], scale: float = 1.0) -> torch.Tensor:
+    """The sum of two or more flat rows as :func:`reduce_rows` makes it, converted, then scaled, in ``out``, flat."""
+    dtype = rows[0].dtype
+    rounds = dtype in (torch.bfloat16, torch.float16)
+    for begin in range(0, out.numel(), _BLOCK):
+        target = out[begin : begin + _BLOCK]
+        first, second, *rest = (row[begin : begin + _BLOCK] for row in rows)
+        if dtype == out.dtype and not rounds:
+            torch.add(first, second, out=target)
+            for part in rest:
+                target += part
+        else:
+            total = first.float() if rounds else first.clone()
+            for part in (second, *rest):
+                total += part
+            target.copy_(total.to(dtype))
+        if scale != 1.0:
+            target *= scale
+    return out

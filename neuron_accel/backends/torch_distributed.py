@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from neuron_accel.backends import payload, process_group
 from neuron_accel.backends.base import Backend, Done, Group, Pending, ReduceOp
 from neuron_accel.backends.failures import reported
-from neuron_accel.backends.movement import Flat, join_chunks, normalize_dim, reduce_rows, split_chunks
+from neuron_accel.backends.movement import Flat, join_chunks, normalize_dim, reduce_rows, split_chunks, sum_rows_into
 from neuron_accel.backends.observation import Board, StoreBoard
 from neuron_accel.engine.errors import UsageError
 
@@ -190,11 +190,27 @@ class TorchBackend(Backend):
         if group.size == 1:
             return Done(out if out.data_ptr() == tensor.data_ptr() else out.copy_(tensor.view(out.shape)))
         self._note("all_gather", group, (group.size - 1) * _bytes(tensor))
+        if group.size == 2 and self._on_cpu and out.numel():
+            return self._start_swap_into(out, tensor, group)
         outgoing, incoming = Flat(tensor.detach(), self._on_cpu).buffer, Flat(out.detach(), self._on_cpu).buffer
         return self._start(
             "all_gather",
             group,
             lambda: _all_gather(incoming, outgoing, group=group.handle, async_op=True),
+            lambda: out,
+        )
+
+    def _start_swap_into(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Pending:
+        """An all-gather of two: gloo's own would copy this rank's chunk, also onto itself."""
+        rows, other = out.detach().view(2, -1), 1 - group.index
+        if rows[group.index].data_ptr() != tensor.data_ptr():
+            rows[group.index].copy_(tensor.detach().view(-1))
+        outgoing, incoming = (Flat(rows[index], self._on_cpu).buffer for index in (group.index, other))
+        counts = [outgoing.numel() if index == other else 0 for index in range(2)]
+        return self._start(
+            "all_gather",
+            group,
+            lambda: dist.all_to_all_single(incoming, outgoing, counts, counts, group=group.handle, async_op=True),
             lambda: out,
         )
 
@@ -217,6 +233,33 @@ class TorchBackend(Backend):
             group,
             lambda: _reduce_scatter(result.view(-1), rows.view(-1), group=group.handle, async_op=True),
             lambda: result,
+        )
+
+    def start_reduce_scatter_into(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        group: Group,
+        *,
+        scale: float = 1.0,
+        scratch: torch.Tensor | None = None,
+    ) -> Pending:
+        """See :meth:`Backend.start_reduce_scatter_into`."""
+        if group.size == 1 or not self._on_cpu or not tensor.numel():
+            return super().start_reduce_scatter_into(out, tensor, group, scale=scale, scratch=scratch)
+        rows = tensor.detach().view(group.size, -1)
+        self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size)
+        received = torch.empty_like(rows) if scratch is None else scratch.view_as(rows)
+        # The first and the last rank send what lies together, and need not copy what stays.
+        first, last = int(group.index == 0), group.size - int(group.index == group.size - 1)
+        outgoing, incoming = (Flat(part[first:last], self._on_cpu).buffer for part in (rows, received))
+        counts = [outgoing.numel() // (last - first) if first <= i < last else 0 for i in range(group.size)]
+        terms = [received[i] if first <= i < last else rows[i] for i in range(group.size)]
+        return self._start(
+            "reduce_scatter",
+            group,
+            lambda: dist.all_to_all_single(incoming, outgoing, counts, counts, group=group.handle, async_op=True),
+            lambda: sum_rows_into(out, terms, scale),
         )
 
     def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
