@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from neuron_accel.engine.mesh import Mesh
     from neuron_accel.engine.parameters import ParameterMap
-    from neuron_accel.engine.run import Run
+    from neuron_accel.engine.run import PreparedModel, Run
 
 API_VERSION = 1
 """Version of this contract. A plugin that declares another one is refused by name."""
@@ -215,6 +215,13 @@ class StrategyPlugin:
     def after_boundary(self, run: Run) -> None:
         """What a step, or a micro-batch before the last, has asked for was handed to the device: the place to look at
         what a lazy device made of it."""
+
+    def before_reshape(self, model: PreparedModel | None, run: Run) -> None:
+        """Some parameters of a prepared model are about to get other shapes, and stay the objects that they are: raises
+        a :class:`~neuron_accel.engine.errors.UsageError` on every rank if that is not possible any more."""
+
+    def after_reshape(self, model: PreparedModel | None, run: Run) -> None:
+        """They have got them, and layouts to match; their gradients are gone."""
 
     def explain_model(self, model: torch.nn.Module, run: Run, *, tokens: int | None = None) -> str:
         """What this plugin does in a model that it transformed, as text for people; empty for nothing.

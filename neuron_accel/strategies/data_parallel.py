@@ -86,6 +86,10 @@ class DataParallelPlugin(StrategyPlugin):
 
         run.state(self).setdefault("hooks", []).append(model.register_forward_pre_hook(follow))
 
+    def after_reshape(self, model: PreparedModel | None, run: Run) -> None:
+        for reducer in self._reducers(run):
+            reducer.again()
+
     def after_backward(self, run: Run) -> None:
         for reducer in self._reducers(run):
             reducer.watcher.finish()
@@ -164,6 +168,11 @@ class GradientAverager:
             overlap=not lazy,  # nothing runs before the graph is complete, and then the compiler decides
             action=self._action,
         )
+
+    def again(self) -> None:
+        """Begins anew with the parameters as they are now."""
+        self.watcher.close()
+        self._watch([r for r in self._model.parameters if r.current is not None and r.current.requires_grad])
 
     def leave(self, parameters: Collection[torch.Tensor]) -> None:
         """Leaves some parameters to somebody else."""

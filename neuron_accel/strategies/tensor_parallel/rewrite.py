@@ -28,6 +28,7 @@ from neuron_accel.strategies.tensor_parallel.regions import (
     refuse_arguments,
     span_features,
 )
+from neuron_accel.strategies.tensor_parallel.resize import install_resize
 from neuron_accel.strategies.tensor_parallel.shares import Share, shares_of
 from neuron_accel.strategies.tensor_parallel.vocabulary import Vocabulary
 
@@ -79,6 +80,7 @@ def rewrite(architecture: Architecture, divisions: list[Division], run: Run, par
     if heads is not None:
         divide_arguments(architecture, boundary, heads)
     change_output(architecture, "attentions", gather_heads(boundary, heads.count if heads else None))
+    install_resize(architecture, run, parameters)
     head = architecture.head
     if head is not None and isinstance(head[1], VocabularyParallelHead):
         install_logits_switch(architecture.owner, head[1])

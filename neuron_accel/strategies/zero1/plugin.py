@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from neuron_accel.engine.elementwise import is_elementwise
-from neuron_accel.engine.errors import ConfigurationError, PlanError
+from neuron_accel.engine.errors import ConfigurationError, PlanError, UsageError
 from neuron_accel.engine.norms import clip_coefficient, global_norm, whole_gradients
 from neuron_accel.engine.plugin import Claim, Phase, PluginSpec, StrategyPlugin
 from neuron_accel.strategies.data_parallel import GradientAverager
@@ -17,7 +17,7 @@ from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, Zero1Options
 
 if TYPE_CHECKING:
     from neuron_accel.engine.parameters import ParameterMap
-    from neuron_accel.engine.run import Run
+    from neuron_accel.engine.run import PreparedModel, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,19 @@ class Zero1Plugin(StrategyPlugin):
         averager = GradientAverager(record, run, self.bucket_cap_mb)
         run.state(self).setdefault("averagers", []).append(averager)
         return model
+
+    def before_reshape(self, model: PreparedModel | None, run: Run) -> None:
+        if self._optimizers(run):
+            raise UsageError(
+                "Parameters cannot get other shapes now.",
+                where="plugin 'zero1'",
+                why="an optimizer was prepared, whose state is divided over ranks by their shapes",
+                fix="resize the model between its `prepare` and that of the optimizer",
+            )
+
+    def after_reshape(self, model: PreparedModel | None, run: Run) -> None:
+        for averager in run.state(self).get("averagers", []):
+            averager.again()
 
     def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
         refuse_closures(optimizer)
