@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -54,7 +55,7 @@ def on_ranks(script: Path, *arguments, ranks: int) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_a_loop_with_every_configuration(config, tmp_path):
-    """The same losses, however it is divided: the same samples in a step, and dropout off."""
+    """It learns, evaluates and saves."""
     script, ranks = EXAMPLES / "language-modeling" / "run_clm_no_trainer.py", ranks_of(config)
     on_ranks(
         script,
@@ -163,6 +164,32 @@ def test_the_batch_files_are_those_that_the_launcher_writes(tmp_path):
     for name in ("run.slurm", "compile.slurm"):
         assert (tmp_path / name).read_text() == (folder / name).read_text()
         subprocess.run(["bash", "-n", folder / name], check=True)
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "said", "floor"),
+    [
+        ("mlp", 1, r"epoch 4: .* ([\d.]+)% of 1000 read", 85),
+        ("mlp", 4, r"epoch 4: .* ([\d.]+)% of 1000 read", 85),
+        ("own_model", 2, r"step 200: .* ([\d.]+)% of the numbers", 90),
+        ("own_model", 4, r"step 200: .* ([\d.]+)% of the numbers", 90),
+        ("own_plugin", 2, r"epoch 6: .* ([\d.]+)% with their average", 90),
+    ],
+)
+def test_small_examples_learn(script, ranks, said, floor, capfd):
+    on_ranks(EXAMPLES / script / "train.py", ranks=ranks)
+    printed = capfd.readouterr().out
+    found = re.findall(said, printed)
+    assert len(found) == 1  # rank 0 alone speaks
+    assert float(found[0]) > floor
+
+
+def test_one_worker_and_four_learn_the_same(capfd):
+    losses = []
+    for ranks in (1, 4):
+        on_ranks(EXAMPLES / "mlp" / "train.py", "--epochs=1", ranks=ranks)
+        losses.append(re.findall(r"([\d.]+)% of", capfd.readouterr().out))
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(
