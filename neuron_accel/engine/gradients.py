@@ -86,6 +86,8 @@ class BackwardWatcher:
         done: called at the end of a pass, after every bucket was ready.
         overlap: whether buckets are announced while the pass still runs, or all at its end.
         action: the reduction as others can take part in it that have run out of data.
+        take: called with a bucket's index and a parameter's position in it when a gradient arrives that will be
+            announced while the pass still runs.
     """
 
     def __init__(
@@ -98,12 +100,14 @@ class BackwardWatcher:
         done: Callable[[], None],
         overlap: bool = True,
         action: Action | None = None,
+        take: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._action = action
+        self._action, self._take = action, take
         self._buckets, self._ready, self._done = buckets, ready, done
         self._synchronises, self._driven, self._overlap = synchronises, driven, overlap
         # By number of the parameter: a hook costs microseconds, and looking a tensor up in a dict is a call, too.
         self._where = [index for index, bucket in enumerate(buckets) for _ in bucket.parameters]
+        self._position = [position for bucket in buckets for position, _ in enumerate(bucket.parameters)]
         self._records = [record for bucket in buckets for record in bucket.records]
         self._late = [record.completed_late for record in self._records]
         self._seen = bytearray(len(self._where))
@@ -138,10 +142,14 @@ class BackwardWatcher:
                     why="re-entrant activation checkpointing runs a backward pass inside the backward pass",
                     fix="use the non-re-entrant variant: gradient_checkpointing_kwargs={'use_reentrant': False}",
                 )
+        else:
+            self._seen[number] = 1
+            self._missing[index] -= 1
+        if not self._overlap or (self._action and self._action.announced):
             return
-        self._seen[number] = 1
-        self._missing[index] -= 1
-        if self._missing[index] == 0 and self._overlap and not (self._action and self._action.announced):
+        if self._take:
+            self._take(index, self._position[number])
+        if self._missing[index] == 0:
             self._advance()
 
     def _begin(self) -> None:

@@ -183,3 +183,67 @@ def alone_with_given_gradients():
 
 def test_the_wrapper_reduces_gradients_that_no_backward_pass_made():
     assert run_ranks(alone_with_given_gradients, 2) == [([-1.5] * 5, [1.5] * 5)] * 2
+
+
+def count_clipping():
+    from neuron_accel import NeuronAccelerator, Zero1Plugin
+
+    accelerator = NeuronAccelerator(plugins=[Zero1Plugin()])
+    model = net()
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(batches(1)[0]).sum())
+    with accelerator.run.backend.record() as clipping:
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    return clipping.count(), clipping.sent()
+
+
+def test_clipping_sends_one_number():
+    assert run_ranks(count_clipping, 2) == [(1, 4)] * 2
+
+
+def train_scaled(plugins):
+    """With a gradient scaler, as for fp16; in the second step one rank's gradients overflow."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3))
+    size, rank = accelerator.data_parallel_size, accelerator.data_parallel_rank
+    norms, skipped = [], []
+    for step, x in enumerate(batches(4)):
+        loss = model(x.chunk(size)[rank]).square().mean()
+        accelerator.backward(loss * 1e38 if (step, rank) == (1, 1) else loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+    return norms, skipped, accelerator.scaler.get_scale(), [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_gradient_scaler_skips_a_step_on_every_rank():
+    (norms, skipped, scale, weights), _ = run_ranks(train_scaled, 2, [])
+    assert (skipped, scale) == ([False, True, False, False], 512.0)
+    for found in run_ranks(train_scaled, 2, [SMALL]):
+        assert found[1:3] == (skipped, scale)
+        assert found[0] == pytest.approx(norms, rel=1e-5, nan_ok=True)
+        torch.testing.assert_close(found[3], weights, rtol=1e-5, atol=1e-7)
+
+
+def accumulate_small_gradients(options):
+    from neuron_accel import NeuronAccelerator, Zero1Plugin
+
+    accelerator = NeuronAccelerator(plugins=[Zero1Plugin(**options)], gradient_accumulation_steps=16)
+    model = nn.Linear(1, 2, bias=False).to(torch.bfloat16)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x in [1.0, *[2**-9] * 15]:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.tensor([[x]], dtype=torch.bfloat16)).sum())
+    return accelerator.get_gradients(model)["weight"].float().flatten().tolist()
+
+
+def test_gradients_accumulate_in_fp32_where_that_is_asked_for():
+    exact = (1 + 15 * 2**-9) / 16
+    assert run_ranks(accumulate_small_gradients, 2, {"use_grad_acc_hook": True}) == [[exact] * 2] * 2
+    # in bf16, which has eight bits, what is added to one rounds away
+    assert run_ranks(accumulate_small_gradients, 2, {}) == [[1 / 16] * 2] * 2
