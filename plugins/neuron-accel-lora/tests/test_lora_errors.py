@@ -114,6 +114,16 @@ def test_what_is_found_is_what_peft_trains() -> None:
     assert "base_model.model.transformer.h.0.attn.c_attn.base_layer.bias" in survey.base.values()
 
 
+def test_adapters_of_half_precision_weights_train_in_single_precision() -> None:
+    options = {"target_modules": ["q_proj", "embed_tokens"], "r": 2}
+    survey = _survey(llama().bfloat16(), **options)  # which seeds
+    theirs = dict(get_peft_model(llama().bfloat16(), LoraConfig(**options)).named_parameters())
+    for target in survey.targets:
+        for name, value in zip(target.names, (target.a, target.b), strict=True):
+            assert value.dtype == torch.float32
+            assert torch.equal(theirs[f"base_model.model.{name}"], value)
+
+
 def _target(dropout: float) -> Target:
     one = torch.zeros(1, 1)
     return Target(fqn="layer", embedding=False, turned=False, scaling=1.0, dropout=dropout, a=one, b=one)

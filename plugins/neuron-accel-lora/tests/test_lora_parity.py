@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from lora_support import alone, assert_alike, batches, gpt2, llama, on_rank
-from neuron_accel_lora import LoraPlugin, save_adapter
+from neuron_accel_lora import LoraPlugin, extract_adapter, save_adapter
 from peft import PeftModel
 from safetensors.torch import load_file
 
 from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, SequenceParallelPlugin, Zero1Plugin
+from neuron_accel.contract import CheckpointError
 from neuron_accel.testing import run_ranks
 
 LLAMA = {
@@ -147,6 +150,29 @@ def test_weights_of_the_base_model_may_lack_adapters(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     for found, expected in run_ranks(_from_given_weights, 2, str(tmp_path)):
         assert torch.allclose(found, expected, atol=1e-5)
+
+
+def _save_state(folder: str, adapter: str) -> None:
+    accelerator = NeuronAccelerator(plugins=[LoraPlugin(peft_config=RICH), tp(2), Zero1Plugin()])
+    model = gpt2()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    accelerator.backward(model(**batches()[0]).loss)
+    optimizer.step()
+    accelerator.save_state(folder)
+    save_adapter(accelerator, model, adapter)
+
+
+def test_a_consolidated_checkpoint_holds_the_adapter(tmp_path: Path) -> None:
+    """What is extracted is what was saved, byte for byte; base weights are there for transformers to load."""
+    saved, whole, adapter = tmp_path / "saved", tmp_path / "whole", tmp_path / "adapter"
+    run_ranks(_save_state, 2, str(saved), str(tmp_path / "expected"))
+    command = [sys.executable, "-m", "neuron_accel.cli.main", "consolidate", str(saved), str(whole)]
+    subprocess.run(command, check=True, timeout=60)
+    extract_adapter(whole, gpt2(), LoraPlugin(peft_config=RICH), adapter)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (adapter / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
+    with pytest.raises(CheckpointError, match="lacks"):
+        extract_adapter(whole, gpt2(), LoraPlugin(r=2, target_modules=["lm_head"]), adapter)
 
 
 def _from_yaml(path: str, folder: str) -> list[str]:

@@ -5,8 +5,8 @@ Method: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 20
 
 from __future__ import annotations
 
-from neuron_accel_lora.files import save_adapter
+from neuron_accel_lora.files import extract_adapter, save_adapter
 from neuron_accel_lora.plugin import LoraPlugin
 
-__all__ = ["LoraPlugin", "save_adapter"]
+__all__ = ["LoraPlugin", "extract_adapter", "save_adapter"]
 __version__ = "0.1.0"

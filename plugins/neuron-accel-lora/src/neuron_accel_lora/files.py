@@ -11,7 +11,7 @@ import torch
 
 from neuron_accel.contract import CheckpointError, UsageError, did_you_mean
 from neuron_accel_lora.options import check
-from neuron_accel_lora.survey import Survey
+from neuron_accel_lora.survey import Survey, take_survey
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from neuron_accel import NeuronAccelerator
     from neuron_accel.contract import ParameterMap, Run
+    from neuron_accel_lora.plugin import LoraPlugin
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -107,10 +108,7 @@ def save_adapter(accelerator: NeuronAccelerator, model: nn.Module, folder: str |
     if record is None:
         raise UsageError(f"This {type(model).__name__} was not prepared.", where="save_adapter")
     survey = run.plan.plugin("lora").survey_of(record.parameters, run)
-    names = dict(survey.base)
-    for target in survey.targets:
-        names.update(zip(target.names, target.stored, strict=True))
-    tensors = _gathered(names, record.parameters, run)
+    tensors = _gathered(_file_names(survey), record.parameters, run)
     error = None
     if run.backend.rank == 0:
         try:
@@ -120,6 +118,47 @@ def save_adapter(accelerator: NeuronAccelerator, model: nn.Module, folder: str |
     error = run.backend.broadcast_object(error, run.world)
     if error is not None:
         raise CheckpointError(f"The adapter cannot be written: {error}", where=str(folder))
+
+
+def extract_adapter(
+    checkpoint: str | os.PathLike[str], model: nn.Module, plugin: LoraPlugin, folder: str | os.PathLike[str]
+) -> None:
+    """Writes the adapter in a consolidated checkpoint as :func:`save_adapter` writes that of a training. In one
+    process, without an accelerator.
+
+    Args:
+        checkpoint: what ``neuron-accel consolidate`` wrote.
+        model: the base model, without adapters; its weights are not looked at.
+        plugin: as in the training.
+        folder: made where it is missing.
+
+    Raises:
+        CheckpointError: if the checkpoint lacks a weight of the adapter.
+    """
+    from safetensors import safe_open
+
+    survey = take_survey(model, plugin.options())
+    names, tensors = _file_names(survey), {}
+    for path in sorted(Path(checkpoint).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            tensors.update({names[name]: file.get_tensor(name) for name in file.keys() if name in names})  # noqa: SIM118
+    missing = sorted(names.values() - tensors.keys())
+    if missing:
+        raise CheckpointError(
+            f"The checkpoint lacks {missing[0]!r}.",
+            where=f"{checkpoint}; {len(missing)} such weights",
+            why="it is that of another training, or has not been consolidated",
+            fix="run `neuron-accel consolidate` first, and give the plugin of the training",
+        )
+    _write(Path(folder), tensors, survey, model)
+
+
+def _file_names(survey: Survey) -> dict[str, str]:
+    """FQNs of what is trained, and what that is called in the files of an adapter."""
+    names = dict(survey.base)
+    for target in survey.targets:
+        names.update(zip(target.names, target.stored, strict=True))
+    return names
 
 
 def _gathered(names: dict[str, str], parameters: ParameterMap, run: Run) -> dict[str, torch.Tensor]:

@@ -132,15 +132,17 @@ class LoraPlugin(StrategyPlugin):
         from neuron_accel_lora.optimizers import hold_adapters
 
         hold_adapters(optimizer, self.surveys(run), run)
-        held = run.state(self).setdefault("held", set())
-        held.update(p for group in optimizer.param_groups for p in group["params"])
+        state = run.state(self)
+        state.setdefault("held", set()).update(p for group in optimizer.param_groups for p in group["params"])
+        state["checked"] = False
         return optimizer
 
     def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
         """Before the first step: does somebody train every adapter?"""
-        held = run.state(self).pop("held", None)
-        if held is None:
+        state = run.state(self)
+        if state.get("checked", True):
             return
+        held, state["checked"] = state["held"], True
         for parameters, survey in self.surveys(run):
             missing = [
                 name
@@ -155,7 +157,7 @@ class LoraPlugin(StrategyPlugin):
                     fix="build the optimizer from model.parameters(), or from what requires a gradient after `prepare`",
                 )
 
-    def explain_model(self, model: torch.nn.Module, run: Run) -> str:
+    def explain_model(self, model: torch.nn.Module, run: Run, *, tokens: int | None = None) -> str:
         from neuron_accel_lora.report import explain
 
         record = run.prepared(model)

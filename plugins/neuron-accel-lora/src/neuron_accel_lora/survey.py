@@ -191,9 +191,15 @@ def _target(fqn: str, layer: nn.Module) -> Target:
         turned=embedding or layer.fan_in_fan_out,
         scaling=layer.scaling[ADAPTER],
         dropout=0.0 if embedding else getattr(layer.lora_dropout[ADAPTER], "p", 0.0),
-        a=a.detach(),
-        b=b.detach(),
+        a=_precise(a),
+        b=_precise(b),
     )
+
+
+def _precise(factor: nn.Parameter) -> torch.Tensor:
+    """A factor in the dtype in which peft trains it: single precision, also where the base model has half of it."""
+    value = factor.detach()
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _kept(model: nn.Module, config: LoraConfig) -> Iterator[tuple[str, nn.Parameter]]:
