@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # Accelerate settles on a device when it is imported; ours must be settled before.
-from neuron_accel.backends.select import connect, settle
+from neuron_accel.backends.select import Machine, connect, settle
 
 settle(os.environ)
 
@@ -40,8 +41,10 @@ from neuron_accel.lazy.collective import give_memory, origin_of  # noqa: E402
 from neuron_accel.loops import values  # noqa: E402
 from neuron_accel.loops.clipping import Clipping  # noqa: E402
 from neuron_accel.loops.items import ItemCount  # noqa: E402
+from neuron_accel.loops.looking import look, numbers, progress_bar  # noqa: E402
 from neuron_accel.loops.no_sync import NoSync  # noqa: E402
 from neuron_accel.loops.uneven import even_batches_as, join_uneven_inputs  # noqa: E402
+from neuron_accel.neuron.precision import lost_updates, settle_precision  # noqa: E402
 from neuron_accel.prepared import PreparedOptimizer, PreparedScheduler  # noqa: E402
 
 if TYPE_CHECKING:
@@ -104,6 +107,12 @@ class NeuronAccelerator(Accelerator):
             registry.refuse_disabled(type(plugin))
         decision = settle(os.environ, requested=backend or configured.backend, cpu=bool(options.get("cpu")))
         options["cpu"] = decision.device == "cpu"
+        self._on_neuron = decision.device == "neuron" or (decision.backend == "xla" and Machine().xla_neuron)
+        settle_precision(
+            os.environ,
+            mixed_precision=str(options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")),
+            compiles_for_neuron=self._on_neuron and decision.backend == "xla",
+        )
         was_connected = torch.distributed.is_available() and torch.distributed.is_initialized()
         super().__init__(**options)
         ranks = connect(decision, adopts=not was_connected)
@@ -125,6 +134,7 @@ class NeuronAccelerator(Accelerator):
             self.run.group(*axes)  # now, in the same order on every rank
         self._items, self._clipping = ItemCount(self.run), Clipping(self.run)
         self._session = Session(self)
+        self._in_micro_batch, self._accumulating = False, 0
         for plugin in plan.plugins:
             plugin.setup(self.run)
 
@@ -267,6 +277,8 @@ class NeuronAccelerator(Accelerator):
                 if plugin.spec.phase >= Phase.GRADIENTS:
                     self._transform(plugin, record)
             record.handles.append(record.module.register_forward_pre_hook(record.settle_synchronisation))
+            if "lazy" in self.run.backend.capabilities:
+                record.handles.append(record.module.register_forward_pre_hook(lambda *_: self._finish_micro_batch()))
             if not hasattr(record.module, "no_sync"):
                 record.module.no_sync = NoSync(record)
         self._models[-1] = record.module
@@ -309,12 +321,21 @@ class NeuronAccelerator(Accelerator):
             optimizer = plugin.transform_optimizer(optimizer, self.run)
         optimizer = stepping_on_wholes(optimizer, self.run)
         keep_promise(optimizer)
+        if self._on_neuron:
+            self._warn_of_lost_updates(optimizer)
         prepared = PreparedOptimizer(
             optimizer, self.run, self.scaler, peers=self._optimizers, gradients_complete=self._items.settle
         )
         prepared._is_accelerate_prepared = True
         self._optimizers.append(prepared)
         return prepared
+
+    def _warn_of_lost_updates(self, optimizer: torch.optim.Optimizer) -> None:
+        low = any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"])
+        masters = self.run.owner(Claim.OPTIMIZER_STATE) is not None
+        said = lost_updates(os.environ, low_precision=low, masters=masters)
+        if said is not None:
+            warnings.warn(said, stacklevel=4)
 
     def prepare_scheduler(self, scheduler):
         """Lets a scheduler advance with its optimizer, by data-parallel size."""
@@ -358,6 +379,7 @@ class NeuronAccelerator(Accelerator):
         for plugin in self.plan.plugins:
             loss = plugin.before_backward(loss, run)
         owner = run.owner(Claim.BACKWARD)
+        share = getattr(self.gradient_state.active_dataloader, "row_share", None) if owner is None else None
         if num_items is not None:
             if owner is not None:
                 raise UsageError(
@@ -365,7 +387,13 @@ class NeuronAccelerator(Accelerator):
                     where=f"plugin {owner.spec.name!r}",
                     why="it runs the backward pass before the loss reaches `backward`",
                 )
+            if share is not None:  # a rank without a real row has no items
+                num_items = torch.as_tensor(num_items, device=self.device) * (share > 0).reshape(())
             loss = loss * (self._items.add(num_items) * self.gradient_accumulation_steps)
+        elif share is not None:
+            loss = loss * share.reshape(())
+        for optimizer in self._optimizers:
+            optimizer.blank.first(p for group in optimizer.param_groups for p in group["params"])
         with run.driving_backward():
             if owner is None and self.scaler is None and self.gradient_accumulation_steps == 1 and not kwargs:
                 loss.backward()  # what Accelerate's does, less a division by one
@@ -373,12 +401,31 @@ class NeuronAccelerator(Accelerator):
                 super().backward(loss, **kwargs)
             else:
                 owner.backward(loss / self.gradient_accumulation_steps, run, **kwargs)
+        for optimizer in self._optimizers:
+            optimizer.blank.complete()
         for plugin in self.plan.plugins:
             plugin.after_backward(run)
-        if not self.sync_gradients:
-            run.backend.step_boundary()  # one graph for a micro-batch, however many there are
+        self._in_micro_batch = not self.sync_gradients
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """A micro-batch: gradients accumulate inside, and are reduced in the last one before a step."""
+        self._accumulating += 1
+        try:
+            with super().accumulate(*models):
+                yield
+        finally:
+            self._accumulating -= 1
+        self._finish_micro_batch()
+
+    def _finish_micro_batch(self) -> None:
+        """One graph for a micro-batch, however many there are: with all that the loop did in it, where it says where it
+        ends; else up to the next forward pass."""
+        if self._in_micro_batch and not self._accumulating:
+            self._in_micro_batch = False
+            self.run.backend.step_boundary()
             for plugin in self.plan.plugins:
-                plugin.after_boundary(run)
+                plugin.after_boundary(self.run)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -483,7 +530,8 @@ class NeuronAccelerator(Accelerator):
         return values.gather(tensor, self.run) if self._own_exchange else super().gather(tensor)
 
     def gather_for_metrics(self, input_data, use_gather_object=False):
-        """Gathers over the ranks that see different data and drops what a ragged end was filled up with."""
+        """Gathers over the ranks that see different data and drops what a ragged end was filled up with. A lazy device
+        executes what has collected first: when training, call it after the optimizer's step."""
         left_over = getattr(self.gradient_state.active_dataloader, "left_over", None)
         if not self._own_exchange and left_over is None:
             self.run.company.together_only("`gather_for_metrics`")
@@ -493,10 +541,12 @@ class NeuronAccelerator(Accelerator):
             data = values.gather_objects(input_data, self.run)
         else:
             data = self.gather(input_data)
+            self.run.backend.step_boundary()
         if left_over is not None:
             return values.without_repeats(data, left_over)
         end = self.gradient_state.end_of_dataloader
-        return values.without_repeats(data, self.gradient_state.remainder) if end else data
+        lazy = "lazy" in self.run.backend.capabilities
+        return values.without_repeats(data, self.gradient_state.remainder, on_host=lazy) if end else data
 
     def reduce(self, tensor, reduction="sum", scale=1.0):
         """Sums (or averages) over the ranks that see different data."""
@@ -521,6 +571,29 @@ class NeuronAccelerator(Accelerator):
         if fired:
             self.flag_tensor = torch.tensor(0, device=self.device)
         return fired
+
+    # ---- looking at values -----------------------------------------------------------------------------------------
+    def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
+        """Logs to every tracker. Values may be tensors: on a device that collects a step in one graph they are read
+        once it has been executed, and cost nothing."""
+        tell = super().log
+        here = self.is_main_process
+        look(values, self.run.backend, lambda now: tell(numbers(now), step, log_kwargs or {}), here=here)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints once on each machine. Tensors among ``args`` are read after the step, as by :meth:`log`; one that is
+        part of a formatted string is read before this method sees it."""
+        tell = super().print
+        look(args, self.run.backend, lambda now: tell(*now, **kwargs), here=self.is_local_main_process)
+
+    def progress(self, iterable: Iterable[Any] | None = None, **options: Any) -> Any:
+        """A bar of tqdm, shown once on each machine, whose ``set_postfix`` takes tensors, as :meth:`log` does.
+
+        Args:
+            iterable: what to go through; the bar can also be moved by ``update``.
+            options: of tqdm.
+        """
+        return progress_bar(self.run.backend, self.is_local_main_process, iterable, options)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -636,6 +709,7 @@ class NeuronAccelerator(Accelerator):
     def end_training(self) -> None:
         """Finishes trackers, lets go of everything prepared, and disconnects."""
         self._session.wait()
+        self.run.backend.step_boundary()  # what is still to be logged
         self._teardown()
         super().end_training()
         self.run.backend.shutdown()
@@ -643,6 +717,8 @@ class NeuronAccelerator(Accelerator):
     def _teardown(self) -> None:
         for plugin in reversed(self.plan.plugins):
             plugin.teardown(self.run)
+        for optimizer in self._optimizers:
+            optimizer.blank.close()
         for record in self.run.models:
             for handle in record.handles:
                 handle.remove()

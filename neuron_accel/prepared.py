@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType
 
 from neuron_accel.engine.errors import UsageError
 from neuron_accel.engine.hyperparameters import as_device_data
+from neuron_accel.loops.blank import BlankGradients
 from neuron_accel.loops.orphans import check_every_parameter_is_held
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._is_plain = scaler is None and self.accelerator_state.distributed_type != DistributedType.XLA
         self._is_lomo = type(optimizer).__module__.partition(".")[0] == "lomo_optim"
         self._can_set_to_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
+        self.blank = BlankGradients(run.backend, lambda: self.gradient_state.num_steps > 1)
         self._stepping = run.company.register("an optimizer step", self._step_along, settles=True)
         self._zeroing = run.company.register("zeroing gradients", self.optimizer.zero_grad)
 
@@ -75,6 +77,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
             self._update(closure)
         for plugin in self._run.plan.plugins:
             plugin.after_step(self.optimizer, self._run)
+        self.blank.prepare()
         self._run.backend.step_boundary()
         for plugin in self._run.plan.plugins:
             plugin.after_boundary(self._run)
@@ -86,6 +89,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
                 self.optimizer.zero_grad(set_to_none=True)
             else:
                 super().zero_grad(set_to_none)
+        if self.gradient_state.sync_gradients:
+            self.blank.begin()
 
     def _update(self, closure: Any) -> None:
         if not self._is_plain:

@@ -11,7 +11,7 @@ travel beside the device, see :mod:`neuron_accel.backends.xla_channel`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -47,6 +47,7 @@ class XlaBackend(Backend):
         self._rank, self._world_size = xr.global_ordinal(), xr.world_size()
         self._handles: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._indices: dict[tuple[tuple[int, ...], ...], torch.Tensor] = {}
+        self._later: list[Callable[[], None]] = []
 
     @classmethod
     def connect(cls, *, timeout: timedelta | None = None) -> XlaBackend:
@@ -236,10 +237,26 @@ class XlaBackend(Backend):
 
     # ---- steps and values ------------------------------------------------------------------------------------------
     def step_boundary(self) -> None:
-        """Compiles what has collected, unless the same graph ran before, and executes it. Collective."""
+        """Compiles what has collected, unless the same graph ran before, and executes it. Collective. Then acts on the
+        values that somebody wanted to see (:meth:`after_step`)."""
         for observer in self._observers:
             observer.executing()
         self._channel.execute(wait=False)
+        later, self._later = self._later, []
+        for action in later:
+            action()
+
+    def collects(self, tensors: Sequence[torch.Tensor]) -> bool:
+        import torch_xla
+
+        mine = [tensor for tensor in tensors if not self._on_host(tensor)]
+        return bool(mine) and any(torch_xla._XLAC._check_tensor_need_materialization(mine))
+
+    def after_step(self, action: Callable[[], None], *, reads_graph: bool) -> None:
+        if reads_graph or self._later:
+            self._later.append(action)
+        else:
+            action()
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._on_host(tensor):

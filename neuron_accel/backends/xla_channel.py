@@ -21,7 +21,6 @@ from neuron_accel.backends.observation import Board, LocalBoard, StoreBoard
 from neuron_accel.engine.errors import CommunicationError
 
 COMPILE_TIMEOUT_S = 300.0
-_SETTLE_S = 0.1  # torch_xla counts a compilation a moment before its cache holds it
 
 
 class HostChannel(ABC):
@@ -204,12 +203,12 @@ class Meeting:
 
         everyone = tuple(range(self.size))
         self.exchange(None, everyone, rank)
-        before, compiled = _graphs(), _compilations()
+        before = _graphs()
         if rank == 0:
             self._leader_done.clear()
         self.exchange(None, everyone, rank)
         if rank != 0:
-            self._await_leader(before, compiled)
+            self._await_leader(before)
         device = torch_xla._XLAC._xla_get_default_device()
         torch_xla._XLAC._xla_step_marker(device, [], wait=True, reset_scope=True)
         if rank == 0:
@@ -218,7 +217,7 @@ class Meeting:
         torch_xla.sync()
         self.exchange(None, everyone, rank)
 
-    def _await_leader(self, before: int, compiled: int) -> None:
+    def _await_leader(self, before: int) -> None:
         deadline = time.monotonic() + self.timeout
         while _graphs() == before and not self._leader_done.is_set():
             if self._gone or time.monotonic() > deadline:
@@ -227,8 +226,6 @@ class Meeting:
                     why="it has failed, or compiling takes longer than " + f"{self.timeout:g} s",
                 )
             time.sleep(0.001)
-        if _compilations() != compiled:
-            time.sleep(_SETTLE_S)
 
 
 class ThreadChannel(HostChannel):
@@ -284,15 +281,10 @@ class _Room:
         self.slots: list[bytes] = [b""] * size
 
 
-def _compilations() -> int:
-    import torch_xla.debug.metrics as metrics
-
-    timed = metrics.metric_data("CompileTime")
-    return timed[0] if timed else 0
-
-
 def _graphs() -> int:
-    """Number of graphs compiled or found in the cache so far, by all ranks of this process."""
+    """Changes when a rank of this process has put a graph into the cache, or found one there."""
+    import torch_xla
     import torch_xla.debug.metrics as metrics
 
-    return _compilations() + (metrics.counter_value("CachedCompile") or 0)
+    # Compilations are counted a moment before the cache holds their results, which on a busy machine is a long one.
+    return torch_xla._XLAC._xla_get_num_cached_compilation_graph() + (metrics.counter_value("CachedCompile") or 0)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.data_loader import SkipBatchSampler, get_sampler
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, SkipBatchSampler, get_sampler
 from accelerate.data_loader import prepare_data_loader as accelerate_prepare
 from accelerate.data_loader import skip_first_batches as accelerate_skip
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from neuron_accel.data.position import positioned
+from neuron_accel.data.fixed_rows import with_fixed_rows
+from neuron_accel.data.position import positioned, samples_at_once
 from neuron_accel.data.shared import share, sharing_group
 from neuron_accel.data.streams import count_stream, counted
+from neuron_accel.engine.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from neuron_accel.engine.run import Run
@@ -34,11 +37,13 @@ def prepare_data_loader(loader: DataLoader, run: Run, **options: Any) -> DataLoa
         _agree_on_shuffling(loader, run)
     sampler = None if isinstance(loader.dataset, IterableDataset) else get_sampler(loader)
     generator = getattr(sampler, "generator", None)
+    if lazy:
+        options["dispatch_batches"] = _each_reads_its_own(loader, run, options["dispatch_batches"])
     prepared = accelerate_prepare(
         loader, run.device, num_processes=run.data_parallel_size, process_index=run.data_parallel_rank, **options
     )
     if lazy:
-        prepared = _without_step_boundaries(prepared, run, options["put_on_device"])
+        prepared = _fixed(_without_step_boundaries(prepared, run, options["put_on_device"]), run)
         if isinstance(sampler, RandomSampler) and generator is not None:  # Accelerate has put one of its own there
             generator.set_state(run.backend.broadcast_object(generator.get_state(), run.world))
             sampler.generator = prepared.synchronized_generator = generator
@@ -48,15 +53,54 @@ def prepare_data_loader(loader: DataLoader, run: Run, **options: Any) -> DataLoa
 
 
 def _without_step_boundaries(prepared: Any, run: Run, put_on_device: bool) -> Any:
-    """Accelerate's loader without torch_xla's around it, which would execute what has collected at every batch.
-
-    Batches go to the device one ahead, which is a transfer and no graph. Ranks agree on an order once: torch_xla's way
-    of agreeing at every epoch is a graph of its own.
-    """
+    """Accelerate's loader without torch_xla's around it, which would execute what has collected at every batch. Ranks
+    agree on an order once: torch_xla's way of agreeing at every epoch is a graph of its own."""
     inner = getattr(prepared, "dataloader", prepared)
     inner.device = run.device if put_on_device else None
     inner.rng_types = None
     return inner
+
+
+def _each_reads_its_own(loader: DataLoader, run: Run, dispatch: bool | None) -> bool:
+    """Whether the main process reads for all, which is not possible on a lazy device.
+
+    Raises:
+        ConfigurationError: if it is asked for.
+    """
+    if dispatch:
+        raise ConfigurationError(
+            "dispatch_batches=True is not possible here.",
+            where=f"backend {run.backend.name!r}",
+            why="batches would go through the device twice, in graphs of their own",
+            fix="let every rank read its own share: leave dispatch_batches out",
+        )
+    if isinstance(loader.dataset, IterableDataset) and run.data_parallel_size > 1 and not loader.drop_last:
+        warnings.warn(
+            "The last batch of this stream is filled up with samples from its beginning, which count twice: nobody "
+            "knows its length. DataLoader(drop_last=True) leaves the last batch out instead.",
+            stacklevel=4,
+        )
+    return False
+
+
+def _fixed(loader: Any, run: Run) -> Any:
+    """``loader`` with batches of one shape; itself where batches have no size of their own.
+
+    Raises:
+        ConfigurationError: if ranks could have different numbers of batches.
+    """
+    sampler = loader.batch_sampler
+    if type(loader) is not DataLoaderShard or not isinstance(getattr(sampler, "batch_size", None), int):
+        return loader
+    if isinstance(sampler, BatchSamplerShard) and not (sampler.even_batches or sampler.drop_last):
+        raise ConfigurationError(
+            "even_batches=False is not possible here.",
+            where=f"backend {run.backend.name!r}",
+            why="a rank with fewer batches would leave the others waiting in their graphs",
+            fix="leave it out: what fills up the last batch is masked; or use DataLoader(drop_last=True)",
+        )
+    rows = samples_at_once(loader) // run.data_parallel_size
+    return with_fixed_rows(loader, rows, (run.data_parallel_rank, run.data_parallel_size))
 
 
 def skip_first_batches(loader: Any, count: int, run: Run) -> Any:
@@ -70,6 +114,8 @@ def skip_first_batches(loader: Any, count: int, run: Run) -> Any:
         for name in ("batch_size", "split_batches", "num_processes"):
             if hasattr(sampler.batch_sampler, name):
                 setattr(sampler, name, getattr(sampler.batch_sampler, name))
+    if "lazy" in run.backend.capabilities:
+        skipping = _fixed(skipping, run)
     return counted(share(skipping, run) if original is run else skipping)
 
 

@@ -21,6 +21,7 @@ from accelerate.data_loader import (
     skip_first_batches,
 )
 
+from neuron_accel.data.fixed_rows import has_fixed_rows, with_fixed_rows
 from neuron_accel.data.order import Order, drawing, order_of, set_order
 from neuron_accel.data.shared import share
 from neuron_accel.data.streams import counted
@@ -185,4 +186,4 @@ def _without(loader: Any, samples: int) -> Any:
         **{name: getattr(loader.base_dataloader, name) for name in names},
     )
     rest.skipped = samples
-    return rest
+    return with_fixed_rows(rest, loader.rows, loader.place) if has_fixed_rows(loader) else rest

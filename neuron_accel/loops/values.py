@@ -54,16 +54,21 @@ def are_tensors(values: Any) -> bool:
     return True
 
 
-def without_repeats(data: Any, remainder: int) -> Any:
+def without_repeats(data: Any, remainder: int, *, on_host: bool = False) -> Any:
     """Drops what the last global batch was filled up with.
 
     Args:
         data: what was gathered.
         remainder: number of samples that the last batch really has; 0 if it is full, -1 if nobody knows.
+        on_host: cut there, for devices on which it would be another graph.
     """
     if remainder <= 0:
         return data
-    return data[:remainder] if isinstance(data, list) else recursively_apply(lambda t: t[:remainder], data)
+
+    def cut(value: torch.Tensor) -> torch.Tensor:
+        return value.cpu()[:remainder].to(value.device) if on_host else value[:remainder]
+
+    return data[:remainder] if isinstance(data, list) else recursively_apply(cut, data)
 
 
 def any_rank(flag: bool, run: Run) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from accelerate.tracking import GeneralTracker
+
 from neuron_accel.engine.plugin import Phase, PluginSpec, StrategyPlugin
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWatcher(StrategyPlugin):
-    """Keeps the HLO and the hash of each step's graph, as they are when the step is complete but not executed."""
+    """Keeps the hash of each step's graph, and the HLO of the first two, complete but not executed."""
 
     spec: ClassVar[PluginSpec] = PluginSpec(name="step_watcher", phase=Phase.OPTIMIZER)
 
@@ -19,8 +21,26 @@ class StepWatcher(StrategyPlugin):
 
         parameters = [r.current for m in run.models for r in m.parameters if r.current is not None]
         state = run.state(self)
-        state.setdefault("hlo", []).append(torch_xla._XLAC._get_xla_tensors_hlo(parameters))
+        if len(state.setdefault("hlo", [])) < 2:  # the first step makes the optimizer's state; the others are alike
+            state["hlo"].append(torch_xla._XLAC._get_xla_tensors_hlo(parameters))
         state.setdefault("hashes", []).append(torch_xla._XLAC._get_graph_hash(parameters).hex())
+
+
+class Notes(GeneralTracker):
+    """A tracker that keeps what it is told."""
+
+    name, requires_logging_directory = "notes", False
+
+    def __init__(self):
+        super().__init__()
+        self.logged = []
+
+    @property
+    def tracker(self):
+        return self
+
+    def log(self, values, step=None, **_):
+        self.logged.append(values)
 
 
 def compiled() -> int:

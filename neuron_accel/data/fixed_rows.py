@@ -1,0 +1,171 @@
+"""Batches of one shape, for devices that compile every shape they meet.
+
+The last batch of an epoch is short, or was filled up with samples from the beginning so that every rank has one. Here
+it gets as many rows as the others, and what fills it up counts for nothing: integer labels of those rows are masked,
+what attends to them is masked, and the loss of a rank is weighted by its share of the real rows. With a loss that is a
+mean over samples, or one that is given to ``accelerator.backward`` with its ``num_items``, the gradient of the last
+step is that of the real samples alone, as in one process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate.data_loader import IterableDatasetShard
+from accelerate.utils import send_to_device
+from torch.utils._pytree import tree_leaves, tree_map
+
+IGNORED_LABEL = -100  # what torch's cross entropy leaves out, and transformers' losses with it
+
+
+def fill_rows(batch: Any, rows: int) -> Any:
+    """A batch of ``rows`` rows: what is missing is repeated from the beginning.
+
+    Args:
+        batch: any nesting; tensors whose first dim is the batch's are filled up, the rest stays.
+        rows: at least as many as there are.
+    """
+    count = rows_of(batch)
+    if count is None or count >= rows or count == 0:
+        return batch
+    index = torch.arange(rows) % count
+
+    def fill(leaf: Any) -> Any:
+        is_batched = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == count
+        return leaf.index_select(0, index.to(leaf.device)) if is_batched else leaf
+
+    return tree_map(fill, batch)
+
+
+def mask_rows(batch: Any, real: int) -> tuple[Any, bool]:
+    """A batch whose rows from ``real`` on count for nothing, and whether that could be said in it.
+
+    Integer tensors called ``labels``, ``label`` or ``*_labels`` get -100 there; of an ``attention_mask`` the first
+    position stays, for a row that attends to nothing has no softmax.
+    """
+    if not isinstance(batch, Mapping):
+        return batch, False
+    masked = {}
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.is_floating_point():
+            continue
+        if name in ("labels", "label") or name.endswith("_labels"):
+            masked[name] = value.clone()
+            masked[name][real:] = IGNORED_LABEL
+    if not masked:
+        return batch, False
+    attention = batch.get("attention_mask")
+    if isinstance(attention, torch.Tensor) and attention.dim() == 2:
+        masked["attention_mask"] = attention.clone()
+        masked["attention_mask"][real:, 1:] = 0
+    result = type(batch)(batch) if not isinstance(batch, dict) else batch.copy()
+    result.update(masked)  # type: ignore[attr-defined]
+    return result, True
+
+
+def rows_of(batch: Any) -> int | None:
+    """Length of the first dim of the first tensor that has one."""
+    return next((t.shape[0] for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim()), None)
+
+
+class _FixedRows:
+    """Batches of one shape, on the device one ahead. Mixed into Accelerate's ``DataLoaderShard``.
+
+    Attributes:
+        rows: of every batch.
+        place: index of this rank among those that read different samples, and their number.
+        row_share: while the loader is iterated, an fp32 tensor [1] on its device: what the loss of the current batch is
+            multiplied by; None where every batch is full.
+    """
+
+    rows: int
+    place: tuple[int, int]
+    row_share: torch.Tensor | None = None
+
+    def __iter__(self: Any) -> Iterator[Any]:
+        self.begin()
+        self.set_epoch(self.iteration)
+        rows, ranks = self.rows, self.place[1]
+        # What a stream of unknown length was filled up with on its way to several ranks cannot be told from the rest.
+        ragged = 0 < self.remainder < rows * ranks and not isinstance(self.dataset, IterableDatasetShard)
+        full = self._share(1.0) if ragged and ranks > 1 else None
+        ahead: list[tuple[Any, torch.Tensor | None, Any]] = []
+        index = 0
+        try:
+            for batch, is_last, state in self._with_last():
+                real, share = rows_of(batch) or rows, full
+                batch = fill_rows(batch, rows)
+                if ragged and is_last:
+                    real = min(real, max(self.remainder - self.place[0] * rows, 0))
+                elif is_last and real < rows and self.remainder < 0:
+                    self.remainder = real * ranks
+                if real < rows or (ragged and is_last):
+                    batch, share = self._masked(batch, real, full)
+                if self.device is not None:
+                    batch = send_to_device(batch, self.device, non_blocking=self._non_blocking)
+                ahead.append((batch, share, state))
+                if len(ahead) == 2:
+                    yield from self._hand_out(*ahead.pop(0), index)
+                    index += 1
+            self.end_of_dataloader = bool(ahead)
+            for given in ahead:
+                yield from self._hand_out(*given, index)
+            if ahead:
+                self.iteration += 1
+        finally:
+            self.row_share = None
+            self.end()
+
+    def _hand_out(self: Any, batch: Any, share: torch.Tensor | None, state: Any, index: int) -> Iterator[Any]:
+        self.row_share = share
+        if state is not None:
+            self.dl_state_dict = {**state, "_iterator_finished": self.end_of_dataloader}
+        if index >= self.skip_batches:
+            yield batch
+
+    def _with_last(self: Any) -> Iterator[tuple[Any, bool, Any]]:
+        """Batches on the host, whether each is the last, and where a stateful loader is after it."""
+        batches = iter(self.base_dataloader)
+        nothing = object()
+        current = next(batches, nothing)
+        while current is not nothing:
+            self._update_state_dict()
+            state = self.dl_state_dict if self.use_stateful_dataloader else None
+            following = next(batches, nothing)
+            yield current, following is nothing, state
+            current = following
+
+    def _masked(self: Any, batch: Any, real: int, full: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
+        # A rank without a real row keeps the labels: a mean over nothing is no number, and times zero still none.
+        masked, possible = mask_rows(batch, real)
+        share = self._share(real * self.place[1] / self.remainder) if full is not None and possible else full
+        return (masked if real else batch), share
+
+    def _share(self: Any, value: float) -> torch.Tensor:
+        share = torch.tensor([value])  # of no dims, torch_xla would make 0 and 1 constants of the graph
+        return share if self.device is None else share.to(self.device)
+
+
+@functools.cache
+def _fixed_class(cls: type) -> type:
+    return type(f"FixedRows{cls.__name__}", (_FixedRows, cls), {"__doc__": cls.__doc__})
+
+
+def with_fixed_rows(loader: Any, rows: int, place: tuple[int, int]) -> Any:
+    """``loader``, a ``DataLoaderShard`` of Accelerate's, as one whose batches have ``rows`` rows.
+
+    Args:
+        place: index of this rank among those that read different samples, and their number.
+    """
+    result = object.__new__(_fixed_class(type(loader)))  # Accelerate's constructors would make it anew
+    result.__dict__.update(loader.__dict__)
+    result.rows, result.place = rows, place
+    return result
+
+
+def has_fixed_rows(loader: Any) -> bool:
+    """Whether ``loader`` comes from :func:`with_fixed_rows`."""
+    return issubclass(type(loader), _FixedRows)
