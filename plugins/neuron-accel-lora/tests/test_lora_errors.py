@@ -13,7 +13,7 @@ from neuron_accel_lora.survey import Target, take_survey
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 
-from neuron_accel import NeuronAccelerator, NeuronAccelError
+from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, NeuronAccelError
 from neuron_accel.contract import ConfigurationError, ParameterError, RankRandomness, UsageError
 from neuron_accel.testing import run_ranks
 
@@ -160,6 +160,24 @@ def test_dropping_that_cannot_be_repeated_is_refused() -> None:
     source.end()
     with pytest.raises(UsageError, match="cannot be computed again"):
         y.sum().backward()
+
+
+def _resize(layer: str, plugins: list) -> str:
+    accelerator = NeuronAccelerator(plugins=[LoraPlugin(target_modules=[layer]), *plugins])
+    model = accelerator.prepare(llama())
+    try:
+        model.resize_token_embeddings(120)
+    except UsageError as error:
+        return str(error)
+    return "resized"
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"), [("embed_tokens", "'model.embed_tokens' is adapted"), ("q_proj", "resized")]
+)
+def test_an_adapted_table_keeps_its_shape(layer: str, says: str) -> None:
+    for found in run_ranks(_resize, 2, layer, [ModelParallelismPlugin(tensor_parallel_size=2)]):
+        assert says in found
 
 
 def _prepare(*, optimizer_of: str = "", **options) -> str:

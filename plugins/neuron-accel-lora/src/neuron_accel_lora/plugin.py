@@ -7,14 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from neuron_accel.contract import ConfigurationError, ParameterError, Phase, PlanContext, PluginSpec, StrategyPlugin
+from neuron_accel.contract import (
+    ConfigurationError,
+    ParameterError,
+    Phase,
+    PlanContext,
+    PluginSpec,
+    StrategyPlugin,
+    UsageError,
+)
 from neuron_accel_lora.options import WHERE, check_numbers, lora_config, plain
 
 if TYPE_CHECKING:
     import torch
     from peft import LoraConfig
 
-    from neuron_accel.contract import ParameterMap, Run
+    from neuron_accel.contract import ParameterMap, PreparedModel, Run
     from neuron_accel_lora.survey import Survey
 
 _SHORT = ("r", "lora_alpha", "target_modules", "lora_dropout", "use_rslora", "bias", "modules_to_save")
@@ -157,6 +165,13 @@ class LoraPlugin(StrategyPlugin):
                     fix="build the optimizer from model.parameters(), or from what requires a gradient after `prepare`",
                 )
 
+    def before_reshape(self, model: PreparedModel | None, run: Run) -> None:
+        """Refuses other shapes for a table of tokens, or a head, that is adapted: its adapter would keep its own."""
+        for parameters, survey in self.surveys(run):
+            for record in run.models:
+                if record.parameters is parameters and model in (None, record):
+                    _refuse_adapted_ends(record.original, survey)
+
     def explain_model(self, model: torch.nn.Module, run: Run, *, tokens: int | None = None) -> str:
         from neuron_accel_lora.report import explain
 
@@ -189,6 +204,19 @@ class LoraLayersPlugin(StrategyPlugin):
         attach(survey, model, run, parameters)
         check_trained(parameters, survey, lora.trainable_parameters)
         return model
+
+
+def _refuse_adapted_ends(model: torch.nn.Module, survey: Survey) -> None:
+    getters = (getattr(model, f"get_{end}_embeddings", None) for end in ("input", "output"))
+    ends = [get() for get in getters if get is not None]
+    for target in survey.targets:
+        if any(model.get_submodule(target.fqn) is end for end in ends):
+            raise UsageError(
+                f"{target.fqn!r} is adapted, and cannot get another shape any more.",
+                where=WHERE,
+                why="its adapter has the shape that it had",
+                fix="resize it before `prepare`",
+            )
 
 
 def _checked(config: Any) -> LoraConfig:
