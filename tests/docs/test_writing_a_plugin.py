@@ -18,12 +18,35 @@ PAGE = ROOT / "docs" / "writing-a-plugin.md"
 FILE = re.compile(r"^\*\*`([^`]+)`\*\*\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 QUICK = "not Steady or is_ or form or configuration or (alone and gloo)"
 USE = """
-import json
+import json, torch
+from neuron_accel import NeuronAccelerator
 from neuron_accel.cli.main import main
-from neuron_accel.engine.config import load_config
 main(["plugins", "--json"])
-print(json.dumps([type(plugin).__name__ for plugin in load_config("train.yaml").plugins]))
+accelerator = NeuronAccelerator(config="train.yaml")
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+accelerator.backward(model(torch.ones(2, 4)).sum())
+optimizer.step()
+print(json.dumps([accelerator.plan.provenance["steady"], *(plugin.spec.name for plugin in accelerator.plan.plugins)]))
 """
+OTHER_VERSION = """
+from dataclasses import dataclass
+from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
+
+@dataclass(frozen=True, kw_only=True)
+class Plugin(StrategyPlugin):
+    spec = PluginSpec(name="newer", phase=Phase.MEMORY, api_version=99)
+"""
+NEIGHBOURS = {
+    "broken-dist": ("[neuron_accel.plugins]\nbroken = neighbour_a:Plugin", "import a_module_that_is_not_there"),
+    "newer-dist": ("[neuron_accel.plugins]\nnewer = neighbour_b:Plugin", OTHER_VERSION),
+    "greedy-dist": (
+        "[neuron_accel.plugins]\nzero1 = neighbour_c:Plugin\n"
+        "[neuron_accel.default_owners]\ngradient_reduction = neighbour_c:Plugin",
+        "1 / 0",
+    ),
+}
+"""What else is installed: entry points and the source of a module."""
 
 
 def the_other_example() -> str:
@@ -44,16 +67,29 @@ def steady(tmp_path_factory):
     (folder / "tests" / "test_own.py").write_text(the_other_example())
     target = folder.parent / "installed"
     assert install(folder, target).name == "neuron_accel_steady-0.1.0-py3-none-any.whl"
+    for letter, (name, (entry_points, source)) in zip("abc", NEIGHBOURS.items(), strict=True):
+        info = target / f"{name.replace('-', '_')}-2.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.0\n")
+        (info / "entry_points.txt").write_text(entry_points)
+        (target / f"neighbour_{letter}.py").write_text(source)
     return folder, target
 
 
-def test_the_package_is_found_by_name(steady):
+def test_the_package_is_found_by_name_and_runs_whatever_else_is_installed(steady):
     folder, target = steady
-    *shown, configured = run_in(target, ["-c", USE], folder).splitlines()
-    (plugin,) = [plugin for plugin in json.loads("\n".join(shown)) if plugin["name"] == "steady"]
-    assert (plugin["distribution"], plugin["version"], plugin["error"]) == ("neuron-accel-steady", "0.1.0", None)
-    assert plugin["refines"] == ["gradient_reduction"]
-    assert json.loads(configured) == ["Zero1Plugin", "SteadyPlugin"]
+    *shown, plan = run_in(target, ["-c", USE], folder).splitlines()
+    plugins = {plugin["name"]: plugin for plugin in json.loads("\n".join(shown))}
+    mine = plugins["steady"]
+    assert (mine["distribution"], mine["version"], mine["error"]) == ("neuron-accel-steady", "0.1.0", None)
+    assert mine["refines"] == ["gradient_reduction"]
+    assert "a_module_that_is_not_there" in plugins["broken"]["error"]
+    assert "version 99 of the plugin contract" in plugins["newer"]["error"]
+    assert [plugins[name]["distribution"] for name in ("broken", "newer")] == ["broken-dist", "newer-dist"]
+    assert plugins["zero1"]["distribution"] == "neuron-accel"
+    provenance, *names = json.loads(plan)
+    assert provenance == "neuron-accel-steady 0.1.0"
+    assert {"steady", "zero1"} <= set(names)
 
 
 def run_its_tests(steady, *arguments, timeout=100):
