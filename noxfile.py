@@ -82,6 +82,13 @@ def families(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """The site, in docs/_build/html."""
+    install(session, NATIVE_TORCH, ".[docs]")
+    session.run("sphinx-build", "-W", "--keep-going", "docs", "docs/_build/html", *session.posargs)
+
+
+@nox.session
 def quickstart(session: nox.Session) -> None:
     """The main example: nox -s quickstart -- --verify"""
     install(session, NATIVE_TORCH, ".[examples]")
