@@ -226,10 +226,10 @@ def ring_attention(
     ring = others.get(RING)
     if ring is None or attention_mask is None:
         raise UsageError(
-            f"{type(module).__name__} of a model with context parallelism was called by itself.",
+            f"{type(module).__name__} of a model with context parallelism does not know the ring.",
             where="plugin context_parallel",
-            why="calls are divided among ranks where the prepared model is called, and this one was not",
-            fix="call the model that `prepare` returned, not a part of it",
+            why="a part of the model was called by itself, or the model does not hand its arguments on to its layers",
+            fix="call the model that `prepare` returned; if you do, train this one without ContextParallelPlugin",
         )
     unknown = [name for name in _OTHER_SCORES if others.get(name) is not None]
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
