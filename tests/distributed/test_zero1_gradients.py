@@ -247,3 +247,23 @@ def test_gradients_accumulate_in_fp32_where_that_is_asked_for():
     assert run_ranks(accumulate_small_gradients, 2, {"use_grad_acc_hook": True}) == [[exact] * 2] * 2
     # in bf16, which has eight bits, what is added to one rounds away
     assert run_ranks(accumulate_small_gradients, 2, {}) == [[1 / 16] * 2] * 2
+
+
+def peak_of_a_step():
+    """Memory that forward, backward and a step take above the prepared model, in units of its parameters."""
+    from neuron_accel import NeuronAccelerator, Zero1Plugin
+    from neuron_accel.testing.resources import PeakMemory
+
+    accelerator = NeuronAccelerator(plugins=[Zero1Plugin()])
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(64)))
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    memory = PeakMemory()
+    accelerator.backward(model(torch.ones(2, 1024)).sum())
+    optimizer.step()
+    return memory.bytes() / size
+
+
+def test_gradients_of_a_whole_model_are_never_held():
+    # a share of a half, a few buckets on their way, and what libraries load at a first step; whole they are 1 more
+    assert max(run_ranks(peak_of_a_step, 2)) < 1.1
