@@ -25,11 +25,11 @@ def llama(**changes) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**_SIZES | changes))
 
 
-def grouped() -> nn.Module:
+def grouped(**changes) -> nn.Module:
     """Four heads share two of keys and values, which have norms of their own."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return Qwen3ForCausalLM(Qwen3Config(**_SIZES, num_key_value_heads=2, head_dim=8))
+    return Qwen3ForCausalLM(Qwen3Config(**_SIZES | {"num_key_value_heads": 2, "head_dim": 8, **changes}))
 
 
 def windowed() -> nn.Module:
@@ -47,11 +47,10 @@ def gpt2(**changes) -> nn.Module:
         vocab_size=VOCABULARY,
         n_positions=64,
         n_embd=32,
-        n_layer=2,
         n_head=4,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
-        **{"attn_pdrop": 0.0, "initializer_range": 0.1, "bos_token_id": 1, "eos_token_id": 1, **changes},
+        **{"n_layer": 2, "attn_pdrop": 0.0, "initializer_range": 0.1, "bos_token_id": 1, "eos_token_id": 1, **changes},
     )
     model = GPT2LMHeadModel(config)
     with torch.no_grad():  # biases begin at zero, where a wrong one would not show
