@@ -450,3 +450,26 @@ def test_a_process_may_simply_end():
     for code, out, err in run_ranks(leave_without_a_word, 2, backend=None):
         assert (code, out.splitlines()[-1:]) == (0, ["2"]), err  # gloo of torch 2.9 has something to say before
         assert "Error" not in err
+
+
+def into_memory(dtype):
+    """Reduce-scatter and all-gather into memory of the caller's, beside those that make their own."""
+    backend, group = connect()
+    tensor = (torch.arange(group.size * 7.0) * (backend.rank + 1)).to(dtype)
+    out, scratch = torch.empty(7, dtype=torch.float32), torch.empty_like(tensor)
+    with backend.record() as traffic:
+        mine = backend.start_reduce_scatter_into(out, tensor, group, scale=0.5, scratch=scratch).wait()
+    expected = backend.reduce_scatter(tensor.clone(), group).float() * 0.5
+    whole = torch.zeros(group.size * 7, dtype=dtype)
+    part = backend.chunk(whole, group).copy_(mine)
+    gathered = backend.start_all_gather_into(whole, part, group).wait()
+    apart = backend.start_all_gather_into(torch.zeros_like(whole), mine.to(dtype), group).wait()
+    equal = torch.equal(mine, expected) and torch.equal(gathered, apart)
+    right = torch.equal(gathered, backend.all_gather(mine.to(dtype), group))
+    return mine is out and equal and right, traffic.sent(op="reduce_scatter") == (group.size - 1) * 7 * dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_into_memory_of_the_callers(ranks, dtype):
+    assert run_ranks(into_memory, ranks, dtype) == [(True, True)] * ranks

@@ -235,7 +235,7 @@ def accumulate_small_gradients(options):
 
     accelerator = NeuronAccelerator(plugins=[Zero1Plugin(**options)], gradient_accumulation_steps=16)
     model = nn.Linear(1, 2, bias=False).to(torch.bfloat16)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for x in [1.0, *[2**-9] * 15]:
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.tensor([[x]], dtype=torch.bfloat16)).sum())

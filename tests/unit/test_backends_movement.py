@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from neuron_accel.backends import payload
 from neuron_accel.backends.failures import is_communication_failure, reported
-from neuron_accel.backends.movement import Flat, join_chunks, normalize_dim, reduce_rows, split_chunks
+from neuron_accel.backends.movement import Flat, join_chunks, normalize_dim, reduce_rows, split_chunks, sum_rows_into
 from neuron_accel.engine.errors import CommunicationError, LayoutError
 
 EVERY_DTYPE = [
@@ -172,3 +172,15 @@ def test_wrong_arguments_stay_what_they_are(error):
     with pytest.raises(RuntimeError) as caught, reported("all_reduce", "rank 0"):
         raise error
     assert caught.value is error
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [2, 3])
+def test_sums_in_place_are_those_of_rows(count, dtype, out_dtype):
+    rows = torch.randn(count, (1 << 16) + 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    kept = rows.clone()
+    out = torch.full((rows.shape[1],), torch.nan, dtype=out_dtype)
+    assert sum_rows_into(out, list(rows), 0.25) is out
+    assert torch.equal(out, reduce_rows(rows, "sum").to(out_dtype) * 0.25)
+    assert torch.equal(rows, kept)

@@ -26,6 +26,10 @@ class Zero1Plugin(StrategyPlugin):
 
     Gradients are reduce-scattered in flat buckets, each rank updates its share, weights are gathered.
 
+    To a loop, ``parameter.grad`` is the reduced gradient from the end of the backward pass until gradients are zeroed,
+    to be read, changed, replaced or dropped as under plain data parallelism. Its values are gathered when they are
+    read, which costs a message and the memory, and is collective: every rank reads the same ones in the same order.
+
     Args:
         optimizer_dtype: dtype of master weights and optimizer state. Parameters of another dtype keep it in the model.
         max_norm: gradients are clipped to this global norm at every step; None: only where the loop says so.
