@@ -142,3 +142,32 @@ def test_every_sampling_strategy_gives_each_sample_once(tmp_path):
         rows = [row for part in by_rank.values() for row in part]
         assert len(rows) == 16
         assert set(rows) == everything
+
+
+def train_with_little_memory(folder, ranks_with_data, more):
+    """The device holds two samples."""
+    from neuron_accel.trainer import NeuronTrainer, NeuronTrainingArguments
+
+    class Trainer(NeuronTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            if len(inputs["input_ids"]) > 2:
+                raise RuntimeError("CUDA out of memory.")
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    arguments = options(folder, ranks_with_data, auto_find_batch_size=True, **SHORT | more)
+    arguments["per_device_train_batch_size"] = 3
+    trainer = Trainer(
+        model=model(), args=NeuronTrainingArguments(**arguments), train_dataset=Texts(), eval_dataset=Texts(2)
+    )
+    trainer.train()
+    return trainer._train_batch_size, trainer.state.global_step, [e["loss"] for e in trainer.state.log_history[:2]]
+
+
+def test_a_batch_size_that_fits_is_found(tmp_path):
+    ranks, with_data, more = COMPOSITIONS["dp2+zero1"]
+    results = run_ranks(train_with_little_memory, ranks, str(tmp_path), with_data, more)
+    assert results[0] == results[1]
+    size, steps, losses = results[0]
+    assert 1 <= size <= 2
+    assert steps == 2
+    assert all(np.isfinite(losses))
