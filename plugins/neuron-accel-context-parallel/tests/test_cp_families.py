@@ -123,6 +123,7 @@ def try_all(families: dict[str, dict]) -> dict[str, float | str]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(2))
 def test_what_is_exact(part):
     families = dict(list(EXACT.items())[part::2])
@@ -131,6 +132,7 @@ def test_what_is_exact(part):
     assert not wrong
 
 
+@pytest.mark.slow
 def test_what_is_refused():
     results = run_ranks(try_all, 2, REFUSED, timeout=110)[0]
     assert not {name: result for name, result in results.items() if not isinstance(result, str)}

@@ -38,12 +38,16 @@ def test_divided_sequences_train_like_whole_ones(family, division):
     check(FAMILIES[family], division, cp_models.batches(5))
 
 
+@pytest.mark.slow  # the conformance kit composes, too, for fewer steps
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_composes(composition):
     check(cp_models.grouped, composition, cp_models.batches(5, alike=True))
 
 
-@pytest.mark.parametrize("division", DIVISIONS)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("division", [pytest.param("cp2", marks=SLOW), pytest.param("cp4", marks=SLOW), "cp2-tp2"])
 def test_documents_packed_into_rows_do_not_see_each_other(division):
     check(cp_models.grouped, division, cp_models.packed(5))
 
@@ -56,7 +60,7 @@ def test_packed_in_a_pipeline():
     check(cp_models.llama, "cp2-pp2", cp_models.packed(5))
 
 
-@pytest.mark.parametrize("data", [cp_models.batches, cp_models.padded_and_ignored])
+@pytest.mark.parametrize("data", [pytest.param(cp_models.batches, marks=SLOW), cp_models.padded_and_ignored])
 def test_sliding_windows_and_capped_scores(data):
     check(cp_models.windowed, "cp4", data(5))
 
