@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuron_accel.checkpoint.files import Files
+from neuron_accel.checkpoint.files import Extent, Files
 from neuron_accel.checkpoint.index import index_checkpoint, model_collection
 from neuron_accel.checkpoint.manifest import MODEL_FOLDER, Manifest, check_file, has_manifest, locate, read_manifest
 from neuron_accel.checkpoint.source import Bytes, SourceTensor, words
@@ -166,7 +166,7 @@ def _write_shards(
         path = output / name
         written.append(path)
         if form == "safetensors":
-            files.write(path, _parts(shard, count))
+            files.assemble(path, _parts(shard, count))
         else:
             _write_pickled(path, shard, count, files)
         weight_map |= {tensor.name: name for tensor in shard}
@@ -178,14 +178,15 @@ def _write_shards(
     return paths
 
 
-def _parts(tensors: list[SourceTensor], count: Callable[[int], None]) -> Iterator[bytes | memoryview]:
+def _parts(tensors: list[SourceTensor], count: Callable[[int], None]) -> Iterator[bytes | memoryview | Extent]:
     """The bytes of a file of safetensors."""
     yield encode_header([(t.name, t.layout.dtype, t.layout.shape) for t in tensors], {"format": "pt"})
     with Bytes() as source:
         for tensor in tensors:
-            for block in blocks_of(tensor, source):
-                yield block
-                count(len(block))
+            extents = tensor.extents()
+            for part in blocks_of(tensor, source) if extents is None else extents:
+                yield part
+                count(part.size if isinstance(part, Extent) else len(part))
 
 
 def blocks_of(
@@ -225,7 +226,7 @@ def _write_pickled(path: Path, tensors: list[SourceTensor], count: Callable[[int
 
     temporary = path.with_name(f".{path.name}.tensors")
     try:
-        files.write(temporary, _parts(tensors, count))
+        files.assemble(temporary, _parts(tensors, count))
         header = read_header(temporary)
         state = {}
         for name, stored in header.tensors.items():

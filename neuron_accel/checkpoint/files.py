@@ -6,6 +6,7 @@ any of its operations, and so that every failure names the file.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from neuron_accel.engine.errors import CheckpointError
 
 BLOCK = 64 << 20
 """Files are checksummed in blocks of this size, so that many threads and ranks can share the work for a large one."""
+_CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 _CHUNK = 1 << 20  # fits into a core's cache, where it is written and checksummed
 
 
@@ -33,6 +35,15 @@ class Written:
 
     size: int
     checksums: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A run of bytes in a file."""
+
+    path: Path
+    offset: int
+    size: int
 
 
 class Files:
@@ -68,6 +79,25 @@ class Files:
         except OSError as error:
             raise failure("written", path, error) from error
         return Written(size, checksums.of_blocks())
+
+    def assemble(self, path: Path, parts: Iterable[bytes | memoryview | Extent]) -> None:
+        """Makes a file of bytes and of parts of other files, which the system copies itself where it can; returns once
+        its contents are on disk."""
+        try:
+            self.operation("open", path)
+            with open(path, "wb", buffering=0) as file:
+                for part in parts:
+                    self.operation("write", path)
+                    if isinstance(part, Extent):
+                        _copy_extent(part, file.fileno())
+                        continue
+                    left = memoryview(part).cast("B")
+                    while left:
+                        left = left[file.write(left) :]
+                self.operation("fsync", path)
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise failure("written", path, error) from error
 
     def replace(self, path: Path, contents: bytes) -> Written:
         """Gives a file new contents; at any moment it has either the old ones or the new ones, whole."""
@@ -112,6 +142,35 @@ def failure(verb: str, path: Path | str, error: OSError) -> CheckpointError:
         where=str(path),
         fix="check that the folder exists, is writable for this user, and has space left",
     )
+
+
+def _copy_extent(extent: Extent, target: int) -> None:
+    """Appends an extent to an open file: by the system (copy_file_range(2)), which may share blocks instead of copying
+    them, or through memory where it cannot.
+
+    Raises:
+        CheckpointError: if the file ends before the extent does.
+    """
+    offset, end = extent.offset, extent.offset + extent.size
+    with open(extent.path, "rb", buffering=0) as source:
+        by_system = hasattr(os, "copy_file_range")
+        while offset < end:
+            size = min(_CHUNK if not by_system else BLOCK, end - offset)
+            if by_system:
+                try:
+                    count = os.copy_file_range(source.fileno(), target, size, offset)
+                except OSError as error:
+                    if error.errno not in _CANNOT_COPY:
+                        raise
+                    by_system = False
+                    continue
+            else:
+                count = os.write(target, os.pread(source.fileno(), size, offset))
+            if not count:
+                raise CheckpointError(
+                    f"{extent.path.name!r} ends too early.", where=str(extent.path), why="it was truncated"
+                )
+            offset += count
 
 
 class _Checksums:

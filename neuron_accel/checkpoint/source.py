@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neuron_accel.checkpoint.files import failure
+from neuron_accel.checkpoint.files import Extent, failure
 from neuron_accel.checkpoint.pickled import is_mapped, read_pickled
 from neuron_accel.checkpoint.tensorfile import item_size
 from neuron_accel.engine.errors import CheckpointError
@@ -156,6 +156,19 @@ class SourceTensor:
                     fix="use another checkpoint",
                 )
             self.parts[place] = sorted(self.parts.get(place, ()), key=lambda c: c.start)
+
+    def extents(self) -> list[Extent] | None:
+        """The whole tensor as runs of bytes one after another, where its parts lie like that; call :meth:`check`
+        before. None where they are interleaved or padded."""
+        cuts = self.layout.cuts
+        in_rows = len(cuts) == 1 and math.prod(self.layout.shape[: cuts[0].dim]) == 1 and len(cuts[0].blocks) == 1
+        if cuts and not in_rows:
+            return None
+        chunks = [chunk for place in self.places() for chunk in self.parts[place]]
+        if any(chunk.key is not None for chunk in chunks):
+            return None
+        extents = [Extent(c.path, c.offset, (c.stop - c.start) * self.item_size) for c in chunks]
+        return extents if sum(extent.size for extent in extents) == self.nbytes else None
 
     def read(
         self,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
+import os
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neuron_accel.checkpoint.files import Files
+from neuron_accel.checkpoint.files import Extent, Files
 from neuron_accel.checkpoint.index import Index
 from neuron_accel.checkpoint.snapshot import Item, file_parts
 from neuron_accel.checkpoint.source import Bytes, words
@@ -103,6 +105,43 @@ def test_reading_equals_cutting_the_whole(tmp_path_factory, data, dims, runs, of
                 out = np.full(stop - start, 77, dtype=words(4))
                 source.read(files, wanted, at, out, start, stop)
                 assert out.astype(np.int64).tolist() == expected[start:stop].tolist()
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), dims=shapes(), runs=st.integers(1, 3), by_system=st.booleans())
+def test_extents_are_the_whole_tensor(tmp_path_factory, data, dims, runs, by_system):
+    folder = tmp_path_factory.mktemp("store")
+    stored = data.draw(layouts(dims))
+    full = torch.arange(1, math.prod(stored.shape) + 1, dtype=torch.int32).reshape(stored.shape)
+    extents = store(folder, full, stored, runs).extents()
+    assert extents is not None or stored.cuts
+    if extents is not None:
+        with pytest.MonkeyPatch.context() as patch:
+            if not by_system:
+                patch.setattr(os, "copy_file_range", _another_file_system, raising=False)
+            Files().assemble(folder / "out", [b"before", *extents, b"after"])
+        assert (folder / "out").read_bytes() == b"before" + full.numpy().tobytes() + b"after"
+
+
+def _another_file_system(*_):
+    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+
+def test_rows_are_copied_by_the_system_and_columns_are_not(tmp_path):
+    full = torch.arange(64, dtype=torch.int32).reshape(8, 8)
+    for dim, copied in ((0, True), (1, False)):
+        layout = Layout(shape=(8, 8), dtype="int32", cuts=(Cut(dim=dim, axis="tp", degree=4, size=8),))
+        (folder := tmp_path / str(dim)).mkdir()
+        assert (store(folder, full, layout, runs=2).extents() is not None) == copied
+
+
+@pytest.mark.parametrize("by_system", [True, False])
+def test_an_extent_that_ends_too_early_is_an_error(tmp_path, monkeypatch, by_system):
+    (tmp_path / "x").write_bytes(b"1234")
+    if not by_system:
+        monkeypatch.setattr(os, "copy_file_range", _another_file_system, raising=False)
+    with pytest.raises(CheckpointError, match="ends too early"):
+        Files().assemble(tmp_path / "out", [Extent(tmp_path / "x", 2, 3)])
 
 
 def test_large_boxes_are_read_in_several_parts(tmp_path, monkeypatch):
