@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -197,7 +198,8 @@ def medium(tmp_path_factory):
     model.save_pretrained(folder, max_shard_size="70MB")
     assert len(list(folder.glob("*.safetensors"))) >= 4
     _model("llama").save_pretrained(folder / "tiny")
-    return str(folder)
+    yield str(folder)
+    shutil.rmtree(folder)
 
 
 def _read() -> int:

@@ -92,6 +92,8 @@ def tiny_config(model_type: str, **options: Any) -> Any:
     known = {name: value for name, value in sizes.items() if hasattr(default, name)}
     if hasattr(default, "kv_lora_rank"):  # every head has a key of its own
         known["num_key_value_heads"] = known["num_attention_heads"]
+    if model_type == "codegen":  # lays heads out in four groups, each of which is divided
+        known |= {"n_head": 8, "num_attention_heads": 8, "rotary_dim": 4}
     if getattr(default, "layer_types", None) and _settable(cls, "layer_types"):
         kinds = list(dict.fromkeys(default.layer_types))
         known["layer_types"] = [kinds[0], kinds[-1]]
