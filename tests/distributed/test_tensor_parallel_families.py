@@ -10,9 +10,10 @@ from neuron_accel.testing.ranks import run_ranks
 from tests.distributed.tensor_parallel_support import batch, compare_step
 from tests.sweeps.tiny import tiny_model
 
-DOZEN = (
+DIVERSE = (
     "cohere", "exaone4", "gemma2", "gemma3_text", "glm4", "granite", "olmo2", "phi", "phi3", "starcoder2",
-    "mixtral", "qwen2_moe", "qwen3_next", "bloom", "gpt_neox",
+    "mixtral", "qwen2_moe", "qwen3_next", "bloom", "gpt_neox", "bert", "bart", "codegen", "falcon", "mpt", "lfm2",
+    "apertus", "granite_swa", "deepseek_v2",
 )  # fmt: skip
 
 
@@ -37,4 +38,5 @@ def _check(results: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_loss_and_gradients(sequence_parallel: bool) -> None:
-    _check(run_ranks(_families, 2, list(DOZEN), 2, {"sequence_parallel": sequence_parallel}))
+    options = {"sequence_parallel": sequence_parallel}
+    _check(run_ranks(_families, 2, list(DIVERSE), 2, options, timeout=150))
