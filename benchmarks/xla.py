@@ -76,15 +76,18 @@ def build(small: bool) -> nn.Module:
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
+        attn_implementation="eager",  # the other ones of transformers read the mask, and cut the graph of every peer
     )
     with one_at_a_time():
         torch.manual_seed(0)
         return LlamaForCausalLM(config).train()
 
 
-def tokens(small: bool, rank: int) -> torch.Tensor:
+def tokens(small: bool, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    return torch.randint(128 if small else 2048, (2, LENGTH), generator=generator)
+    ids = torch.randint(128 if small else 2048, (2, LENGTH), generator=generator)
+    # Without a mask transformers reads position ids, to look for packed sequences.
+    return {"input_ids": ids.to(device), "labels": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
 
 
 def options() -> dict[str, float]:
@@ -97,10 +100,10 @@ def ours(plugins: list[Any], small: bool, clips: bool) -> Peer:
     accelerator = NeuronAccelerator(config={"backend": "xla", "plugins": plugins}, plugins=[Watcher()])
     model = build(small)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), **options()))
-    ids = tokens(small, accelerator.data_parallel_rank).to(accelerator.device)
+    batch = tokens(small, accelerator.data_parallel_rank, accelerator.device)
 
     def step() -> None:
-        accelerator.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
+        accelerator.backward(model(**batch, use_cache=False).loss)
         if clips:
             accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
@@ -140,11 +143,11 @@ def their_data_parallel(small: bool, backend: Any) -> Peer:
 
 
 def by_hand(small: bool, backend: Any, model: nn.Module, optimizer: Any, update: Callable[[], Any]) -> Peer:
-    ids = tokens(small, backend.rank).to(backend.device)
+    batch = tokens(small, backend.rank, backend.device)
     peer = Peer(lambda: None)
 
     def step() -> None:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model(**batch, use_cache=False).loss.backward()
         update()
         optimizer.zero_grad(set_to_none=True)
         if len(peer.hlo) < WARM_UP:
