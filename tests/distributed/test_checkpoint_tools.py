@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,20 @@ def test_one_file_where_it_fits(saved, tmp_path):
     assert not list((tmp_path / "out").glob("*.index.json"))
     with pytest.raises(CheckpointError, match="holds weights already"):
         consolidate(folder, tmp_path / "out")
+
+
+def test_consolidating_what_is_damaged_leaves_no_weights(saved, tmp_path):
+    """A flipped bit in a weight, which only the checksum tells; it is found while weights are written already."""
+    folder = tmp_path / "copy"
+    shutil.copytree(saved("llama")[0], folder)
+    path = folder / read_manifest(folder).of_kind("model")[0]
+    contents = bytearray(path.read_bytes())
+    contents[-5] ^= 1
+    path.write_bytes(contents)
+    with pytest.raises(CheckpointError, match="checksum does not match") as caught:
+        consolidate(folder, tmp_path / "out", max_shard_size=20_000)
+    assert path.name in str(caught.value)
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def _load_pretrained(folder: str, plugins: list, model: str) -> dict:
@@ -173,8 +188,6 @@ def test_every_unique_byte_is_written_once_and_by_all(saved):
 
 
 def test_verify(saved, tmp_path, capsys):
-    import shutil
-
     folder = tmp_path / "copy"
     shutil.copytree(saved("gpt2-tied")[0], folder)
     assert main(["verify", str(folder)]) == 0
@@ -186,7 +199,6 @@ def test_verify(saved, tmp_path, capsys):
 
 
 def test_verify_compares_with_the_configuration(saved, tmp_path):
-    import shutil
     from dataclasses import replace
 
     from neuron_accel.checkpoint.files import checksums_of
@@ -369,8 +381,6 @@ def test_a_pipeline_is_resharded_back_and_forth(saved, tmp_path):
 
 
 def test_resharding_without_configuration_is_refused(saved, tmp_path, capsys):
-    import shutil
-
     folder = tmp_path / "copy"
     shutil.copytree(saved("llama")[0], folder)
     (folder / "config.json").unlink()
