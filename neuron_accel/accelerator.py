@@ -43,7 +43,9 @@ from neuron_accel.loops.clipping import Clipping  # noqa: E402
 from neuron_accel.loops.items import ItemCount  # noqa: E402
 from neuron_accel.loops.looking import look, numbers, progress_bar  # noqa: E402
 from neuron_accel.loops.no_sync import NoSync  # noqa: E402
+from neuron_accel.loops.trial import folder, for_trial, is_trial, itself, no, nothing, steps_aside  # noqa: E402
 from neuron_accel.loops.uneven import even_batches_as, join_uneven_inputs  # noqa: E402
+from neuron_accel.neuron.planning import hardware_of_run  # noqa: E402
 from neuron_accel.neuron.precision import lost_updates, settle_precision  # noqa: E402
 from neuron_accel.prepared import PreparedOptimizer, PreparedScheduler  # noqa: E402
 
@@ -75,6 +77,8 @@ class NeuronAccelerator(Accelerator):
     Attributes:
         plan: what was decided, immutable; ``print(accelerator.plan.explain())``.
         run: the state of the run, for plugins.
+        is_precompiling: whether this is a trial of neuron_parallel_compile, which collects graphs: every value is zero.
+            Saving, loading, logging and checks of values do nothing then.
 
     Raises:
         ConfigurationError: for options that are unknown, contradictory, or that a plugin replaces.
@@ -113,8 +117,11 @@ class NeuronAccelerator(Accelerator):
             mixed_precision=str(options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")),
             compiles_for_neuron=self._on_neuron and decision.backend == "xla",
         )
+        self.is_precompiling = is_trial()
         was_connected = torch.distributed.is_available() and torch.distributed.is_initialized()
         super().__init__(**options)
+        if self.is_precompiling:
+            wanted = for_trial(wanted, self.gradient_accumulation_steps, os.environ)
         ranks = connect(decision, adopts=not was_connected)
         _check_connected(ranks.world_size, self.state.num_processes)
         plan = agree_on_plan(
@@ -124,6 +131,7 @@ class NeuronAccelerator(Accelerator):
                 backend_capabilities=ranks.capabilities,
                 default_owners=registry.default_owners(),
                 provenance=registry.provenance,
+                hardware=hardware_of_run(os.environ, decision),
             ),
             ranks,
         )
@@ -553,6 +561,7 @@ class NeuronAccelerator(Accelerator):
         self.run.company.together_only("`reduce`")
         return values.reduce(tensor, self.run, reduction, scale)
 
+    @steps_aside(itself)
     def pad_across_processes(self, tensor, dim=0, pad_index=0, pad_first=False):
         self.run.company.together_only("`pad_across_processes`")
         return super().pad_across_processes(tensor, dim, pad_index, pad_first)
@@ -564,6 +573,7 @@ class NeuronAccelerator(Accelerator):
         else:
             super().wait_for_everyone()
 
+    @steps_aside(no)
     def check_trigger(self) -> bool:
         """Whether any process called ``set_trigger`` since it was last found set; the same answer on every process."""
         self.run.company.together_only("`check_trigger`")
@@ -573,6 +583,7 @@ class NeuronAccelerator(Accelerator):
         return fired
 
     # ---- looking at values -----------------------------------------------------------------------------------------
+    @steps_aside(nothing)
     def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
         """Logs to every tracker. Values may be tensors: on a device that collects a step in one graph they are read
         once it has been executed, and cost nothing."""
@@ -626,6 +637,7 @@ class NeuronAccelerator(Accelerator):
         self._items.settle()
         return full_gradients(record, self.run)
 
+    @steps_aside(nothing)
     def save_model(
         self,
         model: nn.Module,
@@ -644,6 +656,7 @@ class NeuronAccelerator(Accelerator):
                     value.save_pretrained(Path(save_directory))
         self.wait_for_everyone()
 
+    @steps_aside(folder)
     def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,
@@ -672,6 +685,7 @@ class NeuronAccelerator(Accelerator):
         options: dict[str, Any] = {"async_save": async_save, "tokenizer": tokenizer, **unknown}
         return self._session.save(output_dir, safe_serialization=safe_serialization, **options)
 
+    @steps_aside(no)
     def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,
@@ -700,6 +714,11 @@ class NeuronAccelerator(Accelerator):
         return self._session.load(input_dir, resume=resume, verify=verify)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
+    @steps_aside(nothing)
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Writes an object on the main process, as Accelerate does."""
+        super().save(*args, **kwargs)
+
     def free_memory(self, *objects: Any) -> Any:
         """Lets go of everything prepared. Models that no plugin cut can be prepared again."""
         self._session.wait()

@@ -77,7 +77,7 @@ class StoreBoard(Board):
         return cls(_get_default_store())
 
     def put(self, key: str, note: bytes) -> None:
-        self._store.set(key, note)
+        self._store.set(key, note)  # type: ignore[arg-type]  # bytes are what it keeps
 
     def get(self, key: str) -> bytes | None:
         return self._store.get(key) if self._store.check([key]) else None

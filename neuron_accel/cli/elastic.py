@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -22,6 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from neuron_accel.cli.escalation import Escalation, signal_ranks
 from neuron_accel.cli.failures import RankFailure
+from neuron_accel.cli.heartbeat import Heartbeat
 from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, LaunchPlan
 from neuron_accel.engine.errors import CommunicationError
 
@@ -99,7 +101,7 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
     launch = elastic_launch(_config(plan, logs), sys.executable)
     keep = plan.request.log_dir is not None
     try:
-        with Escalation(grace=plan.request.grace):
+        with Escalation(grace=plan.request.grace), _heartbeat(plan):
             launch(*plan.command(os.getpid()))
         return Outcome()
     except SignalException as ended:
@@ -118,6 +120,13 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
     finally:
         if not keep:
             shutil.rmtree(log_dir, ignore_errors=True)
+
+
+def _heartbeat(plan: LaunchPlan) -> contextlib.AbstractContextManager[Any]:
+    if plan.request.nnodes == 1:
+        return contextlib.nullcontext()
+    address = (plan.request.master_addr or "127.0.0.1", plan.heartbeat_port)
+    return Heartbeat(plan.request.node_rank, address, lost_after=plan.request.heartbeat, grace=plan.request.grace)
 
 
 def _config(plan: LaunchPlan, logs: RankLogs) -> LaunchConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,17 @@ class Host:
         cores: CPU cores that this process may run on.
         loopback: name of the loopback network interface, if there is one.
         torch_xla: whether torch_xla is installed.
+        neuron: whether it has Neuron devices.
+        instance: the type of Trainium instance that it is, if it is one that is known.
+        kernel: major and minor version of Linux; None elsewhere.
     """
 
     cores: int
     loopback: str | None
     torch_xla: bool
+    neuron: bool = False
+    instance: str | None = None
+    kernel: tuple[int, int] | None = None
 
 
 def count_cores() -> int:
@@ -33,6 +40,12 @@ def count_cores() -> int:
 def memory_bytes() -> int:
     """The machine's memory; a container's limit is not looked at."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def kernel_version(release: str) -> tuple[int, int] | None:
+    """Major and minor version from a release of Linux such as ``5.10.224-212.876.amzn2.x86_64``."""
+    found = re.match(r"(\d+)\.(\d+)", release)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def find_loopback() -> str | None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import errno
 import os
+import platform
 import shlex
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 from neuron_accel.backends.select import Machine, choose
 from neuron_accel.cli.failures import describe, first_failure, signal_name
-from neuron_accel.cli.host import Host, count_cores, find_loopback
+from neuron_accel.cli.host import Host, count_cores, find_loopback, kernel_version
 from neuron_accel.cli.launch_plan import LaunchPlan, LaunchRequest, check_request, plan_launch
 from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.neuron.cache import CompileCache, is_s3, location_of
+from neuron_accel.neuron.cache_store import register_job
+from neuron_accel.neuron.instances import detect_instance
 
 SUMMARY = "start a training script on several ranks"
 DESCRIPTION = """\
@@ -33,6 +40,8 @@ examples:
     neuron-accel launch --nproc-per-node 4 --dry-run train.py
   a module instead of a file:
     neuron-accel launch --nproc-per-node 2 --module my_package.train
+  two Trainium instances under Slurm: writes train.sbatch and, to compile first, train_compile.sbatch:
+    neuron-accel launch --nnodes 2 --nproc-per-node 32 --instance trn1.32xlarge --slurm train.sbatch train.py
   two machines; run it on both, with --node-rank 1 on the second:
     neuron-accel launch --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --nproc-per-node 32 train.py
 """
@@ -51,8 +60,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="port of machine 0 to meet at (default: a free one on one machine, 29500 on several)",
     )
+    _option(
+        ranks,
+        "--heartbeat",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="give up a machine that says nothing for so long (default: 30; 0: never)",
+    )
     _option(ranks, "--max-restarts", type=int, default=0, metavar="N", help="restart all ranks so often (default: 0)")
     parser.add_argument("--cpu", action="store_true", help="train on the CPU even if there are accelerators")
+    neuron = parser.add_argument_group("Trainium")
+    _option(neuron, "--instance", metavar="TYPE", help="plan for this type, such as trn1.32xlarge (default: found out)")
+    _option(neuron, "--lnc", type=int, choices=(1, 2), help="physical cores in a logical one (trn2, trn3; default: 2)")
+    _option(neuron, "--cache-dir", metavar="PLACE", help="the compile cache: a folder or s3://bucket/prefix")
+    _option(neuron, "--retry-failed-compilation", action="store_true", help="compile again what failed before")
+    _option(neuron, "--compiler-flags", metavar="TEXT", default="", help="for the compiler, added to NEURON_CC_FLAGS")
+    _option(
+        neuron, "--slurm", metavar="PLACE", help="write batch files for Slurm to this file or folder, and start nothing"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--tee", action="store_true", help="show every rank's output, each line with its rank in front")
     _option(output, "--log-dir", metavar="DIR", help="keep every rank's output in DIR/rank_N/{stdout,stderr}.log")
@@ -91,24 +117,72 @@ def run(args: argparse.Namespace) -> int:
         log_dir=args.log_dir,
         grace=args.grace,
         max_restarts=args.max_restarts,
+        instance=args.instance,
+        lnc=args.lnc,
+        cache=CompileCache(location=args.cache_dir, retry_failed_compilation=args.retry_failed_compilation),
+        compiler_flags=args.compiler_flags,
+        heartbeat=args.heartbeat,
     )
-    plan = prepare(request)
+    plan = prepare(request, meets=args.slurm is None)
+    if args.slurm:
+        _write_batch_files(Path(args.slurm), plan, args)
+        return 0
     if args.dry_run:
         print(f"{plan.explain()}\neach rank runs:\n  {shlex.join([sys.executable, *plan.command('LAUNCHER_PID')])}")
         return 0
     return launch(plan, quiet=args.quiet)
 
 
-def prepare(request: LaunchRequest) -> LaunchPlan:
+def _write_batch_files(path: Path, plan: LaunchPlan, args: argparse.Namespace) -> None:
+    from neuron_accel.cli.slurm import write_batch_files
+
+    files = write_batch_files(path, plan, _options_of(args))
+    for file, purpose in files:
+        print(f"{file}: {purpose}")
+    print(f"next: sbatch {path}")
+    if len(files) > 1:
+        first = files[0][0]
+        print(f"to compile first: job=$(sbatch --parsable {first}) && sbatch --dependency=afterok:$job {path}")
+
+
+def _options_of(args: argparse.Namespace) -> list[str]:
+    """The command line again, without what differs between machines."""
+    words = ["--nproc-per-node", str(args.nproc_per_node), "--grace", f"{args.grace:g}"]
+    words += ["--heartbeat", f"{args.heartbeat:g}"]
+    for name in ("instance", "lnc", "cache_dir", "compiler_flags", "log_dir"):
+        if getattr(args, name):
+            words.append(f"--{name.replace('_', '-')}={getattr(args, name)}")
+    for name in ("cpu", "tee", "quiet", "retry_failed_compilation", "module"):
+        if getattr(args, name):
+            words.append(f"--{name.replace('_', '-')}")
+    if args.max_restarts:
+        words += ["--max-restarts", str(args.max_restarts)]
+    return [*words, args.script, *args.script_args]
+
+
+def prepare(request: LaunchRequest, *, meets: bool = True) -> LaunchPlan:
     """Decides how to launch on this machine, in this environment.
+
+    Args:
+        meets: whether the request says already where several machines meet.
 
     Raises:
         ConfigurationError: the request cannot be launched.
     """
+    if not meets:
+        request = dataclasses.replace(request, master_addr=request.master_addr or "the first machine of the job")
     check_request(request)  # before torch is imported, so that a wrong path is answered at once
     probes = Machine()
     decision = choose(None, os.environ, probes, cpu=request.cpu)
-    host = Host(cores=count_cores(), loopback=find_loopback(), torch_xla=probes.torch_xla)
+    instance = detect_instance()
+    host = Host(
+        cores=count_cores(),
+        loopback=find_loopback(),
+        torch_xla=probes.torch_xla,
+        neuron=probes.neuron_hardware,
+        instance=instance.name if instance else None,
+        kernel=kernel_version(platform.release()) if sys.platform == "linux" else None,
+    )
     return plan_launch(request, host, decision, os.environ)
 
 
@@ -124,7 +198,8 @@ def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:
 
     if not quiet:
         _say(plan.explain())
-    outcome = run_ranks(plan)
+    with _using_cache(plan):
+        outcome = run_ranks(plan)
     if outcome.signal is not None:
         _say(f"ended by {signal_name(outcome.signal)}")
         return 128 + outcome.signal
@@ -132,6 +207,21 @@ def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:
         _say(describe(outcome.failures))
         return first_failure(outcome.failures).shell_code
     return 0
+
+
+def _using_cache(plan: LaunchPlan) -> contextlib.AbstractContextManager[None]:
+    """Keeps evictions of the compile cache from what this job uses.
+
+    Raises:
+        ConfigurationError: if the cache cannot be written.
+    """
+    environ = {**os.environ, **{setting.name: setting.value for setting in plan.settings}}
+    on_neuron = environ.get("PJRT_DEVICE", "NEURON") == "NEURON"
+    if plan.device != "xla" or not (on_neuron or plan.request.cache.location):
+        return contextlib.nullcontext()
+    plan.request.cache.check_writable(environ)
+    place = location_of(environ)
+    return contextlib.nullcontext() if is_s3(place) else register_job(Path(place))
 
 
 def _check_port(plan: LaunchPlan) -> None:

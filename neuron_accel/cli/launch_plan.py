@@ -6,14 +6,17 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from neuron_accel.backends.select import Decision
 from neuron_accel.cli.host import Host
+from neuron_accel.cli.launch_neuron import neuron_settings, remarks
 from neuron_accel.cli.table import format_pairs
 from neuron_accel.engine.errors import ConfigurationError, did_you_mean
+from neuron_accel.neuron.cache import CompileCache
+from neuron_accel.neuron.settings import Setting
 
 DEFAULT_MASTER_PORT = 29500
 RENDEZVOUS_SECONDS = 900
@@ -36,16 +39,11 @@ class LaunchRequest:
     log_dir: str | None = None
     grace: float = 30.0
     max_restarts: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """An environment variable that the ranks get, and why. Only a ``binding`` one replaces what is set already."""
-
-    name: str
-    value: str
-    why: str
-    binding: bool = False
+    instance: str | None = None
+    lnc: int | None = None
+    cache: CompileCache = field(default_factory=CompileCache)
+    compiler_flags: str = ""
+    heartbeat: float = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +54,7 @@ class LaunchPlan:
     settings: tuple[Setting, ...]
     device: str
     reason: str
+    remarks: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -72,6 +71,11 @@ class LaunchPlan:
             return "127.0.0.1:0"
         return f"{self.request.master_addr or '127.0.0.1'}:{self.request.master_port or DEFAULT_MASTER_PORT}"
 
+    @property
+    def heartbeat_port(self) -> int:
+        """Of machine 0; the one after that where ranks meet."""
+        return int(self.endpoint.rpartition(":")[2]) + 1
+
     def command(self, launcher_pid: int | str) -> list[str]:
         """The command line of every rank, after the interpreter."""
         kind = "module" if self.request.module else "script"
@@ -84,9 +88,15 @@ class LaunchPlan:
         where = "this machine" if request.nnodes == 1 else f"{request.nnodes} machines, this is {request.node_rank}"
         pairs = [(f"{setting.name}={setting.value}", setting.why) for setting in self.settings]
         if self.is_static:
+            if request.nnodes > 1 and request.heartbeat:
+                beats = (
+                    f"a machine that says nothing for {request.heartbeat:g} s at port {self.heartbeat_port} is given up"
+                )
+                pairs.append((f"heartbeat {request.heartbeat:g}", beats))
             waits = f"waits {RENDEZVOUS_SECONDS // 60} minutes for all machines" if request.nnodes > 1 else "as asked"
             pairs.append((f"rendezvous {self.endpoint}", waits))
         pairs.append(("output", _explain_output(request)))
+        pairs += [("note", remark) for remark in self.remarks]
         return f"{ranks} of {request.target} on {where}; device {self.device}: {self.reason}\n{format_pairs(pairs)}"
 
 
@@ -111,10 +121,17 @@ def plan_launch(request: LaunchRequest, host: Host, decision: Decision, environm
             _loopback(request, host, decision),
             _own_store(request),
             _no_xla(host, decision),
+            *neuron_settings(request, host, decision, environment),
         )
         if setting is not None and (setting.name not in environment or setting.binding)
     ]
-    return LaunchPlan(request=request, settings=tuple(settings), device=decision.device, reason=decision.reason)
+    return LaunchPlan(
+        request=request,
+        settings=tuple(settings),
+        device=decision.device,
+        reason=decision.reason,
+        remarks=remarks(host, decision, environment),
+    )
 
 
 def _threads(request: LaunchRequest, host: Host) -> Setting:
@@ -211,6 +228,13 @@ def _check_ranks(request: LaunchRequest) -> None:
     if request.max_restarts < 0:
         raise ConfigurationError(
             f"Ranks cannot be restarted {request.max_restarts} times.", where="--max-restarts", fix="Give 0 or more."
+        )
+    if request.heartbeat < 0 or 0 < request.heartbeat < 3:
+        raise ConfigurationError(
+            f"A machine cannot be given up after {request.heartbeat:g} seconds.",
+            where="--heartbeat",
+            why="machines say something every second",
+            fix="Give 3 or more seconds, or 0 to watch nobody.",
         )
     if request.grace < 0:
         raise ConfigurationError(

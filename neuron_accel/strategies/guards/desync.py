@@ -32,7 +32,9 @@ class DesyncGuard(StrategyPlugin):
             a checkpoint on one rank while others wait.
     """
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="desync_guard", phase=Phase.OPTIMIZER)
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="desync_guard", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values"})
+    )
 
     timeout_s: float = 600.0
 

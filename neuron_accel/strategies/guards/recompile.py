@@ -52,7 +52,9 @@ class RecompileGuard(StrategyPlugin):
         warmup_steps: optimizer steps in which graphs may appear: the first makes the optimizer's state.
     """
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="recompile_guard", phase=Phase.OPTIMIZER)
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="recompile_guard", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values"})
+    )
 
     action: Literal["warn", "raise"] = "warn"
     warmup_steps: int = 2

@@ -36,7 +36,9 @@ class ReplicaCheck(StrategyPlugin):
         every: optimizer steps between two further checks; 0: only once, before the first.
     """
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="replica_check", phase=Phase.OPTIMIZER)
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="replica_check", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values"})
+    )
 
     every: int = 0
 

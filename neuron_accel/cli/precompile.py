@@ -1,0 +1,151 @@
+"""``neuron-accel precompile``: compiles the graphs of a training ahead, with ``neuron_parallel_compile``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from neuron_accel.cli.table import format_pairs
+from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.neuron.cache import CompileCache, location_of
+from neuron_accel.neuron.compiler import CompilerOptions
+from neuron_accel.neuron.environment import compile_settings
+from neuron_accel.neuron.settings import Setting
+
+TOOL = "neuron_parallel_compile"
+STEPS_VARIABLE = "NEURON_ACCEL_PRECOMPILE_STEPS"
+
+SUMMARY = "compile the graphs of a training ahead of it"
+DESCRIPTION = """\
+Compile the graphs of a training ahead of it, many at a time, into the compile cache (XLA path).
+
+Put the command that trains behind --, as it is. neuron_parallel_compile, which comes with torch-neuronx, runs it
+as a trial in which nothing is computed and every result is zero, collects its graphs, and compiles them. The
+trial ends by itself after --max-steps optimizer steps; every loop over a prepared loader ends after as many.
+Saving, loading, logging and checks of values step aside (accelerator.is_precompiling tells a script).
+
+Everything that is part of a graph has to be as in the real training: batch size, sequence length, number of
+machines and of ranks, versions, compiler flags.
+"""
+EXAMPLES = """\
+examples:
+  neuron-accel precompile -- neuron-accel launch --nproc-per-node 32 train.py --lr 1e-4
+  neuron-accel precompile -- torchrun --nproc-per-node 32 train.py          any launcher will do
+  neuron-accel precompile --command collect -- torchrun train.py            only collect graphs
+  neuron-accel precompile --command compile                                 compile what was collected
+  neuron-accel precompile --command analyze --analyze-output out -- torchrun train.py
+  neuron-accel precompile --command clean                                   drop what was collected
+  neuron-accel precompile --dry-run -- torchrun train.py                    what would be run
+"""
+
+COMMANDS = ("collect", "compile", "clean", "clear-locks", "analyze")
+_NEEDS_SCRIPT = (None, "collect", "analyze")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecompilePlan:
+    """What will be run: the words of the command line, and what is set for it."""
+
+    words: tuple[str, ...]
+    settings: tuple[Setting, ...]
+
+    def explain(self) -> str:
+        pairs = [(f"{setting.name}={setting.value}", setting.why) for setting in self.settings]
+        return f"{shlex.join(self.words)}\n{format_pairs(pairs)}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--command", dest="phase", choices=COMMANDS, help="one phase only (default: collect, then compile)"
+    )
+    parser.add_argument("--max-steps", type=int, default=10, metavar="N", help="steps of the trial (default: 10)")
+    parser.add_argument("--max-retries", type=int, default=0, metavar="N", help="attempts at a graph that fails")
+    parser.add_argument("--cache-dir", metavar="PLACE", help="the compile cache: a folder or s3://bucket/prefix")
+    parser.add_argument("--retry-failed-compilation", action="store_true", help="compile again what failed before")
+    parser.add_argument("--analyze-output", metavar="DIR", help="analyze: where the report goes")
+    parser.add_argument("--analyze-verbosity", type=int, choices=(1, 2), help="analyze: how much is reported")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be run, and do nothing")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the command that trains")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Becomes the tool: its exit code and signals are ours."""
+    plan = plan_precompile(args, os.environ, shutil.which(TOOL))
+    print(f"neuron-accel: {plan.explain()}", flush=True)
+    if args.dry_run:
+        return 0
+    CompileCache(location=args.cache_dir).check_writable(os.environ)
+    environ = {**os.environ, **{setting.name: setting.value for setting in plan.settings}}
+    return os.execvpe(plan.words[0], plan.words, environ)
+
+
+def plan_precompile(args: argparse.Namespace, environ: Mapping[str, str], tool: str | None) -> PrecompilePlan:
+    """Decides what to run.
+
+    Args:
+        args: the parsed command line.
+        environ: environment variables.
+        tool: where neuron_parallel_compile is; None if it is missing.
+
+    Raises:
+        ConfigurationError: if it is missing, or the command line makes no sense.
+    """
+    script = _script(args)
+    if args.max_steps < 1 or args.max_retries < 0:
+        raise ConfigurationError(
+            f"{args.max_steps} steps and {args.max_retries} further attempts are not possible.",
+            where="--max-steps, --max-retries",
+            fix="give at least one step, 10 to 15 for a training with a schedule; and 0 or more attempts",
+        )
+    analysis = [
+        *(["--analyze-output", args.analyze_output] if args.analyze_output else []),
+        *(["--analyze-verbosity", str(args.analyze_verbosity)] if args.analyze_verbosity else []),
+    ]
+    if analysis and args.phase != "analyze":
+        raise ConfigurationError(f"{analysis[0]} does nothing here.", where=analysis[0], fix="give --command analyze")
+    if tool is None:
+        raise ConfigurationError(
+            f"{TOOL} is not on the PATH.",
+            where="neuron-accel precompile",
+            why="it comes with torch-neuronx for torch 2.9, the XLA path, which the public package index does not have",
+            fix="install torch-neuronx from the Neuron package index; on the native device graphs are compiled as they "
+            "are met, and there is nothing to precompile",
+        )
+    command = ["--command", args.phase] if args.phase else []
+    return PrecompilePlan(words=(tool, *command, *analysis, *script), settings=tuple(_settings(args, environ)))
+
+
+def _script(args: argparse.Namespace) -> list[str]:
+    script: Sequence[str] = args.script[1:] if args.script[:1] == ["--"] else args.script
+    if not script and args.phase in _NEEDS_SCRIPT:
+        raise ConfigurationError(
+            "There is no training to collect graphs from.",
+            where="neuron-accel precompile",
+            fix="put the command that trains behind --: neuron-accel precompile -- torchrun train.py",
+        )
+    if script and script[0].endswith(".py"):
+        raise ConfigurationError(
+            f"{script[0]} is a script, not a command.",
+            where="what stands behind --",
+            why="graphs depend on the number of ranks, which a launcher sets",
+            fix=f"write the whole command: neuron-accel launch --nproc-per-node N {shlex.join(script)}",
+        )
+    return list(script)
+
+
+def _settings(args: argparse.Namespace, environ: Mapping[str, str]) -> list[Setting]:
+    cache = CompileCache(location=args.cache_dir, retry_failed_compilation=args.retry_failed_compilation)
+    found = [
+        Setting(name=STEPS_VARIABLE, value=str(args.max_steps), why="the trial ends after as many optimizer steps")
+    ]
+    if args.max_retries:
+        name = "NEURON_PARALLEL_COMPILE_MAX_RETRIES"
+        found.append(Setting(name=name, value=str(args.max_retries), why="further attempts at a graph that fails"))
+    found += compile_settings(CompilerOptions(), cache, environ, native=False)
+    if not args.cache_dir:
+        location_of(environ)  # refuses a malformed one
+    return found
