@@ -563,10 +563,12 @@ class NeuronAccelerator(Accelerator):
 
     @steps_aside(itself)
     def pad_across_processes(self, tensor, dim=0, pad_index=0, pad_first=False):
+        """Tensors of all ranks with the size of the largest along ``dim``."""
         self.run.company.together_only("`pad_across_processes`")
         return super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def wait_for_everyone(self) -> None:
+        """Returns once every process has called it."""
         self.run.company.together_only("`wait_for_everyone`")
         if "lazy" in self.run.backend.capabilities:
             self.run.backend.barrier()
