@@ -27,12 +27,15 @@ def stock(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
-def test_the_same_training(name, stock, tmp_path):
+def test_the_same_training(name, stock, tmp_path, capfd):
     """Accumulation, a short last window and batch, clipping, a schedule, evaluation with metrics, checkpoints."""
     ranks, with_data, more = COMPOSITIONS[name]
     results = run_ranks(train_on_rank, ranks, str(tmp_path), with_data, more)
     for result in results:
         assert_same(result, stock[with_data])
+    said = [line for line in capfd.readouterr().out.splitlines() if "'loss'" in line or "train_loss" in line]
+    assert len(said) == stock[with_data]["steps"] + 1
+    assert all(line.startswith("[rank 0]") for line in said)
 
 
 @pytest.mark.parametrize(
@@ -77,3 +80,15 @@ def test_resume(before, after, stock, tmp_path):
     for result in run_ranks(train_on_rank, ranks, str(tmp_path), with_data, more | MIDDLE, None, True):
         result["train_loss"] = None  # of the steps of this call
         assert_same(result, stock[with_data])
+
+
+@pytest.mark.parametrize("name", ["dp2+zero1", "tp2+sp", "pp2"])
+def test_packed_documents(name, tmp_path):
+    """Positions that begin anew within a row: what belongs to different documents does not attend to each other."""
+    ranks, with_data, more = COMPOSITIONS[name]
+    arguments = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no", "packed": True}
+    packed = train_with_stock(tmp_path / "stock", **arguments)
+    apart = train_with_stock(tmp_path / "apart", **arguments | {"packed": False})
+    assert abs(packed["losses"][0] - apart["losses"][0]) > 1e-3
+    for result in run_ranks(train_on_rank, ranks, str(tmp_path), with_data, more | arguments):
+        assert_same(result, packed)

@@ -16,7 +16,8 @@ SAMPLES, LENGTH, GLOBAL_BATCH = 22, 12, 4
 class Texts(torch.utils.data.Dataset):
     """Random tokens; every sample has another number of them that count."""
 
-    def __init__(self, samples=SAMPLES, seed=0):
+    def __init__(self, samples=SAMPLES, seed=0, packed=False):
+        self.packed = packed
         generator = torch.Generator().manual_seed(seed)
         self.ids = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
 
@@ -26,7 +27,11 @@ class Texts(torch.utils.data.Dataset):
     def __getitem__(self, index):
         labels = self.ids[index].clone()
         labels[: index % (LENGTH - 2)] = -100
-        return {"input_ids": self.ids[index], "labels": labels}
+        sample = {"input_ids": self.ids[index], "labels": labels}
+        if self.packed:
+            first = torch.arange(LENGTH // 3)
+            sample["position_ids"] = torch.cat([first, torch.arange(LENGTH - len(first))])
+        return sample
 
 
 def model():
@@ -110,11 +115,12 @@ def train_with_stock(folder, ranks_with_data=1, **more):
     """transformers' own Trainer, in one process or, on several ranks, by torch's data parallelism."""
     from transformers import Trainer, TrainingArguments
 
+    data = Texts(packed=more.pop("packed", False))
     extra = {"compute_loss_func": more.pop("compute_loss_func", None), "callbacks": callbacks(more)}
     trainer = Trainer(
         model=model(),
         args=TrainingArguments(**options(folder, ranks_with_data, **more)),
-        train_dataset=Texts(),
+        train_dataset=data,
         eval_dataset=Texts(10, seed=1),
         compute_metrics=accuracy,
         **extra,
@@ -129,10 +135,11 @@ def train_on_rank(folder, ranks_with_data, more, extra=None, resume=None):
 
     more, extra = dict(more), dict(extra or {})
     extra["callbacks"] = callbacks(more)
+    data = Texts(packed=more.pop("packed", False))
     trainer = NeuronTrainer(
         model=model(),
         args=NeuronTrainingArguments(**options(folder, ranks_with_data, **more)),
-        train_dataset=Texts(),
+        train_dataset=data,
         eval_dataset=Texts(10, seed=1),
         compute_metrics=accuracy,
         **extra,
