@@ -21,8 +21,8 @@ TEMPLATE = """\
 
 set -euo pipefail
 
-# the first machine of the job is where all meet
-master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# the first machine of the job is where all meet; not a pipe into head, whose early end can fail the job
+read -r master < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # a port of its own for every job, should two share a machine
 port=$(({port} + SLURM_JOB_ID % 1000))
 

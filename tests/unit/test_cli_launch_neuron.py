@@ -137,7 +137,8 @@ def test_what_cannot_be_is_refused(script, host, decision, environment, options,
 
 
 def test_a_cache_that_cannot_be_written_stops_the_launch(script, tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    for name in ("ACCELERATE_USE_CPU", "USE_TORCH_XLA"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NEURON_ACCEL_BACKEND", "xla")
     monkeypatch.setattr("neuron_accel.cli.launch.Machine", WithXla)
     (tmp_path / "file").write_text("")
