@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import nox
@@ -103,6 +104,7 @@ def install(session: nox.Session, *requirements: str) -> None:
 
 
 def check_installation(session: nox.Session) -> None:
-    """Runs the smoke test away from the sources, which finds what the built package lacks."""
-    with session.chdir(session.create_tmp()):
+    """Runs the smoke test away from the sources, which finds what the built package lacks. Not in nox's own temporary
+    folder: that would become the tests' too, inside the sources and perhaps closed to other users."""
+    with tempfile.TemporaryDirectory() as folder, session.chdir(folder):
         session.run("neuron-accel", "test")

@@ -92,7 +92,8 @@ def let_threads_finish(limit: float = 1.0) -> None:
 
     A collective counts as complete a moment before the thread that ran it lets go of its tensors, for which it may need
     the interpreter. If that is being torn down by then, the process aborts ("terminate called without an active
-    exception"). Threads of a destroyed group live on, so there is nothing to join.
+    exception"); if a destructor that holds it joins them, both wait for ever (PyTorch issue 56297). Threads of a
+    destroyed group live on, so there is nothing to join.
     """
     deadline, at_rest = time.monotonic() + limit, 0
     while at_rest < 2 and time.monotonic() < deadline:

@@ -134,15 +134,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_batch_files(path: Path, plan: LaunchPlan, args: argparse.Namespace) -> None:
-    from neuron_accel.cli.slurm import write_batch_files
+    from neuron_accel.cli.slurm import batch_files, write_batch_files
 
     files = write_batch_files(path, plan, _options_of(args))
     for file, purpose in files:
         print(f"{file}: {purpose}")
-    print(f"next: sbatch {path}")
+    training = batch_files(path)[0]
+    print(f"next: sbatch {training}")
     if len(files) > 1:
         first = files[0][0]
-        print(f"to compile first: job=$(sbatch --parsable {first}) && sbatch --dependency=afterok:$job {path}")
+        print(f"to compile first: job=$(sbatch --parsable {first}) && sbatch --dependency=afterok:$job {training}")
 
 
 def _options_of(args: argparse.Namespace) -> list[str]:

@@ -9,6 +9,8 @@ import os
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from neuron_accel.backends.process_group import let_threads_finish
+
 WORDS, CLASSES = 64, 2
 
 
@@ -341,6 +343,9 @@ def with_tracking(make, family, folder):
         accuracy, _ = evaluate(accelerator, model, held_out)
         accelerator.log({"accuracy": accuracy, "loss": total.item() / len(train)}, step=epoch)
     accelerator.end_training()  # the last of all loops: the process is disconnected after it
+    # With Accelerate's own class the model is now the last that holds the group, whose destructor waits for gloo's
+    # threads, which may wait for the interpreter that the destructor holds (PyTorch issue 56297). Ours waits itself.
+    let_threads_finish()
     if accelerator.is_main_process:
         with open(path) as file:
             return [json.loads(line) for line in file]
