@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,10 +99,10 @@ class Index:
         if source.layout != layout or stored.dtype != layout.dtype:
             raise ValueError(f"{name!r} is described in two ways")
         numel = math.prod(layout.local_shape)
-        start, stop = description.get("range") or (0, numel)
+        start, stop = map(operator.index, description.get("range") or (0, numel))  # a float is an error, also 1.0
         if not (0 <= start <= stop <= numel) or stored.numel != stop - start:
             raise ValueError(f"{name!r} has a range that does not fit")
-        place = tuple((cut.axis, int(description["at"][cut.axis])) for cut in layout.cuts)
+        place = tuple((cut.axis, operator.index(description["at"][cut.axis])) for cut in layout.cuts)
         source.parts.setdefault(place, []).append(Chunk(start=start, stop=stop, path=path, offset=stored.offset))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -246,7 +247,17 @@ class Layout:
             LayoutError: if ``data`` describes no layout.
         """
         try:
-            cuts = tuple(Cut(**{**cut, "blocks": tuple(cut["blocks"])}) for cut in data["cuts"])
-            return cls(shape=tuple(data["shape"]), dtype=data["dtype"], cuts=cuts)
+            return cls(
+                shape=tuple(map(operator.index, data["shape"])),  # which takes no float, also not 1.0 or infinity
+                dtype=data["dtype"],
+                cuts=tuple(
+                    Cut(
+                        **cut
+                        | {name: operator.index(cut[name]) for name in ("dim", "degree", "size", "unit", "replicas")}
+                        | {"blocks": tuple(map(operator.index, cut["blocks"]))}
+                    )
+                    for cut in data["cuts"]
+                ),
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise LayoutError(f"This describes no layout: {data!r}", why=str(error)) from error

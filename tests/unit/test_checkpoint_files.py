@@ -157,6 +157,10 @@ def places_in(value, path=()):
         yield from places_in(inner, (*path, key))
 
 
+def value_at(value, path):
+    return value_at(value[path[0]], path[1:]) if path else value
+
+
 def changed(value, path, new):
     if not path:
         return new
@@ -183,6 +187,18 @@ def test_a_file_that_describes_its_tensors_wrongly_is_an_error_or_read_within_bo
             outcome(tensor.check)
             for chunk in (c for chunks in tensor.parts.values() for c in chunks):
                 assert 0 <= chunk.offset <= chunk.offset + 4 * (chunk.stop - chunk.start) <= path.stat().st_size
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), 1.0, "1", None], ids=repr)
+def test_what_is_no_whole_number_is_an_error_wherever_one_belongs(tmp_path, number):
+    path = tmp_path / "x"
+    described = {"version": 1, "tensors": {"a": DESCRIPTION}}
+    places = [place for place in places_in(described) if type(value_at(described, place)) is int and len(place) > 1]
+    assert len(places) >= 10
+    for place in places:
+        metadata = {"neuron_accel": json.dumps(changed(described, place, number))}
+        write(path, {"a": torch.arange(3, dtype=torch.float32)}, metadata)
+        assert isinstance(outcome(Index().add, path, read_header(path)), CheckpointError), place
 
 
 # ---- manifest ------------------------------------------------------------------------------------------------------
