@@ -1,9 +1,10 @@
 """The entries of a compile cache in a folder: what there is, what is in use, and evicting what is not needed.
 
-Safe beside running jobs. An entry is left alone while its lock is held or it is being compiled, while a process of this
-machine has one of its files open, and while a job that registered itself (:func:`register_job`, which ``neuron-accel
-launch`` does) runs that began before the entry was last used. What is evicted is renamed first, which no reader can see
-half of, looked at once more, and put back if somebody came meanwhile. Two evictions never run at a time.
+Safe beside running jobs. An entry is left alone while its lock is held, while it is begun or being compiled, while a
+process of this machine has one of its files open, and while a job that registered itself (:func:`register_job`, which
+``neuron-accel launch`` does) runs that began before the entry was last used. What is evicted is renamed first, which no
+reader can see half of, looked at once more, and put back if somebody came meanwhile. Two evictions never run at a time.
+The folders of compiler versions stay, even empty: a job may be about to make an entry in one.
 
 When an entry was last used is the latest time that one of its files was read or written, as far as the file system
 knows: Linux notes reading once a day by default (relatime), and never on file systems mounted with noatime.
@@ -29,6 +30,10 @@ from neuron_accel.neuron.cache import is_s3
 
 OWN_FOLDER = ".neuron_accel"
 """Of this project, in a cache: registered jobs, the lock of evictions, and what is on its way out."""
+
+BEGUN_SECONDS = 600.0
+"""How long an entry without a lock and a result counts as begun: a job makes the folder first and its lock a moment
+later, and the clocks of machines that share a cache differ a little."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +129,7 @@ def register_job(folder: Path) -> Iterator[None]:
         return
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        json.dump({"began": time.time(), "host": socket.gethostname(), "pid": os.getpid()}, file)
+        json.dump({"host": socket.gethostname(), "pid": os.getpid()}, file)
         file.flush()
         try:
             yield
@@ -133,12 +138,16 @@ def register_job(folder: Path) -> Iterator[None]:
 
 
 def running_jobs(folder: Path) -> list[dict]:
-    """The registered jobs that run: ``{"began": seconds, "host": ..., "pid": ...}`` each."""
+    """The registered jobs that run: ``{"began": seconds, "host": ..., "pid": ...}`` each.
+
+    When one began is the time of its file: the clock that dates what it uses. That of a process is another one, a few
+    milliseconds ahead, or any time on a file system of another machine.
+    """
     found = []
     for path in sorted((folder / OWN_FOLDER / "jobs").glob("*.json")):
         with contextlib.suppress(OSError, ValueError), path.open() as file:
             if _is_held(file):
-                found.append(json.load(file))
+                found.append({"began": os.fstat(file.fileno()).st_mtime, **json.load(file)})
     return found
 
 
@@ -174,8 +183,10 @@ def in_use(entry: Entry, jobs: Iterable[dict], opened: Iterable[Path]) -> str | 
         with contextlib.suppress(OSError), lock.open() as file:
             if _is_held(file):
                 return "locked"
-    if entry.locks and entry.state == "incomplete":
+    if entry.state == "incomplete" and entry.locks:
         return "being compiled"
+    if entry.state == "incomplete" and time.time() - entry.last_used < BEGUN_SECONDS:
+        return "begun just now"
     real = Path(os.path.realpath(entry.path))
     if any(real in path.parents for path in opened):
         return "open"
@@ -220,22 +231,35 @@ def prune(
         if not dry_run:
             _empty_trash(folder)
         jobs, opened = running_jobs(folder), open_files(folder)
-        present = entries(folder)
-        left = sum(entry.size for entry in present)
-        evicted, kept = [], []
-        for entry in present:
-            reason = _reason(entry, left, max_bytes, ttl_seconds, now)
-            if reason is None:
-                continue
-            needed = in_use(entry, jobs, opened)
-            if needed is None and not dry_run and not _evict(entry, folder):
-                needed = "used just now"
-            if needed is not None:
-                kept.append((entry, needed))
-                continue
-            evicted.append((entry, reason))
-            left -= entry.size
+        waiting = entries(folder)
+        left = sum(entry.size for entry in waiting)
+        evicted: list[tuple[Entry, str]] = []
+        kept: list[tuple[Entry, str]] = []
+        # What has to stay counts against the limit, so that others go in its place: hence more than one round.
+        while due := _due(waiting, left, max_bytes, ttl_seconds, now):
+            waiting = waiting[len(due) :]
+            needed = {entry: in_use(entry, jobs, opened) for entry in due}
+            free = [entry for entry in due if needed[entry] is None]
+            gone = free if dry_run else _evict(free, folder)
+            for entry, reason in due.items():
+                if entry in gone:
+                    evicted.append((entry, reason))
+                    left -= entry.size
+                else:
+                    kept.append((entry, needed[entry] or "used just now"))
         return Eviction(evicted=tuple(evicted), kept=tuple(kept), left=left)
+
+
+def _due(waiting: list[Entry], left: int, max_bytes: int | None, ttl: float | None, now: float) -> dict[Entry, str]:
+    """The entries beyond a limit, each with the limit: the first ones of ``waiting``, which are the oldest."""
+    due = {}
+    for entry in waiting:
+        reason = _reason(entry, left, max_bytes, ttl, now)
+        if reason is None:
+            break
+        due[entry] = reason
+        left -= entry.size
+    return due
 
 
 def _reason(entry: Entry, left: int, max_bytes: int | None, ttl: float | None, now: float) -> str | None:
@@ -266,24 +290,28 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _evict(entry: Entry, folder: Path) -> bool:
-    """Whether the entry is gone; False if somebody came to use it meanwhile, or it had gone before."""
-    trash = folder / OWN_FOLDER / "trash" / f"{entry.name}-{uuid.uuid4().hex[:8]}"
-    trash.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.rename(entry.path, trash)
-    except FileNotFoundError:
-        return False
-    again = _read(trash)
-    arrived = again.last_used > entry.last_used or len(again.locks) > len(entry.locks)
-    if arrived or in_use(again, (), open_files(trash)):
-        with contextlib.suppress(OSError):  # whoever came has begun anew in its place
-            os.rename(trash, entry.path)
-            return False
-    shutil.rmtree(trash, ignore_errors=True)
-    with contextlib.suppress(OSError):  # the last one of a compiler
-        entry.path.parent.rmdir()
-    return True
+def _evict(chosen: list[Entry], folder: Path) -> set[Entry]:
+    """Those that are gone: not the ones that somebody came to use meanwhile, or that had gone before.
+
+    All are renamed before any is looked at again: looking for open files reads about every process.
+    """
+    trash = folder / OWN_FOLDER / "trash"
+    trash.mkdir(parents=True, exist_ok=True)
+    moved = {}
+    for entry in chosen:
+        with contextlib.suppress(FileNotFoundError):
+            moved[entry] = entry.path.rename(trash / f"{entry.name}-{uuid.uuid4().hex[:8]}")
+    opened, gone = open_files(trash) if moved else set(), set()
+    for entry, path in moved.items():
+        again = _read(path)
+        arrived = again.last_used > entry.last_used or len(again.locks) > len(entry.locks)
+        if arrived or in_use(again, (), opened):
+            with contextlib.suppress(OSError):  # whoever came has begun anew in its place
+                path.rename(entry.path)
+                continue
+        shutil.rmtree(path, ignore_errors=True)
+        gone.add(entry)
+    return gone
 
 
 def _empty_trash(folder: Path) -> None:

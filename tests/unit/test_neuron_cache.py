@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import multiprocessing
@@ -23,7 +24,7 @@ DAY = 86400.0
 def make(folder, name, *, size=1000, days=1.0, compiler="2.24.5133", neff=True, lock=False):
     """An entry as the wrapper leaves it, last used ``days`` ago."""
     path = folder / f"neuronxcc-{compiler}" / f"MODULE_{name}+4eb52b03"
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     (path / "compile_flags.json").write_bytes(b"x" * 10)
     (path / "model.hlo_module.pb").write_bytes(b"x" * (size - 10 if not neff else 20))
     if neff:
@@ -165,19 +166,36 @@ def test_a_job_leaves_nothing_behind(cache):
     assert list((cache / ".neuron_accel" / "jobs").iterdir()) == []
 
 
-def test_an_entry_that_is_used_between_the_decision_and_the_deed_stays(cache, monkeypatch):
-    look = cache_store._reason
-
-    def and_somebody_comes(entry, *rest):
+def test_an_entry_that_is_used_between_the_decision_and_the_deed_stays(cache):
+    decided = entries(cache)
+    used = [decided[1], decided[3]]
+    for entry in used:
         os.utime(entry.path / "model.neff")
-        return look(entry, *rest)
+    gone = cache_store._evict(decided, cache)
+    assert gone == {decided[0], decided[2], decided[4]}
+    assert {entry.path for entry in entries(cache)} == {entry.path for entry in used}
+    assert all((entry.path / "model.neff").stat().st_size == 970 for entry in used)
 
-    monkeypatch.setattr(cache_store, "_reason", and_somebody_comes)
+
+def test_an_entry_that_is_just_begun_stays(cache):
+    """A job makes the folder first, then the lock."""
+    begun = cache / "neuronxcc-2.24.5133" / "MODULE_new+4eb52b03"
+    begun.mkdir()
     done = prune(cache, max_bytes=0)
-    assert not done.evicted
-    assert {why for _, why in done.kept} == {"used just now"}
-    assert len(entries(cache)) == 5
-    assert all((entry.path / "model.neff").stat().st_size == 970 for entry in entries(cache))
+    assert [(names([entry]), why) for entry, why in done.kept] == []  # nothing in it: no limit concerns it
+    (begun / "model.hlo_module.pb").write_bytes(b"x" * 20)
+    ((entry, why),) = prune(cache, max_bytes=0).kept
+    assert (names([entry]), why) == (["new"], "begun just now")
+    assert begun.exists()
+
+
+def test_others_go_in_the_place_of_what_has_to_stay(cache):
+    with next(cache.glob("*/MODULE_e5+*/model.neff")).open() as _:
+        done = prune(cache, max_bytes=3000)
+    assert names(entry for entry, _ in done.kept) == ["e5"]
+    assert names(entry for entry, _ in done.evicted) == ["e4", "e3"]
+    assert names(entries(cache)) == ["e5", "e2", "e1"]
+    assert done.left == 3000
 
 
 def test_two_evictions_do_not_meet(cache):
@@ -193,37 +211,46 @@ def test_what_an_interrupted_eviction_left_is_taken_away(cache):
     assert len(entries(cache)) == 5
 
 
+def write_as_a_job_does(folder, name, days):
+    """An entry as the compiler's wrapper writes one: the folder, its lock, and the rest while the lock is held."""
+    path = folder / "neuronxcc-2.24.5133" / f"MODULE_{name}+4eb52b03"
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / "model.hlo_module.pb.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        make(folder, name, days=days)
+    return path / "model.neff"
+
+
 def test_evicting_beside_jobs_that_read_and_write(tmp_path):
-    """Readers see an entry whole or not at all, while others are written and evicted."""
-    stop, broken = threading.Event(), []
+    """Writers are never disturbed, and readers see an entry whole or not at all, while others are evicted."""
+    stop, broken, written = threading.Event(), [], []
 
     def work(number):
-        count = 0
-        while not stop.is_set():
-            count += 1
-            path = make(tmp_path, f"w{number}n{count}", days=count)
+        for count in range(1, 10**6):
+            if stop.is_set():
+                return
             try:
-                with (path / "model.neff").open("rb") as file:
+                neff = write_as_a_job_does(tmp_path, f"w{number}n{count}", days=count)
+                written.append(neff)
+                with contextlib.suppress(FileNotFoundError), neff.open("rb") as file:  # evicted before it is opened
                     if len(file.read()) != 970:
-                        broken.append(path)
-            except FileNotFoundError:
-                pass  # evicted before it was opened: a miss
+                        broken.append(neff)
+            except OSError as error:
+                broken.append(error)
 
     workers = [threading.Thread(target=work, args=(n,)) for n in range(2)]
     for worker in workers:
         worker.start()
     evicted = 0
-    deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline:
-        try:
+    try:
+        while evicted < 30 and not broken:
             evicted += len(prune(tmp_path, max_bytes=3000).evicted)
-        except FileNotFoundError as error:
-            broken.append(error)
-    stop.set()
-    for worker in workers:
-        worker.join()
-    assert evicted > 5
+    finally:
+        stop.set()
+        for worker in workers:
+            worker.join()
     assert broken == []
+    assert len(entries(tmp_path)) == len(written) - evicted
 
 
 def test_the_command_lists_counts_and_prunes(cache, capsys, monkeypatch):
@@ -247,7 +274,7 @@ def test_the_command_lists_counts_and_prunes(cache, capsys, monkeypatch):
         ("e4", "size"),
     ]
     assert report["bytes_left"] == 3000
-    assert not (cache / "neuronxcc-2.23.6484").exists()
+    assert list((cache / "neuronxcc-2.23.6484").iterdir()) == []
 
 
 @pytest.mark.parametrize(
