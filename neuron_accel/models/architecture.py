@@ -110,6 +110,7 @@ def architecture_of(model: nn.Module) -> Architecture:
             why="how its weights may be divided has to be known",
             fix=did_you_mean(config.model_type, known_model_types()),
         )
+    plan = plan.of(config)
     for attribute, reason in plan.unsupported.items():
         if getattr(config, attribute, None):
             raise UnsupportedModelError(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from neuron_accel.models.plan import ArchitecturePlan, colwise, rowwise, shared
+from neuron_accel.models.plan import ArchitecturePlan, colwise, divided, experts, rowwise, shared, spanning
+
+AUXILIARY = "its gradient is alike on all ranks, that of the rest of a router a share of a sum"
+"""Why the auxiliary loss of a router is refused."""
 
 LLAMA = ArchitecturePlan(
     model_types=("llama", "mistral", "qwen2"),
@@ -64,4 +67,37 @@ LFM2 = replace(
         "layers.*.feed_forward.w3": colwise(),
         "layers.*.feed_forward.w2": rowwise(),
     },
+)
+
+BITNET = replace(
+    LLAMA,
+    model_types=("bitnet",),
+    styles={**LLAMA.styles, "layers.*.self_attn.attn_sub_norm": spanning(), "layers.*.mlp.ffn_sub_norm": spanning()},
+)
+
+DIFFLLAMA = replace(
+    LLAMA,
+    model_types=("diffllama",),
+    styles={
+        **LLAMA.styles,
+        # two halves, whose heads are subtracted pair by pair
+        "layers.*.self_attn.q_proj": colwise(units="num_attention_heads", blocks=2, groups=2),
+        "layers.*.self_attn.k_proj": colwise(units="num_key_value_heads", blocks=2, groups=2),
+        "layers.*.self_attn.v_proj": colwise(units="num_key_value_heads", blocks=2, groups=2),
+        "layers.*.self_attn.o_proj": rowwise(units="num_attention_heads"),
+        **{f"layers.*.self_attn.lambda_{name}": shared() for name in ("q1", "k1", "q2", "k2")},
+    },
+)
+
+GPT_OSS = replace(
+    LLAMA,
+    model_types=("gpt_oss",),
+    styles={
+        **{name: style for name, style in LLAMA.styles.items() if ".self_attn." in name},
+        "layers.*.self_attn.sinks": divided(units="num_attention_heads"),
+        "layers.*.mlp.router": shared(),
+        "layers.*.mlp.experts": experts(),
+    },
+    unsupported={"output_router_logits": AUXILIARY},
+    refused={"output_router_logits": AUXILIARY},
 )

@@ -18,5 +18,5 @@ MPT = ArchitecturePlan(
     },
     heads="n_heads",
     per_rank={"blocks.*.attn": {"n_heads": "n_heads"}},
-    per_head={"blocks.*.attn": "position_bias"},
+    per_head={"blocks.*.attn": ("position_bias",)},
 )

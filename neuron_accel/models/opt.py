@@ -21,5 +21,4 @@ OPT = ArchitecturePlan(
         "decoder.layers.*.fc2": rowwise(),
     },
     per_rank={"decoder.layers.*.self_attn": {"num_heads": _HEADS, "embed_dim": _HEADS}},
-    sequence="its feed-forward layers see tokens without their sequences",
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +21,10 @@ class Style:
             its own share, so that its gradient is a sum over the ranks), ``"divided"`` (its parameters are cut along
             their first dim, as its input is), ``"spanning"`` (whole on every rank, and applied to the features of all
             ranks, of which each goes on with its own), ``"partial"`` (like ``"rowwise"``, but the outputs are summed
-            only where the region ends) or ``"experts"`` (many gated feed-forward layers in two tensors, gate and up
-            [experts, 2 x features, hidden] and down [experts, hidden, features], whose features are divided).
+            only where the region ends), ``"experts"`` (many gated feed-forward layers in two tensors, gate and up
+            [experts, 2 x features, hidden] and down [experts, hidden, features], or transposed, whose features are
+            divided) or ``"own_queries"`` (whole on every rank, which computes the queries of its own heads and the keys
+            and values of all, the last of the output features).
         units: the configuration attribute that counts what cannot be cut: attention heads, say. None, or an attribute
             that is None, means that single features may be told apart. One name for each block where they differ.
         blocks: number of equal blocks that the divided features fuse: 3 for query, key and value side by side.
@@ -79,6 +82,11 @@ def experts() -> Style:
     return Style(kind="experts")
 
 
+def own_queries(*, units: str) -> Style:
+    """A projection to the queries of all heads and then one key and one value head, which all of them read."""
+    return Style(kind="own_queries", units=units)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ArchitecturePlan:
     """What is known about a family of decoders.
@@ -99,10 +107,13 @@ class ArchitecturePlan:
             is a multiple of the second, where there is one.
         per_rank: attributes of modules that count what a rank computes, and what their count follows; ``config.name``
             stands for an entry of the module's own view of the configuration.
-        per_head: arguments of modules, [batch x heads, ...], of which each rank gets those of its heads.
+        per_head: arguments of modules, [batch x heads, ...] or, of four dims, [batch, heads, ...], of which each rank
+            gets those of its heads.
         unsupported: configuration attributes that, when set, make a model that this plan does not cover, and why.
         refused: arguments of a model's forward that are not possible when it is divided, and why.
         sequence: why the family cannot be divided along the sequence; empty if it can.
+        variants: configuration attributes, and the plan that holds in place of this one if they are set; the first
+            that is set counts.
     """
 
     model_types: tuple[str, ...]
@@ -115,10 +126,15 @@ class ArchitecturePlan:
     heads: str = "num_attention_heads"
     key_value_heads: str = "num_key_value_heads"
     per_rank: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    per_head: Mapping[str, str] = field(default_factory=dict)
+    per_head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unsupported: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     sequence: str = ""
+    variants: Mapping[str, ArchitecturePlan] = field(default_factory=dict)
+
+    def of(self, config: Any) -> ArchitecturePlan:
+        """The plan of a model with this configuration."""
+        return next((plan for name, plan in self.variants.items() if getattr(config, name, None)), self)
 
 
 def matches(pattern: str, name: str) -> bool:

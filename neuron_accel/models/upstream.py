@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from neuron_accel.engine.errors import UnsupportedModelError
+from neuron_accel.models.llama import AUXILIARY
 from neuron_accel.models.plan import (
     ArchitecturePlan,
     Style,
@@ -60,8 +61,6 @@ _MIXTURES = frozenset({
     "solar_open",
 })  # fmt: skip
 """Families whose mixture is nothing but a sum over experts, each weighted by the router."""
-
-_AUXILIARY = "its gradient is alike on all ranks, that of the rest of a router a share of a sum"
 
 _NO_SEQUENCE = {"deepseek_v4": "it keeps several residual streams, whose second dim is not the sequence"}
 
@@ -125,8 +124,8 @@ class _Translation:
             styles=translated,
             head=self._head(),
             per_rank=self._counters(regions, translated),
-            unsupported={"output_router_logits": _AUXILIARY} if mixtures else {},
-            refused={"output_router_logits": _AUXILIARY} if mixtures else {},
+            unsupported={"output_router_logits": AUXILIARY} if mixtures else {},
+            refused={"output_router_logits": AUXILIARY} if mixtures else {},
             sequence=self._why_no_sequence(blocks, regions),
         )
 

@@ -13,16 +13,28 @@ from tests.sweeps.tiny import tiny_model
 DIVERSE = (
     "cohere", "exaone4", "gemma2", "gemma3_text", "glm4", "granite", "olmo2", "phi", "phi3", "starcoder2",
     "mixtral", "qwen2_moe", "qwen3_next", "bloom", "gpt_neox", "bert", "bart", "codegen", "falcon", "mpt", "lfm2",
-    "apertus", "granite_swa", "deepseek_v2",
+    "apertus", "granite_swa", "deepseek_v2", "gpt_oss", "opt", "gpt_neo", "granitemoehybrid", "afmoe",
 )  # fmt: skip
+
+VARIANTS = {
+    "bigcode, multi-query": ("gpt_bigcode", {"multi_query": True}),
+    "bigcode, multi-query, five heads": ("gpt_bigcode", {"multi_query": True, "n_embd": 40, "n_head": 5}),
+    "falcon, multi-query": ("falcon", {"new_decoder_architecture": False, "multi_query": True, "bias": True}),
+    "falcon, many heads": ("falcon", {"new_decoder_architecture": False, "multi_query": False, "num_kv_heads": None}),
+    "falcon, ALiBi": (
+        "falcon",
+        {"new_decoder_architecture": False, "multi_query": False, "num_kv_heads": None, "alibi": True},
+    ),
+}
 
 
 def _families(names: list[str], degree: int, options: dict[str, Any]) -> dict[str, Any]:
     """Losses and the largest difference of gradients of one step; what it raised if it did."""
     results = {}
     for name in names:
+        model_type, sizes = VARIANTS.get(name, (name, {}))
         try:
-            results[name] = compare_step(tiny_model(name), batch(7), degree=degree, **options)
+            results[name] = compare_step(tiny_model(model_type, **sizes), batch(7), degree=degree, **options)
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}"
     return results
@@ -39,4 +51,4 @@ def _check(results: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_loss_and_gradients(sequence_parallel: bool) -> None:
     options = {"sequence_parallel": sequence_parallel}
-    _check(run_ranks(_families, 2, list(DIVERSE), 2, options, timeout=150))
+    _check(run_ranks(_families, 2, [*DIVERSE, *VARIANTS], 2, options, timeout=150))

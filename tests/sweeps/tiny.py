@@ -58,6 +58,17 @@ _SIZES: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    # state spaces
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 16,
+    "mamba_d_ssm": 64,
+    "mamba_chunk_size": 16,
+    "attn_layer_indices": [1],
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
     # latent and linear attention
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -94,7 +105,15 @@ def tiny_config(model_type: str, **options: Any) -> Any:
         known["num_key_value_heads"] = known["num_attention_heads"]
     if model_type == "codegen":  # lays heads out in four groups, each of which is divided
         known |= {"n_head": 8, "num_attention_heads": 8, "rotary_dim": 4}
-    if getattr(default, "layer_types", None) and _settable(cls, "layer_types"):
+    if model_type == "gpt_neo":
+        known |= {"num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4}
+    if model_type == "diffllama":  # divides each half of its heads
+        known["num_key_value_heads"] = 4
+    if model_type == "granitemoehybrid":
+        known["layer_types"] = ["linear_attention", "full_attention"]
+    elif model_type == "lfm2_moe":
+        known |= {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
+    elif getattr(default, "layer_types", None) and _settable(cls, "layer_types"):
         kinds = list(dict.fromkeys(default.layer_types))
         known["layer_types"] = [kinds[0], kinds[-1]]
     known = {name: value for name, value in known.items() if _settable(cls, name)}
@@ -104,7 +123,7 @@ def tiny_config(model_type: str, **options: Any) -> Any:
 
 
 def _settable(cls: type, name: str) -> bool:
-    attribute = getattr(cls, name, None)
+    attribute = getattr(cls, getattr(cls, "attribute_map", {}).get(name, name), None)
     return not isinstance(attribute, property) or attribute.fset is not None
 
 

@@ -64,7 +64,8 @@ class SequenceFlow(Flow):
     """A share of the sequence, dim 1, on each rank: all-gather on entry, reduce-scatter on exit; the other way round in
     backward.
 
-    A sequence that does not divide is padded at its end between regions; inside a region it has its true length.
+    A sequence that does not divide is padded at its end between regions; inside a region it has its true length. Some
+    models pass their regions a list of tokens, [batch x sequence, hidden], and get one back.
     """
 
     ranks_draw_apart = True
@@ -85,9 +86,14 @@ class SequenceFlow(Flow):
         return full
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.dim() == 2:
+            share = -(-self._length // self._group.size)
+            return self.enter(hidden.unflatten(0, (-1, share))).flatten(0, 1)
         return self._trim(gather_from_group(hidden, self._backend, self._group, 1, grad="reduce_scatter"))
 
     def exit(self, partial: torch.Tensor, *, given_up: bool = False) -> torch.Tensor:
+        if partial.dim() == 2:
+            return self.exit(partial.unflatten(0, (-1, self._length))).flatten(0, 1)
         return reduce_scatter_to_group(self._pad(partial), self._backend, self._group, 1)
 
     def _remember_length(self, output: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from neuron_accel.strategies.tensor_parallel.shares import Share, shares_of
 AXIS = "tp"
 """The mesh axis of tensor parallelism."""
 
-STYLES = frozenset({"colwise", "rowwise", "shared", "divided", "spanning", "partial", "experts"})
+STYLES = frozenset({"colwise", "rowwise", "shared", "divided", "spanning", "partial", "experts", "own_queries"})
 
 _ACTIVATIONS = ("act", "act_fn", "activation_fn", "activation", "activation_func")
 """What models call the function between their feed-forward layers."""
@@ -101,7 +102,7 @@ def _styled(architecture: Architecture) -> Iterator[tuple[str, nn.Module, Style]
                 raise UnsupportedModelError(
                     f"The style {style.kind!r} of {fqn!r} is not known.", where=f"plan of {architecture.model_type!r}"
                 )
-            if style.kind in ("colwise", "rowwise", "partial") and feature_dims(module) is None:
+            if style.kind in ("colwise", "rowwise", "partial", "own_queries") and feature_dims(module) is None:
                 raise UnsupportedModelError(
                     f"{fqn!r} is a {type(module).__name__}; style {style.kind!r} divides linear layers.",
                     where=type(architecture.owner).__name__,
@@ -117,13 +118,16 @@ def _holders(architecture: Architecture, pattern: str) -> Iterator[tuple[str, nn
 
 
 def _tables(architecture: Architecture, shares: dict[str, Share], degree: int) -> Iterator[Division]:
-    """Parameters that have a style of their own, divided along their first dim."""
+    """Parameters that have a style of their own: divided along their first dim, or shared."""
     for pattern, style in architecture.plan.styles.items():
         name = pattern.rpartition(".")[2]
-        if style.kind != "divided" or any(True for _ in architecture.find(pattern)):
+        if style.kind not in ("divided", "shared") or any(True for _ in architecture.find(pattern)):
             continue
         for fqn, module in _holders(architecture, pattern):
             layout = Layout.of(getattr(module, name))
+            if style.kind == "shared":
+                yield Division(fqn=fqn, module=module, kind="shared", layouts={name: layout})
+                continue
             cut = _cut_of(architecture, join(fqn, name), style, shares, degree, dim=0, size=layout.shape[0])
             yield Division(fqn=fqn, module=module, kind="divided", layouts={name: _cut(layout, cut)})
 
@@ -140,8 +144,8 @@ def _layouts(
         }
     if style.kind == "experts":
         stacked = _experts(fqn, module, degree)
-        return {name: _cut(layout, stacked[name]) for name, layout in whole.items()}
-    if style.kind in ("shared", "spanning") or dims is None:
+        return {name: _cut(layout, stacked.get(name)) for name, layout in whole.items()}
+    if style.kind in ("shared", "spanning", "own_queries") or dims is None:
         return whole
     if style.kind == "partial" and module.bias is not None:
         raise UnsupportedModelError(
@@ -158,25 +162,33 @@ def _layouts(
 
 
 def _experts(fqn: str, module: nn.Module, degree: int) -> dict[str, Cut]:
-    """The cuts of ``gate_up_proj`` [experts, 2 x features, hidden] and ``down_proj`` [experts, hidden, features]."""
+    """The cuts of ``gate_up_proj`` [experts, 2 x features, hidden] and ``down_proj`` [experts, hidden, features], or of
+    both transposed, and of the first one's bias. Gate and up lie one after the other, or in turn."""
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    said = {name: getattr(module, name, None) for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated")}
+    transposed, has_bias = getattr(module, "is_transposed", False), getattr(module, "has_bias", False)
+    outer, inner = (2, 1) if transposed else (1, 2)
     gate_up, down = shapes.get("gate_up_proj", ()), shapes.get("down_proj", ())
-    fits = len(shapes) == 2 and len(gate_up) == len(down) == 3 and gate_up[1] == 2 * down[2] and gate_up[2] == down[1]
-    if not fits or said != {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}:
+    expected = {"gate_up_proj", "down_proj", *(("gate_up_proj_bias", "down_proj_bias") if has_bias else ())}
+    fits = len(gate_up) == len(down) == 3 and gate_up[outer] == 2 * down[inner] and gate_up[inner] == down[outer]
+    if set(shapes) != expected or not fits or not getattr(module, "has_gate", False):
         raise UnsupportedModelError(
-            f"The experts {fqn!r} ({type(module).__name__}) have parameters {shapes}, {said}.",
-            why="only experts with gate and up side by side, [experts, 2 x features, hidden], and no bias are divided",
+            f"The experts {fqn!r} ({type(module).__name__}) have parameters {shapes}.",
+            why="only gated experts, gate and up in one tensor [experts, 2 x features, hidden], are divided",
         )
-    features = down[2]
+    features = down[inner]
     if features % degree:
         raise LayoutError(
             f"{fqn!r} has {features} features, which do not divide by {degree}.",
             fix="choose a tensor_parallel_size that divides them",
         )
-    both = Cut(dim=1, axis=AXIS, degree=degree, size=2 * features, blocks=(features, features))
-    single = Cut(dim=2, axis=AXIS, degree=degree, size=features)
-    return {"gate_up_proj": both, "down_proj": single}
+    together: dict[str, Any] = {"blocks": (features, features)} if module.is_concatenated else {"unit": 2}
+    cuts = {
+        "gate_up_proj": Cut(dim=outer, axis=AXIS, degree=degree, size=2 * features, **together),
+        "down_proj": Cut(dim=inner, axis=AXIS, degree=degree, size=features),
+    }
+    if has_bias:
+        cuts["gate_up_proj_bias"] = Cut(dim=1, axis=AXIS, degree=degree, size=2 * features, **together)
+    return cuts
 
 
 def _cut_of(

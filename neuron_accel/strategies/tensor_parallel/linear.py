@@ -100,6 +100,38 @@ class PartialLinear(nn.Linear):
     boundary: Boundary
 
 
+class OwnQueriesLinear(nn.Linear):
+    """A projection to the queries of all heads and one key and one value head, whole on every rank. Input [..., in],
+    output [..., queries of this rank's heads + key + value]: each rank reads only the rows that it needs, so that its
+    gradients are a share of a sum.
+    """
+
+    boundary: Boundary
+    queries: int
+    """Number of rows that are queries, of all heads."""
+    local_queries: int
+    """Number of rows that are queries of this rank's heads, padding included."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        rows = self.rows(input.device)
+        bias = None if self.bias is None else self.bias.index_select(0, rows)
+        return F.linear(input, self.weight.index_select(0, rows), bias)
+
+    def rows(self, device: torch.device) -> torch.Tensor:
+        """Indices of the rows that this rank needs: data, rather than a constant of the program."""
+        shared = torch.arange(self.queries, self.weight.shape[0], device=device)
+        # what stands for padding is behind the last query; any row will do for it, its head's output is set to zero
+        return torch.cat([self._own(device).clamp(max=self.queries - 1), shared])
+
+    def padding(self, device: torch.device) -> torch.Tensor:
+        """Which features of this rank's heads belong to none: bool of shape [local_queries]."""
+        return self._own(device) >= self.queries
+
+    def _own(self, device: torch.device) -> torch.Tensor:
+        group = self.boundary.group
+        return self.boundary.backend.chunk(torch.arange(self.local_queries * group.size, device=device), group, 0)
+
+
 class ColumnParallelConv1D(nn.Module):
     """:class:`ColumnParallelLinear` for a layer whose weight is [in, out], as GPT-2's are."""
 
@@ -140,6 +172,18 @@ def parallel_linear(source: nn.Module, kind: str, boundary: Boundary) -> nn.Modu
         cls = RowParallelConv1D if transposed else RowParallelLinear
     module = take_over(cls, source)
     module.boundary = boundary
+    return module
+
+
+def own_queries_linear(source: nn.Module, boundary: Boundary, queries: int, local_queries: int) -> OwnQueriesLinear:
+    """The module that replaces a projection to queries of all heads and one key and value.
+
+    Args:
+        queries, local_queries: number of rows that are queries: of all heads, and of those of each rank.
+    """
+    module = take_over(OwnQueriesLinear, source)
+    assert isinstance(module, OwnQueriesLinear)
+    module.boundary, module.queries, module.local_queries = boundary, queries, local_queries
     return module
 
 

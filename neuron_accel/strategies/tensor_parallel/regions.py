@@ -100,17 +100,24 @@ def install_regions(architecture: Architecture, boundary: Boundary, partial: Ite
 
 
 def divide_arguments(architecture: Architecture, boundary: Boundary, heads: Share) -> None:
-    """Gives each rank those entries of what is different for each head, [batch x heads, ...], that are its heads'.
+    """Gives each rank those entries of what is different for each head, [batch x heads, ...] or, of four dims, [batch,
+    heads, ...], that are its heads'. What is None, or the same for all heads, stays as it is.
 
     Raises:
         LayoutError: if heads are padded.
     """
 
-    def own(value: torch.Tensor) -> torch.Tensor:
+    def own(value: torch.Tensor | None) -> torch.Tensor | None:
+        if value is None:
+            return None
+        if value.dim() == 4:
+            return value if value.shape[1] == 1 else backend.chunk(value, boundary.group, 1)
         each = value.unflatten(0, (-1, heads.count))
-        return boundary.backend.chunk(each, boundary.group, 1).flatten(0, 1)
+        return backend.chunk(each, boundary.group, 1).flatten(0, 1)
 
-    for pattern, argument in architecture.plan.per_head.items():
+    backend = boundary.backend
+    arguments = [(pattern, name) for pattern, names in architecture.plan.per_head.items() for name in names]
+    for pattern, argument in arguments:
         if heads.padded:
             raise LayoutError(
                 f"{heads.name} = {heads.count} does not divide by {heads.degree}.",
@@ -125,6 +132,8 @@ def divide_arguments(architecture: Architecture, boundary: Boundary, heads: Shar
             ) -> tuple[tuple[Any, ...], dict[str, Any]]:
                 if name in kwargs:
                     return args, {**kwargs, name: own(kwargs[name])}
+                if place >= len(args):
+                    return args, kwargs
                 return (*args[:place], own(args[place]), *args[place + 1 :]), kwargs
 
             module.register_forward_pre_hook(divide, with_kwargs=True)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from neuron_accel.engine.parameters import ParameterMap
@@ -18,7 +19,8 @@ from neuron_accel.strategies.tensor_parallel.embedding import (
     parallel_embedding,
     parallel_head,
 )
-from neuron_accel.strategies.tensor_parallel.linear import parallel_linear, refresh_features
+from neuron_accel.strategies.tensor_parallel.experts import share_bias
+from neuron_accel.strategies.tensor_parallel.linear import own_queries_linear, parallel_linear, refresh_features
 from neuron_accel.strategies.tensor_parallel.regions import (
     change_output,
     divide_arguments,
@@ -62,6 +64,14 @@ def rewrite(architecture: Architecture, divisions: list[Division], run: Run, par
         if division.kind == "spanning":
             span_features(division.module, boundary)
             continue
+        if division.kind == "own_queries":
+            for name in division.layouts:
+                parameters.add_partial_axis(join(division.fqn, name), AXIS)
+            _put(architecture.model, division.fqn, _own_queries(architecture, division, boundary, shares, divisions))
+            continue
+        if division.kind == "experts":
+            for name in share_bias(division.module, boundary.group.size):
+                parameters.add_partial_axis(join(division.fqn, name), AXIS)
         module = _replacement(division, boundary)
         for name, layout in division.layouts.items():
             if layout.cuts:
@@ -109,6 +119,24 @@ def _replacement(division: Division, boundary: Boundary) -> nn.Module:
     if division.kind == "embedding":
         return parallel_embedding(division.fqn, division.module, vocabulary)
     return parallel_head(division.module, vocabulary)
+
+
+def _own_queries(
+    architecture: Architecture, division: Division, boundary: Boundary, shares: dict[str, Share], all: list[Division]
+) -> nn.Module:
+    heads = shares[architecture.plan.heads]
+    holder = division.fqn.rpartition(".")[0]
+    exit = next(d for d in all if d.kind == "rowwise" and d.fqn.startswith(holder + "."))
+    queries = exit.layouts["weight"].shape[1]  # as many as there are features behind the attention
+    module = own_queries_linear(division.module, boundary, queries, queries // heads.count * heads.local)
+    if heads.padded:
+
+        def without_padding(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            return (args[0].masked_fill(module.padding(args[0].device), 0), *args[1:])
+
+        # heads that there are not look at the same values as all others
+        architecture.model.get_submodule(exit.fqn).register_forward_pre_hook(without_padding)
+    return module
 
 
 def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
