@@ -78,7 +78,7 @@ def ratios(results: Mapping[str, Sequence[Measurement]], reference: str) -> dict
 
 def table(results: Mapping[str, Sequence[Measurement]], reference: str) -> str:
     """A table in Markdown: rate relative to ``reference``, memory relative to it, and counts."""
-    names = list(next(iter(results.values()))[0].counts or {})
+    names = list(dict.fromkeys(name for measured in results.values() for name in measured[0].counts or {}))
     head = ["peer", f"rate / {reference}", "min-max", f"peak memory / {reference}", *names]
     rows = [head, ["---"] * len(head)]
     relative = ratios(results, reference)
