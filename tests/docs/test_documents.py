@@ -50,7 +50,7 @@ def ours(block):
     return not block.id.startswith("docs/writing-a-plugin.md")
 
 
-@pytest.mark.parametrize("text", filter(ours, blocks("yaml")))
+@pytest.mark.parametrize("text", [*filter(ours, blocks("yaml"))])
 def test_configurations_load(text):
     load_config(yaml.safe_load(text))
 
