@@ -24,12 +24,14 @@ class Hardware:
         model_groups: the sizes of groups that divide parameters (tensor parallel), which stay within a host; one rank
             is always possible.
         several_hosts: whether ranks of several hosts can form groups. They fill their hosts then.
+        partitions: the most ways in which one graph may divide the ranks into groups; None: any number.
     """
 
     name: str
     ranks_per_host: tuple[int, ...]
     model_groups: tuple[int, ...]
     several_hosts: bool = True
+    partitions: int | None = None
 
     @property
     def full(self) -> int:
@@ -69,6 +71,29 @@ class Hardware:
                     fix=f"choose degree {_nearest(axis.degree, legal)}",
                 )
         self._check_hosts(mesh)
+        self._check_partitions(mesh)
+
+    def _check_partitions(self, mesh: Mesh) -> None:
+        """What a step divides the ranks into at least: along each axis, those that average gradients together with
+        each axis that may hold parts of them, those that hold one model, and all."""
+        axes = tuple(axis.name for axis in mesh.axes if axis.degree > 1)
+        wanted = {
+            *((axis,) for axis in axes),
+            *((*mesh.gradient_axes, axis) for axis in mesh.model_axes),
+            mesh.data_axes,
+            mesh.gradient_axes,
+            mesh.model_axes,
+            axes,
+        }
+        divided = {mesh.groups(*names) for names in wanted if names}
+        if self.partitions is not None and len(divided) > self.partitions:
+            raise PlanError(
+                f"{len(axes)} axes divide the ranks into groups in {len(divided)} ways, and {self.name} allows "
+                f"{self.partitions} in one step.",
+                where=f"hardware {self.name}, mesh {mesh}",
+                why="each way needs communicators of its own, whose number in one compiled graph is limited",
+                fix="leave out plugins that bring an axis, or give one of their axes degree 1",
+            )
 
     def _check_hosts(self, mesh: Mesh) -> None:
         """Groups reach every host alike: the axes from the innermost up to any one fill hosts, or parts of one."""

@@ -20,6 +20,10 @@ PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
 DEFAULT_LNC = 2
 """Physical cores in a logical one where an instance has the choice (NEURON_LOGICAL_NC_CONFIG)."""
 
+MOST_PARTITIONS = 12
+"""Distinct replica groups in one compiled graph (NEC_MAX_COMM_N of the runtime; 16 since 2.34, which runs no XLA
+training)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
@@ -107,6 +111,7 @@ class Instance:
             ranks_per_host=self.workers[degree],
             model_groups=self.model_groups[degree],
             several_hosts=self.multi_node,
+            partitions=MOST_PARTITIONS,
         )
 
 

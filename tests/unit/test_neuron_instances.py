@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from neuron_accel.engine.errors import ConfigurationError, PlanError
@@ -155,3 +157,26 @@ def test_the_planner_refuses_what_the_hardware_cannot_do():
     with pytest.raises(PlanError, match=r"trn1\.32xlarge") as caught:
         make_plan(given, world_size=32, hardware=find_instance("trn1.32xlarge").hardware())
     assert caught.value.fix == "choose degree 8 or 32"
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3, 4, 5])
+def test_a_step_divides_the_ranks_in_few_enough_ways(axes):
+    hardware = find_instance("trn1.32xlarge").hardware()
+    hardware.check_mesh(with_further_axes(axes))
+
+
+def with_further_axes(count):
+    """Axes of degree 2, as plugins of others might bring, within the first 32 ranks, and data parallelism."""
+    kinds = [AxisKind.MODEL, AxisKind.SEQUENCE, AxisKind.STAGE, AxisKind.DATA, *[AxisKind.MODEL] * 9]
+    return Mesh.build(
+        [AxisSpec(name=f"a{n}", degree=2, kind=kinds[n]) for n in range(count)], 32 * 2 ** max(0, count - 5)
+    )
+
+
+def test_more_ways_to_divide_the_ranks_than_one_graph_can_have_are_refused():
+    hardware = find_instance("trn1.32xlarge").hardware()
+    with pytest.raises(PlanError, match="7 axes divide the ranks into groups in 15 ways") as caught:
+        hardware.check_mesh(with_further_axes(7))
+    assert "allows 12" in caught.value.what
+    assert "communicators" in caught.value.why
+    dataclasses.replace(hardware, partitions=None).check_mesh(with_further_axes(7))
