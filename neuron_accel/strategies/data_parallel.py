@@ -27,7 +27,7 @@ from neuron_accel.engine.norms import clip_coefficient, global_norm, whole_gradi
 from neuron_accel.engine.plugin import Claim, Phase, PluginSpec, StrategyPlugin
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Pending
+    from neuron_accel.backends.base import Group, Pending
     from neuron_accel.engine.parameters import ParameterMap, ParameterRecord
     from neuron_accel.engine.run import PreparedModel, Run
 
@@ -95,8 +95,7 @@ class DataParallelPlugin(StrategyPlugin):
             reducer.watcher.finish()
 
     def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        for reducer in self._reducers(run):
-            reducer.flush()
+        self._flush(run)
 
     def clip_grad_norm(
         self, parameters: list[nn.Parameter], max_norm: float, norm_type: float, run: Run
@@ -119,7 +118,8 @@ class DataParallelPlugin(StrategyPlugin):
         super().scale_gradients(parameters, factor, run)
 
     def full_gradient(self, parameter: nn.Parameter, run: Run) -> torch.Tensor | None:
-        self._flush(run)
+        for reducer in self._reducers(run):
+            reducer.flush()
         return parameter.grad
 
     def teardown(self, run: Run) -> None:
@@ -130,8 +130,10 @@ class DataParallelPlugin(StrategyPlugin):
         run.state(self).clear()
 
     def _flush(self, run: Run) -> None:
+        """Before gradients are used for a step."""
         for reducer in self._reducers(run):
             reducer.flush()
+            reducer.flush_replica()
 
     def _reducers(self, run: Run) -> list[GradientAverager]:
         return run.state(self).get("reducers", [])
@@ -182,19 +184,25 @@ class GradientAverager:
             wanted = {id(record) for record in kept}
             self._watch([record for record in self._model.parameters if id(record) in wanted])
 
-    def _group(self, bucket: Bucket):
+    def _group(self, bucket: Bucket) -> Group:
         return self._run.group(*self._run.mesh.gradient_axes, *bucket.partial_axes)
 
     def _ready(self, index: int) -> None:
+        self._send(index, self._group(self._buckets[index]))
+
+    def _send(self, index: int, group: Group) -> None:
         bucket = self._buckets[index]
         self._used.append([p.grad is not None for p in bucket.parameters])
         flat = self._memory[index].collect() if self._memory else flatten_gradients(bucket, bucket.numel)
-        self._pending.append(self._run.backend.start_all_reduce(flat, self._group(bucket)))
+        self._pending.append(self._run.backend.start_all_reduce(flat, group))
 
     def _done(self) -> None:
+        self._receive(self._data_group.size)
+
+    def _receive(self, ranks: int) -> None:
+        """Waits for the sums and hands them out as averages over ``ranks``."""
         pending, self._pending = self._pending, []
         used, self._used = self._used, []
-        ranks = self._data_group.size
         for index, (bucket, work) in enumerate(zip(self._buckets, pending, strict=True)):
             flat = work.wait()
             memory = self._memory[index] if self._memory else None
@@ -212,3 +220,18 @@ class GradientAverager:
         self.watcher.finish()
         if self._model.sync_enabled:
             self.watcher.flush()
+
+    def flush_replica(self) -> None:
+        """A step inside ``no_sync``: ranks that see different samples go their own ways, but those that hold one copy
+        of the model between them still sum what each has of its gradients."""
+        if self._model.sync_enabled or not self.watcher.unsynchronised:
+            return
+        mesh = self._run.mesh
+        within = [axis for axis in mesh.gradient_axes if axis not in mesh.data_axes]
+        groups = [self._run.group(*within, *bucket.partial_axes) for bucket in self._buckets]
+        if all(group.size == 1 for group in groups):
+            return
+        for index, group in enumerate(groups):
+            self._send(index, group)
+        self._receive(self._run.group(*within).size)
+        self.watcher.unsynchronised = False

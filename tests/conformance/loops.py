@@ -182,8 +182,8 @@ def with_early_stopping(make, family, folder):
     raise AssertionError("never stopped")
 
 
-def with_local_sgd(make, family, folder):
-    """Processes go their own way for a few steps and meet."""
+def with_local_sgd(make, family, enabled):
+    """Processes go their own way for a few steps and meet; or, not ``enabled``, stay together."""
     from accelerate.local_sgd import LocalSGD
 
     accelerator = make(gradient_accumulation_steps=2)
@@ -191,7 +191,7 @@ def with_local_sgd(make, family, folder):
     optimizer = optimizer_for(model)
     train, _ = loaders(Sentences(32), Sentences(4), 2)
     model, optimizer, train = accelerator.prepare(model, optimizer, train)
-    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local:
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=enabled) as local:
         for batch in train:
             with accelerator.accumulate(model):
                 loss, _ = loss_and_logits(model, batch)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_accel.testing import RanksError, run_ranks
+from neuron_accel.testing import run_ranks
 from tests.conformance import loops
 
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
 
 
-def run_loops(plugins, family, folder, local_sgd=False):
+def run_loops(plugins, family, folder):
     """What every loop returned, by name. ``plugins`` is None for Accelerate's own class."""
     from neuron_accel import NeuronAccelerator  # settles the device before Accelerate is imported
 
@@ -26,8 +26,8 @@ def run_loops(plugins, family, folder, local_sgd=False):
         "resumed": loops.with_checkpoints(make, family, folder, interrupted=True),
         **{loop.__name__: loop(make, family, folder) for loop in loops.LOOPS},
     }
-    if local_sgd:
-        found["local sgd"] = loops.with_local_sgd(make, family, folder)
+    for name, enabled in (("local sgd", True), ("together", False)):
+        found[name] = loops.with_local_sgd(make, family, enabled)
     return found | {"tracking": loops.with_tracking(make, family, folder)}
 
 
@@ -39,7 +39,7 @@ def stock(tmp_path_factory):
     def run(family, ranks):
         if (family, ranks) not in known:
             folder = str(tmp_path_factory.mktemp("stock"))
-            known[family, ranks] = run_ranks(run_loops, ranks, None, family, folder, ranks > 1, timeout=100)[0]
+            known[family, ranks] = run_ranks(run_loops, ranks, None, family, folder, timeout=100)[0]
         return known[family, ranks]
 
     return run
@@ -66,22 +66,10 @@ def assert_same(found, expected, place=""):
 )
 def test_loops_of_examples(plugins, family, peers, stock, tmp_path):
     expected = dict(stock(family, peers))
-    alone = plugins == []
-    if not alone:
-        expected.pop("local sgd", None)
-    found = run_ranks(run_loops, 2, plugins, family, str(tmp_path), alone, timeout=100)[0]
+    if plugins:  # none can step alone under ZeRO-1, nor differ where all ranks hold one model
+        expected["local sgd"] = expected["together"]
+    found = run_ranks(run_loops, 2, plugins, family, str(tmp_path), timeout=100)[0]
     assert_same(found, expected)
     # and an interrupted run is the one that was not
     assert_same(found["resumed"], found["checkpoints"])
     assert found["checkpoints"][1][0][1] == list(range(11))  # every held-out sample once
-
-
-def local_sgd(plugins, folder):
-    from neuron_accel import NeuronAccelerator
-
-    loops.with_local_sgd(lambda **options: NeuronAccelerator(config={"plugins": plugins}, **options), "bert", folder)
-
-
-def test_local_sgd_is_refused_where_ranks_cannot_step_alone(tmp_path):
-    with pytest.raises(RanksError, match="LocalSGD"):
-        run_ranks(local_sgd, 2, ["zero1"], str(tmp_path))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from neuron_accel.testing import RanksError, run_ranks
-from tests.distributed.loops_support import COMPOSITIONS, Tokens, adamw, assert_close, forward, model
+from tests.distributed.loops_support import COMPOSITIONS, TP2, Tokens, adamw, assert_close, forward, model
 
 SAMPLES, GLOBAL_BATCH, ACCUMULATION, EPOCHS, MAX_NORM = 18, 4, 2, 2, 0.5
 
@@ -412,9 +413,120 @@ def test_local_sgd():
     torch.testing.assert_close(results[0][1], start - 0.1 * mean_inputs)
 
 
-def test_local_sgd_is_impossible_under_zero1():
-    with pytest.raises(RanksError, match=r"no_sync.*\n.*share of the optimizer's state"):
-        run_ranks(local_sgd_on_rank, 2, ["zero1"])
+LOCAL_STEPS, LOCAL_ACCUMULATION, LOCAL_UPDATES = 2, 2, 5
+
+
+def batches_of_each(ranks_with_data):
+    """For every micro-batch, what each rank that has data of its own is given."""
+    data = Tokens(2 * ranks_with_data * LOCAL_ACCUMULATION * LOCAL_UPDATES).ids
+    return data.view(LOCAL_ACCUMULATION * LOCAL_UPDATES, ranks_with_data, 2, -1)
+
+
+def local_sgd_of_a_llama(plugins, enabled, max_norm=None, low_precision=False):
+    """The weights, and the warnings of steps."""
+    from accelerate.local_sgd import LocalSGD
+
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins}, gradient_accumulation_steps=LOCAL_ACCUMULATION)
+    net = model().bfloat16() if low_precision else model()
+    net, optimizer = accelerator.prepare(net, adamw(net.parameters(), 1e-2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with LocalSGD(accelerator=accelerator, model=net, local_sgd_steps=LOCAL_STEPS, enabled=enabled) as local:
+            for batch in batches_of_each(accelerator.data_parallel_size):
+                with accelerator.accumulate(net):
+                    ids = batch[accelerator.data_parallel_rank]
+                    accelerator.backward(net(input_ids=ids, labels=ids).loss)
+                    if max_norm:
+                        accelerator.clip_grad_norm_(net.parameters(), max_norm)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if accelerator.sync_gradients:
+                        local.step()
+    return accelerator.get_state_dict(net), [str(w.message) for w in caught if "LocalSGD" in str(w.message)]
+
+
+def local_sgd_by_hand(ranks_with_data, max_norm):
+    """One model for each rank that has data of its own, in one process."""
+    nets = [model() for _ in range(ranks_with_data)]
+    optimizers = [adamw(net.parameters(), 1e-2) for net in nets]
+
+    def meet():
+        for parameters in zip(*(net.parameters() for net in nets), strict=True):
+            mean = torch.stack([p.data for p in parameters]).mean(0)
+            for parameter in parameters:
+                parameter.data.copy_(mean)
+
+    for i, batch in enumerate(batches_of_each(ranks_with_data), 1):
+        for net, optimizer, ids in zip(nets, optimizers, batch, strict=True):
+            (net(input_ids=ids, labels=ids).loss / LOCAL_ACCUMULATION).backward()
+            if i % LOCAL_ACCUMULATION == 0:
+                torch.nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+        if i % (LOCAL_ACCUMULATION * LOCAL_STEPS) == 0:
+            meet()
+    meet()
+    return nets[0].state_dict()
+
+
+PP2 = {"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plugins"),
+    [(2, []), (4, [TP2]), (4, [TP2, "sequence_parallel"]), (4, [PP2])],
+    ids=["plain", "tp2-dp2", "tp2-dp2-sp", "pp2-dp2"],
+)
+def test_local_sgd_where_several_ranks_hold_a_model(ranks, plugins):
+    """What each goes alone is a copy of the model, whose ranks stay together."""
+    weights, said = run_ranks(local_sgd_of_a_llama, ranks, plugins, True, 0.5)[0]
+    assert not said
+    assert_close(weights, run_ranks(local_sgd_by_hand, 1, 2, 0.5, backend=None)[0], tolerance=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plugins", "low_precision"),
+    [
+        (2, ["zero1"], False),
+        (2, ["zero1"], True),
+        (2, [{"zero1": {"use_grad_acc_hook": True}}], False),
+        (4, [TP2, "sequence_parallel", "zero1"], False),
+        (4, [PP2, "zero1"], False),
+    ],
+    ids=["dp2", "masters", "hook", "tp2-dp2-sp", "pp2-dp2"],
+)
+def test_local_sgd_under_zero1_is_synchronous_training(ranks, plugins, low_precision):
+    max_norm = None if low_precision else 0.5
+    found = run_ranks(local_sgd_of_a_llama, ranks, plugins, True, max_norm, low_precision)
+    expected, _ = run_ranks(local_sgd_of_a_llama, ranks, plugins, False, max_norm, low_precision)[0]
+    assert_close(found[0][0], expected, tolerance=0)
+    for _, said in found:
+        assert len(said) == 1
+        assert "saves no communication" in said[0]
+
+
+def replaced_weights_on_rank(low_precision):
+    """The weights before and after two steps of size 1, the first of them after somebody has put others in place."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": ["zero1"]})
+    net = torch.nn.Linear(3, 1, bias=False, dtype=torch.bfloat16 if low_precision else torch.float32)
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    for parameter in net.parameters():
+        parameter.data = torch.full_like(parameter, 5.0)
+    for _ in range(2):
+        accelerator.backward(net(torch.ones(1, 3, dtype=net.weight.dtype)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return net.weight.detach().clone()
+
+
+@pytest.mark.parametrize("low_precision", [False, True])
+def test_weights_that_a_loop_puts_in_place_train(low_precision):
+    for weight in run_ranks(replaced_weights_on_rank, 2, low_precision):
+        assert torch.equal(weight, torch.full_like(weight, 3.0))
 
 
 def branches_on_rank(steps):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from neuron_accel.engine.errors import UsageError
 from neuron_accel.strategies.zero1.partition import Piece
 from neuron_accel.strategies.zero1.shards import BucketShard, ShardPiece
 from neuron_accel.strategies.zero1.visible import DividedGradient
@@ -95,6 +96,7 @@ class BufferShard(BucketShard):
             for parameter, view in zip(self.parameters, self._split(self._flat), strict=True):
                 view.copy_(parameter)
                 parameter.data = view
+            self._addresses = [parameter.data_ptr() for parameter in self.parameters]
             chunk = self.run.backend.chunk(self._flat, self.group)
             self._chunk = chunk.to(self.optimizer_dtype, copy=True) if self.has_masters else chunk
         self.pieces = [self._piece(place) for place in self.partition.pieces(self.group.index)]
@@ -225,6 +227,36 @@ class BufferShard(BucketShard):
             pending.wait()
 
         return finish
+
+    def heed_weights(self) -> None:
+        """The parameters become views of the buffer again. A master keeps the digits that a weight does not have,
+        unless the weight is another now."""
+        addresses = [parameter.data_ptr() for parameter in self.parameters]
+        if addresses == self._addresses:
+            return
+        with torch.no_grad():
+            moved = [a != b for a, b in zip(addresses, self._addresses, strict=True)]
+            for index, view in enumerate(self._split(self._flat)):
+                if moved[index]:
+                    self._put_back(index, view)
+            for piece in self.pieces if self.has_masters else ():
+                if moved[piece.place.parameter]:
+                    part = piece.parameter.reshape(-1)[piece.place.start : piece.place.stop]
+                    new, master = part.view(piece.master.shape), piece.master
+                    master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
+
+    def _put_back(self, index: int, view: torch.Tensor) -> None:
+        parameter = self.parameters[index]
+        if parameter.shape != view.shape or parameter.dtype != view.dtype or parameter.device != view.device:
+            raise UsageError(
+                f"The weight {self.bucket.records[index].fqn!r} is {parameter.dtype} {tuple(parameter.shape)} on "
+                f"{parameter.device} now; it was {view.dtype} {tuple(view.shape)} on {view.device}.",
+                where="plugin 'zero1'",
+                why="its optimizer's state was divided for what it was",
+                fix="convert or move a model before `prepare`",
+            )
+        view.copy_(parameter)
+        parameter.data = view
 
     def reload(self) -> None:
         with torch.no_grad():

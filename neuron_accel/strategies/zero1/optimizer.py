@@ -8,6 +8,7 @@ twin of it, of the same class and with the same hyper-parameters, updates this r
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.options = options
         self.grad_norm: torch.Tensor | None = None
+        self._has_warned = False
         self._run = run
         self._group = run.group(*run.mesh.gradient_axes)
         self._synchronises = synchronises or self._models_synchronise
@@ -265,12 +267,6 @@ class Zero1Optimizer(torch.optim.Optimizer):
         """Completes the reduction of gradients that wait for it, and takes over what the loop did to reduced ones."""
         self.finish_backward()
         if any(watcher.unsynchronised for watcher in self._watchers):
-            if not all(model.sync_enabled for model in self._models):
-                raise UsageError(
-                    "An optimizer step inside `no_sync` is not possible under ZeRO-1.",
-                    why="a rank has only its share of the optimizer's state and needs the others' gradients",
-                    fix="step outside `no_sync`; where ranks are meant to step alone (LocalSGD), train without ZeRO-1",
-                )
             for watcher in self._watchers:
                 watcher.flush()
         for shard in self.shards:
@@ -295,14 +291,19 @@ class Zero1Optimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates this rank's pieces and gathers everybody's.
 
+        A rank has only its share of the optimizer's state, so none can step alone. Inside ``no_sync`` gradients stay
+        where they are until a step, which reduces them first; a warning says once that nothing was saved.
+
         Args:
             closure: runs forward and backward and returns the loss; called once, before the update.
         """
         loss = None
+        self._warn_inside_no_sync()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.flush()
+        self._heed_weights()
         if self.options.max_norm is not None:
             parts = self.gradient_parts(p for group in self.param_groups for p in group["params"])
             self.grad_norm = global_norm(parts, self._run)
@@ -320,6 +321,21 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
 
+    def _warn_inside_no_sync(self) -> None:
+        if self._has_warned or self._run.data_parallel_size == 1 or all(m.sync_enabled for m in self._models):
+            return
+        self._has_warned = True
+        warnings.warn(
+            "Under ZeRO-1 ranks step together also inside `no_sync`, where `LocalSGD` means each to step alone: "
+            "gradients are averaged before every step, as without LocalSGD, which saves no communication then. Leave "
+            "LocalSGD out (enabled=False), accumulate more micro-batches in each step, or train without ZeRO-1.",
+            stacklevel=3,
+        )
+
+    def _heed_weights(self) -> None:
+        for shard in self.shards:
+            shard.heed_weights()
+
     def gather_weights(self) -> None:
         """Gives every rank the weights that the pieces of all ranks stand for."""
         self.take_over()
@@ -334,6 +350,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """State of this rank's pieces, with the master weights where they are kept beside the parameters."""
         self.take_over()
+        self._heed_weights()
         result = self.inner.state_dict()
         if self.options.save_master_weights and any(shard.has_masters for shard in self.shards):
             result["master_weights"] = [master.detach().clone() for master in self._masters()]
@@ -346,6 +363,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         """Loads what :meth:`state_dict` gave on the same rank of the same mesh. Without master weights in it, they are
         taken from the model's parameters. Collective."""
         self.take_over()
+        self._heed_weights()
         masters = state_dict.get("master_weights")
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "master_weights"})
         copy_options(self.inner, self.optimizer)
@@ -360,6 +378,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
     def reload_masters(self) -> None:
         """Takes the model's weights as the new masters, after somebody else has changed them."""
         self.take_over()
+        self._heed_weights()
         for shard in self.shards:
             shard.reload()
 

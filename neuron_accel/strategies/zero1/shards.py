@@ -151,6 +151,9 @@ class BucketShard(ABC):
     def send_weights(self) -> Callable[[], None]:
         """Starts to gather the updated weights; what it returns finishes that."""
 
+    def heed_weights(self) -> None:  # noqa: B027  nothing to do where parameters are no views
+        """Takes over weights that a loop has put in the place of a parameter's own: ``parameter.data = ...``."""
+
     @abstractmethod
     def reload(self) -> None:
         """Takes the model's weights as the new masters, after somebody else has changed them."""
