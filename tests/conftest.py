@@ -10,6 +10,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["ACCELERATE_USE_CPU"] = os.environ.get("ACCELERATE_USE_CPU", "true")
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from neuron_accel.backends.select import settle
@@ -19,3 +20,17 @@ settle(os.environ)
 # How long generating or checking an example takes says nothing on a machine that others use, too.
 settings.register_profile("shared machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests have counted (``record_property``) is part of the report."""
+    counted = [
+        f"{report.nodeid}: {name}: {value}"
+        for report in terminalreporter.getreports("passed")
+        if report.when == "call"
+        for name, value in report.user_properties
+    ]
+    if counted:
+        terminalreporter.section("counted")
+        for line in counted:
+            terminalreporter.write_line(line)

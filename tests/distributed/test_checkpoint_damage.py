@@ -166,8 +166,10 @@ def _die_at_every_operation(folder: str) -> tuple[int, int]:
     return operations, finished
 
 
-def test_dying_at_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_path):
+def test_dying_at_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_path, record_property):
     operations, finished = run_ranks(_die_at_every_operation, 1, str(tmp_path / "c"), timeout=110)[0]
+    record_property("file operations died at", operations)
+    record_property("of these, the new checkpoint was there", finished)
     assert operations >= 20
     assert 1 <= finished < operations
 
@@ -212,8 +214,10 @@ def _die_at_every_operation_of_a_numbered_save(root: str) -> tuple[int, int]:
         number += 1
 
 
-def test_dying_at_any_operation_of_a_numbered_save_gives_up_nothing_too_early(tmp_path):
+def test_dying_at_any_operation_of_a_numbered_save_gives_up_nothing_too_early(tmp_path, record_property):
     operations, finished = run_ranks(_die_at_every_operation_of_a_numbered_save, 1, str(tmp_path), timeout=110)[0]
+    record_property("file operations died at", operations)
+    record_property("of these, the new checkpoint was there", finished)
     assert operations >= 20
     assert finished >= 4  # from the new manifest's on: durable names, and the removal of the oldest
 
