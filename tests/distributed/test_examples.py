@@ -111,6 +111,41 @@ def test_a_trainer_from_the_command_line(tmp_path):
     assert json.loads((second / "eval_results.json").read_text())["eval_loss"] < before["eval_loss"]
 
 
+def train_on_a_dataset(arguments, cache):
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = cache  # not in the home directory; in a process of its own
+    run_script(str(EXAMPLES / "language-modeling" / "run_clm_no_trainer.py"), arguments)
+
+
+@pytest.mark.parametrize("held_out", ["validation", "test", None])
+def test_a_dataset_by_its_name(held_out, tmp_path):
+    """A folder, which goes the way of a dataset of the hub, with a column of another name."""
+    from neuron_accel.testing import run_ranks
+
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    lines = (EXAMPLES / "quickstart" / "data.py").read_text().splitlines(keepends=True)
+    for name, part in {"train": lines[40:] * 4, held_out: lines[:40]}.items():
+        if name is not None:
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps({"line": line}) + "\n" for line in part))
+    out = tmp_path / "out"
+    arguments = [*TINY, f"--dataset_name={folder}", "--text_column=line", "--num_train_epochs=1", f"--output_dir={out}"]
+    run_ranks(train_on_a_dataset, 2, arguments, str(tmp_path / "cache"), timeout=100)
+    losses = json.loads((out / "result.json").read_text())["losses"]
+    assert len(losses) == 4  # 32 sequences, on two ranks by four each
+    assert losses[-1] < losses[0]
+
+
+def test_a_dataset_without_the_column_is_an_error(tmp_path):
+    from neuron_accel.testing import RanksError, run_ranks
+
+    (tmp_path / "train.jsonl").write_text(json.dumps({"line": "a"}))
+    arguments = [*TINY, f"--dataset_name={tmp_path}", f"--output_dir={tmp_path / 'out'}"]
+    with pytest.raises(RanksError, match="no column 'text' but \\['line'\\]; see --text_column"):
+        run_ranks(train_on_a_dataset, 1, arguments, str(tmp_path / "cache"), timeout=100)
+
+
 @pytest.mark.parametrize(("precision", "flag"), [("FP32", ""), ("BF16", ""), ("MIXED", "--enable-mixed-precision-")])
 def test_what_the_shell_script_starts(precision, flag, tmp_path):
     command = tmp_path / "neuron-accel"
