@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from neuron_accel.cli.main import build_parser
+from neuron_accel.cli.main import build_parser, main
 from neuron_accel.engine.config import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +69,27 @@ def test_commands_parse(command):
     words = shlex.split(command, comments=True)[1:]
     if "--help" not in words:
         build_parser().parse_args(words)
+
+
+def runs_here(command):
+    """Not what means something on Trainium only, nor ``neuron-accel test``, which has a test of its own."""
+    return not re.search(r"precompile|--compiler-flags|--cpu|accel test", command.values[0])
+
+
+@pytest.mark.parametrize("command", [*filter(runs_here, commands())])
+def test_commands_run(command, tmp_path, monkeypatch, capsys):
+    """On what a reader would have; a launch says what it would do, the tests beside this folder start ranks."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "cache"))
+    words = shlex.split(command, comments=True)[1:]
+    if words[0] == "launch" and "--dry-run" not in words and "--slurm" not in words:
+        words.insert(1, "--dry-run")
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert said.out.strip()
+    assert "error" not in said.err
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
