@@ -98,6 +98,13 @@ def test_links_lead_somewhere(document):
     assert [target for target in targets if not (document.parent / target).exists()] == []
 
 
+def test_the_site_lists_every_page():
+    listed = re.findall(r"^```\{toctree\}\n(.*?)^```$", (ROOT / "docs/index.md").read_text(), re.MULTILINE | re.DOTALL)
+    pages = [page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in ROOT.glob("docs/**/*.md")]
+    names = {line for block in listed for line in block.splitlines() if not line.startswith(":")}
+    assert names == {page for page in pages if not page.startswith("_")} - {"index"}
+
+
 def test_there_is_something_to_test():
     assert blocks("yaml")
     assert blocks("python")
