@@ -7,6 +7,7 @@ understood, is refused by name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +33,18 @@ _ROWWISE = ("rowwise", "rowwise_split_input", "rowwise_rep")
 _NOTHING = frozenset({"replicate", "local_params"})
 """Styles that divide nothing."""
 _LATENT = frozenset({"mla_kv_a_proj"})
-"""Styles of attention over latent features, which stays whole."""
+"""Styles of attention over latent features, which those plans leave whole in parts, or altogether."""
+_OF_LATENT = {
+    "q_proj": colwise(units="num_attention_heads"),
+    "q_a_proj": shared(),
+    "q_a_layernorm": shared(),
+    "q_b_proj": colwise(units="num_attention_heads"),
+    "kv_a_proj_with_mqa": shared(),
+    "kv_a_layernorm": shared(),
+    "kv_b_proj": colwise(units="num_attention_heads"),
+    "o_proj": rowwise(units="num_attention_heads"),
+}
+"""Attention over latent features: every rank computes those, and from them queries, keys and values of its heads."""
 _SHARED = ("replicated_with_grad_allreduce",)
 
 _HEADS, _GROUPS = "num_attention_heads", "num_key_value_heads"
@@ -110,10 +122,13 @@ class _Translation:
             if set(inside.values()) == {"colwise_gather_output"}:
                 continue  # every rank goes on with all of its features: it might as well compute them
             if _LATENT.intersection(inside.values()):
-                continue  # exact, and by its latent features small
+                continue  # whole, or divided by _latent_attention
             translated |= self._region(region, inside)
             regions.append(region)
-        regions = list(dict.fromkeys(regions))
+        latent = self._latent_attention()
+        for region, styles in latent.items():
+            translated |= {f"{region}.{leaf}": style for leaf, style in styles.items()}
+        regions = list(dict.fromkeys([*latent, *regions]))
         blocks, embedding, norm = self._stack()
         return ArchitecturePlan(
             model_types=(self._config.model_type,),
@@ -123,7 +138,8 @@ class _Translation:
             regions=tuple(regions),
             styles=translated,
             head=self._head(),
-            per_rank=self._counters(regions, translated),
+            per_rank=self._counters([r for r in regions if r not in latent], translated)
+            | {region: {"num_heads": _HEADS} for region in latent},
             unsupported={"output_router_logits": AUXILIARY} if mixtures else {},
             refused={"output_router_logits": AUXILIARY} if mixtures else {},
             sequence=self._why_no_sequence(blocks, regions),
@@ -192,6 +208,39 @@ class _Translation:
         is_attention = any(hasattr(module, "num_key_value_groups") for _, module in self._find(region))
         make = self._of_attention if is_attention else self._of_features
         return {f"{region}.{leaf}": style for leaf, style in make(region, kinds, exits[0]).items()}
+
+    def _latent_attention(self) -> dict[str, dict[str, Style]]:
+        """Regions of attention over latent features, and the styles in them. Where something else takes part, an index
+        say, or only some layers are of this kind, it stays whole."""
+        holders = [name.rpartition(".")[0] for name in self._modules if name.endswith(".kv_a_proj_with_mqa")]
+        result = {}
+        for region in dict.fromkeys(re.sub(r"\.\d+\.", ".*.", holder) for holder in holders):
+            kinds = {frozenset(self._latent_parts(module)) for _, module in self._find(region)}
+            if len(kinds) == 1 and (parts := kinds.pop()):
+                result[region] = {leaf: style for leaf, style in _OF_LATENT.items() if leaf in parts}
+        return result
+
+    def _latent_parts(self, attention: nn.Module) -> set[str]:
+        """Names of the parts of an attention module, if it has those of one over latent features and no others."""
+        parts = {leaf: child for leaf, child in attention.named_children() if any(True for _ in child.parameters())}
+        sizes = [getattr(attention, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+        heads = getattr(attention, "num_heads", None)
+        known = parts.keys() <= _OF_LATENT.keys() and not self._own_parameters(attention)
+        if not known or heads != self._count(_HEADS) or not all(isinstance(size, int) for size in sizes):
+            return set()
+        nope, rope, value = sizes
+        expected = {
+            ("q_proj", 0): nope + rope,
+            ("q_b_proj", 0): nope + rope,
+            ("kv_b_proj", 0): nope + value,
+            ("o_proj", 1): value,
+        }
+        fits = all(
+            type(parts[leaf]) is nn.Linear and parts[leaf].weight.shape[dim] == heads * size
+            for (leaf, dim), size in expected.items()
+            if leaf in parts
+        )
+        return set(parts) if fits and {"kv_b_proj", "o_proj"} <= parts.keys() else set()
 
     def _kind(self, pattern: str, style: str) -> str:
         for kind, names in (("colwise", _COLWISE), ("rowwise", _ROWWISE), ("shared", _SHARED)):

@@ -34,6 +34,7 @@ from neuron_accel.strategies.data_parallel import DataParallelPlugin
 from neuron_accel.strategies.model_parallelism import ModelParallelismPlugin
 from neuron_accel.strategies.sequence_parallel import SequenceParallelPlugin
 from neuron_accel.strategies.tensor_parallel.division import divide
+from tests.sweeps.tiny import tiny_model
 
 
 def _llama(**options) -> LlamaForCausalLM:
@@ -218,6 +219,22 @@ def test_gpt2_xl_heads_on_eight_ranks() -> None:
     layouts = _layouts(_gpt2(n_head=25, n_embd=50), 8)
     assert layouts["transformer.h.0.attn.c_attn.weight"].local_shape == (50, 3 * 4 * 2)
     assert layouts["transformer.h.0.attn.c_proj.weight"].local_shape == (4 * 2, 50)
+
+
+def test_attention_over_latent_features_divides_heads() -> None:
+    layouts = _layouts(tiny_model("deepseek_v3"), 2)
+    attention = "model.layers.0.self_attn."
+    assert layouts[attention + "q_b_proj.weight"].local_shape == (2 * (8 + 8), 16)
+    assert layouts[attention + "kv_b_proj.weight"].local_shape == (2 * (8 + 8), 16)
+    assert layouts[attention + "o_proj.weight"].local_shape == (32, 2 * 8)
+    assert not layouts[attention + "kv_a_proj_with_mqa.weight"].cuts
+
+
+def test_one_key_head_is_whole_on_every_rank() -> None:
+    model = tiny_model("falcon", new_decoder_architecture=False, multi_query=True)
+    layouts = _layouts(model, 2)
+    assert not layouts["transformer.h.0.self_attention.query_key_value.weight"].cuts
+    assert layouts["transformer.h.0.self_attention.dense.weight"].local_shape == (32, 16)
 
 
 class _Scaled(nn.Embedding):
