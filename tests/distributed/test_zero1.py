@@ -487,6 +487,14 @@ def test_a_closure_runs_before_the_update():
     assert after < before
 
 
+class NormedSGD(torch.optim.SGD):
+    """Divides by the norm of all gradients together."""
+
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1e-3)
+        super().step(closure)
+
+
 def refuse(kind):
     from neuron_accel import NeuronAccelerator, NeuronAccelError, Zero1Plugin
 
@@ -498,6 +506,10 @@ def refuse(kind):
         elif kind == "adafactor":
             model = nn.Linear(2, 2)
             accelerator.prepare(model, torch.optim.Adafactor(model.parameters()))
+        elif kind == "coupled":
+            model = nn.Linear(2, 2)
+            accelerator = NeuronAccelerator(plugins=[Zero1Plugin(partition="parameters")])
+            accelerator.prepare(model, NormedSGD(model.parameters(), lr=0.1))
         elif kind == "sparse":
             model = nn.Embedding(10, 3, sparse=True)
             model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -512,6 +524,7 @@ def refuse(kind):
     [
         ("lbfgs", ["LBFGS", "closure", "without ZeRO-1"]),
         ("adafactor", ["Adafactor", "partition='parameters'", "whole parameter"]),
+        ("coupled", ["NormedSGD", "all parameters together", "without ZeRO-1"]),
         ("sparse", ["'weight'", "sparse=False"]),
     ],
 )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from neuron_accel.engine.elementwise import is_elementwise
+from neuron_accel.engine.elementwise import is_elementwise, is_separable
 from neuron_accel.strategies.zero1.partition import even, whole
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=12)
@@ -65,19 +65,70 @@ class _Lamb(torch.optim.Optimizer):
                     p.add_(p.grad, alpha=-group["lr"] * float(p.norm() / p.grad.norm()))
 
 
+class _Angle(torch.optim.SGD):
+    """Looks at whether the gradient has a right angle with the parameter, as AdamP does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                cosine = torch.nn.functional.cosine_similarity(p.reshape(-1), p.grad.reshape(-1), dim=0).abs()
+                p.add_(p.grad, alpha=-group["lr"] * (2 if cosine < 1e-3 else 1))
+
+
+class _GlobalNorm(torch.optim.SGD):
+    """Looks at all parameters together."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        super().step(closure)
+
+
+class _OwnRate(torch.optim.Optimizer):
+    """Estimates its learning rate from all parameters together, and begins with a tiny one, as Prodigy does."""
+
+    def __init__(self, params, lr=1.0):
+        super().__init__(params, {"lr": lr})
+        self.rate, self.way = 1e-6, {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            ahead = sum(float((p.grad * self.way[p]).sum()) for p in group["params"] if p in self.way)
+            self.rate += 1e-6 * ahead
+            for p in group["params"]:
+                self.way[p] = p.grad + self.way.get(p, 0)
+                p.add_(p.grad, alpha=-group["lr"] * self.rate)
+
+
 ELEMENTWISE = ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_finds_elementwise_optimizers(name):
     options = {"lr": 0.0} if name != "SGD" else {"lr": 0.0, "momentum": 0.9, "nesterov": True}
-    assert is_elementwise(getattr(torch.optim, name)([nn.Parameter(torch.ones(3))], **options))
+    optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(3))], **options)
+    assert is_elementwise(optimizer)
+    assert is_separable(optimizer)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_finds_optimizers_that_look_at_whole_parameters(name):
-    assert not is_elementwise(getattr(torch.optim, name)([nn.Parameter(torch.ones(3, 4))], lr=0.0))
+    optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(3, 4))], lr=0.0)
+    assert not is_elementwise(optimizer)
+    assert is_separable(optimizer)
 
 
-def test_tries_classes_it_has_never_seen():
-    assert not is_elementwise(_Lamb([nn.Parameter(torch.ones(3, 4))], lr=0.0))
+@pytest.mark.parametrize("kind", [_Lamb, _Angle])
+def test_tries_classes_it_has_never_seen(kind):
+    optimizer = kind([nn.Parameter(torch.ones(3, 4))], lr=0.0)
+    assert not is_elementwise(optimizer)
+    assert is_separable(optimizer)
+
+
+@pytest.mark.parametrize("kind", [_GlobalNorm, _OwnRate])
+def test_finds_optimizers_that_look_at_all_parameters_together(kind):
+    optimizer = kind([nn.Parameter(torch.ones(3, 4))], lr=1.0)
+    assert not is_elementwise(optimizer)
+    assert not is_separable(optimizer)

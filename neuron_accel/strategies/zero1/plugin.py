@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import nn
 
-from neuron_accel.engine.elementwise import is_elementwise
+from neuron_accel.engine.elementwise import is_elementwise, is_separable
 from neuron_accel.engine.errors import ConfigurationError, PlanError, UsageError
 from neuron_accel.engine.norms import clip_coefficient, global_norm, whole_gradients
 from neuron_accel.engine.plugin import Claim, Phase, PluginSpec, StrategyPlugin
@@ -99,6 +99,14 @@ class Zero1Plugin(StrategyPlugin):
                 where=f"plugin 'zero1', partition='parameters', backend {run.backend.name!r}",
                 why="this device compiles one graph for all ranks",
                 fix="use partition='even', with an optimizer that treats the elements of a parameter alike",
+            )
+        if not is_separable(optimizer):
+            raise PlanError(
+                f"{type(optimizer).__name__} looks at all parameters together (or draws random numbers), and under "
+                "ZeRO-1 each rank updates some of them only.",
+                where="plugin 'zero1'",
+                why="a norm over all of them, or an estimate of the best learning rate, would differ between ranks",
+                fix="train without ZeRO-1, or choose an optimizer that updates every parameter by itself",
             )
         if self.partition == "even" and not is_elementwise(optimizer):
             raise PlanError(
