@@ -64,5 +64,6 @@ def test_tied_and_untied(model, composition):
 
 
 @pytest.mark.parametrize("composition", EIGHT)
-def test_eight_ranks(composition):
-    check("llama", composition, Training(max_norm=0.5), size=8)
+@pytest.mark.parametrize("model", ["llama", pytest.param("gpt2-tied", marks=pytest.mark.slow)])
+def test_eight_ranks(model, composition):
+    check(model, composition, Training(max_norm=0.5), size=8)
