@@ -276,8 +276,7 @@ def _optimizer_needs(optimizer: Any, number: int, index: Index, run: Run) -> Ite
 def _state_needs(optimizer: Any, piece: StatePiece, entries: dict[str, SourceTensor], run: Run) -> Iterator[Need]:
     layout, parameter = piece.record.layout, piece.parameter
     options = optimizer.param_groups[piece.group]
-    lazy = "lazy" in run.backend.capabilities and "capturable" in options  # is set while such an optimizer steps
-    on_device = bool(lazy or options.get("capturable") or options.get("fused"))
+    on_device = bool(options.get("capturable") or options.get("fused"))
 
     def put(entry: str, shape: tuple[int, ...]) -> Callable[[torch.Tensor], None]:
         # The same rule as in torch.optim: a step counter stays on the host unless the device reads it.

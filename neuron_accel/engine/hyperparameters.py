@@ -2,12 +2,15 @@
 
 On a lazy device a Python number becomes an operand of the graph, but 0 and 1 become constants of it, and one transfer
 serves all numbers of equal value: a schedule that starts at 0, or a bias correction that reaches 1 after a few hundred
-steps, would be another graph. So for the length of an optimizer step the learning rate is a tensor on the device where
-the optimizer can use one, and counters live there.
+steps, would be another graph. So for the length of an optimizer step such numbers are moved by less than the arithmetic
+of the device can tell, or are tensors there. PyTorch's own Adam counts on the host then, as long as it has updated all
+its parameters equally often. Others that can use one get the learning rate as a tensor, and their counters live on the
+device, which costs some thirty operations for each parameter.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -31,16 +34,17 @@ def as_device_data(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterat
     if "lazy" not in backend.capabilities:
         yield
         return
-    takes_tensors = isinstance(_innermost(optimizer), torch.optim.Adam)  # AdamW is one
-    kept: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        kept.append({name: group[name] for name in ("lr", "capturable") if name in group})
-        if "capturable" in group:
-            group["capturable"] = True
-        if "lr" in group:
-            group["lr"] = _rate(group["lr"], takes_tensors, backend)
-    if any("capturable" in group for group in kept):
-        _move_counters(optimizer, backend)
+    with _on_host(optimizer, backend) if _can_count_on_host(optimizer) else _on_device(optimizer, backend):
+        yield
+
+
+@contextmanager
+def _kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Options are as before afterwards."""
+    names = ("lr", "capturable", "weight_decay")
+    kept: list[dict[str, Any]] = [
+        {name: group[name] for name in names if name in group} for group in optimizer.param_groups
+    ]
     try:
         yield
     finally:
@@ -48,6 +52,80 @@ def as_device_data(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterat
             group.update(values)
 
 
+@contextmanager
+def _on_device(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterator[None]:
+    takes_tensors = isinstance(_innermost(optimizer), torch.optim.Adam)  # AdamW is one
+    with _kept(optimizer):
+        for group in optimizer.param_groups:
+            if "capturable" in group:
+                group["capturable"] = True
+            if "lr" in group:
+                group["lr"] = _rate(group["lr"], takes_tensors, backend)
+        if any("capturable" in group for group in optimizer.param_groups):
+            _move_counters(optimizer, backend)
+        yield
+
+
+# ---- Adam with its numbers computed on the host ----------------------------------------------------------------------
+def _can_count_on_host(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is PyTorch's own Adam, every number of it is on the host, and one pair of corrections serves all
+    parameters. Those of parameters that count differently become equal one day: another graph."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    for group in optimizer.param_groups:
+        if group["capturable"] or group["differentiable"] or group["fused"] or "decoupled_weight_decay" not in group:
+            return False
+        if any(isinstance(number, torch.Tensor) for number in (group["lr"], *group["betas"])):
+            return False
+    betas = {group["betas"] for group in optimizer.param_groups}
+    if len(betas) > 1 or any(first > second for first, second in betas):
+        return False
+    counters = [state["step"] for state in optimizer.state.values() if "step" in state]
+    if any(isinstance(counter, torch.Tensor) and counter.device.type != "cpu" for counter in counters):
+        return False
+    return len({float(counter) for counter in counters}) < 2
+
+
+@contextmanager
+def _on_host(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterator[None]:
+    counted = [(state, float(state["step"])) for state in optimizer.state.values() if "step" in state]
+    last = min(_last_correction(group["betas"][1]) for group in optimizer.param_groups)
+    with _kept(optimizer):
+        for index, group in enumerate(optimizer.param_groups):
+            rate = float(group["lr"])
+            if group["decoupled_weight_decay"] and group["weight_decay"]:
+                _decay(group["params"], 1 - rate * group["weight_decay"], backend)
+                group["weight_decay"] = 0
+            # Groups whose rates are all 0 still have one number each.
+            group["lr"] = _BESIDE_ONE if rate == 1.0 else max(rate, _TINY * (1 + index))
+        beyond = [(state, count) for state, count in counted if count >= last]
+        for state, _ in beyond:
+            state["step"] = torch.tensor(last - 1.0)
+        try:
+            yield
+        finally:
+            for state, count in beyond:
+                state["step"] = torch.tensor(count + float(state["step"]) - (last - 1.0))
+
+
+def _decay(parameters: list[torch.Tensor], factor: float, backend: Backend) -> None:
+    """What AdamW begins with; its factor is 1 in a float32 while the rate is small."""
+    given = torch.tensor([factor], dtype=torch.float32).to(backend.device).reshape(())  # without dims 1 is a constant
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.mul_(given)
+
+
+def _last_correction(beta: float) -> float:
+    """The last step at which the root of Adam's correction of the second moment is not 1 in a float32 yet, but the
+    number before it; all later ones count as this."""
+    if not 0.0 < beta < 1.0:
+        return math.inf
+    return max(1.0, float(math.floor(math.log(1.3e-7) / math.log(beta))))
+
+
+# ---- numbers as tensors ----------------------------------------------------------------------------------------------
 def _rate(value: Any, as_tensor: bool, backend: Backend) -> Any:
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return value
