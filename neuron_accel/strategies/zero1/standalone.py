@@ -16,7 +16,7 @@ from torch import nn
 
 from neuron_accel.backends.base import Backend
 from neuron_accel.backends.select import connect, settle
-from neuron_accel.engine.elementwise import is_elementwise
+from neuron_accel.engine.elementwise import is_elementwise, is_separable
 from neuron_accel.engine.errors import ConfigurationError
 from neuron_accel.engine.layout import Cut, Layout
 from neuron_accel.engine.mesh import Mesh
@@ -82,11 +82,15 @@ class ZeroRedundancyOptimizer(Zero1Optimizer):
         del pin_layout, lazy_init  # neither asks for anything that is not so already
         optimizer = make_optimizer_constructor_lazy(optimizer_class)(params, **defaults)
         if not is_elementwise(optimizer):
+            by_parameter = is_separable(optimizer)
             raise ConfigurationError(
                 f"{optimizer_class.__name__} does not treat the elements of a parameter alike.",
                 where="ZeroRedundancyOptimizer",
-                why="parameters are cut in pieces, and its update looks at the norm or shape of a whole one",
-                fix="use NeuronAccelerator with Zero1Plugin(partition='parameters')",
+                why="parameters are cut in pieces, and its update looks at whole ones"
+                + ("" if by_parameter else ", at all of them together"),
+                fix="use NeuronAccelerator with Zero1Plugin(partition='parameters')"
+                if by_parameter
+                else "train without ZeRO-1, or choose an optimizer that updates every parameter by itself",
             )
         parameters = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
         run = _run(backend or _connected(), parameters, sharding_groups, grad_norm_groups)
