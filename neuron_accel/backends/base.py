@@ -157,8 +157,8 @@ class Backend(ABC):
     def capabilities(self) -> frozenset[str]:
         """What strategies may count on. ``"host-reads"``: reading a tensor's value costs nothing, so control flow may
         depend on it. ``"async"``: ``start_*`` really overlaps. ``"point-to-point"``: ranks can send and receive.
-        ``"lazy"``: operations collect in a graph that :meth:`step_boundary` executes; every rank runs the same one, and
-        views and in-place updates cost copies."""
+        ``"lazy"``: operations collect in a graph that :meth:`step_boundary` executes; every rank runs the same one
+        unless :meth:`run_apart` said otherwise, and views and in-place updates cost copies."""
 
     # ---- groups ----------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -272,6 +272,11 @@ class Backend(ABC):
 
     def step_boundary(self) -> None:  # noqa: B027  most devices have nothing to do
         """A training step is complete; a lazy device executes what it has collected."""
+
+    def run_apart(self, group: Group) -> None:  # noqa: B027  eager devices meet wherever ranks do
+        """From now on ranks at different positions of ``group`` compute different things, ranks at one position of all
+        groups of its partition the same. A lazy device makes every collective between such ranks a graph of its own,
+        because what they compute beside it would make different graphs of it, and those never meet."""
 
     def collects(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether reading one of them would execute a graph that still collects; never on eager devices."""

@@ -25,8 +25,8 @@ class CollectiveObserver(ABC):
         """
 
     @abstractmethod
-    def executing(self) -> None:
-        """A lazy device is about to execute what was deferred."""
+    def executing(self, ranks: tuple[int, ...]) -> None:
+        """A lazy device is about to execute what was deferred, as are those of all ``ranks``, among them this one's."""
 
 
 class Board(ABC):

@@ -11,7 +11,8 @@ travel beside the device, see :mod:`neuron_accel.backends.xla_channel`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -48,6 +49,7 @@ class XlaBackend(Backend):
         self._handles: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._indices: dict[tuple[tuple[int, ...], ...], torch.Tensor] = {}
         self._later: list[Callable[[], None]] = []
+        self._alike = tuple(range(self._world_size))  # the ranks whose graphs are this one's
 
     @classmethod
     def connect(cls, *, timeout: timedelta | None = None) -> XlaBackend:
@@ -130,11 +132,11 @@ class XlaBackend(Backend):
         tensor = tensor.detach()
         if self._on_host(tensor):
             return Done(reduce_rows(torch.stack(self.all_gather_object(tensor, group)), op))
-        self._note("all_reduce", group, 2 * (group.size - 1) * _bytes(tensor) // group.size)
-        if tensor.dtype == torch.bool:
-            counted = self._all_reduce(tensor.to(torch.int32), group, op)
-            return Done(counted > 0)
-        return Done(self._all_reduce(tensor, group, op))
+        with self._between(tensor, group) as tensor:
+            self._note("all_reduce", group, 2 * (group.size - 1) * _bytes(tensor) // group.size)
+            if tensor.dtype == torch.bool:
+                return Done(self._all_reduce(tensor.to(torch.int32), group, op) > 0)
+            return Done(self._all_reduce(tensor, group, op))
 
     def _all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
         xm = self._collectives(tensor)
@@ -148,9 +150,10 @@ class XlaBackend(Backend):
         dim = normalize_dim(dim, tensor)
         if self._on_host(tensor):
             return Done(torch.cat(self.all_gather_object(tensor, group), dim))
-        self._note("all_gather", group, (group.size - 1) * _bytes(tensor))
-        xm = self._collectives(tensor)
-        return Done(xm.all_gather(tensor, dim, groups=_replicas(group), pin_layout=False))
+        with self._between(tensor, group) as tensor:
+            self._note("all_gather", group, (group.size - 1) * _bytes(tensor))
+            xm = self._collectives(tensor)
+            return Done(xm.all_gather(tensor, dim, groups=_replicas(group), pin_layout=False))
 
     def start_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
         """See :meth:`Backend.reduce_scatter`.
@@ -163,12 +166,13 @@ class XlaBackend(Backend):
         tensor = tensor.detach()
         split_chunks(tensor, dim, group.size)  # refuses what does not divide
         self._refuse_host(tensor, "reduce_scatter")
-        self._note("reduce_scatter", group, (group.size - 1) * _bytes(tensor) // group.size)
-        xm = self._collectives(tensor)
-        dim = normalize_dim(dim, tensor)
-        return Done(
-            xm.reduce_scatter(xm.REDUCE_SUM, tensor, 1.0, dim, group.size, groups=_replicas(group), pin_layout=False)
-        )
+        dim, replicas = normalize_dim(dim, tensor), _replicas(group)
+        with self._between(tensor, group) as tensor:
+            self._note("reduce_scatter", group, (group.size - 1) * _bytes(tensor) // group.size)
+            xm = self._collectives(tensor)
+            return Done(
+                xm.reduce_scatter(xm.REDUCE_SUM, tensor, 1.0, dim, group.size, groups=replicas, pin_layout=False)
+            )
 
     def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
         """See :meth:`Backend.all_to_all`.
@@ -181,20 +185,34 @@ class XlaBackend(Backend):
         tensor = tensor.detach()
         split_chunks(tensor, split_dim, group.size)
         self._refuse_host(tensor, "all_to_all")
-        self._note("all_to_all", group, (group.size - 1) * _bytes(tensor) // group.size)
-        xm = self._collectives(tensor)
         split_dim, concat_dim = normalize_dim(split_dim, tensor), normalize_dim(concat_dim, tensor)
-        return xm.all_to_all(tensor, split_dim, concat_dim, group.size, groups=_replicas(group), pin_layout=False)
+        with self._between(tensor, group) as tensor:
+            self._note("all_to_all", group, (group.size - 1) * _bytes(tensor) // group.size)
+            xm = self._collectives(tensor)
+            return xm.all_to_all(tensor, split_dim, concat_dim, group.size, groups=_replicas(group), pin_layout=False)
 
     def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
-        """See :meth:`Backend.permute`. All groups of the partition turn by the same number of positions."""
+        """See :meth:`Backend.permute`. All groups of the partition turn by the same number of positions, in one
+        collective of all ranks.
+
+        Raises:
+            UsageError: among ranks that compute the same where others compute something else (:meth:`run_apart`).
+        """
         if shift % group.size == 0:
             return tensor
         tensor = tensor.detach()
         self._refuse_host(tensor, "permute")
-        self._note("permute", group, _bytes(tensor))
         pairs = [[ranks[i], ranks[(i + shift) % group.size]] for ranks in group.partition for i in range(group.size)]
-        return self._collectives(tensor).collective_permute(tensor, pairs)
+        if len(self._alike) < self._world_size and set(self._alike).issuperset(group.ranks):
+            raise UsageError(
+                f"A permutation within {group.name!r} is not possible beside ranks that compute something else.",
+                where="backend 'xla', on one stage of a pipeline",
+                why="it is one collective of all ranks, and those of other stages are elsewhere",
+                fix="use collectives of groups there (all_to_all, all_gather), or no pipeline",
+            )
+        with self._between(tensor, group, tuple(range(self._world_size))) as tensor:
+            self._note("permute", group, _bytes(tensor))
+            return self._collectives(tensor).collective_permute(tensor, pairs)
 
     def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
         """See :meth:`Backend.broadcast`. On the device, the sum over the group of the source's values and zeros."""
@@ -205,10 +223,12 @@ class XlaBackend(Backend):
             return self.broadcast_object(tensor if group.index == source else None, group, source)
         if not tensor.numel():
             return tensor
-        self._note("broadcast", group, 2 * (group.size - 1) * _bytes(tensor) // group.size)
-        wide = tensor.to(torch.int32) if tensor.dtype == torch.bool else tensor
-        mine = torch.where(self._index(group) == source, wide, torch.zeros_like(wide))
-        return self._all_reduce(mine.reshape(wide.shape), group, "sum").to(tensor.dtype)
+        index = self._index(group)
+        with self._between(tensor, group) as tensor:
+            self._note("broadcast", group, 2 * (group.size - 1) * _bytes(tensor) // group.size)
+            wide = tensor.to(torch.int32) if tensor.dtype == torch.bool else tensor
+            mine = torch.where(index == source, wide, torch.zeros_like(wide))
+            return self._all_reduce(mine.reshape(wide.shape), group, "sum").to(tensor.dtype)
 
     def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
         """See :meth:`Backend.chunk`. The rank is an operand, so that all ranks trace one graph.
@@ -237,14 +257,40 @@ class XlaBackend(Backend):
 
     # ---- steps and values ------------------------------------------------------------------------------------------
     def step_boundary(self) -> None:
-        """Compiles what has collected, unless the same graph ran before, and executes it. Collective. Then acts on the
-        values that somebody wanted to see (:meth:`after_step`)."""
-        for observer in self._observers:
-            observer.executing()
-        self._channel.execute(wait=False)
+        """Compiles what has collected, unless the same graph ran before, and executes it. Collective over the ranks
+        that compute the same. Then acts on the values that somebody wanted to see (:meth:`after_step`)."""
+        self._execute(self._alike)
         later, self._later = self._later, []
         for action in later:
             action()
+
+    def run_apart(self, group: Group) -> None:
+        position = {rank: ranks.index(rank) for ranks in group.partition for rank in ranks}
+        self._alike = tuple(rank for rank in sorted(position) if position[rank] == group.index)
+
+    @contextmanager
+    def _between(
+        self, tensor: torch.Tensor, group: Group, ranks: tuple[int, ...] | None = None
+    ) -> Iterator[torch.Tensor]:
+        """What is made of ``tensor`` inside is a graph of its own if ranks of ``group`` compute different things: what
+        has collected is executed first, so that on all of them the graph begins with data, and ends with the result.
+
+        Args:
+            ranks: all that take part, if they are more than the group.
+        """
+        ranks = ranks or group.ranks
+        apart = not set(self._alike).issuperset(ranks)
+        if apart:
+            tensor = tensor.clone()  # a view that was updated is computed anew when it is read
+            self.step_boundary()
+        yield tensor
+        if apart:
+            self._execute(ranks)
+
+    def _execute(self, ranks: tuple[int, ...]) -> None:
+        for observer in self._observers:
+            observer.executing(ranks)
+        self._channel.execute(ranks)
 
     def collects(self, tensors: Sequence[torch.Tensor]) -> bool:
         import torch_xla

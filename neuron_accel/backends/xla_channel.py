@@ -11,6 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
@@ -46,15 +47,15 @@ class HostChannel(ABC):
         """Where ranks leave notes for each other."""
         return LocalBoard()
 
-    def execute(self, *, wait: bool) -> None:
-        """Runs what the device has collected; collective where it contains collectives.
+    def execute(self, ranks: tuple[int, ...]) -> None:
+        """Runs what the device has collected, without waiting for it where that is possible.
 
         Args:
-            wait: return only when it is done.
+            ranks: those that run the same, this one included; collective over them.
         """
         import torch_xla
 
-        torch_xla.sync(wait=wait)
+        torch_xla.sync()
 
     def close(self) -> None:  # noqa: B027  most channels have nothing to release
         """Releases connections. Idempotent."""
@@ -156,6 +157,7 @@ class Meeting:
         self._lock = threading.Lock()
         self._rooms: dict[tuple[int, ...], _Room] = {}
         self._leader_done = threading.Event()
+        self._executing = threading.Lock()
         self._gone = False
 
     def exchange(self, value: Any, ranks: tuple[int, ...], index: int) -> list[Any]:
@@ -191,31 +193,35 @@ class Meeting:
                 fix="look for the first error of another rank",
             ) from error
 
-    def execute(self, rank: int) -> None:
-        """Runs the pending graph of every rank, compiled once.
+    def execute(self, ranks: tuple[int, ...], index: int) -> None:
+        """Runs the pending graph of every one of ``ranks``, compiled once.
 
         The CPU client of PJRT matches the participants of a collective by the compiled module, so ranks that compile
         the same graph each for itself never meet: the first rank compiles, the others begin once they find the result
-        in the cache, which all threads of a process share. And nobody lets go of its collective token before all are
-        through, because that takes Python's lock while another rank may need it to get there.
+        in the cache, which all threads of a process share. Others than ``ranks`` wait meanwhile, because theirs would
+        look like the result. And nobody lets go of its collective token before all are through, because that takes
+        Python's lock while another rank may need it to get there.
         """
         import torch_xla
 
-        everyone = tuple(range(self.size))
-        self.exchange(None, everyone, rank)
-        before = _graphs()
-        if rank == 0:
-            self._leader_done.clear()
-        self.exchange(None, everyone, rank)
-        if rank != 0:
+        self.exchange(None, ranks, index)
+        with self._executing if index == 0 else nullcontext():
+            if index == 0:
+                self._leader_done.clear()
+            before = self.exchange(_graphs() if index == 0 else 0, ranks, index)[0]
+            self._run(before, leads=index == 0)
+            self.exchange(None, ranks, index)
+        torch_xla.sync()
+
+    def _run(self, before: int, *, leads: bool) -> None:
+        import torch_xla
+
+        if not leads:
             self._await_leader(before)
         device = torch_xla._XLAC._xla_get_default_device()
         torch_xla._XLAC._xla_step_marker(device, [], wait=True, reset_scope=True)
-        if rank == 0:
+        if leads:
             self._leader_done.set()
-        self.exchange(None, everyone, rank)
-        torch_xla.sync()
-        self.exchange(None, everyone, rank)
 
     def _await_leader(self, before: int) -> None:
         deadline = time.monotonic() + self.timeout
@@ -254,8 +260,8 @@ class ThreadChannel(HostChannel):
     def board(self) -> Board:
         return self._meeting.board
 
-    def execute(self, *, wait: bool) -> None:
-        self._meeting.execute(self._rank)
+    def execute(self, ranks: tuple[int, ...]) -> None:
+        self._meeting.execute(ranks, ranks.index(self._rank))
 
 
 MEETING: ContextVar[Meeting | None] = ContextVar("neuron_accel.meeting", default=None)

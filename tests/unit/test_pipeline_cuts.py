@@ -37,9 +37,10 @@ def test_a_pipeline_is_a_strategy_of_its_own_in_the_plan():
     assert ModelParallelismPlugin(tensor_parallel_size=2).companions() == ()
 
 
-def test_a_backend_that_cannot_send_is_refused():
+def test_a_backend_that_can_neither_send_nor_cut_graphs_is_refused():
     with pytest.raises(PlanError, match="not possible on this backend"):
         plan(2, capabilities=())
+    assert plan(2, capabilities=("lazy",)).mesh.degree("pp") == 2
 
 
 # ---- cuts ------------------------------------------------------------------------------------------------------------

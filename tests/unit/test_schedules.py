@@ -17,7 +17,7 @@ from neuron_accel.engine.errors import ConfigurationError
 from neuron_accel.strategies.pipeline.actions import Action, Kind, Schedule, needs
 from neuron_accel.strategies.pipeline.schedules import SCHEDULES, make_schedule
 from neuron_accel.strategies.pipeline.timeline import in_flight, make_timeline
-from neuron_accel.strategies.pipeline.transfers import with_transfers
+from neuron_accel.strategies.pipeline.transfers import in_rounds, transfers_after, with_transfers
 
 few = settings(deadline=None, max_examples=50)
 BACKWARD = {Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
@@ -287,3 +287,22 @@ def test_schedules_know_nothing_of_torch():
             modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not [m for m in modules if m.split(".")[0] in ("torch", "transformers")]
+
+
+@few
+@given(schedules(names=(*SCHEDULES, "forward")))
+def test_in_a_round_a_rank_computes_one_thing_and_hands_on_one(schedule):
+    compute = [schedule.compute(rank) for rank in range(schedule.ranks)]
+    rounds = list(in_rounds(compute, schedule.stages))
+    for rank, mine in enumerate(compute):
+        assert tuple(actions[rank] for actions in rounds if rank in actions) == mine
+    done = set()
+    for actions in rounds:
+        assert all(done.issuperset(needs(action, schedule.stages)) for action in actions.values())
+        done.update(actions.values())
+        receivers = Counter(
+            (receive.kind, schedule.rank_of(receive.stage))
+            for action in actions.values()
+            for _, receive in transfers_after(action, schedule.stages)
+        )
+        assert set(receivers.values()) <= {1}, "a turn brings a rank one thing of a kind"

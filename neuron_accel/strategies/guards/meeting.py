@@ -17,12 +17,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from neuron_accel.backends.base import Group
 from neuron_accel.backends.failures import reported
 from neuron_accel.backends.observation import CollectiveObserver
 from neuron_accel.engine.errors import DesyncError
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Group
     from neuron_accel.engine.run import Run
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.01
@@ -78,13 +78,17 @@ class Meetings(CollectiveObserver):
         else:
             self._meet(group, Doing(self.step, text))
 
-    def executing(self) -> None:
+    def executing(self, ranks: tuple[int, ...]) -> None:
         deferred, self._deferred = self._deferred, []
+        if len(ranks) == 1:  # the only rank of a stage
+            return
+        index = ranks.index(self._rank)
+        group = Group(ranks=ranks, index=index, partition=(ranks,), name="those that compute the same")
         step = deferred[-1].step if deferred else self.step  # the step that issued them may be over by now
         listing = "\n".join(doing.text for doing in deferred)
         digest = hashlib.blake2b(listing.encode(), digest_size=8).hexdigest()
-        self._put(f"list/{self._rank}/{self._counts[self._world.ranks] % 2}", zlib.compress(listing.encode()))
-        self._meet(self._world, Doing(step, f"execution of {len(deferred)} collectives [{digest}]"))
+        self._put(f"list/{self._rank}/{self._counts[ranks] % 2}", zlib.compress(listing.encode()))
+        self._meet(group, Doing(step, f"execution of {len(deferred)} collectives [{digest}]"))
 
     def close(self) -> None:
         """This rank takes part no longer; whoever still waits for it is told."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 from collections.abc import Callable, Hashable
@@ -13,8 +14,9 @@ from torch import nn
 from neuron_accel.engine.errors import UsageError
 from neuron_accel.strategies.pipeline.microbatches import Shares, batch_size, signature, split
 from neuron_accel.strategies.pipeline.outputs import kind_of, loss_of, of_loss, put_together, tell_everyone
+from neuron_accel.strategies.pipeline.ring import Ring
 from neuron_accel.strategies.pipeline.schedules import make_schedule
-from neuron_accel.strategies.pipeline.step import Call, NeighbourFailed, Step
+from neuron_accel.strategies.pipeline.step import Call, NeighbourFailed, SendingStep, Step, TurningStep
 from neuron_accel.strategies.pipeline.weights_later import WeightsLater
 from neuron_accel.strategies.pipeline.wire import Wire
 
@@ -62,7 +64,11 @@ class Pipeline:
         self._model, self._record, self._run, self.ties = model, record, run, ties
         self._stages = {stage.index: stage for stage in stages}
         self._group = run.group(axis)
-        self._wire = Wire(run.backend, self._group)
+        self._make_step: Callable[..., Step]
+        if "point-to-point" in run.backend.capabilities:
+            self._make_step = functools.partial(SendingStep, Wire(run.backend, self._group))
+        else:
+            self._make_step = functools.partial(TurningStep, Ring(run.backend, self._group), run.backend)
         self._name, self._microbatches, self._virtual = schedule, microbatches, virtual_stages
         self._evaluation_logits = evaluation_logits
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters wrap a model
@@ -149,7 +155,7 @@ class Pipeline:
         schedule = self._schedule(name, len(calls))
         device = self._run.device.type
         key: Hashable = (signature(*calls[0]), torch.is_autocast_enabled(device), self._model.training)
-        return Step(schedule, self._group.index, self._stages, self._wire, calls, key, **options)
+        return self._make_step(schedule, self._group.index, self._stages, calls, key, **options)
 
     def _schedule(self, name: str, microbatches: int) -> Schedule:
         if (name, microbatches) not in self._schedules:
@@ -168,12 +174,21 @@ class Pipeline:
         Raises:
             Exception: what the stage raised, on every rank.
         """
+        if not self._host_reads:
+            return self._agree_beside_the_device(step, loss, kind)
         failed = 0.0 if step.error is None else 1.0
         mine = torch.stack([loss, loss.new_tensor(failed), loss.new_tensor(float(kind))])
         loss, failures, kinds = self._run.backend.all_reduce(mine, self._group).unbind()
         if float(failures):
             self._raise(step)
         return loss, int(kinds)
+
+    def _agree_beside_the_device(self, step: Step, loss: torch.Tensor, kind: int) -> tuple[torch.Tensor, int]:
+        """:meth:`_agree` where reading a value would stall the device."""
+        told = self._run.backend.all_gather_object((step.error is not None, kind), self._group)
+        if any(failed for failed, _ in told):
+            self._raise(step)
+        return self._run.backend.all_reduce(loss, self._group), told[-1][1]
 
     def _raise(self, step: Step) -> None:
         if step.error is not None and not isinstance(step.error, NeighbourFailed):

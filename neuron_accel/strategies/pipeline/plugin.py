@@ -55,13 +55,16 @@ class PipelinePlugin(StrategyPlugin):
             microbatches=self.num_microbatches,
             virtual_stages=self.virtual_stages,
         )
-        if "point-to-point" not in context.capabilities:
+        if not {"point-to-point", "lazy"} & context.capabilities:
             raise PlanError(
                 f"pipeline_parallel_size={self.degree} is not possible on this backend.",
                 where="plugin 'model_parallelism'",
                 why="stages hand activations from rank to rank, and it cannot send to a single rank",
-                fix="divide the model with tensor_parallel_size, or choose a backend that can send",
+                fix="divide the model with tensor_parallel_size, or choose a backend that can send, or xla",
             )
+
+    def setup(self, run: Run) -> None:
+        run.backend.run_apart(run.group(AXIS))
 
     def transform_model(self, model: torch.nn.Module, run: Run, parameters: ParameterMap) -> torch.nn.Module:
         """Leaves this rank's stages of ``model``, and makes calling it run the pipeline.

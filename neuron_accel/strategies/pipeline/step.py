@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from neuron_accel.engine.errors import UsageError
+from neuron_accel.backends.base import Done
+from neuron_accel.engine.errors import UnsupportedModelError, UsageError
 from neuron_accel.strategies.pipeline.actions import Action, Kind, Schedule
 from neuron_accel.strategies.pipeline.outputs import loss_of
+from neuron_accel.strategies.pipeline.transfers import in_rounds, transfers_after
 from neuron_accel.strategies.pipeline.weights_later import Later, WeightsLater
+from neuron_accel.strategies.pipeline.wire import Form, Wire
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Pending
+    from neuron_accel.backends.base import Backend, Pending
+    from neuron_accel.strategies.pipeline.ring import Ring
     from neuron_accel.strategies.pipeline.stage import Stage
-    from neuron_accel.strategies.pipeline.wire import Wire
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 _BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -39,14 +43,13 @@ class Flight:
     later: Later | None
 
 
-class Step:
-    """Carries out one rank's actions for one batch.
+class Step(ABC):
+    """Carries out one rank's actions for one batch. How things get from stage to stage is a subclass's to say.
 
     Args:
         schedule: the schedule.
         rank: this rank's position in the pipeline.
         stages: this rank's stages, by index.
-        wire: to its neighbours.
         calls: the model's arguments for each micro-batch.
         key: what the shapes of activations depend on.
         weight: gives the factor by which a micro-batch's loss is multiplied before backward; None to run forward only.
@@ -59,7 +62,6 @@ class Step:
         schedule: Schedule,
         rank: int,
         stages: dict[int, Stage],
-        wire: Wire,
         calls: list[Call],
         key: Hashable,
         *,
@@ -67,13 +69,12 @@ class Step:
         weights_later: WeightsLater | None = None,
         synchronise: Callable[[bool], None] = lambda last: None,
     ) -> None:
-        self._schedule, self._rank, self._stages, self._wire = schedule, rank, stages, wire
+        self._schedule, self._rank, self._stages = schedule, rank, stages
         self._calls, self._key, self._weight, self._synchronise = calls, key, weight, synchronise
         self._weights_later = weights_later
         self._arriving: dict[tuple[Kind, int, int], Pending | None] = {}
         self._leaving: dict[tuple[Kind, int, int], torch.Tensor | None] = {}
         self._flights: dict[tuple[int, int], Flight] = {}
-        self._sends: deque[Pending] = deque()
         self._last = {(action.stage, action.kind): action for action in schedule.compute(rank)}
         self.outputs: list[Any] = []
         """The last stage's outputs by micro-batch; losses, detached, where backward passes run."""
@@ -82,50 +83,19 @@ class Step:
         self.error: Exception | None = None
         """What a stage of this rank raised."""
 
+    @abstractmethod
     def run(self) -> None:
         """Carries out everything. A stage that raises leaves :attr:`error`; from then on messages have no meaning, but
         all of them are sent and received, so that no neighbour waits for ever."""
-        for action in self._schedule.actions[self._rank]:
-            if action.kind.is_send:
-                self._send(action)
-            elif action.kind.is_receive:
-                self._receive(action)
-            elif self.error is None:
-                try:
-                    self._compute(action)
-                except Exception as error:
-                    self.error = error
-                    self._flights.clear()
-        for pending in self._arriving.values():
-            if pending is not None:
-                pending.wait()
-        for pending in self._sends:
-            pending.wait()
+
+    @abstractmethod
+    def _form(self, stage: int) -> Form | None:
+        """What ``stage`` hands on to the next one; None if that is not known (yet)."""
+
+    @abstractmethod
+    def _refuse_form(self, hidden: torch.Tensor, form: Form, stage: int) -> NoReturn: ...
 
     # ---- messages --------------------------------------------------------------------------------------------------
-    def _edge(self, stage: int) -> Hashable:
-        """The edge from ``stage`` to the next one, for this kind of batch."""
-        return (self._key, stage)
-
-    def _send(self, action: Action) -> None:
-        tensor = self._leaving.pop((action.kind, action.stage, action.microbatch), None)
-        peer = self._schedule.peer(action)
-        if action.kind is Kind.SEND_ACTIVATION:
-            as_tuple = self._stages[action.stage].passage.as_tuple
-            self._sends += self._wire.send(tensor, self._edge(action.stage), peer, as_tuple)
-        else:
-            self._sends += self._wire.send_gradient(tensor, self._edge(action.stage - 1), peer)
-        while len(self._sends) > 2 * self._schedule.ranks * self._schedule.virtual_stages:
-            self._sends.popleft().wait()
-
-    def _receive(self, action: Action) -> None:
-        peer = self._schedule.peer(action)
-        if action.kind is Kind.RECEIVE_ACTIVATION:
-            pending = self._wire.receive(self._edge(action.stage - 1), peer)
-        else:
-            pending = self._wire.receive_gradient(self._edge(action.stage), peer)
-        self._arriving[action.kind, action.stage, action.microbatch] = pending
-
     def _arrived(self, kind: Kind, action: Action) -> torch.Tensor:
         pending = self._arriving.pop((kind, action.stage, action.microbatch))
         if pending is None:
@@ -133,6 +103,14 @@ class Step:
         return pending.wait()
 
     # ---- computing -------------------------------------------------------------------------------------------------
+    def _attempt(self, action: Action) -> None:
+        if self.error is None:
+            try:
+                self._compute(action)
+            except Exception as error:
+                self.error = error
+                self._flights.clear()
+
     def _compute(self, action: Action) -> None:
         if action.kind is Kind.FORWARD:
             self._forward(action)
@@ -149,7 +127,7 @@ class Step:
         received = None
         if action.stage:
             received = self._arrived(Kind.RECEIVE_ACTIVATION, action)
-            form = self._wire.form(self._edge(action.stage - 1))
+            form = self._form(action.stage - 1)
             stage.passage.as_tuple = form is not None and form.as_tuple
             if self._weight is not None:
                 received.requires_grad_()
@@ -177,13 +155,9 @@ class Step:
         return loss * self._weight(microbatch)
 
     def _check_form(self, hidden: Any, stage: int) -> None:
-        form = self._wire.form(self._edge(stage))
+        form = self._form(stage)
         if form is not None and (tuple(hidden.shape), hidden.dtype) != (form.shape, form.dtype):
-            raise UsageError(
-                f"Stage {stage} computed {hidden.dtype} {tuple(hidden.shape)} for a batch for which it computed "
-                f"{form.dtype} {form.shape} before.",
-                why="the next stage expects the same for batches of the same shapes",
-            )
+            self._refuse_form(hidden, form, stage)
 
     def _backward(self, action: Action) -> None:
         stage, key = self._stages[action.stage], (action.stage, action.microbatch)
@@ -200,6 +174,124 @@ class Step:
             del self._flights[key]
         else:  # activations that no weight waits for are free
             self._flights[key] = Flight(None, flight.result.detach(), flight.later)
+
+
+class SendingStep(Step):
+    """Ranks send to each other; messages travel while they compute.
+
+    Args:
+        wire: to the neighbours.
+        arguments, options: see :class:`Step`.
+    """
+
+    def __init__(self, wire: Wire, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._wire = wire
+        self._sends: deque[Pending] = deque()
+
+    def run(self) -> None:
+        for action in self._schedule.actions[self._rank]:
+            if action.kind.is_send:
+                self._send(action)
+            elif action.kind.is_receive:
+                self._receive(action)
+            else:
+                self._attempt(action)
+        for pending in self._arriving.values():
+            if pending is not None:
+                pending.wait()
+        for pending in self._sends:
+            pending.wait()
+
+    def _edge(self, stage: int) -> Hashable:
+        """The edge from ``stage`` to the next one, for this kind of batch."""
+        return (self._key, stage)
+
+    def _send(self, action: Action) -> None:
+        tensor = self._leaving.pop((action.kind, action.stage, action.microbatch), None)
+        peer = self._schedule.peer(action)
+        if action.kind is Kind.SEND_ACTIVATION:
+            as_tuple = self._stages[action.stage].passage.as_tuple
+            self._sends += self._wire.send(tensor, self._edge(action.stage), peer, as_tuple)
+        else:
+            self._sends += self._wire.send_gradient(tensor, self._edge(action.stage - 1), peer)
+        while len(self._sends) > 2 * self._schedule.ranks * self._schedule.virtual_stages:
+            self._sends.popleft().wait()
+
+    def _receive(self, action: Action) -> None:
+        peer = self._schedule.peer(action)
+        if action.kind is Kind.RECEIVE_ACTIVATION:
+            pending = self._wire.receive(self._edge(action.stage - 1), peer)
+        else:
+            pending = self._wire.receive_gradient(self._edge(action.stage), peer)
+        self._arriving[action.kind, action.stage, action.microbatch] = pending
+
+    def _form(self, stage: int) -> Form | None:
+        return self._wire.form(self._edge(stage))
+
+    def _refuse_form(self, hidden: torch.Tensor, form: Form, stage: int) -> NoReturn:
+        raise UsageError(
+            f"Stage {stage} computed {hidden.dtype} {tuple(hidden.shape)} for a batch for which it computed "
+            f"{form.dtype} {form.shape} before.",
+            why="the next stage expects the same for batches of the same shapes",
+        )
+
+
+class TurningStep(Step):
+    """Ranks keep pace: each computes one thing, then all hand on what others wait for. On a lazy device every
+    computation is a graph, the same for all micro-batches but the first backward pass, and every turn is another.
+
+    Args:
+        ring: of all ranks of the pipeline.
+        backend: executes.
+        arguments, options: see :class:`Step`.
+    """
+
+    def __init__(self, ring: Ring, backend: Backend, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._ring, self._backend = ring, backend
+
+    def run(self) -> None:
+        schedule = self._schedule
+        self._backend.step_boundary()  # the micro-batches exist
+        for actions in in_rounds([schedule.compute(rank) for rank in range(schedule.ranks)], schedule.stages):
+            if self._rank in actions:
+                self._attempt(actions[self._rank])
+            self._backend.step_boundary()
+            if self._ring.form(self._key) is None and self._ring.learn(self._key, self._first_form()) is None:
+                return  # the first stage failed, and nobody knows what to wait for
+            self._turn(actions, Kind.SEND_ACTIVATION, 1)
+            self._turn(actions, Kind.SEND_GRADIENT, -1)
+
+    def _turn(self, actions: dict[int, Action], kind: Kind, shift: int) -> None:
+        """Hands on all results of one kind of a round's computations."""
+        pairs = [pair for action in actions.values() for pair in transfers_after(action, self._schedule.stages)]
+        pairs = [(send, receive) for send, receive in pairs if send.kind is kind]
+        if not pairs:
+            return
+        mine = None
+        for send, _ in pairs:
+            if self._schedule.rank_of(send.stage) == self._rank:
+                mine = self._leaving.pop((send.kind, send.stage, send.microbatch), None)
+        arrived = self._ring.turn(mine, self._key, shift)
+        for _, receive in pairs:
+            if self._schedule.rank_of(receive.stage) == self._rank:
+                self._arriving[receive.kind, receive.stage, receive.microbatch] = Done(arrived)
+
+    def _first_form(self) -> Form | None:
+        hidden = self._leaving.get((Kind.SEND_ACTIVATION, 0, 0))
+        return None if hidden is None else Form(tuple(hidden.shape), hidden.dtype, self._stages[0].passage.as_tuple)
+
+    def _form(self, stage: int) -> Form | None:
+        return self._ring.form(self._key)
+
+    def _refuse_form(self, hidden: torch.Tensor, form: Form, stage: int) -> NoReturn:
+        raise UnsupportedModelError(
+            f"Stage {stage} computed {hidden.dtype} {tuple(hidden.shape)} where the first one computed {form.dtype} "
+            f"{form.shape}.",
+            why="ranks that cannot send to each other hand on everything at once, which has one shape",
+            fix="choose stage_cuts between blocks that return the same shape",
+        )
 
 
 class NeighbourFailed(Exception):

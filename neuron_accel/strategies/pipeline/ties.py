@@ -82,11 +82,32 @@ def find_ties(parameters: ParameterMap, run: Run, axis: str) -> list[Tie]:
         partition = []
         for ranks in run.mesh.groups(axis):
             partition.append(tuple(ranks[index] for index in holders))
-            partition += [(rank,) for index, rank in enumerate(ranks) if index not in holders]
+            others = [rank for index, rank in enumerate(ranks) if index not in holders]
+            partition += _others(others, len(holders), run, record, axis)
         group = run.backend.new_group(partition, f"tied over {axis}")
         if record.current is not None:
             ties.append(Tie(record, group))
     return ties
+
+
+def _others(ranks: list[int], size: int, run: Run, record: ParameterRecord, axis: str) -> list[tuple[int, ...]]:
+    """Groups of the ranks that do not hold a tied weight. They have nothing to do with it, but where groups are part of
+    a graph all have one size.
+
+    Raises:
+        UnsupportedModelError: if they cannot have.
+    """
+    if "lazy" not in run.backend.capabilities:
+        return [(rank,) for rank in ranks]
+    if len(ranks) % size:
+        raise UnsupportedModelError(
+            f"{' and '.join(repr(name) for name in record.names)} are tied and lie on {size} of {size + len(ranks)} "
+            "stages.",
+            where=f"axis {axis!r} on the {run.backend.name} backend",
+            why="the ranks of a collective lie in groups of one size, and the others cannot form such groups",
+            fix=f"use a number of stages that {size} divides, or untie the weights (tie_word_embeddings=False)",
+        )
+    return [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
 
 
 def check_shared_memory(model: nn.Module, stage_of: dict[str, int]) -> None:

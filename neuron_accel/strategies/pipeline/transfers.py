@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from neuron_accel.strategies.pipeline.actions import Action, Kind, needs
 
@@ -21,26 +21,10 @@ def with_transfers(compute: Sequence[Sequence[Action]], stages: int) -> tuple[tu
     """
     ranks = len(compute)
     result: list[list[Action]] = [[] for _ in compute]
-    done: set[Action] = set()
-    position = [0] * ranks
-    remaining = sum(len(actions) for actions in compute)
-    while remaining:
-        # One action of every rank that can go on, decided before any of them is played: ranks keep pace as in reality.
-        able = [
-            rank
-            for rank in range(ranks)
-            if position[rank] < len(compute[rank]) and done.issuperset(needs(compute[rank][position[rank]], stages))
-        ]
-        if not able:
-            waiting = [str(c[p]) for c, p in zip(compute, position, strict=True) if p < len(c)]
-            raise ValueError(f"these computations wait for each other: {', '.join(waiting)}")
-        for rank in able:
-            action = compute[rank][position[rank]]
-            position[rank] += 1
-            remaining -= 1
+    for actions in in_rounds(compute, stages):
+        for rank, action in actions.items():
             result[rank].append(action)
-            done.add(action)
-            for send, receive in _transfers(action, stages):
+            for send, receive in transfers_after(action, stages):
                 target = receive.stage % ranks
                 if target != rank:
                     result[rank].append(send)
@@ -48,7 +32,35 @@ def with_transfers(compute: Sequence[Sequence[Action]], stages: int) -> tuple[tu
     return tuple(tuple(actions) for actions in result)
 
 
-def _transfers(action: Action, stages: int) -> list[tuple[Action, Action]]:
+def in_rounds(compute: Sequence[Sequence[Action]], stages: int) -> Iterator[dict[int, Action]]:
+    """Plays computations through. In a round every rank that can go on does so by one action; which ones can is decided
+    before any of them does: ranks keep pace as in reality.
+
+    Yields:
+        each round's actions, by rank.
+
+    Raises:
+        ValueError: if the computations wait for each other in a circle.
+    """
+    done: set[Action] = set()
+    position = [0] * len(compute)
+    while any(p < len(actions) for p, actions in zip(position, compute, strict=True)):
+        able = {
+            rank: actions[position[rank]]
+            for rank, actions in enumerate(compute)
+            if position[rank] < len(actions) and done.issuperset(needs(actions[position[rank]], stages))
+        }
+        if not able:
+            waiting = [str(c[p]) for c, p in zip(compute, position, strict=True) if p < len(c)]
+            raise ValueError(f"these computations wait for each other: {', '.join(waiting)}")
+        for rank, action in able.items():
+            position[rank] += 1
+            done.add(action)
+        yield able
+
+
+def transfers_after(action: Action, stages: int) -> list[tuple[Action, Action]]:
+    """Who sends and who receives the result of a computation: none or one pair."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.FORWARD and stage < stages - 1:
         return [

@@ -1,0 +1,66 @@
+"""Pipelines on real XLA ranks train like one process of plain PyTorch, in a few graphs for each stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+
+from neuron_accel.testing import run_ranks
+from neuron_accel.testing.parity import Training, compare, train_alone
+from tests.distributed.models import token_batches
+from tests.distributed.pipeline_support import FAMILIES, TRAINING, pipeline
+from tests.xla.parity import train_on_xla_rank
+
+SIZE = 8
+STEPS = 3
+INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
+TP = {"tensor_parallel_size": 2}
+CASES = {
+    "1f1b": (2, [pipeline(2, 4)]),
+    "gpipe": (2, [pipeline(2, 4, schedule="gpipe")]),
+    "zero-bubble": (2, [pipeline(2, 4, schedule="zero-bubble")]),
+    "interleaved": (2, [pipeline(2, 4, **INTERLEAVED)]),
+    "one-micro-batch": (2, [pipeline(2, 1)]),
+    "dp2": (4, [pipeline(2, 2)]),
+    "dp2-zero1": (4, [pipeline(2, 2), "zero1"]),
+    "tp2": (4, [pipeline(2, 2, **TP)]),
+    "tp2-sp": (4, [pipeline(2, 2, **TP), "sequence_parallel"]),
+    "pp4": (4, [pipeline(4, 4)]),
+}
+OFTEN = {("llama", "1f1b"), ("gpt2-tied", "gpipe")}
+# compiling takes most of the time, and more of it the more blocks there are
+BLOCKS = {"interleaved": 4, "pp4": 4}
+
+
+def check(family, case, training=TRAINING):
+    """Trains and compares with one process; returns how many graphs all ranks had compiled after each step."""
+    ranks, plugins = CASES[case]
+    made = token_batches(STEPS * training.accumulation, size=SIZE)
+    model_fn = functools.partial(FAMILIES[family], blocks=BLOCKS.get(case, 2))
+    reference = run_ranks(train_alone, 1, model_fn, made, training, timeout=110)[0]
+    config = {"plugins": plugins}
+    results = run_ranks(train_on_xla_rank, ranks, model_fn, made, config, training, backend="xla", timeout=280)
+    compare(dataclasses.replace(reference, gradients={}), results[0][0])
+    return results[0][1]
+
+
+def cases():
+    for family in ("llama", "gpt2-tied"):
+        for case in CASES:
+            yield pytest.param(family, case, marks=() if (family, case) in OFTEN else (pytest.mark.slow,))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("family", "case"), list(cases()))
+def test_trains_like_one_process_and_compiles_once(family, case):
+    graphs = check(family, case)
+    assert graphs[-1] == graphs[1], "compiled again after the second step"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_accumulates_like_one_process():
+    graphs = check("gpt2-tied", "1f1b", Training(max_norm=0.5, accumulation=2))
+    assert graphs[-1] == graphs[1]
