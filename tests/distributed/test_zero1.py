@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from neuron_accel.testing import run_ranks
-from neuron_accel.testing.parity import Training, compare, train_alone, train_on_rank
+from neuron_accel.testing.parity import Tolerance, Training, compare, train_alone, train_on_rank
 from tests.distributed.models import llama, token_batches
 
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
@@ -101,6 +101,50 @@ def test_trains_like_one_process(name, layout, accumulation, max_norm):
     reference = run_ranks(train_alone, 1, llama, batches, training)[0]
     config = {"plugins": [*plugins, {"zero1": {"partition": partition, "bucket_cap_mb": 0.01}}]}
     compare(reference, run_ranks(train_on_rank, ranks, llama, batches, config, training)[0])
+
+
+def lamb_of_a_library(parameters):
+    from pytorch_optimizer import Lamb
+
+    return Lamb(parameters, lr=1e-2, weight_decay=0.01)
+
+
+def lars_of_a_library(parameters):
+    from pytorch_optimizer import LARS
+
+    return LARS(parameters, lr=1.0, momentum=0.9, weight_decay=0.01)
+
+
+def muon_of_torch(parameters):
+    """It takes matrices only, and iterates in bfloat16."""
+    return torch.optim.Muon([p for p in parameters if p.requires_grad], lr=1e-2)
+
+
+def llama_with_fixed_norms():
+    model = llama()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 2)
+    return model
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("optimizer", "tolerance"),
+    [
+        (lamb_of_a_library, None),
+        (lars_of_a_library, None),
+        (muon_of_torch, Tolerance(loss=1e-3, norm=1e-2, gradient=2e-2, weight=5e-3)),
+    ],
+    ids=["lamb", "lars", "muon"],
+)
+def test_optimizers_that_others_wrote(optimizer, tolerance, layout):
+    ranks, plugins = LAYOUTS[layout]
+    training = Training(optimizer=optimizer)
+    batches = token_batches(3)
+    model = llama_with_fixed_norms if optimizer is muon_of_torch else llama
+    reference = run_ranks(train_alone, 1, model, batches, training)[0]
+    config = {"plugins": [*plugins, {"zero1": {"partition": "parameters", "bucket_cap_mb": 0.01}}]}
+    compare(reference, run_ranks(train_on_rank, ranks, model, batches, config, training)[0], tolerance)
 
 
 @pytest.mark.parametrize("name", ["adafactor", "lamb", "muon"])
