@@ -1,4 +1,4 @@
-"""Every causal family of transformers, tiny, divided over two ranks against one process; writes the table of families.
+"""Every causal family of transformers, tiny, divided over ranks against one process; writes the tables of families.
 
 python -m tests.sweeps.families [--write docs/supported_models.md] [--layouts tp2 tp2+sp] [family ...]
 """
@@ -27,6 +27,7 @@ LAYOUTS = {
     "tp2+sp": (2, [{"model_parallelism": {"tensor_parallel_size": 2}}, "sequence_parallel"]),
     "tp4, 2 key/value heads": (4, [{"model_parallelism": {"tensor_parallel_size": 4}}]),
     "tp2 x dp2 + zero1": (4, [{"model_parallelism": {"tensor_parallel_size": 2}}, "zero1"]),
+    "pp2": (2, [{"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2}}]),
 }
 TOLERANCE = Tolerance(gradient=2e-4, weight=2e-4)
 ROUNDING = 1e-6
@@ -52,10 +53,11 @@ def check(model_type: str, layouts: list[str]) -> dict[str, str]:
     size = sum(parameter.numel() for parameter in model.parameters())
     if size > TOO_LARGE:
         return dict.fromkeys(layouts, f"not built tiny: {size:,} parameters")
-    try:
-        divide(architecture_of(model), 2)
-    except Exception as error:
-        return dict.fromkeys(layouts, _last_line(error))
+    if not any(layout.startswith("pp") for layout in layouts):
+        try:
+            divide(architecture_of(model), 2)
+        except Exception as error:
+            return dict.fromkeys(layouts, _last_line(error))
     build = functools.partial(_build, model_type)
     try:
         reference = run_ranks(train_alone, 1, build, batches(), Training(), timeout=60)[0]
@@ -103,18 +105,28 @@ def _last_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
 
 
+HEAD = f"""\
+# Supported models
+
+Causal language models of transformers, each built tiny from its configuration class and trained for {STEPS} steps in
+one process and divided: losses, gradients and weights must agree to rounding. Written by `nox -s families`.
+"""
+
+
+def title(layouts: list[str]) -> str:
+    return f"\n## {' | '.join(layouts)}\n"
+
+
 def table(results: dict[str, dict[str, str]], layouts: list[str]) -> str:
-    """The results as a document."""
+    """The results as a section of the document."""
     good = [family for family, result in results.items() if all(value == "ok" for value in result.values())]
     some = [family for family, result in results.items() if any(value == "ok" for value in result.values())]
+    count = f"{len(good)} of {len(results)} families pass"
+    if len(layouts) > 1:
+        count += f" every layout, {len(some)} at least one"
     lines = [
-        "# Supported models",
-        "",
-        "Causal language models of transformers under tensor parallelism. Written by `nox -s families`: each family is",
-        f"built tiny from its configuration class and trained for {STEPS} steps in one process and divided; losses,",
-        "gradients and weights must agree to rounding.",
-        "",
-        f"{len(good)} families pass every layout, {len(some)} of {len(results)} at least one.",
+        title(layouts),
+        f"{count}.",
         "",
         "| family | " + " | ".join(layouts) + " | reason |",
         "|---" * (len(layouts) + 2) + "|",
@@ -124,6 +136,14 @@ def table(results: dict[str, dict[str, str]], layouts: list[str]) -> str:
         reasons = dict.fromkeys(value for value in result.values() if value != "ok")
         lines.append(f"| {family} | {' | '.join(marks)} | {'; '.join(reasons).replace('|', '/')} |")
     return "\n".join(lines) + "\n"
+
+
+def write(path: Path, section: str, layouts: list[str]) -> None:
+    """Puts a section in the place of an earlier one of the same layouts, or at the end."""
+    sections = path.read_text().split("\n## ")[1:] if path.exists() else []
+    kept = [f"\n## {text}" for text in sections]
+    kept = [text for text in kept if not text.startswith(title(layouts))]
+    path.write_text(HEAD + "".join(text.rstrip("\n") + "\n" for text in (*kept, section)))
 
 
 def main() -> int:
@@ -142,7 +162,7 @@ def main() -> int:
             results[family] = result
             print(family, result, flush=True)
     if options.write:
-        options.write.write_text(table(results, options.layouts))
+        write(options.write, table(results, options.layouts), options.layouts)
     return 0
 
 
