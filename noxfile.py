@@ -79,8 +79,12 @@ def plugins(session: nox.Session, package: str) -> None:
 def families(session: nox.Session) -> None:
     """Every causal family of transformers, tiny, divided and in one process; writes docs/supported_models.md."""
     install(session, NATIVE_TORCH, ".[test]")
-    arguments = session.posargs or ["--write", "docs/supported_models.md"]
-    session.run("python", "-m", "tests.sweeps.families", *arguments)
+    sweep = ["python", "-m", "tests.sweeps.families"]
+    if session.posargs:
+        session.run(*sweep, *session.posargs)
+        return
+    for layouts in (["tp2", "tp2+sp"], ["pp2"], ["tp2 x dp2 + zero1", "tp4, 2 key/value heads"]):
+        session.run(*sweep, "--write", "docs/supported_models.md", "--layouts", *layouts)
 
 
 @nox.session
