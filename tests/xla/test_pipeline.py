@@ -6,11 +6,14 @@ import dataclasses
 import functools
 
 import pytest
+import torch
 
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.parity import Training, compare, train_alone
+from neuron_accel.testing.xla_ranks import one_at_a_time
 from tests.distributed.models import token_batches
 from tests.distributed.pipeline_support import FAMILIES, TRAINING, pipeline
+from tests.distributed.test_pipeline_use import faulty
 from tests.xla.parity import train_on_xla_rank
 
 SIZE = 8
@@ -64,3 +67,33 @@ def test_trains_like_one_process_and_compiles_once(family, case):
 def test_accumulates_like_one_process():
     graphs = check("gpt2-tied", "1f1b", Training(max_norm=0.5, accumulation=2))
     assert graphs[-1] == graphs[1]
+
+
+def fails_and_goes_on():
+    """What a stage's error becomes on this rank; then, with a model that is well, logits in evaluation."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"backend": "xla", "plugins": [pipeline(2, 2)]})
+    with one_at_a_time():
+        torch.manual_seed(0)
+        sick = faulty(3, 2, False).train()
+        torch.manual_seed(0)
+        well = FAMILIES["llama"](blocks=2).eval()
+    batch = {name: value.to(accelerator.device) for name, value in token_batches(1, size=4)[0].items()}
+    with pytest.raises(ArithmeticError, match="this stage is at fault"):
+        accelerator.prepare(sick)(**batch)
+    output = accelerator.prepare(well)(**batch)
+    accelerator.run.backend.step_boundary()
+    return output.loss.cpu(), output.logits.cpu()
+
+
+@pytest.mark.timeout(300)
+def test_a_stage_that_raises_and_an_evaluation():
+    found = run_ranks(fails_and_goes_on, 2, backend="xla", timeout=280)
+    torch.manual_seed(0)
+    model = FAMILIES["llama"](blocks=2).eval()
+    with torch.no_grad():
+        expected = model(**token_batches(1, size=4)[0])
+    for loss, logits in found:
+        torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits, expected.logits, rtol=1e-4, atol=1e-4)
