@@ -77,9 +77,11 @@ def alive(pids):
 def test_ranks_meet_and_get_their_arguments_and_environment(start, script, reports):
     body = """
 import torch, torch.distributed as dist
+from neuron_accel.backends.process_group import let_threads_finish
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
+let_threads_finish()  # or PyTorch may abort at the end of a bare script
 names = ["OMP_NUM_THREADS", "ACCELERATE_USE_CPU", "MASTER_ADDR", "LOCAL_RANK", "WORLD_SIZE"]
 report([total.item(), sys.argv[1:], *[os.environ[name] for name in names]])
 print("out", rank)
@@ -219,9 +221,11 @@ def test_ranks_are_restarted_as_often_as_asked(start, script, reports, tmp_path)
 def test_two_machines_meet(start, script, reports):
     body = """
 import torch, torch.distributed as dist
+from neuron_accel.backends.process_group import let_threads_finish
 dist.init_process_group("gloo")
 total = torch.full((1,), float(rank + 1))
 dist.all_reduce(total)
+let_threads_finish()
 report([total.item(), os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"]])
 """
     port = free_port()
