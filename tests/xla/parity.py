@@ -36,6 +36,7 @@ def train_on_xla_rank(model_fn, batches, config, training):
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
+            accelerator.wait_for_everyone()  # the counter is the process's: others may still be compiling this step
             graphs.append(metrics.counter_value("UncachedCompile"))
     weights = accelerator.get_state_dict(model)
     trace = None
