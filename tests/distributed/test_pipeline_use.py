@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 
 import pytest
 import torch
@@ -411,14 +412,75 @@ def test_all_ranks_end_with_the_error_of_a_stage(block, when, in_backward, sched
     assert found == ["ArithmeticError('this stage is at fault')"] * stages
 
 
+def replica_raises(when, in_backward, plugins, accumulation):
+    """The last stage of the second of two replicas raises."""
+    try:
+        sick = int(os.environ["RANK"]) % 2
+        model_fn = functools.partial(faulty, BLOCKS - 1, when if sick else None, in_backward)
+        accelerator, model, optimizer, _ = prepared(model_fn, plugins, gradient_accumulation_steps=accumulation)
+        for batch in batches("plain", 4, 4):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    except Exception as error:
+        return repr(error), str(error.__cause__)
+    return "nothing raised", ""
+
+
+@pytest.mark.parametrize(
+    ("when", "in_backward", "plugins", "accumulation"),
+    [
+        (1, False, [], 1),
+        (4, True, ["zero1"], 1),  # in the last backward pass of the second step, while others send gradients
+        (3, False, ["zero1"], 2),  # before the call in which gradients are sent
+    ],
+)
+def test_replicas_end_with_the_error_of_a_stage_of_another(when, in_backward, plugins, accumulation):
+    plugins = [pipeline(2, 2), *plugins]
+    found = run_ranks(replica_raises, 4, when, in_backward, plugins, accumulation, timeout=40, full_exit=True)
+    direction, microbatch = "backward" if in_backward else "forward", (when - 1) % 2
+    place = f"Rank 3 (stage 1, {direction} pass of micro-batch {microbatch}) raised this; all ranks end with it."
+    assert found == [("ArithmeticError('this stage is at fault')", place)] * 4
+
+
+def ragged_on_one_replica():
+    accelerator, model, optimizer, _ = prepared(llama, [pipeline(2, 2)])
+    try:
+        train(accelerator, model, optimizer, batches("plain", 1, 4 - accelerator.data_parallel_rank))
+    except UsageError as error:
+        return error.what
+    return "nothing raised"
+
+
+def test_replicas_end_with_the_error_of_a_batch_of_another():
+    found = run_ranks(ragged_on_one_replica, 4, timeout=40)
+    assert found == ["A batch of 3 samples cannot be divided into 2 micro-batches."] * 4
+
+
+def uneven(counts):
+    """Weights after replicas have trained on different numbers of batches."""
+    accelerator, model, optimizer, _ = prepared(gpt2, [pipeline(2, 2), "zero1"])
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        train(accelerator, model, optimizer, batches("plain", counts[accelerator.data_parallel_rank], 4))
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_replicas_may_run_out_of_data():
+    ranks = run_ranks(uneven, 4, (3, 1))
+    for stage in (ranks[:2], ranks[2:]):
+        one, other = stage
+        assert one
+        assert one.keys() == other.keys()
+        assert all(torch.equal(other[name], value) for name, value in one.items())
+
+
 def test_a_rank_that_dies_ends_the_others():
     with pytest.raises(RanksError):
         run_ranks(dies, 2, timeout=40)
 
 
 def dies():
-    import os
-
     accelerator, model, optimizer, _ = prepared(llama, [pipeline(2, 2)])
     if accelerator.run.backend.rank == 1:
         os._exit(3)

@@ -6,7 +6,7 @@ import functools
 import math
 import pickle
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -16,11 +16,20 @@ from neuron_accel.strategies.pipeline.microbatches import Shares, batch_size, si
 from neuron_accel.strategies.pipeline.outputs import kind_of, loss_of, of_loss, put_together, tell_everyone
 from neuron_accel.strategies.pipeline.ring import Ring
 from neuron_accel.strategies.pipeline.schedules import make_schedule
-from neuron_accel.strategies.pipeline.step import Call, NeighbourFailed, SendingStep, Step, TurningStep
+from neuron_accel.strategies.pipeline.step import (
+    Call,
+    Fault,
+    NeighbourFailed,
+    SendingStep,
+    StageFailed,
+    Step,
+    TurningStep,
+)
 from neuron_accel.strategies.pipeline.weights_later import WeightsLater
 from neuron_accel.strategies.pipeline.wire import Wire
 
 if TYPE_CHECKING:
+    from neuron_accel.backends.base import Group
     from neuron_accel.engine.run import PreparedModel, Run
     from neuron_accel.strategies.pipeline.actions import Schedule
     from neuron_accel.strategies.pipeline.stage import Stage
@@ -64,11 +73,16 @@ class Pipeline:
         self._model, self._record, self._run, self.ties = model, record, run, ties
         self._stages = {stage.index: stage for stage in stages}
         self._group = run.group(axis)
+        self._replicas = run.group(*run.mesh.gradient_axes)
+        self._everyone = run.group(axis, *run.mesh.gradient_axes)
+        self._action = run.company.register("the end of a pipeline's step", self._without_data)
         self._make_step: Callable[..., Step]
         if "point-to-point" in run.backend.capabilities:
             self._make_step = functools.partial(SendingStep, Wire(run.backend, self._group))
         else:
-            self._make_step = functools.partial(TurningStep, Ring(run.backend, self._group), run.backend)
+            self._make_step = functools.partial(
+                TurningStep, Ring(run.backend, self._group, self._everyone), run.backend
+            )
         self._name, self._microbatches, self._virtual = schedule, microbatches, virtual_stages
         self._evaluation_logits = evaluation_logits
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters wrap a model
@@ -105,7 +119,11 @@ class Pipeline:
 
     # ---- training --------------------------------------------------------------------------------------------------
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        calls = split(args, kwargs, self._microbatches)
+        try:
+            calls = split(args, kwargs, self._microbatches)
+        except UsageError as error:  # of this batch; other pipelines may be at work on theirs
+            self._end_step(Fault(error, "dividing its batch"))
+            raise
         shares = self._shares.of(calls)
         scale = self._run.backward_scale()
         wanted = self._record.synchronises
@@ -125,14 +143,14 @@ class Pipeline:
             step.run()
         self._record.synchronises, self.most_in_flight = wanted, step.most_in_flight
         total, kind = self._losses(step, shares)
-        total, kind = self._agree(step, total, kind)
+        total, kind = self._end_step(step.fault, total, kind)
         self.ties.finish()
         loss = _Settled.apply(torch.zeros((), device=total.device, requires_grad=True), total, scale, self._host_reads)
         return of_loss(kind, loss)
 
     def _losses(self, step: Step, shares: list[torch.Tensor | float]) -> tuple[torch.Tensor, int]:
         """The batch's loss, and the kind of the model's output, on the rank of the last stage; zeros elsewhere."""
-        if step.error is not None or not step.outputs:
+        if step.fault is not None or not step.outputs:
             return torch.zeros((), device=self._run.device), 0
         _, fields = put_together([loss_of(output).detach() for output in step.outputs], shares)
         return fields[0][1].float(), kind_of(step.outputs[0])
@@ -144,9 +162,11 @@ class Pipeline:
         step = self._step(calls, "forward")
         step.run()
         kind, fields = 0, None
-        if step.outputs and step.error is None:
+        if step.outputs and step.fault is None:
             kind, fields = put_together(step.outputs, self._shares.of(calls))
-        self._agree(step, torch.zeros((), device=self._run.device), 0)
+        # Replicas may evaluate different numbers of batches, unless all ranks keep pace anyway.
+        group = self._everyone if "lazy" in self._run.backend.capabilities else self._group
+        self._agree(step.fault, group)
         only_loss = not self._evaluation_logits and kwargs.get("labels") is not None
         return tell_everyone(kind, fields, self._run, self._group, only_loss=only_loss)
 
@@ -168,34 +188,66 @@ class Pipeline:
     def _host_reads(self) -> bool:
         return "host-reads" in self._run.backend.capabilities
 
-    def _agree(self, step: Step, loss: torch.Tensor, kind: int) -> tuple[torch.Tensor, int]:
-        """Tells every rank the loss that the last one knows, and whether a stage raised. Collective.
+    def _end_step(
+        self, fault: Fault | None, loss: torch.Tensor | None = None, kind: int = 0
+    ) -> tuple[torch.Tensor, int]:
+        """:meth:`_agree` of all replicas, which would wait for a failed one in the sums of gradients. Collective."""
+        self._action()
+        return self._agree(fault, self._everyone, loss, kind)
+
+    def _without_data(self) -> None:
+        """The end of a step of others, while this rank has run out of data."""
+        self._agree(None, self._everyone)
+
+    def _agree(
+        self, fault: Fault | None, group: Group, loss: torch.Tensor | None = None, kind: int = 0
+    ) -> tuple[torch.Tensor, int]:
+        """Tells every rank the loss that the last one of its pipeline knows, and whether a stage raised. Collective.
+
+        Args:
+            fault: what this rank's stage raised.
+            group: who is told: this pipeline, or all replicas of it.
+            loss, kind: of the model's output, on the last rank of a pipeline; nothing on others.
 
         Raises:
             Exception: what the stage raised, on every rank.
         """
+        loss = torch.zeros((), device=self._run.device) if loss is None else loss
         if not self._host_reads:
-            return self._agree_beside_the_device(step, loss, kind)
-        failed = 0.0 if step.error is None else 1.0
-        mine = torch.stack([loss, loss.new_tensor(failed), loss.new_tensor(float(kind))])
-        loss, failures, kinds = self._run.backend.all_reduce(mine, self._group).unbind()
-        if float(failures):
-            self._raise(step)
-        return loss, int(kinds)
+            return self._agree_beside_the_device(fault, group, loss, kind)
+        told = loss.new_zeros((self._replicas.size, 3))  # a row for each pipeline
+        row = self._replicas.index
+        told[row] = torch.stack([loss, loss.new_tensor(float(kind)), loss.new_tensor(float(fault is not None))])
+        told = self._run.backend.all_reduce(told, group)
+        if told[:, 2].any():
+            self._raise(fault, group)
+        return told[row, 0], int(told[row, 1])
 
-    def _agree_beside_the_device(self, step: Step, loss: torch.Tensor, kind: int) -> tuple[torch.Tensor, int]:
+    def _agree_beside_the_device(
+        self, fault: Fault | None, group: Group, loss: torch.Tensor, kind: int
+    ) -> tuple[torch.Tensor, int]:
         """:meth:`_agree` where reading a value would stall the device."""
-        told = self._run.backend.all_gather_object((step.error is not None, kind), self._group)
+        told = self._run.backend.all_gather_object((fault is not None, kind), group)
         if any(failed for failed, _ in told):
-            self._raise(step)
-        return self._run.backend.all_reduce(loss, self._group), told[-1][1]
+            self._raise(fault, group)
+        return self._run.backend.all_reduce(loss, self._group), max(kind for _, kind in told)
 
-    def _raise(self, step: Step) -> None:
-        if step.error is not None and not isinstance(step.error, NeighbourFailed):
-            self._run.backend.all_gather_object(_portable(step.error), self._group)
-            raise step.error
-        errors = self._run.backend.all_gather_object(None, self._group)
-        raise next(error for error in errors if error is not None)
+    def _raise(self, fault: Fault | None, group: Group) -> NoReturn:
+        mine = None
+        if fault is not None and not isinstance(fault.error, NeighbourFailed):
+            mine = Fault(fault.error, f"Rank {self._run.backend.rank} ({fault.place})")
+        portable = None if mine is None else Fault(_portable(mine.error), mine.place)
+        told = self._run.backend.all_gather_object(portable, group)
+        mine = mine or next(fault for fault in told if fault is not None)
+        raise mine.error from _origin(mine)
+
+
+def _origin(fault: Fault) -> StageFailed:
+    """What a fault's error comes from: from that stage, and there from what it came from before."""
+    origin, error = StageFailed(f"{fault.place} raised this; all ranks end with it."), fault.error
+    origin.__cause__, origin.__context__ = error.__cause__, error.__context__
+    origin.__suppress_context__ = error.__suppress_context__
+    return origin
 
 
 def _portable(error: Exception) -> Exception:

@@ -23,10 +23,11 @@ class Ring:
     Args:
         backend: permutes.
         group: the ranks of the pipeline.
+        everyone: these and those of all replicas, whose turns are the same collective.
     """
 
-    def __init__(self, backend: Backend, group: Group) -> None:
-        self._backend, self._group = backend, group
+    def __init__(self, backend: Backend, group: Group, everyone: Group) -> None:
+        self._backend, self._group, self._everyone = backend, group, everyone
         self._forms: dict[Hashable, Form] = {}
         self._nothing: dict[Form, torch.Tensor] = {}
 
@@ -35,12 +36,13 @@ class Ring:
         return self._forms.get(key)
 
     def learn(self, key: Hashable, mine: Form | None) -> Form | None:
-        """What travels for ``key``, from the rank of the first stage. Collective.
+        """What travels for ``key``, from the rank of the first stage, or that of a replica if it failed. Collective.
 
         Args:
             mine: what that rank computed; None if it failed, and on the others.
         """
-        form = self._backend.broadcast_object(mine, self._group, 0)
+        told = self._backend.all_gather_object(mine, self._everyone)
+        form = next((form for form in told if form is not None), None)
         if form is not None:
             self._forms[key] = form
         return form

@@ -43,6 +43,14 @@ class Flight:
     later: Later | None
 
 
+@dataclass(frozen=True)
+class Fault:
+    """What a stage raised, and where: which stage, doing what."""
+
+    error: Exception
+    place: str
+
+
 class Step(ABC):
     """Carries out one rank's actions for one batch. How things get from stage to stage is a subclass's to say.
 
@@ -80,12 +88,12 @@ class Step(ABC):
         """The last stage's outputs by micro-batch; losses, detached, where backward passes run."""
         self.most_in_flight = 0
         """The largest number of micro-batches whose activations were kept at a time."""
-        self.error: Exception | None = None
+        self.fault: Fault | None = None
         """What a stage of this rank raised."""
 
     @abstractmethod
     def run(self) -> None:
-        """Carries out everything. A stage that raises leaves :attr:`error`; from then on messages have no meaning, but
+        """Carries out everything. A stage that raises leaves :attr:`fault`; from then on messages have no meaning, but
         all of them are sent and received, so that no neighbour waits for ever."""
 
     @abstractmethod
@@ -104,11 +112,13 @@ class Step(ABC):
 
     # ---- computing -------------------------------------------------------------------------------------------------
     def _attempt(self, action: Action) -> None:
-        if self.error is None:
+        if self.fault is None:
             try:
                 self._compute(action)
             except Exception as error:
-                self.error = error
+                direction = "forward" if action.kind is Kind.FORWARD else "backward"
+                place = f"stage {action.stage}, {direction} pass of micro-batch {action.microbatch}"
+                self.fault = Fault(error, place)
                 self._flights.clear()
 
     def _compute(self, action: Action) -> None:
@@ -292,6 +302,10 @@ class TurningStep(Step):
             why="ranks that cannot send to each other hand on everything at once, which has one shape",
             fix="choose stage_cuts between blocks that return the same shape",
         )
+
+
+class StageFailed(Exception):
+    """Where an error comes from; the cause of what all ranks of a run raise."""
 
 
 class NeighbourFailed(Exception):
