@@ -224,6 +224,9 @@ def flatten_gradients(bucket: Bucket, numel: int) -> torch.Tensor:
 class FlatGradients:
     """Memory that the gradients of a bucket keep from pass to pass, so that it is not faulted in anew every step.
 
+    Gradients are moved here as they arrive, while they are in the cache, and scaled on the way, which then costs no
+    pass over memory of its own.
+
     Args:
         bucket: the parameters.
         flags: whether a one or zero for each parameter follows the gradients: whether it has one. Summed along with
@@ -234,27 +237,38 @@ class FlatGradients:
         self._bucket, self._flags = bucket, flags
         self._flat: torch.Tensor | None = None
         self._slots: list[torch.Tensor] = []
+        self._taken = [False] * len(bucket.parameters)
 
-    def collect(self) -> torch.Tensor:
-        """The gradients one after another, and the flags; zeros for those that have none. A gradient that is a view of
-        this memory already stays where it is."""
+    def take(self, index: int, scale: float) -> None:
+        """Moves a parameter's gradient here, multiplied by ``scale``; one that comes after it is added."""
+        parameter = self._bucket.parameters[index]
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if self._flat is None:
+            self._allocate()
+        slot = self._slots[index]
+        if self._taken[index]:
+            slot.add_(gradient.detach(), alpha=scale)
+        else:
+            torch.mul(gradient.detach(), scale, out=slot)  # it may be the slot itself, where a loop keeps gradients
+        self._taken[index] = True
+        parameter.grad = None
+
+    def collect(self, scale: float) -> tuple[torch.Tensor, list[bool]]:
+        """The gradients one after another, and the flags, zeros for those that have none; and which have one."""
+        for index in range(len(self._taken)):
+            self.take(index, scale)
         flat = self._flat if self._flat is not None else self._allocate()
-        targets, sources, missing = [], [], []
-        for index, (parameter, slot) in enumerate(zip(self._bucket.parameters, self._slots, strict=True)):
-            gradient = parameter.grad
-            if gradient is None:
-                slot.zero_()
-                missing.append(index)
-            elif gradient is not slot:
-                targets.append(slot)
-                sources.append(gradient)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        used, self._taken = self._taken, [False] * len(self._taken)
+        missing = [index for index, is_used in enumerate(used) if not is_used]
+        for index in missing:
+            self._slots[index].zero_()
         if self._flags:
             flags = flat[self._bucket.numel :].fill_(1)
             if missing:
                 flags[missing] = 0
-        return flat
+        return flat, used
 
     def _allocate(self) -> torch.Tensor:
         parameters, numel = self._bucket.parameters, self._bucket.numel

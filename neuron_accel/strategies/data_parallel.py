@@ -169,6 +169,7 @@ class GradientAverager:
             done=self._done,
             overlap=not lazy,  # nothing runs before the graph is complete, and then the compiler decides
             action=self._action,
+            take=self._take if self._memory is not None else None,
         )
 
     def again(self) -> None:
@@ -187,28 +188,33 @@ class GradientAverager:
     def _group(self, bucket: Bucket) -> Group:
         return self._run.group(*self._run.mesh.gradient_axes, *bucket.partial_axes)
 
-    def _ready(self, index: int) -> None:
-        self._send(index, self._group(self._buckets[index]))
+    def _take(self, index: int, position: int) -> None:
+        assert self._memory is not None
+        self._memory[index].take(position, 1 / self._data_group.size)
 
-    def _send(self, index: int, group: Group) -> None:
+    def _ready(self, index: int) -> None:
+        self._send(index, self._group(self._buckets[index]), self._data_group.size)
+
+    def _send(self, index: int, group: Group, ranks: int) -> None:
+        """Starts the sum over ``group`` of what is on the way to an average over ``ranks``."""
         bucket = self._buckets[index]
-        self._used.append([p.grad is not None for p in bucket.parameters])
-        flat = self._memory[index].collect() if self._memory else flatten_gradients(bucket, bucket.numel)
+        if self._memory:
+            flat, used = self._memory[index].collect(1 / ranks)
+        else:
+            used = [p.grad is not None for p in bucket.parameters]
+            flat = flatten_gradients(bucket, bucket.numel)
+            flat = flat.div_(ranks) if ranks > 1 else flat
+        self._used.append(used)
         self._pending.append(self._run.backend.start_all_reduce(flat, group))
 
     def _done(self) -> None:
-        self._receive(self._data_group.size)
-
-    def _receive(self, ranks: int) -> None:
-        """Waits for the sums and hands them out as averages over ``ranks``."""
+        """Waits for the averages and hands them out."""
         pending, self._pending = self._pending, []
         used, self._used = self._used, []
         for index, (bucket, work) in enumerate(zip(self._buckets, pending, strict=True)):
             flat = work.wait()
             memory = self._memory[index] if self._memory else None
             anywhere = memory.used_anywhere(flat, used[index]) if memory else used[index]
-            if ranks > 1:
-                flat = flat.div_(ranks)
             gradients = memory.parts(flat) if memory else split_like(flat, bucket.parameters)
             for parameter, gradient, is_used in zip(bucket.parameters, gradients, anywhere, strict=True):
                 if is_used:
@@ -232,6 +238,6 @@ class GradientAverager:
         if all(group.size == 1 for group in groups):
             return
         for index, group in enumerate(groups):
-            self._send(index, group)
-        self._receive(self._run.group(*within).size)
+            self._send(index, group, self._run.group(*within).size)
+        self._done()
         self.watcher.unsynchronised = False
