@@ -8,6 +8,7 @@ largest beside it.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import time
@@ -61,6 +62,52 @@ def rounds(
     return results
 
 
+def race(
+    peers: Mapping[str, Callable[..., Callable[[], Any]]],
+    ranks: int,
+    *args: Any,
+    repeat: int,
+    steps: int = 2,
+    timeout: float = 900,
+) -> dict[str, list[float]]:
+    """Seconds per step of every peer in every round, on rank 0: all are built in the same gloo ranks and take turns, a
+    few steps each, in an order that changes from round to round. What else the machine does then hits all alike, which
+    it does not where each peer has ranks, and minutes, of its own.
+
+    Args:
+        peers: name to an importable function; called on every rank with ``args``, it builds the peer and returns its
+            step.
+    """
+    note(f"{ranks} ranks: time")
+    seconds = run_ranks(_race, ranks, dict(peers), args, repeat, steps, timeout=timeout)[0]
+    note("")
+    return seconds
+
+
+def _race(
+    peers: Mapping[str, Callable[..., Callable[[], Any]]], args: tuple[Any, ...], repeat: int, steps: int
+) -> dict[str, list[float]]:
+    import torch.distributed as dist
+
+    built = {name: build(*args) for name, build in peers.items()}
+    for step in built.values():
+        for _ in range(2):
+            step()
+    seconds: dict[str, list[float]] = {name: [] for name in built}
+    order, names = random.Random(0), list(built)
+    for _ in range(repeat):
+        order.shuffle(names)
+        for name in names:
+            seconds[name].append(timed_steps(built[name], dist.barrier, warm_up=0, steps=steps))
+    return seconds
+
+
+def quartiles(values: Sequence[float]) -> str:
+    """The median and, in brackets, the quartiles around it."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+
 def note(text: str) -> None:
     """Progress on one line of stderr."""
     if sys.stderr.isatty():
@@ -80,7 +127,7 @@ def table(results: Mapping[str, Sequence[Measurement]], reference: str) -> str:
     """A table in Markdown: rate relative to ``reference``, memory relative to it, and counts."""
     names = list(dict.fromkeys(name for measured in results.values() for name in measured[0].counts or {}))
     head = ["peer", f"rate / {reference}", "min-max", f"peak memory / {reference}", *names]
-    rows = [head, ["---"] * len(head)]
+    rows = [head]
     relative = ratios(results, reference)
     memory = statistics.median(m.peak_bytes for m in results[reference])
     for name, measured in results.items():
@@ -96,7 +143,13 @@ def table(results: Mapping[str, Sequence[Measurement]], reference: str) -> str:
                 *(f"{counts[n]:.3f}" if n in counts else "-" for n in names),
             ]
         )
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return in_table(rows)
+
+
+def in_table(rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, of which the first row is the head."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def timed_steps(step: Callable[[], Any], barrier: Callable[[], Any], *, warm_up: int, steps: int) -> float:

@@ -1,10 +1,16 @@
 """ZeRO-1 against DistributedDataParallel, torch's own ZeroRedundancyOptimizer, and FSDP2.
 
-    python -m benchmarks.zero1 [--ranks 2 4] [--repeat 5]
+    python -m benchmarks.zero1 [--ranks 2 4] [--repeat 15]
 
 Every peer trains the same Llama-shaped model on the same tokens with AdamW on gloo ranks. Columns: tokens/s relative to
-DDP + AdamW of the same round (median, min-max), peak memory relative to DDP, and per rank, relative to the parameters'
-bytes: the optimizer's state, and what the kernel sent over TCP in a step. The floor of the latter is 2 (N - 1) / N.
+DDP + AdamW and to torch's ZeroRedundancyOptimizer in the same round (median and quartiles over rounds; all peers take
+turns within the same ranks), and, from ranks of the peer's own, peak memory relative to DDP, and per rank, relative to
+the parameters' bytes, the optimizer's state and what the kernel sent over TCP in a step. The floor of the latter is
+2 (N - 1) / N.
+
+The last row is what no strategy of this kind can pass: the forward and backward pass and the update of 1 / N of the
+parameters, with nothing sent at all. What lies between it and another row is communication, and what it keeps from
+running.
 
 torch's ZeroRedundancyOptimizer refuses its overlapped variant on gloo; where it does, its row is missing and says so.
 """
@@ -12,25 +18,48 @@ torch's ZeroRedundancyOptimizer refuses its overlapped variant on gloo; where it
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness import Measurement, note, parser, rounds, table, timed_steps
+from benchmarks.harness import in_table, note, parser, quartiles, race
+from neuron_accel.testing import run_ranks
 from neuron_accel.testing.resources import PeakMemory, bytes_sent
 
 LENGTH = 128
 
 
-def build(small: bool) -> nn.Module:
+@dataclass(frozen=True)
+class Peer:
+    """A training on this rank.
+
+    Args:
+        model: as the loop calls it.
+        optimizer: what the loop steps.
+        size: of the model's parameters, in bytes.
+        state: tensors of the optimizer's state on this rank.
+        backward: of a loss.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    size: int
+    state: Callable[[], Iterable[torch.Tensor]]
+    backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward
+
+
+def build(small: bool) -> tuple[nn.Module, int]:
+    """The model, and the size of its parameters in bytes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     hidden, layers, vocabulary = (64, 2, 256) if small else (512, 8, 8192)
     torch.manual_seed(0)
-    return LlamaForCausalLM(
+    model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=vocabulary,
             hidden_size=hidden,
@@ -40,138 +69,170 @@ def build(small: bool) -> nn.Module:
             num_key_value_heads=8,
         )
     )
+    return model, _bytes(model.parameters())
 
 
-def measure(model: nn.Module, optimizer: Any, backward: Callable[[torch.Tensor], Any], state: Callable[[], int],
-            memory: PeakMemory, parameter_bytes: int, small: bool) -> Measurement:  # fmt: skip
-    vocabulary = 256 if small else 8192
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    ids = torch.randint(vocabulary, (1, LENGTH), generator=generator)
-
-    def step() -> None:
-        backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    dist.barrier()
-    before = bytes_sent()
-    step()
-    sent = bytes_sent() - before
-    seconds = timed_steps(step, dist.barrier, warm_up=1, steps=3)
-    return Measurement(
-        rate=dist.get_world_size() * LENGTH / seconds,
-        peak_bytes=memory.bytes(),
-        counts={"state / parameters": state() / parameter_bytes, "sent / parameters": sent / parameter_bytes},
-    )
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _bytes(parameters: Any) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)
+def _moments(state: Any) -> list[torch.Tensor]:
+    values = [v for entries in state.values() for v in entries.values() if isinstance(v, torch.Tensor) and v.dim()]
+    return [v.to_local() if hasattr(v, "to_local") else v for v in values]
 
 
-def _state_bytes(state: Any) -> int:
-    return sum(
-        (v.to_local() if hasattr(v, "to_local") else v).numel() * v.element_size()
-        for entries in state.values()
-        for v in entries.values()
-        if isinstance(v, torch.Tensor) and v.dim()
-    )
-
-
-def ddp(small: bool) -> Measurement:
-    memory = PeakMemory()
-    model = nn.parallel.DistributedDataParallel(build(small), gradient_as_bucket_view=True)
+def ddp(small: bool) -> Peer:
+    model, size = build(small)
+    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters())
-    size = _bytes(model.parameters())
-    return measure(model, optimizer, torch.Tensor.backward, lambda: _state_bytes(optimizer.state), memory, size, small)
+    return Peer(model, optimizer, size, lambda: _moments(optimizer.state))
 
 
-def torch_zero(small: bool) -> Measurement:
+def torch_zero(small: bool) -> Peer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    memory = PeakMemory()
-    model = nn.parallel.DistributedDataParallel(build(small), gradient_as_bucket_view=True)
+    model, size = build(small)
+    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
-    size = _bytes(model.parameters())
-    return measure(
-        model, optimizer, torch.Tensor.backward, lambda: _state_bytes(optimizer.optim.state), memory, size, small
-    )
+    return Peer(model, optimizer, size, lambda: _moments(optimizer.optim.state))
 
 
-def torch_zero_overlapped(small: bool) -> Measurement:
+def torch_zero_overlapped(small: bool) -> Peer:
     from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    memory = PeakMemory()
-    model = nn.parallel.DistributedDataParallel(build(small), gradient_as_bucket_view=True)
+    model, size = build(small)
+    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, overlap_with_ddp=True, parameters_as_bucket_view=True
     )
     model.register_comm_hook(None, hook_with_zero_step(allreduce_hook, model, optimizer))
-    size = _bytes(model.parameters())
-    return measure(
-        model, optimizer, torch.Tensor.backward, lambda: _state_bytes(optimizer.optim.state), memory, size, small
-    )
+    return Peer(model, optimizer, size, lambda: _moments(optimizer.optim.state))
 
 
-def _fsdp2(small: bool, reshard: bool) -> Measurement:
+def _fsdp2(small: bool, reshard: bool) -> Peer:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    memory = PeakMemory()
-    model = build(small)
-    size = _bytes(model.parameters())
+    model, size = build(small)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters())
-    return measure(model, optimizer, torch.Tensor.backward, lambda: _state_bytes(optimizer.state), memory, size, small)
+    return Peer(model, optimizer, size, lambda: _moments(optimizer.state))
 
 
-def fsdp2(small: bool) -> Measurement:
+def fsdp2(small: bool) -> Peer:
     return _fsdp2(small, reshard=False)
 
 
-def fsdp2_resharding(small: bool) -> Measurement:
+def fsdp2_resharding(small: bool) -> Peer:
     return _fsdp2(small, reshard=True)
 
 
-def ours(small: bool) -> Measurement:
+def ours(small: bool) -> Peer:
     from neuron_accel import NeuronAccelerator, Zero1Plugin
 
     accelerator = NeuronAccelerator(plugins=[Zero1Plugin()])
-    memory = PeakMemory()
-    model = build(small)
-    size = _bytes(model.parameters())
+    model, size = build(small)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    return measure(model, optimizer, accelerator.backward, lambda: _state_bytes(optimizer.state), memory, size, small)
+    return Peer(model, optimizer, size, lambda: _moments(optimizer.state), accelerator.backward)
+
+
+def compute_alone(small: bool) -> Peer:
+    """This rank's share of the work, and no communication."""
+    model, size = build(small)
+    mine: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        (mine if _bytes(mine) < size / dist.get_world_size() else others).append(parameter)
+    optimizer = torch.optim.AdamW(mine)
+
+    def backward(loss: torch.Tensor) -> None:
+        loss.backward()
+        for parameter in others:
+            parameter.grad = None
+
+    return Peer(model, optimizer, size, lambda: _moments(optimizer.state), backward)
+
+
+PEERS: dict[str, Callable[[bool], Peer]] = {
+    "DDP": ddp,
+    "Zero1Plugin": ours,
+    "DDP + ZeroRedundancyOptimizer": torch_zero,
+    "FSDP2, no resharding": fsdp2,
+    "FSDP2, resharding": fsdp2_resharding,
+    "compute alone": compute_alone,
+}
+OVERLAPPED = "DDP + ZeroRedundancyOptimizer, overlapped"
+
+
+def step_of(name: str, small: bool) -> Callable[[], None]:
+    return _step(({OVERLAPPED: torch_zero_overlapped} | PEERS)[name](small), small)
+
+
+def _step(peer: Peer, small: bool) -> Callable[[], None]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    ids = torch.randint(256 if small else 8192, (1, LENGTH), generator=generator)
+
+    def step() -> None:
+        peer.backward(peer.model(input_ids=ids, labels=ids, use_cache=False).loss)
+        peer.optimizer.step()
+        peer.optimizer.zero_grad()
+
+    return step
+
+
+def count(name: str, small: bool) -> dict[str, float]:
+    """Peak memory of this rank, in bytes, and what it holds and sends relative to the parameters."""
+    if name == "Zero1Plugin":
+        import neuron_accel  # noqa: F401  like torch: what importing takes is not the peer's
+    memory = PeakMemory()
+    peer = ({OVERLAPPED: torch_zero_overlapped} | PEERS)[name](small)
+    step = _step(peer, small)
+    step()
+    dist.barrier()
+    before = bytes_sent()
+    step()
+    sent = bytes_sent() - before
+    step()
+    return {"peak": memory.bytes(), "state": _bytes(peer.state()) / peer.size, "sent": sent / peer.size}
 
 
 def main() -> None:
-    options = parser(__doc__).parse_args()
-    peers: dict[str, Callable[..., Measurement]] = {
-        "DDP": ddp,
-        "Zero1Plugin": ours,
-        "DDP + ZeroRedundancyOptimizer": torch_zero,
-        "FSDP2, no resharding": fsdp2,
-        "FSDP2, resharding": fsdp2_resharding,
-    }
+    options_parser = parser(__doc__)
+    options_parser.set_defaults(repeat=15)
+    options = options_parser.parse_args()
     for ranks in options.ranks:
-        try:
-            rounds({"overlapped": torch_zero_overlapped}, ranks, options.small, repeat=1)
-            available = peers | {"DDP + ZeroRedundancyOptimizer, overlapped": torch_zero_overlapped}
-            remark = ""
-        except Exception as error:
-            available = peers
-            remark = f"\nZeroRedundancyOptimizer, overlapped: {str(error.__cause__ or error).splitlines()[0]}"
-        note("")
-        print(f"\n## {ranks} ranks\n")
-        print(table(rounds(available, ranks, options.small, repeat=options.repeat), "DDP"), remark, flush=True)
+        names, remark = [*PEERS], ""
+        counts = {}
+        for name in (*PEERS, OVERLAPPED):
+            note(f"{ranks} ranks: memory and bytes of {name}")
+            try:
+                measured = run_ranks(count, ranks, name, options.small, timeout=120)
+            except Exception as error:
+                if name != OVERLAPPED:
+                    raise
+                remark = f"\nZeroRedundancyOptimizer, overlapped: {str(error.__cause__ or error).splitlines()[0]}"
+                continue
+            counts[name] = measured[0] | {"peak": max(m["peak"] for m in measured)}
+        if OVERLAPPED in counts:
+            names.append(OVERLAPPED)
+        seconds = race({n: partial(step_of, n) for n in names}, ranks, options.small, repeat=options.repeat)
+        rows = [["peer", "rate / DDP", "rate / ZeroRedundancyOptimizer", "peak memory / DDP", "state", "sent"]]
+        for name in names:
+            relative = [
+                quartiles([theirs / mine for theirs, mine in zip(seconds[reference], seconds[name], strict=True)])
+                for reference in ("DDP", "DDP + ZeroRedundancyOptimizer")
+            ]
+            found = counts[name]
+            peak = found["peak"] / counts["DDP"]["peak"]
+            rows.append([name, *relative, f"{peak:.2f}", f"{found['state']:.3f}", f"{found['sent']:.3f}"])
+        print(f"\n## {ranks} ranks\n\n{in_table(rows)}{remark}", flush=True)
 
 
 if __name__ == "__main__":
