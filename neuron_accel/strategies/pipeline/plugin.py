@@ -76,11 +76,13 @@ class PipelinePlugin(StrategyPlugin):
         from neuron_accel.strategies.pipeline.pipeline import Pipeline
         from neuron_accel.strategies.pipeline.stage import make_stages
         from neuron_accel.strategies.pipeline.ties import Ties, check_shared_memory, find_ties
+        from neuron_accel.strategies.resize import install_resize
 
         stages = self.degree * self.virtual_stages
         stack, starts = cut(model, stages, self.stage_cuts)
         stage_of = stages_of_parameters(model, dict(stack.stages_of(starts)))
         check_shared_memory(model, stage_of)
+        install_resize(model, run, parameters)
         rank = run.coordinates[AXIS]
         forward = model.forward
         mine = make_stages(model, stack, starts, list(range(rank, stages, self.degree)), forward)

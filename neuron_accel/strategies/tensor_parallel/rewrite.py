@@ -12,6 +12,7 @@ from torch import nn
 from neuron_accel.engine.parameters import ParameterMap
 from neuron_accel.engine.run import Run
 from neuron_accel.models.architecture import Architecture, join
+from neuron_accel.strategies.resize import install_resize
 from neuron_accel.strategies.tensor_parallel.boundary import Boundary
 from neuron_accel.strategies.tensor_parallel.division import AXIS, Division
 from neuron_accel.strategies.tensor_parallel.embedding import (
@@ -30,7 +31,6 @@ from neuron_accel.strategies.tensor_parallel.regions import (
     refuse_arguments,
     span_features,
 )
-from neuron_accel.strategies.tensor_parallel.resize import install_resize
 from neuron_accel.strategies.tensor_parallel.shares import Share, shares_of
 from neuron_accel.strategies.tensor_parallel.vocabulary import Vocabulary
 
@@ -90,7 +90,7 @@ def rewrite(architecture: Architecture, divisions: list[Division], run: Run, par
     if heads is not None:
         divide_arguments(architecture, boundary, heads)
     change_output(architecture, "attentions", gather_heads(boundary, heads.count if heads else None))
-    install_resize(architecture, run, parameters)
+    install_resize(architecture.model, run, parameters)
     head = architecture.head
     if head is not None and isinstance(head[1], VocabularyParallelHead):
         install_logits_switch(architecture.owner, head[1])

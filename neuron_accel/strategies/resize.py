@@ -1,0 +1,232 @@
+"""Another number of tokens for a prepared model whose token tables are divided, or lie on some ranks only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.assembly import full_tensor
+from neuron_accel.engine.errors import UnsupportedModelError
+from neuron_accel.engine.layout import Layout
+from neuron_accel.engine.parameters import ParameterMap, ParameterRecord
+from neuron_accel.models.architecture import family_inside, join
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.run import Run
+
+
+@dataclass
+class _Table:
+    """The token embedding or the head.
+
+    Args:
+        fqn: its FQN.
+        names: its own parameters' names in it.
+        cls: its class.
+        padding_idx: of an embedding.
+    """
+
+    fqn: str
+    names: tuple[str, ...]
+    cls: type[nn.Module]
+    padding_idx: int | None
+
+    @classmethod
+    def of(cls, fqn: str, module: nn.Module) -> _Table:
+        names = tuple(name for name, _ in module.named_parameters(recurse=False))
+        return cls(fqn, names, type(module), getattr(module, "padding_idx", None))
+
+    @property
+    def is_embedding(self) -> bool:
+        return issubclass(self.cls, nn.Embedding)
+
+    def stand_in(self, parameters: dict[str, nn.Parameter]) -> nn.Module:
+        """A plain layer with these parameters."""
+        if not issubclass(self.cls, (nn.Embedding, nn.Linear)):
+            raise UnsupportedModelError(
+                f"The vocabulary cannot be resized: {self.fqn!r} is a {self.cls.__name__}.",
+                why="only tables that are embeddings or linear layers can, once a model is prepared",
+                fix="call resize_token_embeddings before `prepare`",
+            )
+        rows, width = parameters["weight"].shape
+        with torch.device("meta"):
+            if self.is_embedding:
+                module: nn.Module = nn.Embedding(rows, width, padding_idx=self.padding_idx)
+            else:
+                module = nn.Linear(width, rows, bias="bias" in parameters)
+        for name, parameter in parameters.items():
+            setattr(module, name, parameter)
+        return module
+
+
+class Resize:
+    """In place of a model's own ``resize_token_embeddings``, which would resize what this rank has of the tables.
+
+    Every rank calls it. For a moment each has the whole of both tables; the model's own method resizes them, the first
+    rank's new rows count, and each rank keeps its part of what came out. Every parameter stays the object that it is.
+
+    Args:
+        model: the model that is being prepared, while it has all its layers.
+        owner: the model of transformers' making that it is or holds.
+        run: ranks and backend.
+        parameters: gets the new layouts.
+    """
+
+    def __init__(self, model: nn.Module, owner: Any, run: Run, parameters: ParameterMap) -> None:
+        self._model, self._owner, self._run, self._parameters = model, owner, run, parameters
+        found = dict.fromkeys((owner.get_input_embeddings(), owner.get_output_embeddings()))
+        names = {module: name for name, module in model.named_modules()}
+        self._tables = [_Table.of(names[module], module) for module in found if module in names]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Resize:
+        return self
+
+    def __call__(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """As in transformers.
+
+        Raises:
+            UsageError: if an optimizer's state is divided like the old tables already.
+            UnsupportedModelError: if a table is no plain layer, or the model's own method fails on another rank.
+        """
+        run = self._run
+        prepared = next((m for m in run.models if m.parameters is self._parameters), None)
+        for plugin in run.plan.plugins:
+            plugin.before_reshape(prepared, run)
+        wholes = {r.fqn: nn.Parameter(self._whole(r), requires_grad=False) for r, *_ in self._records()}
+        stand_ins = {table.fqn: table.stand_in(self._of(table, wholes)) for table in self._tables}
+        resized = self._resize(stand_ins, wholes, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        for r, table, name in self._records():
+            self._divide(r, resized[table.fqn].get_parameter(name).detach())
+        for table in self._tables:
+            self._show_sizes(table, resized[table.fqn])
+        self._parameters.follow(self._model)
+        for plugin in run.plan.plugins:
+            plugin.after_reshape(prepared, run)
+        return self._owner.get_input_embeddings()
+
+    def _records(self) -> list[tuple[ParameterRecord, _Table, str]]:
+        """The tables' parameters, tied ones once, in the same order on every rank; a table and the name there."""
+        found: dict[str, tuple[ParameterRecord, _Table, str]] = {}
+        for table in self._tables:
+            for name in table.names:
+                record = self._parameters[join(table.fqn, name)]
+                found.setdefault(record.fqn, (record, table, name))
+        return list(found.values())
+
+    def _of(self, table: _Table, wholes: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        return {name: wholes[self._parameters[join(table.fqn, name)].fqn] for name in table.names}
+
+    def _whole(self, record: ParameterRecord) -> torch.Tensor:
+        """The whole of a parameter, on every rank. Collective."""
+        run, current = self._run, record.current
+        dtype = None if current is None else current.dtype
+        value = None if current is None else full_tensor(current.detach(), record.layout, run).to(run.device)
+        for axis, holders in record.holders.items():
+            dtype = run.backend.broadcast_object(dtype, run.group(axis), holders[0])
+            if value is None:
+                value = torch.empty(record.layout.shape, dtype=dtype, device=run.device)
+            value = run.backend.broadcast(value, run.group(axis), holders[0])
+        assert value is not None  # who has nothing of it was sent it
+        return value
+
+    def _resize(
+        self, stand_ins: dict[str, nn.Module], wholes: dict[str, nn.Parameter], *arguments: Any
+    ) -> dict[str, nn.Module]:
+        """Lets the model's own method resize layers with the whole tables, which meanwhile stand in for what this rank
+        has of them; what it made of each. Collective."""
+        tied = [(*slot, wholes[record.fqn]) for record, *_ in self._records() for slot in self._slots(record)]
+        standing = {fqn: _child(self._model, fqn) for fqn in stand_ins}
+        resized: dict[str, nn.Module] = {}
+        error = None
+        try:
+            for holder, name, _, whole in tied:
+                holder.register_parameter(name, whole)
+            for fqn, stand_in in stand_ins.items():
+                if standing[fqn] is None:
+                    raise UnsupportedModelError(
+                        f"The vocabulary cannot be resized: {fqn!r} is inside of what is on another stage.",
+                        fix="call resize_token_embeddings before `prepare`",
+                    )
+                _put(self._model, fqn, stand_in)
+            type(self._owner).resize_token_embeddings(self._owner, *arguments)
+            resized = {fqn: self._model.get_submodule(fqn) for fqn in stand_ins}
+        except Exception as e:
+            error = e
+        finally:
+            for fqn, module in standing.items():
+                if module is not None:
+                    _put(self._model, fqn, module)
+            for holder, name, parameter, _ in tied:
+                holder.register_parameter(name, parameter)
+        failures = self._run.backend.all_gather_object(None if error is None else repr(error), self._run.world)
+        if error is not None:
+            raise error
+        first = next((failure for failure in failures if failure is not None), None)
+        if first is not None:
+            raise UnsupportedModelError("The vocabulary cannot be resized.", why=f"on another rank: {first}")
+        return resized
+
+    def _slots(self, record: ParameterRecord) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        """Modules of this rank other than the tables that hold a table's parameter, too, and its name there."""
+        tables = {table.fqn for table in self._tables}
+        for holder, _, name in (fqn.rpartition(".") for fqn in record.names):
+            module = None if holder in tables else _child(self._model, holder)
+            if module is not None and name in module._parameters:
+                yield module, name, getattr(module, name)
+
+    def _divide(self, record: ParameterRecord, whole: torch.Tensor) -> None:
+        before = record.layout
+        cuts = tuple(replace(cut, size=whole.shape[cut.dim], blocks=()) for cut in before.cuts)
+        layout = Layout(shape=tuple(whole.shape), dtype=before.dtype, cuts=cuts)
+        same = self._run.backend.broadcast(whole, self._run.world)
+        self._parameters.set_layout(record.fqn, layout)
+        if record.current is not None:
+            record.current.grad = None
+            record.current.data = layout.shard(same, self._run.coordinates)
+
+    def _show_sizes(self, table: _Table, resized: nn.Module) -> None:
+        """Makes the sizes that a table, or what is in its place on this rank, shows those that it now has."""
+        module: Any = self._model.get_submodule(table.fqn)
+        size = len(resized.get_parameter("weight"))
+        if hasattr(module, "vocabulary"):
+            module.vocabulary = replace(module.vocabulary, size=size)
+        if isinstance(resized, nn.Embedding):
+            table.padding_idx = resized.padding_idx
+            module.num_embeddings, module.padding_idx = size, resized.padding_idx
+        elif isinstance(module, nn.Linear):
+            module.out_features = len(module.weight)
+
+
+def _child(model: nn.Module, fqn: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(fqn)
+    except AttributeError:
+        return None  # below something that is on another stage
+
+
+def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
+    parent, _, name = fqn.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
+
+
+def install_resize(model: nn.Module, run: Run, parameters: ParameterMap) -> None:
+    """Lets a model's vocabulary be resized after it was prepared; while the model still has all its layers.
+
+    Args:
+        model: the model that is being prepared; nothing happens if it is none of transformers' making.
+        run: ranks and backend.
+        parameters: the model's.
+    """
+    found = family_inside(model)
+    if found is None or not hasattr(type(found[1]), "resize_token_embeddings"):
+        return
+    owner: Any = found[1]
+    with suppress(NotImplementedError):  # that is what a model without a token embedding says
+        owner.resize_token_embeddings = Resize(model, owner, run, parameters)
