@@ -29,6 +29,7 @@ from neuron_accel.engine.explain import explain_model  # noqa: E402
 from neuron_accel.engine.initial import broadcast_tensors, state_tensors  # noqa: E402
 from neuron_accel.engine.optimizers import keep_promise  # noqa: E402
 from neuron_accel.engine.parameters import ParameterMap, rebind  # noqa: E402
+from neuron_accel.engine.partitions import PartitionLimit  # noqa: E402
 from neuron_accel.engine.placement import place  # noqa: E402
 from neuron_accel.engine.planner import make_plan  # noqa: E402
 from neuron_accel.engine.plugin import Claim, Phase, StrategyPlugin  # noqa: E402
@@ -135,6 +136,9 @@ class NeuronAccelerator(Accelerator):
             ),
             ranks,
         )
+        limits = hardware_of_run(os.environ, decision)
+        if limits is not None and limits.partitions is not None:
+            ranks.observe(PartitionLimit(limits.partitions, limits.name))
         self.run = Run(plan=plan, backend=ranks)
         self.run.backward_scale = self._backward_scale
         mesh = plan.mesh

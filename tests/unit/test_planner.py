@@ -20,8 +20,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from neuron_accel.backends.base import Group
 from neuron_accel.engine.errors import NeuronAccelError, PlanError, PluginError
 from neuron_accel.engine.ordering import in_order
+from neuron_accel.engine.partitions import PartitionLimit
 from neuron_accel.engine.plan import ABSENT, Plan, difference
 from neuron_accel.engine.planner import make_plan
 from neuron_accel.engine.plugin import API_VERSION, Claim, Phase, PlanContext, PluginSpec, StrategyPlugin
@@ -535,3 +537,32 @@ def test_the_order_of_the_built_in_plugins_means_nothing():
     assert str(plans[0].mesh) == "dp 2 x tp 2"
     error = refusal(registry.get("sequence_parallel")(), registry.get("zero1")(), **arguments)
     assert "'axis:tp'" in error.why
+
+
+# ---- groups that plugins make themselves -----------------------------------------------------------------------------
+def way(number: int) -> Group:
+    """One of many ways to divide 32 ranks into pairs."""
+    pairs = {tuple(sorted((rank, rank ^ number))) for rank in range(32)}
+    return Group(ranks=(0, number), index=0, partition=tuple(sorted(pairs)), name=f"way {number}")
+
+
+def test_one_way_too_many_to_divide_the_ranks_in_a_graph_is_refused_with_who_asked_for_the_others():
+    limit = PartitionLimit(3, "trn1.32xlarge")
+    for number in (1, 2, 3, 2, 1):
+        limit.issued("all_reduce", way(number), 8, deferred=True)
+    with pytest.raises(PlanError, match=r"more than 3 ways, .* 'way 4'") as caught:
+        limit.issued("all_gather", way(4), 8, deferred=True)
+    for number in (1, 2, 3):
+        assert f"'way {number}' (all_reduce in unit/test_planner.py:" in caught.value.why
+    assert "(all_gather in unit/test_planner.py:" in caught.value.what
+    assert "[0, 4], [1, 5]" in caught.value.where
+    assert "run.group" in caught.value.fix
+
+
+def test_another_graph_has_ways_of_its_own_and_what_is_in_no_graph_has_none():
+    limit = PartitionLimit(3, "trn1.32xlarge")
+    for number in range(1, 13):
+        limit.issued("all_gather_object", way(number), 0, deferred=False)
+        limit.issued("all_reduce", way(number), 8, deferred=True)
+        if number % 3 == 0:
+            limit.executing(tuple(range(32)))
