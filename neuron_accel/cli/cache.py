@@ -6,12 +6,14 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from neuron_accel.cli.table import format_pairs, format_table
 from neuron_accel.engine.errors import ConfigurationError
 from neuron_accel.neuron.cache import CompileCache, location_of
+from neuron_accel.neuron.cache_remote import RemoteEntry, is_remote, refusal_to_prune, remote_entries
 from neuron_accel.neuron.cache_store import (
     Entry,
     Eviction,
@@ -23,6 +25,8 @@ from neuron_accel.neuron.cache_store import (
     running_jobs,
 )
 from neuron_accel.neuron.quantities import format_duration, format_size
+
+Pairs = list[tuple[str, str]]
 
 SUMMARY = "look into the compile cache, and evict what is not needed"
 DESCRIPTION = """\
@@ -36,6 +40,10 @@ NEURON_COMPILE_CACHE_URL or --cache-dir say, otherwise in /var/tmp/neuron-compil
   stats   sizes, versions, jobs that use it
   prune   evict entries unused for --ttl, then the least recently used until --max-size remains
 
+list and stats also read a cache on S3 (pip install 'neuron-accel[s3]'), or at any address that fsspec can read.
+There it is known when an entry was written, not when it was used, nor by whom: prune refuses, and prints a rule by
+which S3 expires entries itself.
+
 prune never evicts what is in use: entries that are locked, being compiled or open, or that a job started by
 `neuron-accel launch` has used. It may run beside training, from cron say.
 """
@@ -46,12 +54,13 @@ examples:
   neuron-accel cache prune --max-size 200GB --dry-run      what would go
   neuron-accel cache prune --ttl 30d --max-size 200GB      let it go
   neuron-accel cache stats --cache-dir /fsx/neuron_cache   another cache
+  neuron-accel cache list --cache-dir s3://bucket/prefix   one on S3
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("list", "stats", "prune"), help="what to do; see above")
-    parser.add_argument("--cache-dir", metavar="DIR", help="the cache (default: what the environment says)")
+    parser.add_argument("--cache-dir", metavar="PLACE", help="the cache (default: what the environment says)")
     parser.add_argument("--max-size", metavar="SIZE", help="prune: what may remain, such as 200GB or 50GiB")
     parser.add_argument("--ttl", metavar="TIME", help="prune: how long an entry may be unused, such as 30d or 12h")
     parser.add_argument("--dry-run", action="store_true", help="prune: say what would go, and change nothing")
@@ -59,9 +68,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    folder = open_folder(os.path.expanduser(args.cache_dir) if args.cache_dir else location_of(os.environ))
+    place = location_of(os.environ) if args.cache_dir is None else os.path.expanduser(args.cache_dir)
+    place = place.removeprefix("file://")
     _check_options(args)
-    report, text = {"list": _list, "stats": _stats, "prune": _prune}[args.action](folder, args)
+    if is_remote(place):
+        report, text = {"list": _list_remote, "stats": _stats_remote, "prune": _refuse}[args.action](place, args)
+    else:
+        folder = open_folder(place)
+        report, text = {"list": _list, "stats": _stats, "prune": _prune}[args.action](folder, args)
     print(json.dumps(report, indent=2) if args.json else text)
     return 0
 
@@ -101,7 +115,26 @@ def _list(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
 
 def _stats(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
     found, jobs, now = entries(folder), running_jobs(folder), time.time()
-    versions = {
+    totals, counts, versions = _totals(found)
+    report = {
+        "folder": str(folder),
+        **totals,
+        "least_recently_used": found[0].last_used if found else None,
+        "jobs": jobs,
+    }
+    pairs = [
+        ("folder", str(folder)),
+        *counts,
+        ("least recently used", f"{format_duration(now - found[0].last_used)} ago" if found else "-"),
+        *versions,
+        ("jobs", ", ".join(f"{job['host']} (process {job['pid']})" for job in jobs) or "none registered"),
+    ]
+    return report, format_pairs(pairs, indent="")
+
+
+def _totals(found: Sequence[Entry | RemoteEntry]) -> tuple[dict[str, Any], Pairs, Pairs]:
+    """What all entries are together; and in words: how many and how large, and by compiler version."""
+    compilers = {
         version: {
             "entries": sum(entry.compiler == version for entry in found),
             "bytes": sum(entry.size for entry in found if entry.compiler == version),
@@ -110,26 +143,62 @@ def _stats(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
     }
     states = {state: sum(entry.state == state for entry in found) for state in ("done", "failed", "incomplete")}
     size = sum(entry.size for entry in found)
-    report = {
-        "folder": str(folder),
-        "entries": len(found),
-        "bytes": size,
-        "states": states,
-        "least_recently_used": found[0].last_used if found else None,
-        "compilers": versions,
-        "jobs": jobs,
-    }
-    pairs = [
-        ("folder", str(folder)),
+    totals = {"entries": len(found), "bytes": size, "states": states, "compilers": compilers}
+    counts = [
         ("entries", f"{len(found)} ({', '.join(f'{n} {state}' for state, n in states.items())})"),
         ("size", format_size(size)),
-        ("least recently used", f"{format_duration(now - found[0].last_used)} ago" if found else "-"),
-        *((f"compiler {v}", f"{row['entries']} entries, {format_size(row['bytes'])}") for v, row in versions.items()),
-        ("jobs", ", ".join(f"{job['host']} (process {job['pid']})" for job in jobs) or "none registered"),
+    ]
+    rows = [(f"compiler {v}", f"{row['entries']} entries, {format_size(row['bytes'])}") for v, row in compilers.items()]
+    return totals, counts, rows
+
+
+# ---- at an address ---------------------------------------------------------------------------------------------------
+def _list_remote(url: str, args: argparse.Namespace) -> tuple[Any, str]:
+    found, now = remote_entries(url), time.time()
+    report = [
+        {
+            "entry": entry.name,
+            "compiler": entry.compiler,
+            "bytes": entry.size,
+            "last_written": entry.last_written,
+            "state": entry.state,
+            "path": entry.path,
+        }
+        for entry in found
+    ]
+    rows = [
+        [
+            entry.name,
+            entry.compiler,
+            format_size(entry.size),
+            f"{format_duration(now - entry.last_written)} ago",
+            entry.state,
+        ]
+        for entry in found
+    ]
+    text = format_table(("entry", "compiler", "size", "written", "state"), rows)
+    return report, text if found else f"{url} holds no entry"
+
+
+def _stats_remote(url: str, args: argparse.Namespace) -> tuple[Any, str]:
+    found, now = remote_entries(url), time.time()
+    totals, counts, versions = _totals(found)
+    report = {"address": url, **totals, "oldest": found[0].last_written if found else None}
+    pairs = [
+        ("address", url),
+        *counts,
+        ("oldest", f"written {format_duration(now - found[0].last_written)} ago" if found else "-"),
+        *versions,
+        ("jobs", "not known: they register in folders only"),
     ]
     return report, format_pairs(pairs, indent="")
 
 
+def _refuse(url: str, args: argparse.Namespace) -> tuple[Any, str]:
+    raise refusal_to_prune(url, CompileCache(max_size=args.max_size, ttl=args.ttl).ttl_seconds)
+
+
+# ---- evicting --------------------------------------------------------------------------------------------------------
 def _prune(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
     limits = CompileCache(max_size=args.max_size, ttl=args.ttl)
     done = prune(folder, max_bytes=limits.max_bytes, ttl_seconds=limits.ttl_seconds, dry_run=args.dry_run)

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from neuron_accel.engine.errors import ConfigurationError, UsageError
-from neuron_accel.neuron.cache import is_s3
 
 OWN_FOLDER = ".neuron_accel"
 """Of this project, in a cache: registered jobs, the lock of evictions, and what is on its way out."""
@@ -65,22 +64,23 @@ def open_folder(location: str) -> Path:
     """The folder of the cache.
 
     Raises:
-        UsageError: if it is not a folder of this machine.
-        ConfigurationError: if there is none.
+        ConfigurationError: if there is none, or it may not be read.
     """
-    if is_s3(location):
-        raise UsageError(
-            f"The cache at {location} cannot be looked into from here.",
-            why="S3 keeps neither locks nor the time of the last use",
-            fix="give the bucket a lifecycle rule that expires old objects",
-        )
     folder = Path(location)
-    if not folder.is_dir():
+    if not location or not os.path.isdir(folder):
         raise ConfigurationError(
             f"There is no compile cache in {location}.",
             where="--cache-dir, NEURON_CC_FLAGS or NEURON_COMPILE_CACHE_URL",
             fix="name the folder that jobs use; it is made by the first one",
         )
+    try:
+        os.listdir(folder)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The compile cache cannot be read: {error.strerror}.",
+            where=location,
+            fix="run this as somebody who may read there",
+        ) from None
     return folder
 
 

@@ -72,8 +72,8 @@ def test_commands_parse(command):
 
 
 def runs_here(command):
-    """Not what means something on Trainium only, nor ``neuron-accel test``, which has a test of its own."""
-    return not re.search(r"precompile|--compiler-flags|--cpu|accel test", command.values[0])
+    """Not what means something on Trainium or with a bucket only, nor ``neuron-accel test``, which has its own test."""
+    return not re.search(r"precompile|--compiler-flags|--cpu|accel test|s3://", command.values[0])
 
 
 @pytest.mark.parametrize("command", [*filter(runs_here, commands())])

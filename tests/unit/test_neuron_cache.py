@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import fcntl
+import importlib.util
 import json
 import multiprocessing
 import os
+import shlex
 import threading
 import time
+import uuid
 
+import fsspec
 import pytest
 
 from neuron_accel.cli.main import main
 from neuron_accel.engine.errors import ConfigurationError, UsageError
 from neuron_accel.neuron import cache_store
+from neuron_accel.neuron.cache_remote import explained, remote_entries
 from neuron_accel.neuron.cache_store import entries, open_folder, prune, register_job, running_jobs
 
 NOW = time.time()
@@ -281,7 +287,13 @@ def test_the_command_lists_counts_and_prunes(cache, capsys, monkeypatch):
     ("arguments", "words"),
     [
         (["list", "--cache-dir", "/nowhere/at/all"], "no compile cache in /nowhere/at/all"),
-        (["list", "--cache-dir", "s3://bucket/x"], "lifecycle rule"),
+        (["list", "--cache-dir", ""], "no compile cache in"),
+        (["list", "--cache-dir", "/tmp/" + "x" * 300], "no compile cache in /tmp/xxx"),
+        (["list", "--cache-dir", "s3://B"], "no S3 address"),
+        (["prune", "--ttl", "3d", "--cache-dir", "s3://B"], "no S3 address"),
+        (["prune", "--ttl", "3d", "--cache-dir", "memory://cache"], "lifecycle rule"),
+        (["list", "--cache-dir", "nosuch://bucket"], "Protocol not known: nosuch"),
+        (["list", "--cache-dir", "memory://nowhere"], "no compile cache at memory://nowhere"),
         (["prune"], "Nothing says what may remain"),
         (["prune", "--ttl", "soon"], "not a duration"),
         (["list", "--ttl", "3d"], "--ttl is an option of prune"),
@@ -300,3 +312,93 @@ def test_a_cache_that_may_not_be_changed(cache, monkeypatch):
     with register_job(cache):
         assert running_jobs(cache) == []
     assert open_folder(str(cache)) == cache
+
+
+# ---- at an address ---------------------------------------------------------------------------------------------------
+@pytest.fixture
+def remote():
+    """The address of a cache in memory, as one on S3 would be: three entries, written one after the other."""
+    store, root = fsspec.filesystem("memory"), f"/{uuid.uuid4().hex}/cache"
+    begin = datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc)
+    objects = {
+        "neuronxcc-2.23.6484/MODULE_failed+1/model.hlo_module.pb": 20,
+        "neuronxcc-2.23.6484/MODULE_failed+1/model.done": 0,
+        "neuronxcc-2.24.5133/MODULE_done+1/model.neff": 900,
+        "neuronxcc-2.24.5133/MODULE_done+1/compile_flags.json": 100,
+        "neuronxcc-2.24.5133/MODULE_done+1/model.done": 0,
+        "neuronxcc-2.24.5133/MODULE_begun+1/model.hlo_module.pb": 30,
+        "neuronxcc-2.24.5133/MODULE_begun+1/model.hlo_module.pb.lock": 1,
+        "neuronxcc-2.24.5133/MODULE_locked+1/model.hlo_module.pb.lock": 1,
+        "neuronxcc-2.24.5133/notes.txt": 5,
+        "datasets/large": 10**6,
+    }
+    for day, (name, size) in enumerate(objects.items()):
+        store.pipe(f"{root}/{name}", b"x" * size)
+        store.store[f"{root}/{name}"].modified = begin + datetime.timedelta(days=day)
+    yield f"memory:/{root}"
+    store.rm(root.rpartition("/")[0], recursive=True)
+
+
+def test_what_is_at_an_address(remote, capsys):
+    found = remote_entries(remote)
+    assert [(entry.name, entry.state, entry.size, entry.compiler) for entry in found] == [
+        ("MODULE_failed+1", "failed", 20, "2.23.6484"),
+        ("MODULE_done+1", "done", 1000, "2.24.5133"),
+        ("MODULE_begun+1", "incomplete", 30, "2.24.5133"),
+    ]
+    assert found[1].last_written == datetime.datetime(2026, 1, 5, tzinfo=datetime.timezone.utc).timestamp()
+    assert main(["cache", "list", "--cache-dir", remote]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["entry", "compiler", "size", "written", "state"]
+    assert lines[3].split()[:3] == ["MODULE_done+1", "2.24.5133", "1000"]
+    assert main(["cache", "list", "--cache-dir", remote, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)[0]
+    assert (row["entry"], row["bytes"], row["last_written"]) == ("MODULE_failed+1", 20, found[0].last_written)
+    assert row["path"].endswith("/cache/neuronxcc-2.23.6484/MODULE_failed+1")
+
+
+def test_what_an_address_holds_in_all(remote, capsys):
+    assert main(["cache", "stats", "--cache-dir", f"{remote}/"]) == 0
+    text = capsys.readouterr().out
+    assert "3 (1 done, 1 failed, 1 incomplete)" in text
+    assert "1.0 KiB" in text
+    assert main(["cache", "stats", "--cache-dir", remote, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["compilers"]["2.24.5133"] == {"entries": 2, "bytes": 1030}
+    assert report["address"] == remote
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (FileNotFoundError("The specified bucket does not exist"), "There is no compile cache at s3://models/cache"),
+        (PermissionError("Access Denied"), "may not be read: Access Denied"),
+        (RuntimeError("Unable to locate credentials"), "cannot be read: Unable to locate credentials"),
+        (ConnectionError(), "cannot be read: it does not say why"),
+    ],
+)
+def test_why_an_address_cannot_be_read(error, words):
+    with pytest.raises(ConfigurationError, match=words) as caught, explained("s3://models/cache"):
+        raise error
+    assert caught.value.where
+    assert caught.value.why
+    assert isinstance(error, FileNotFoundError) or "s3:ListBucket" in caught.value.fix
+
+
+@pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
+def test_what_reads_s3_is_named_where_it_is_missing(capsys):
+    assert main(["cache", "list", "--cache-dir", "s3://models/cache"]) == 2
+    assert "pip install 'neuron-accel[s3]'" in capsys.readouterr().err
+
+
+def test_a_cache_on_s3_is_left_to_its_own_rules(capsys, monkeypatch):
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--cache_dir=s3://models/neuron/cache/")
+    assert main(["cache", "prune", "--ttl", "36h"]) == 2
+    error = capsys.readouterr().err
+    assert "not when they were last read" in error
+    command = shlex.split(next(line for line in error.splitlines() if "put-bucket-lifecycle" in line))
+    assert command[command.index("--bucket") + 1] == "models"
+    (rule,) = json.loads(command[-1])["Rules"]
+    assert rule["Filter"] == {"Prefix": "neuron/cache/neuronxcc-"}
+    assert rule["Expiration"] == {"Days": 2}
+    assert "takes the place of all rules" in error
