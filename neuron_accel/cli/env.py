@@ -112,10 +112,15 @@ def describe_torch_neuronx(version: str, entry_point_groups: set[str]) -> str:
 def relevant_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Environment variables that change how training runs; a name that suggests a secret appears without its value."""
     return {
-        name: "(set; not shown)" if SECRET.search(name) else URL_CREDENTIALS.sub("***@", value)
+        name: "(set; not shown)" if SECRET.search(name) else URL_CREDENTIALS.sub("***@", _printable(value))
         for name, value in sorted(environment.items())
         if RELEVANT.search(name)
     }
+
+
+def _printable(value: str) -> str:
+    """Bytes that are no text, which Python keeps as halves of surrogate pairs, as ``\\xff``."""
+    return os.fsencode(value).decode(errors="backslashreplace")
 
 
 def _cuda_devices() -> list[str]:

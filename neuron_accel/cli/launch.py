@@ -11,13 +11,14 @@ import platform
 import shlex
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from neuron_accel.backends.select import Machine, choose
 from neuron_accel.cli.failures import describe, first_failure, signal_name
 from neuron_accel.cli.host import Host, count_cores, find_loopback, kernel_version
-from neuron_accel.cli.launch_plan import LaunchPlan, LaunchRequest, check_request, plan_launch
+from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, LaunchPlan, LaunchRequest, check_request, plan_launch
 from neuron_accel.engine.errors import ConfigurationError
 from neuron_accel.neuron.cache import CompileCache, is_s3, location_of
 from neuron_accel.neuron.cache_store import register_job
@@ -124,8 +125,8 @@ def run(args: argparse.Namespace) -> int:
         heartbeat=args.heartbeat,
     )
     plan = prepare(request, meets=args.slurm is None)
-    if args.slurm:
-        _write_batch_files(Path(args.slurm), plan, args)
+    if args.slurm is not None:
+        _write_batch_files(args.slurm, plan, args)
         return 0
     if args.dry_run:
         print(f"{plan.explain()}\neach rank runs:\n  {shlex.join([sys.executable, *plan.command('LAUNCHER_PID')])}")
@@ -133,16 +134,20 @@ def run(args: argparse.Namespace) -> int:
     return launch(plan, quiet=args.quiet)
 
 
-def _write_batch_files(path: Path, plan: LaunchPlan, args: argparse.Namespace) -> None:
-    from neuron_accel.cli.slurm import batch_files, write_batch_files
+def _write_batch_files(place: str, plan: LaunchPlan, args: argparse.Namespace) -> None:
+    from neuron_accel.cli.slurm import describe_batch_files, write_batch_files
 
-    files = write_batch_files(path, plan, _options_of(args))
-    for file, purpose in files:
-        print(f"{file}: {purpose}")
-    training = batch_files(path)[0]
+    files = describe_batch_files(place, plan, _options_of(args))
+    if args.dry_run:
+        print("\n".join(f"# would be written to {file.path}\n{file.text}" for file in files))
+        return
+    write_batch_files(files)
+    for file in files:
+        print(f"{file.path}: {file.purpose}")
+    training = shlex.quote(str(files[-1].path))
     print(f"next: sbatch {training}")
     if len(files) > 1:
-        first = files[0][0]
+        first = shlex.quote(str(files[0].path))
         print(f"to compile first: job=$(sbatch --parsable {first}) && sbatch --dependency=afterok:$job {training}")
 
 
@@ -191,10 +196,12 @@ def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:
     """Runs the ranks of this machine and returns the exit code for the shell.
 
     Raises:
-        ConfigurationError: the port asked for is taken.
+        ConfigurationError: the port asked for is taken, or the folder for logs cannot be written.
         CommunicationError: the machines of the launch did not find each other.
     """
     _check_port(plan)
+    _check_log_dir(plan)
+    _note_unknown_address(plan)
     from neuron_accel.cli.elastic import run_ranks
 
     if not quiet:
@@ -244,6 +251,36 @@ def _check_port(plan: LaunchPlan) -> None:
                 fix="Give another port"
                 + ("." if plan.request.nnodes > 1 else ", or none: on one machine a free one is taken."),
             ) from error
+
+
+def _note_unknown_address(plan: LaunchPlan) -> None:
+    """No error: in a cluster that is still coming up a name can get its address later."""
+    if plan.request.nnodes == 1 or not plan.request.master_addr:
+        return
+    try:
+        socket.getaddrinfo(plan.request.master_addr, None)
+    except (OSError, UnicodeError) as error:
+        _say(
+            f"{plan.request.master_addr} (--master-addr) has no address here ({error}); if that is no slip, it has "
+            f"{RENDEZVOUS_SECONDS // 60} minutes to get one"
+        )
+
+
+def _check_log_dir(plan: LaunchPlan) -> None:
+    """Better now than from within the agent that starts the ranks."""
+    if not plan.request.log_dir:
+        return
+    try:
+        os.makedirs(plan.request.log_dir, exist_ok=True)
+        with tempfile.TemporaryFile(dir=plan.request.log_dir):
+            pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"{plan.request.log_dir} cannot be written: {os.strerror(error.errno) if error.errno else error}.",
+            where="--log-dir",
+            why="Each rank gets a folder of its own below it.",
+            fix="Name a folder that may be written to; it is made if it does not exist.",
+        ) from None
 
 
 def _say(text: str) -> None:

@@ -29,7 +29,7 @@ def instance_of(request: LaunchRequest, host: Host, environment: Mapping[str, st
     Raises:
         ConfigurationError: if it is none that the table knows.
     """
-    if request.instance:
+    if request.instance is not None:
         return find_instance(request.instance, "--instance")
     named = environment.get(INSTANCE_VARIABLE, "").strip()
     if named:

@@ -3,7 +3,9 @@ environment, so that ``--dry-run`` prints exactly what a launch would do."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -186,7 +188,7 @@ def check_request(request: LaunchRequest) -> None:
         _check_module(request.target)
     else:
         _check_script(request.target)
-    if request.log_dir and Path(request.log_dir).is_file():
+    if request.log_dir and os.path.isfile(request.log_dir):
         raise ConfigurationError(
             f"{request.log_dir} is a file.",
             where="--log-dir",
@@ -213,7 +215,7 @@ def _check_ranks(request: LaunchRequest) -> None:
             why="Machines are counted from 0.",
             fix=f"Give a number from 0 to {request.nnodes - 1}; a different one on every machine.",
         )
-    if request.nnodes > 1 and request.master_addr is None:
+    if request.nnodes > 1 and not request.master_addr:
         raise ConfigurationError(
             f"{request.nnodes} machines need to know where to meet.",
             where="--master-addr",
@@ -225,40 +227,56 @@ def _check_ranks(request: LaunchRequest) -> None:
             where="--master-port",
             fix="Give a number from 1 to 65535, or leave it out on one machine: a free port is taken then.",
         )
+    if request.master_port == 65535 and request.nnodes > 1 and request.heartbeat:
+        raise ConfigurationError(
+            "Port 65535 is the last one.",
+            where="--master-port",
+            why="machines tell each other that they are there at the port after it",
+            fix="Give a smaller number, or --heartbeat 0.",
+        )
     if request.max_restarts < 0:
         raise ConfigurationError(
             f"Ranks cannot be restarted {request.max_restarts} times.", where="--max-restarts", fix="Give 0 or more."
         )
-    if request.heartbeat < 0 or 0 < request.heartbeat < 3:
+    if not (request.heartbeat == 0 or 3 <= request.heartbeat < math.inf):
         raise ConfigurationError(
             f"A machine cannot be given up after {request.heartbeat:g} seconds.",
             where="--heartbeat",
             why="machines say something every second",
             fix="Give 3 or more seconds, or 0 to watch nobody.",
         )
-    if request.grace < 0:
+    if not 0 <= request.grace < math.inf:
         raise ConfigurationError(
             f"Ranks cannot be given {request.grace} seconds to end.", where="--grace", fix="Give 0 or more seconds."
         )
 
 
 def _check_script(target: str) -> None:
-    path = Path(target)
-    if path.is_file():
+    if os.path.isfile(target):  # unlike Path, also where the name is too long to be one
         return
-    what = "is a folder" if path.is_dir() else "does not exist"
-    folder = path.parent if path.parent.is_dir() else Path()
+    what = "is a folder" if os.path.isdir(target) else "does not exist"
+    folder = Path(target).parent if os.path.isdir(os.path.dirname(target)) else Path()
     nearby = [str(folder / file.name) if folder != Path() else file.name for file in folder.glob("*.py")]
     fix = did_you_mean(target, nearby) if len(nearby) <= 20 else "Check the path."
     if not nearby:
         fix = "Check the path; for a module that Python can import give --module."
-    raise ConfigurationError(f"{target} {what}.", where=f"script to launch, looked up from {os.getcwd()}", fix=fix)
+    raise ConfigurationError(
+        f"{target or 'The script'} {what}.", where=f"script to launch, looked up from {os.getcwd()}", fix=fix
+    )
 
 
 def _check_module(target: str) -> None:
     package = target.partition(".")[0]
-    if PathFinder.find_spec(package, [os.getcwd()]) or importlib.util.find_spec(package):
-        return
+    if not all(target.split(".")) or os.path.isfile(target):
+        raise ConfigurationError(
+            f"{target!r} is no name of a module.",
+            where="--module",
+            why="it is imported: names with dots between them, from the outermost package on",
+            fix="Write my_package.train for my_package/train.py, or leave --module out to give a file.",
+        )
+    with contextlib.suppress(ValueError):  # of this program's own __main__
+        if PathFinder.find_spec(package, [os.getcwd()]) or importlib.util.find_spec(package):
+            return
     raise ConfigurationError(
         f"There is no module {package!r}.",
         where="--module",

@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"neuron-accel: {plan.explain()}", flush=True)
     if args.dry_run:
         return 0
+    _check_command(args)
     CompileCache(location=args.cache_dir).check_writable(os.environ)
     environ = {**os.environ, **{setting.name: setting.value for setting in plan.settings}}
     return os.execvpe(plan.words[0], plan.words, environ)
@@ -127,6 +128,12 @@ def _script(args: argparse.Namespace) -> list[str]:
             where="neuron-accel precompile",
             fix="put the command that trains behind --: neuron-accel precompile -- torchrun train.py",
         )
+    if script and args.phase not in _NEEDS_SCRIPT:
+        raise ConfigurationError(
+            f"--command {args.phase} runs no training, but {shlex.join(script)} stands behind it.",
+            where="neuron-accel precompile",
+            fix="leave the command that trains out, or take --command collect",
+        )
     if script and script[0].endswith(".py"):
         raise ConfigurationError(
             f"{script[0]} is a script, not a command.",
@@ -135,6 +142,18 @@ def _script(args: argparse.Namespace) -> list[str]:
             fix=f"write the whole command: neuron-accel launch --nproc-per-node N {shlex.join(script)}",
         )
     return list(script)
+
+
+def _check_command(args: argparse.Namespace) -> None:
+    """The tool would say that it is missing only among its own output, and compile nothing."""
+    script = _script(args)
+    if script and shutil.which(script[0]) is None:
+        raise ConfigurationError(
+            f"There is no command {script[0]!r}.",
+            where="what stands behind --",
+            why="it is neither on the PATH nor a file that may be executed",
+            fix="write the command that trains as in a shell: neuron-accel launch ..., torchrun ..., ./run.sh",
+        )
 
 
 def _settings(args: argparse.Namespace, environ: Mapping[str, str]) -> list[Setting]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from neuron_accel.cli.launch_plan import DEFAULT_MASTER_PORT, LaunchPlan
@@ -36,49 +38,100 @@ LAUNCH = "neuron-accel launch"
 PRECOMPILE = "neuron-accel precompile -- neuron-accel launch"
 
 
-def batch_files(path: Path) -> tuple[Path, Path]:
-    """The batch file of a training and that of its compile job, beside it; in a folder ``run.slurm`` and
-    ``compile.slurm``."""
-    if path.is_dir():
-        return path / "run.slurm", path / "compile.slurm"
-    return path, path.with_name(f"{path.stem}_compile{path.suffix}")
+LAST_PORT = 65535 - 999 - 1
+"""Of those that ``--master-port`` may name: jobs add up to 999, and the heartbeat takes the one after."""
 
 
-def write_batch_files(path: Path, plan: LaunchPlan, options: Sequence[str]) -> list[tuple[Path, str]]:
-    """Writes the batch file of a training and, where graphs are compiled ahead, that of its compile job.
+@dataclass(frozen=True, kw_only=True)
+class BatchFile:
+    """A batch file, and what it is for."""
+
+    path: Path
+    text: str
+    purpose: str
+
+
+def describe_batch_files(place: str, plan: LaunchPlan, options: Sequence[str]) -> list[BatchFile]:
+    """The batch file of a training and, where graphs are compiled ahead, that of its compile job.
 
     Args:
-        path: of the training's, or a folder for both.
+        place: where the training's goes, or a folder for both (``run.slurm`` and ``compile.slurm``).
         plan: the launch.
         options: of ``neuron-accel launch`` but for those that say which machine it is; then the script and its
             arguments.
 
     Returns:
-        Each file and what it is for, in the order in which to submit them.
+        In the order in which to submit them; the training's last.
 
     Raises:
-        ConfigurationError: if one cannot be written.
+        ConfigurationError: for no place, or a port that leaves none for every job.
     """
-    training, compilation = batch_files(path)
-    files = [(training, LAUNCH, f"Trains {plan.request.target}.")]
+    port = plan.request.master_port or DEFAULT_MASTER_PORT
+    if not place:
+        raise ConfigurationError("No file is named.", where="--slurm", fix="name a file or a folder")
+    if port > LAST_PORT:
+        raise ConfigurationError(
+            f"Port {port} leaves none for every job.",
+            where="--master-port",
+            why="each adds up to 999 to it, by its number, so that two jobs on a machine do not meet",
+            fix=f"give at most {LAST_PORT}, or leave it out",
+        )
+    training, compilation = _paths(Path(place))
+    kinds = [(training, LAUNCH, f"Trains {plan.request.target}.")]
     if plan.device != "neuron":
         purpose = f"Compiles the graphs of {plan.request.target} into the compile cache; on as many machines as train."
-        files.insert(0, (compilation, PRECOMPILE, purpose))
-    for file, start, purpose in files:
+        kinds.insert(0, (compilation, PRECOMPILE, purpose))
+    files = []
+    for path, start, purpose in kinds:
         text = TEMPLATE.format(
-            name=file.stem,
+            name=re.sub(r"[^\w.-]", "_", path.stem),
             nodes=plan.request.nnodes,
             purpose=purpose,
-            file=shlex.quote(file.name),
-            port=plan.request.master_port or DEFAULT_MASTER_PORT,
+            file=shlex.quote(path.name),
+            port=port,
             start=start,
             arguments=shlex.join(options),
         )
+        files.append(BatchFile(path=path, text=text, purpose=purpose))
+    return files
+
+
+def _paths(path: Path) -> tuple[Path, Path]:
+    if path.is_dir():
+        return path / "run.slurm", path / "compile.slurm"
+    return path, path.with_name(f"{path.stem}_compile{path.suffix}")
+
+
+def write_batch_files(files: Sequence[BatchFile]) -> None:
+    """Writes them, over earlier batch files only.
+
+    Raises:
+        ConfigurationError: if one cannot be written, or is something else.
+    """
+    for file in files:
+        _check_place(file.path)
+    for file in files:
         try:
-            file.write_text(text)
-            file.chmod(0o755)
+            file.path.write_text(file.text)
+            file.path.chmod(0o755)
         except OSError as error:
             raise ConfigurationError(
-                f"{file} cannot be written: {error.strerror}.", where="--slurm", fix="name another file"
+                f"{file.path} cannot be written: {error.strerror}.", where="--slurm", fix="name another file"
             ) from None
-    return [(file, purpose) for file, _, purpose in files]
+
+
+def _check_place(path: Path) -> None:
+    """A slip of the keyboard (``--slurm train.py``) must not cost a script."""
+    beginning = TEMPLATE.partition("{")[0]
+    try:
+        with path.open(errors="replace") as file:
+            found = file.read(len(beginning))
+    except OSError:  # there is none, or nothing can be written there either
+        return
+    if found and found != beginning:
+        raise ConfigurationError(
+            f"{path} exists, and is no batch file of this command.",
+            where="--slurm",
+            why="it would be overwritten",
+            fix="name another file, or remove it",
+        )

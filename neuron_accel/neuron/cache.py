@@ -34,7 +34,8 @@ class CompileCache:
     """The compile cache of a run.
 
     Args:
-        location: a folder, or ``s3://bucket/prefix``; None: what the environment says, or the default.
+        location: a folder, which may begin with ``~``, or ``s3://bucket/prefix``; None: what the environment says, or
+            the default.
         no_cache: compile everything anew, and keep nothing.
         retry_failed_compilation: compile again what failed before; without, the failure itself is remembered.
         log_level: how much the cache tells.
@@ -55,6 +56,7 @@ class CompileCache:
     def __post_init__(self) -> None:
         if self.location is not None:
             check_location(self.location, "CompileCache.location")
+            object.__setattr__(self, "location", os.path.expanduser(self.location))
         if self.no_cache and self.retry_failed_compilation:
             raise ConfigurationError(
                 "no_cache and retry_failed_compilation contradict each other.",
@@ -124,7 +126,8 @@ class CompileCache:
     def check_writable(self, environ: Mapping[str, str]) -> None:
         """Raises :class:`ConfigurationError` if nothing can be written to where the cache is."""
         place = self.location or location_of(environ)
-        if self.no_cache or is_s3(place):
+        off = self.no_cache or any(flag.name == "--no_cache" for flag in flags.parse(environ.get(VARIABLE, "")))
+        if off or is_s3(place):
             return
         folder = Path(place)
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import pytest
 
@@ -62,7 +64,7 @@ def tool(tmp_path, environment):
     path.parent.mkdir()
     path.write_text(FAKE_TOOL)
     path.chmod(0o755)
-    environment["PATH"] = f"{path.parent}:{environment['PATH']}"
+    environment["PATH"] = f"{path.parent}:{os.path.dirname(sys.executable)}:{environment['PATH']}"
     environment["RECORD"] = str(tmp_path / "record")
     return tmp_path / "record"
 
@@ -131,6 +133,7 @@ def test_retries_and_flags_are_set():
         (["--", "torchrun", "t.py"], {}, "not on the PATH"),
         ([], {}, "no training to collect graphs from"),
         (["--", "train.py", "--lr", "1"], {}, "train.py is a script, not a command"),
+        (["--command", "compile", "--", "torchrun", "t.py"], {}, "--command compile runs no training"),
         (["--max-steps", "0", "--", "torchrun", "t.py"], {}, "0 steps"),
         (["--analyze-output", "x", "--", "torchrun", "t.py"], {}, "--analyze-output does nothing here"),
         (["--cache-dir", "https://x", "--", "torchrun", "t.py"], {}, "cannot be at"),
@@ -142,6 +145,17 @@ def test_what_is_refused(arguments, environ, words):
     with pytest.raises(ConfigurationError) as caught:
         plan_precompile(build_parser().parse_args(["precompile", *arguments]), environ, tool)
     assert words in str(caught.value)
+
+
+def test_a_command_that_does_not_exist_is_not_handed_to_the_tool(tmp_path, capsys, monkeypatch):
+    tool = tmp_path / "neuron_parallel_compile"
+    tool.write_text("#!/bin/bash\ntouch ran\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main(["precompile", "--", "torchrn", "train.py"]) == 2
+    assert "There is no command 'torchrn'" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_missing_tool_is_said_without_a_traceback(capsys, monkeypatch):

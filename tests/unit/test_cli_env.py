@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 
 import pytest
 
@@ -46,8 +47,10 @@ def test_variables_are_the_relevant_ones_without_secrets():
         "SLURM_PASSWORD": "hunter2",
         "NEURON_COMPILE_CACHE_URL": "https://me:hunter2@example.com/cache",
         "MASTER_PORT": "29500",
+        "NEURON_NO_TEXT": os.fsdecode(b"a\xff"),
     }
     shown = relevant_variables(environment)
+    assert shown["NEURON_NO_TEXT"] == "a\\xff"
     assert "hunter2" not in json.dumps(shown)
     assert "HOME" not in shown
     assert shown["NEURON_CC_FLAGS"] == "--model-type transformer"

@@ -100,6 +100,7 @@ def test_a_rehearsal_on_a_laptop_keeps_the_limits_of_the_instance(script):
 @pytest.mark.parametrize(
     ("host", "decision", "environment", "options", "words"),
     [
+        (LAPTOP, CPU, {}, {"instance": ""}, ["'' is no Trainium instance", "--instance"]),
         (LAPTOP, CPU, {}, {"instance": "trn1.32x"}, ["'trn1.32x' is no Trainium instance", "trn1.32xlarge"]),
         (LAPTOP, CPU, {"NEURON_ACCEL_INSTANCE": "p4d"}, {}, ["'p4d' is no Trainium", "NEURON_ACCEL_INSTANCE"]),
         (TRN1, XLA, {}, {"nproc_per_node": 16}, ["16 ranks cannot run on trn1.32xlarge", "start 8 or 32 ranks"]),
@@ -144,6 +145,21 @@ def test_a_cache_that_cannot_be_written_stops_the_launch(script, tmp_path, capsy
     (tmp_path / "file").write_text("")
     assert main(["launch", "--cache-dir", str(tmp_path / "file"), script]) == 2
     assert "compile cache cannot be written" in capsys.readouterr().err
+
+
+def test_a_cache_that_is_switched_off_need_not_be_writable(tmp_path):
+    (tmp_path / "file").write_text("")
+    cache = CompileCache(location=str(tmp_path / "file"))
+    cache.check_writable({"NEURON_CC_FLAGS": "--no_cache"})
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        cache.check_writable({})
+
+
+def test_a_cache_below_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cache = CompileCache(location="~/cache")
+    assert cache.location == str(tmp_path / "cache")
+    assert cache.flags()[0].value == cache.location
 
 
 class WithXla:
@@ -229,6 +245,42 @@ def test_batch_files_are_ready(script, tmp_path, capsys, cluster):
     for machine, words in enumerate(cluster(compiling)):
         start = ["precompile", "--", "neuron-accel", "launch", "--nnodes", "2", "--node-rank", str(machine)]
         assert words == [*start, *rest]
+
+
+def test_batch_files_that_are_only_shown(script, tmp_path, capsys):
+    assert main(["launch", "--dry-run", "--slurm", str(tmp_path), script]) == 0
+    shown = capsys.readouterr().out
+    for name in ("run.slurm", "compile.slurm"):
+        assert f"# would be written to {tmp_path / name}\n#!/bin/bash\n" in shown
+        assert not (tmp_path / name).exists()
+
+
+def test_a_batch_file_takes_the_place_of_an_earlier_one_and_of_nothing_else(script, tmp_path, capsys):
+    path = tmp_path / "my run.sbatch"
+    for nodes in ("1", "2"):
+        assert main(["launch", "--nnodes", nodes, "--slurm", str(path), script]) == 0
+    assert "#SBATCH --job-name=my_run\n#SBATCH --nodes=2\n" in path.read_text()
+    assert f"next: sbatch '{path}'" in capsys.readouterr().out
+    (tmp_path / "own.py").write_text("import torch\n")
+    assert main(["launch", "--slurm", str(tmp_path / "own.py"), script]) == 2
+    assert "would be overwritten" in capsys.readouterr().err
+    assert (tmp_path / "own.py").read_text() == "import torch\n"
+    assert not (tmp_path / "own_compile.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--slurm", ""], "No file is named"),
+        (["--slurm", "x.sbatch", "--master-port", "65000"], "Port 65000 leaves none"),
+        (["--slurm", "x.sbatch", "--instance", "trn9"], "no Trainium instance"),
+    ],
+)
+def test_a_batch_file_that_could_not_work_is_refused(script, tmp_path, capsys, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", *options, script]) == 2
+    assert words in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
 def test_a_batch_file_that_cannot_be_written(script, tmp_path, capsys):

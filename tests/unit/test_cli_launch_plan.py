@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 
 import pytest
 
 from neuron_accel.backends.select import Decision
 from neuron_accel.cli.host import Host, count_cores, count_neuron_devices, memory_bytes
-from neuron_accel.cli.launch import launch
+from neuron_accel.cli.launch import _note_unknown_address, launch
 from neuron_accel.cli.launch_plan import LaunchRequest, check_request, plan_launch
 from neuron_accel.cli.main import main
 from neuron_accel.engine.errors import ConfigurationError
@@ -93,6 +94,12 @@ def test_ranks_of_one_machine_meet_at_a_free_port_unless_one_is_named(script):
         ({"master_port": 70000}, "--master-port"),
         ({"max_restarts": -1}, "--max-restarts"),
         ({"grace": -1.0}, "--grace"),
+        ({"grace": float("nan")}, "--grace"),
+        ({"grace": float("inf")}, "--grace"),
+        ({"heartbeat": 1.0}, "--heartbeat"),
+        ({"heartbeat": float("nan")}, "--heartbeat"),
+        ({"nnodes": 2, "master_addr": ""}, "--master-addr"),
+        ({"nnodes": 2, "master_addr": "10.0.0.1", "master_port": 65535}, "--master-port"),
     ],
 )
 def test_impossible_numbers_are_refused_by_the_option_they_came_from(script, change, where):
@@ -121,6 +128,33 @@ def test_a_missing_module_is_refused_and_one_in_this_folder_found(tmp_path, monk
     (tmp_path / "some_package").mkdir()
     (tmp_path / "some_package" / "__init__.py").write_text("raise RuntimeError('the launcher must not import it')")
     check_request(request)
+
+
+@pytest.mark.parametrize("name", ["", "train.py", "package..train", ".train"])
+def test_what_cannot_be_a_module_is_refused(script, name, monkeypatch):
+    monkeypatch.chdir(os.path.dirname(script))
+    with pytest.raises(ConfigurationError, match="no name of a module"):
+        check_request(LaunchRequest(target=name, module=True))
+
+
+@pytest.mark.parametrize("name", ["", "x" * 300, "x" * 300 + "/train.py"])
+def test_what_cannot_be_a_file_does_not_exist(name):
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        check_request(LaunchRequest(target=name))
+
+
+@pytest.mark.parametrize("folder", ["below", "x" * 300])
+def test_logs_need_a_folder_that_can_be_made(script, folder):
+    plan = plan_launch(LaunchRequest(target=script, log_dir=f"{script}/{folder}"), HOST, CPU, {})
+    with pytest.raises(ConfigurationError, match="cannot be written") as error:
+        launch(plan, quiet=True)
+    assert error.value.where == "--log-dir"
+
+
+@pytest.mark.parametrize(("address", "said"), [("127.0.0.1", False), ("x" * 64 + ".example", True)])
+def test_a_name_without_an_address_is_waited_for_and_said(script, address, said, capsys):
+    _note_unknown_address(plan_launch(LaunchRequest(target=script, nnodes=2, master_addr=address), HOST, CPU, {}))
+    assert ("(--master-addr) has no address here" in capsys.readouterr().err) is said
 
 
 def test_logs_cannot_go_into_a_file(script):
