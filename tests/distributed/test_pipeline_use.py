@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from neuron_accel.engine.errors import NeuronAccelError, PlanError, UnsupportedModelError, UsageError
+from neuron_accel.engine.errors import (
+    CommunicationError,
+    NeuronAccelError,
+    PlanError,
+    UnsupportedModelError,
+    UsageError,
+)
+from neuron_accel.strategies.pipeline.schedules import make_schedule
+from neuron_accel.strategies.pipeline.timeline import in_flight
 from neuron_accel.testing import RanksError, run_ranks
 from tests.distributed.pipeline_support import BLOCKS, batches, gpt2, llama, mixtral, pipeline
 
@@ -118,6 +126,10 @@ def held(model_fn, stages, microbatches, options):
     }
 
 
+def eight_blocks():
+    return llama(blocks=8)
+
+
 def test_each_rank_holds_its_stage_and_no_more():
     ranks = run_ranks(held, 4, llama, 4, 8, {})
     assert set().union(*(rank["names"] for rank in ranks)) == ranks[0]["all"]
@@ -129,10 +141,22 @@ def test_each_rank_holds_its_stage_and_no_more():
         assert len(blocks) == 1
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
-def test_no_more_micro_batches_are_in_flight_than_the_schedule_allows(schedule):
-    found = [rank["in_flight"] for rank in run_ranks(held, 4, llama, 4, 8, {"schedule": schedule})]
-    assert found == {"gpipe": [8] * 4, "1f1b": [4, 3, 2, 1], "zero-bubble": [4, 4, 4, 4]}[schedule]
+@pytest.mark.parametrize(
+    ("schedule", "allowed"),
+    [
+        ("gpipe", [8, 8, 8, 8]),
+        ("1f1b", [4, 3, 2, 1]),
+        ("zero-bubble", [4, 4, 4, 4]),
+        ("interleaved", [11, 9, 7, 5]),  # parts of the model for one micro-batch: 2 (P - rank - 1) + (V - 1) P + 1
+    ],
+)
+def test_no_more_micro_batches_are_in_flight_than_the_schedule_allows(schedule, allowed):
+    virtual = 2 if schedule == "interleaved" else 1
+    options = {"schedule": schedule, "virtual_stages": virtual}
+    found = [rank["in_flight"] for rank in run_ranks(held, 4, eight_blocks, 4, 8, options)]
+    assert found == allowed
+    planned = make_schedule(schedule, stages=4, microbatches=8, virtual_stages=virtual)
+    assert found == [in_flight(planned, rank) for rank in range(4)]
 
 
 def clips_parts():
@@ -271,6 +295,69 @@ def test_a_model_of_ones_own_is_cut_where_one_says(gives, takes, as_tuple):
     assert [name for name in first if not name.startswith("blocks")] == [
         "embed.bias", "embed.weight", "norm_in.bias", "norm_in.weight"
     ]  # fmt: skip
+
+
+class RememberingBlock(nn.Module):
+    def __init__(self, width, packs):
+        super().__init__()
+        self.linear, self.gate, self.packs = nn.Linear(width, width), nn.Linear(width, width), packs
+
+    def forward(self, h, memory=None, chosen=None):
+        h = h + torch.tanh(self.linear(h))
+        if memory is not None:
+            memory = memory[0] if self.packs else memory
+            h = h + self.gate(memory) + 0.1 * nn.functional.one_hot(chosen, h.shape[-1])
+        memory = torch.tanh(h if memory is None else memory + h)
+        return h, [memory] if self.packs else memory, h.argmax(-1), h * 2
+
+
+class Remembering(Own):
+    """Blocks hand on more than hidden states: a tensor that learns, integers, and something that nobody takes."""
+
+    def __init__(self, packs=False):
+        super().__init__()
+        self.blocks = nn.ModuleList(RememberingBlock(8, packs) for _ in range(4))
+
+    def forward(self, x, y):
+        h, memory, chosen = self.norm_in(self.embed(x)), None, None
+        for block in self.blocks:
+            h, memory, chosen, _ = block(h, memory=memory, chosen=chosen)
+        return ((self.head(h).squeeze(-1) - y) ** 2).mean()
+
+
+def remembers(schedule, packs):
+    """Gradients on this rank and in one process, and how many messages each of two steps took."""
+    cuts = tuple(f"blocks.{i}" for i in range(1, 4))
+    plugins = [pipeline(4, 4, schedule=schedule, stage_cuts=cuts)]
+    accelerator, model, _, alone = prepared(functools.partial(Remembering, packs), plugins)
+    x, y = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.ones(8)
+    sent = []
+    for _ in range(2):
+        with accelerator.run.backend.record() as traffic:
+            try:
+                accelerator.backward(model(x, y))
+            except UnsupportedModelError as error:
+                return str(error)
+        alone(x, y).backward()
+        sent.append(traffic.count(op="send"))
+    whole = dict(alone.named_parameters())
+    return [(p.grad, whole[name].grad) for name, p in model.named_parameters()], sent
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_blocks_hand_on_what_the_next_ones_take(schedule):
+    ranks = run_ranks(remembers, 4, schedule, False)
+    for gradients, _ in ranks:
+        for found, expected in gradients:
+            torch.testing.assert_close(found, expected)
+    # 3 tensors forward, 2 gradients back for each of 4 micro-batches; once, what they look like
+    assert [sent for _, sent in ranks] == [[13, 12], [21, 20], [21, 20], [8, 8]]
+
+
+def test_what_blocks_hand_on_is_a_tensor():
+    for message in run_ranks(remembers, 4, "1f1b", True):
+        assert "'blocks.0' returns something other than a tensor" in message
+        assert "(list, Tensor, Tensor), and the next block takes it" in message
 
 
 # ---- precision -------------------------------------------------------------------------------------------------------
@@ -442,6 +529,22 @@ def test_replicas_end_with_the_error_of_a_stage_of_another(when, in_backward, pl
     direction, microbatch = "backward" if in_backward else "forward", (when - 1) % 2
     place = f"Rank 3 (stage 1, {direction} pass of micro-batch {microbatch}) raised this; all ranks end with it."
     assert found == [("ArithmeticError('this stage is at fault')", place)] * 4
+
+
+def replica_raises_in_evaluation():
+    sick = int(os.environ["RANK"]) % 2
+    accelerator, model, _, _ = prepared(functools.partial(faulty, 0, sick or None, False), [pipeline(2, 2)])
+    model.eval()
+    with torch.no_grad():
+        for batch in batches("plain", 2, 4):
+            accelerator.gather_for_metrics(model(**batch).logits)
+
+
+def test_replicas_do_not_wait_for_one_that_raised_in_evaluation():
+    with pytest.raises(RanksError) as caught:
+        run_ranks(replica_raises_in_evaluation, 4, timeout=40)
+    assert isinstance(caught.value.__cause__, ArithmeticError)
+    assert all(isinstance(caught.value.errors[rank], CommunicationError) for rank in (0, 2))
 
 
 def ragged_on_one_replica():

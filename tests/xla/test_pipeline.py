@@ -87,6 +87,28 @@ def fails_and_goes_on():
     return output.loss.cpu(), output.logits.cpu()
 
 
+def replica_raises():
+    """Where the error of a replica's first stage comes from, before anybody in that replica knows what it hands on."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"backend": "xla", "plugins": [pipeline(2, 2)]})
+    with one_at_a_time():
+        torch.manual_seed(0)
+        model = faulty(0, accelerator.data_parallel_rank or None, False).train()
+    batch = {name: value.to(accelerator.device) for name, value in token_batches(1, size=4)[0].items()}
+    with pytest.raises(ArithmeticError, match="this stage is at fault") as caught:
+        accelerator.prepare(model)(**batch)
+    return str(caught.value.__cause__)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_replicas_end_with_the_error_of_a_stage_of_another():
+    found = run_ranks(replica_raises, 4, backend="xla", timeout=280)
+    place = "Rank 1 (stage 0, forward pass of micro-batch 0) raised this; all ranks end with it."
+    assert found == [place] * 4
+
+
 @pytest.mark.timeout(300)
 def test_a_stage_that_raises_and_an_evaluation():
     found = run_ranks(fails_and_goes_on, 2, backend="xla", timeout=280)

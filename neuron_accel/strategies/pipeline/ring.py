@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from neuron_accel.strategies.pipeline.wire import Form
+from neuron_accel.backends.base import Done
+from neuron_accel.strategies.pipeline.wire import Form, Part, Values
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Backend, Group
+    from neuron_accel.backends.base import Backend, Group, Pending
 
 
 class Ring:
@@ -29,7 +30,7 @@ class Ring:
     def __init__(self, backend: Backend, group: Group, everyone: Group) -> None:
         self._backend, self._group, self._everyone = backend, group, everyone
         self._forms: dict[Hashable, Form] = {}
-        self._nothing: dict[Form, torch.Tensor] = {}
+        self._nothing: dict[Part, torch.Tensor] = {}
 
     def form(self, key: Hashable) -> Form | None:
         """What travels for ``key``, a kind of batch; None if that is not known (yet)."""
@@ -47,11 +48,20 @@ class Ring:
             self._forms[key] = form
         return form
 
-    def turn(self, tensor: torch.Tensor | None, key: Hashable, shift: int) -> torch.Tensor:
-        """What the rank ``shift`` positions before this one hands on; this one hands on ``tensor``. Collective."""
-        if tensor is None:
-            form = self._forms[key]
-            if form not in self._nothing:
-                self._nothing[form] = torch.zeros(form.shape, dtype=form.dtype, device=self._backend.device)
-            tensor = self._nothing[form]
-        return self._backend.permute(tensor, self._group, shift)
+    def turn(self, values: Values | None, parts: tuple[Part | None, ...], shift: int) -> list[Pending | None]:
+        """What the rank ``shift`` positions before this one hands on; this one hands on ``values``. Collective.
+
+        Args:
+            parts: which of the values travel, and what they look like.
+        """
+        arrived: list[Pending | None] = []
+        for part, value in zip(parts, values or (None,) * len(parts), strict=True):
+            if part is None:
+                arrived.append(None)
+                continue
+            if value is None:
+                if part not in self._nothing:
+                    self._nothing[part] = torch.zeros(part[0], dtype=part[1], device=self._backend.device)
+                value = self._nothing[part]
+            arrived.append(Done(self._backend.permute(value, self._group, shift)))
+        return arrived

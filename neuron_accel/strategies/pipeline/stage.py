@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from neuron_accel.engine.errors import UnsupportedModelError
 from neuron_accel.models.stages import Stack
 from neuron_accel.strategies.pipeline.stubs import Entry, Exit, NotHere, OnLastStage, Passage, Skipped, StageEnd
+from neuron_accel.strategies.pipeline.wire import Values
 
 
 @dataclass
@@ -51,15 +51,15 @@ class Stage:
     passage: Passage
     swaps: list[tuple[Place, nn.Module]] = field(default_factory=list)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], received: torch.Tensor | None) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], received: Values) -> Any:
         """One forward pass of one micro-batch.
 
         Args:
             args, kwargs: the model's arguments for this micro-batch.
-            received: the hidden states from the stage before; None on the first.
+            received: what the stage before handed on; nothing on the first.
 
         Returns:
-            the model's output on the last stage, the hidden states for the next stage on the others.
+            the model's output on the last stage, what to hand on to the next stage on the others.
         """
         with self._in_place():
             self.passage.received, self.passage.entered = received, False
@@ -67,9 +67,9 @@ class Stage:
                 output = self.forward(*args, **kwargs)
             except StageEnd as end:
                 end.__traceback__ = None  # its frames hold activations
-                return end.hidden
+                return end.values
             finally:
-                self.passage.received = None
+                self.passage.received, self.passage.beside = (), ()
         if not self.last:
             raise UnsupportedModelError(
                 f"The model's forward ended before it reached the end of stage {self.index}.",
@@ -107,7 +107,7 @@ def make_stages(
     container = modules[stack.container]
     blocks = list(container.children())
     stops = (*starts[1:], stack.blocks)
-    passages = {stage: Passage() for stage in mine}
+    passages = {stage: Passage(stack.block(stops[stage] - 1)) for stage in mine}
     wanted = {stage: _blocks_of(blocks, starts[stage], stops[stage], passages[stage]) for stage in mine}
     places: list[tuple[Place, dict[int, nn.Module]]] = []
     for index, block in enumerate(blocks):
@@ -149,6 +149,7 @@ def _blocks_of(blocks: list[nn.Module], start: int, stop: int, passage: Passage)
 def _remember_form(passage: Passage) -> Callable[..., None]:
     def remember(module: nn.Module, args: Any, output: Any) -> None:
         passage.as_tuple = isinstance(output, (tuple, list))
+        passage.beside = tuple(output[1:]) if passage.as_tuple else ()
 
     return remember
 

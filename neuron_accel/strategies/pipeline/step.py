@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from neuron_accel.backends.base import Done
 from neuron_accel.engine.errors import UnsupportedModelError, UsageError
 from neuron_accel.strategies.pipeline.actions import Action, Kind, Schedule
 from neuron_accel.strategies.pipeline.outputs import loss_of
 from neuron_accel.strategies.pipeline.transfers import in_rounds, transfers_after
 from neuron_accel.strategies.pipeline.weights_later import Later, WeightsLater
-from neuron_accel.strategies.pipeline.wire import Form, Wire
+from neuron_accel.strategies.pipeline.wire import Form, Part, Values, Wire
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend, Pending
@@ -33,13 +32,13 @@ class Flight:
     """What a micro-batch leaves on a stage between forward and backward.
 
     Args:
-        received: the stage's input, whose gradient goes back; None on the first stage.
-        result: hidden states, or on the last stage the micro-batch's part of the loss.
+        received: the stage's input, whose gradients go back; nothing on the first stage.
+        result: what it handed on, or on the last stage the micro-batch's part of the loss.
         later: what it owes to weights.
     """
 
-    received: torch.Tensor | None
-    result: torch.Tensor
+    received: Values
+    result: Values
     later: Later | None
 
 
@@ -80,8 +79,8 @@ class Step(ABC):
         self._schedule, self._rank, self._stages = schedule, rank, stages
         self._calls, self._key, self._weight, self._synchronise = calls, key, weight, synchronise
         self._weights_later = weights_later
-        self._arriving: dict[tuple[Kind, int, int], Pending | None] = {}
-        self._leaving: dict[tuple[Kind, int, int], torch.Tensor | None] = {}
+        self._arriving: dict[tuple[Kind, int, int], list[Pending | None] | None] = {}
+        self._leaving: dict[tuple[Kind, int, int], Values] = {}
         self._flights: dict[tuple[int, int], Flight] = {}
         self._last = {(action.stage, action.kind): action for action in schedule.compute(rank)}
         self.outputs: list[Any] = []
@@ -101,14 +100,14 @@ class Step(ABC):
         """What ``stage`` hands on to the next one; None if that is not known (yet)."""
 
     @abstractmethod
-    def _refuse_form(self, hidden: torch.Tensor, form: Form, stage: int) -> NoReturn: ...
+    def _refuse_form(self, found: Form, form: Form, stage: int) -> NoReturn: ...
 
     # ---- messages --------------------------------------------------------------------------------------------------
-    def _arrived(self, kind: Kind, action: Action) -> torch.Tensor:
+    def _arrived(self, kind: Kind, action: Action) -> Values:
         pending = self._arriving.pop((kind, action.stage, action.microbatch))
         if pending is None:
             raise NeighbourFailed(f"stage {action.stage} received nothing")
-        return pending.wait()
+        return tuple(None if part is None else part.wait() for part in pending)
 
     # ---- computing -------------------------------------------------------------------------------------------------
     def _attempt(self, action: Action) -> None:
@@ -134,21 +133,23 @@ class Step(ABC):
 
     def _forward(self, action: Action) -> None:
         stage = self._stages[action.stage]
-        received = None
+        received: Values = ()
         if action.stage:
             received = self._arrived(Kind.RECEIVE_ACTIVATION, action)
             form = self._form(action.stage - 1)
             stage.passage.as_tuple = form is not None and form.as_tuple
-            if self._weight is not None:
-                received.requires_grad_()
+            for value in received:
+                if self._weight is not None and value is not None and value.is_floating_point():
+                    value.requires_grad_()
         later = Later() if self._weights_later and self._weight is not None else None
         with self._owing(later):
             result = stage.run(*self._calls[action.microbatch], received)
         if stage.last:
-            result = self._finish(result, action.microbatch)
+            result = (self._finish(result, action.microbatch),)
         else:
-            self._check_form(result, action.stage)
-            self._leaving[Kind.SEND_ACTIVATION, action.stage, action.microbatch] = result.detach()
+            self._check_form(result, stage)
+            leaving = tuple(None if value is None else value.detach() for value in result)
+            self._leaving[Kind.SEND_ACTIVATION, action.stage, action.microbatch] = leaving
         if self._weight is not None:
             self._flights[action.stage, action.microbatch] = Flight(received, result, later)
             self.most_in_flight = max(self.most_in_flight, len(self._flights))
@@ -164,26 +165,27 @@ class Step(ABC):
         self.outputs.append(output if isinstance(output, torch.Tensor) else type_and_loss(output, loss))
         return loss * self._weight(microbatch)
 
-    def _check_form(self, hidden: Any, stage: int) -> None:
-        form = self._form(stage)
-        if form is not None and (tuple(hidden.shape), hidden.dtype) != (form.shape, form.dtype):
-            self._refuse_form(hidden, form, stage)
+    def _check_form(self, values: Values, stage: Stage) -> None:
+        form, found = self._form(stage.index), Form.of(values, stage.passage.as_tuple)
+        if form is not None and found.parts != form.parts:
+            self._refuse_form(found, form, stage.index)
 
     def _backward(self, action: Action) -> None:
         stage, key = self._stages[action.stage], (action.stage, action.microbatch)
         self._synchronise(self._last[action.stage, action.kind] == action)
-        gradient = None if stage.last else self._arrived(Kind.RECEIVE_GRADIENT, action)
+        gradients: Values = (None,) if stage.last else self._arrived(Kind.RECEIVE_GRADIENT, action)
         flight = self._flights[key]
-        device = flight.result.device.type
-        if flight.result.requires_grad:
-            with torch.autocast(device, enabled=False), self._owing(flight.later):
-                torch.autograd.backward(flight.result, gradient)
-        if flight.received is not None:
-            self._leaving[Kind.SEND_GRADIENT, action.stage, action.microbatch] = flight.received.grad
+        pairs = [(r, g) for r, g in zip(flight.result, gradients, strict=True) if r is not None and r.requires_grad]
+        if pairs:
+            with torch.autocast(pairs[0][0].device.type, enabled=False), self._owing(flight.later):
+                torch.autograd.backward([result for result, _ in pairs], [gradient for _, gradient in pairs])
+        if action.stage:
+            leaving = tuple(None if value is None else value.grad for value in flight.received)
+            self._leaving[Kind.SEND_GRADIENT, action.stage, action.microbatch] = leaving
         if action.kind is Kind.BACKWARD:
             del self._flights[key]
         else:  # activations that no weight waits for are free
-            self._flights[key] = Flight(None, flight.result.detach(), flight.later)
+            self._flights[key] = Flight((), (), flight.later)
 
 
 class SendingStep(Step):
@@ -208,8 +210,9 @@ class SendingStep(Step):
             else:
                 self._attempt(action)
         for pending in self._arriving.values():
-            if pending is not None:
-                pending.wait()
+            for part in pending or ():
+                if part is not None:
+                    part.wait()
         for pending in self._sends:
             pending.wait()
 
@@ -218,13 +221,13 @@ class SendingStep(Step):
         return (self._key, stage)
 
     def _send(self, action: Action) -> None:
-        tensor = self._leaving.pop((action.kind, action.stage, action.microbatch), None)
+        values = self._leaving.pop((action.kind, action.stage, action.microbatch), None)
         peer = self._schedule.peer(action)
         if action.kind is Kind.SEND_ACTIVATION:
             as_tuple = self._stages[action.stage].passage.as_tuple
-            self._sends += self._wire.send(tensor, self._edge(action.stage), peer, as_tuple)
+            self._sends += self._wire.send(values, self._edge(action.stage), peer, as_tuple)
         else:
-            self._sends += self._wire.send_gradient(tensor, self._edge(action.stage - 1), peer)
+            self._sends += self._wire.send_gradient(values, self._edge(action.stage - 1), peer)
         while len(self._sends) > 2 * self._schedule.ranks * self._schedule.virtual_stages:
             self._sends.popleft().wait()
 
@@ -239,10 +242,9 @@ class SendingStep(Step):
     def _form(self, stage: int) -> Form | None:
         return self._wire.form(self._edge(stage))
 
-    def _refuse_form(self, hidden: torch.Tensor, form: Form, stage: int) -> NoReturn:
+    def _refuse_form(self, found: Form, form: Form, stage: int) -> NoReturn:
         raise UsageError(
-            f"Stage {stage} computed {hidden.dtype} {tuple(hidden.shape)} for a batch for which it computed "
-            f"{form.dtype} {form.shape} before.",
+            f"Stage {stage} computed {found} for a batch for which it computed {form} before.",
             why="the next stage expects the same for batches of the same shapes",
         )
 
@@ -270,10 +272,12 @@ class TurningStep(Step):
             self._backend.step_boundary()
             if self._ring.form(self._key) is None and self._ring.learn(self._key, self._first_form()) is None:
                 return  # the first stage failed, and nobody knows what to wait for
-            self._turn(actions, Kind.SEND_ACTIVATION, 1)
-            self._turn(actions, Kind.SEND_GRADIENT, -1)
+            form = self._ring.form(self._key)
+            assert form is not None
+            self._turn(actions, Kind.SEND_ACTIVATION, form.parts, 1)
+            self._turn(actions, Kind.SEND_GRADIENT, form.learning, -1)
 
-    def _turn(self, actions: dict[int, Action], kind: Kind, shift: int) -> None:
+    def _turn(self, actions: dict[int, Action], kind: Kind, parts: tuple[Part | None, ...], shift: int) -> None:
         """Hands on all results of one kind of a round's computations."""
         pairs = [pair for action in actions.values() for pair in transfers_after(action, self._schedule.stages)]
         pairs = [(send, receive) for send, receive in pairs if send.kind is kind]
@@ -283,22 +287,21 @@ class TurningStep(Step):
         for send, _ in pairs:
             if self._schedule.rank_of(send.stage) == self._rank:
                 mine = self._leaving.pop((send.kind, send.stage, send.microbatch), None)
-        arrived = self._ring.turn(mine, self._key, shift)
+        arrived = self._ring.turn(mine, parts, shift)
         for _, receive in pairs:
             if self._schedule.rank_of(receive.stage) == self._rank:
-                self._arriving[receive.kind, receive.stage, receive.microbatch] = Done(arrived)
+                self._arriving[receive.kind, receive.stage, receive.microbatch] = arrived
 
     def _first_form(self) -> Form | None:
-        hidden = self._leaving.get((Kind.SEND_ACTIVATION, 0, 0))
-        return None if hidden is None else Form(tuple(hidden.shape), hidden.dtype, self._stages[0].passage.as_tuple)
+        values = self._leaving.get((Kind.SEND_ACTIVATION, 0, 0))
+        return None if values is None else Form.of(values, self._stages[0].passage.as_tuple)
 
     def _form(self, stage: int) -> Form | None:
         return self._ring.form(self._key)
 
-    def _refuse_form(self, hidden: torch.Tensor, form: Form, stage: int) -> NoReturn:
+    def _refuse_form(self, found: Form, form: Form, stage: int) -> NoReturn:
         raise UnsupportedModelError(
-            f"Stage {stage} computed {hidden.dtype} {tuple(hidden.shape)} where the first one computed {form.dtype} "
-            f"{form.shape}.",
+            f"Stage {stage} computed {found} where the first one computed {form}.",
             why="ranks that cannot send to each other hand on everything at once, which has one shape",
             fix="choose stage_cuts between blocks that return the same shape",
         )

@@ -13,29 +13,42 @@ import torch
 from torch import nn
 
 from neuron_accel.engine.errors import UnsupportedModelError, UsageError
+from neuron_accel.strategies.pipeline.microbatches import tensors
+from neuron_accel.strategies.pipeline.wire import Values
 
 
 class StageEnd(Exception):
     """Leaves a model's forward at the end of a stage.
 
     Args:
-        hidden: what the stage computed.
+        values: what the stage computed for the next one.
     """
 
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.hidden = hidden
+    def __init__(self, values: Values) -> None:
+        self.values = values
         super().__init__("the stage ends here")
 
 
 class Passage:
-    """What the stubs of one stage share: what the stage received, and what blocks return."""
+    """What the stubs of one stage share: what the stage received, and what blocks return.
 
-    def __init__(self) -> None:
-        self.received: torch.Tensor | None = None
+    Args:
+        last_block: FQN of the stage's last block.
+    """
+
+    def __init__(self, last_block: str) -> None:
+        self.last_block = last_block
+        self.received: Values = ()
         self.as_tuple = False
         """Whether blocks return a tuple that begins with the hidden states."""
+        self.beside: tuple[Any, ...] = ()
+        """What the stage's last block returned beside the hidden states."""
         self.entered = False
         """Whether the forward under way has reached the stage's first block."""
+
+    def returned(self, values: Values) -> Any:
+        """``values`` as a block returns them."""
+        return values if self.as_tuple else values[0]
 
 
 class Skipped(nn.Module):
@@ -56,24 +69,33 @@ class Skipped(nn.Module):
         self.passage = passage
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = hidden_of(args, kwargs)
-        return (hidden,) if self.passage.as_tuple else hidden
+        return self.passage.returned((hidden_of(args, kwargs), *[None] * (len(self.passage.received) - 1)))
 
 
 class Entry(Skipped):
     """Stands in place of the block before a stage's first one: hands in what was received."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = self.passage.received
         self.passage.entered = True
-        return (hidden,) if self.passage.as_tuple else hidden
+        return self.passage.returned(self.passage.received)
 
 
 class Exit(Skipped):
-    """Stands in place of the block after a stage's last one: leaves the forward."""
+    """Stands in place of the block after a stage's last one: leaves the forward, with the hidden states and with what
+    else the last block returned and this one is called with."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StageEnd(hidden_of(args, kwargs))
+        called_with = {id(value) for value in (*args, *kwargs.values())}
+        needed = [value if id(value) in called_with else None for value in self.passage.beside]
+        if any(True for value in needed if not isinstance(value, torch.Tensor) for _ in tensors(value)):
+            raise UnsupportedModelError(
+                f"{self.passage.last_block!r} returns something other than a tensor beside the hidden states "
+                f"({', '.join(type(value).__name__ for value in self.passage.beside)}), and the next block takes it.",
+                why="tensors travel between stages, and a cut runs between these blocks",
+                fix="let the block return the tensors themselves, cut elsewhere (stage_cuts), or use no pipeline",
+            )
+        beside = [value if isinstance(value, torch.Tensor) else None for value in needed]
+        raise StageEnd((hidden_of(args, kwargs), *beside))
 
 
 class NotHere(nn.Module):
@@ -130,4 +152,4 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
             return value
         if isinstance(value, (tuple, list)) and value and isinstance(value[0], torch.Tensor):
             return value[0]
-    raise UsageError("A block was called without hidden states.", why="stages hand on one tensor")
+    raise UsageError("A block was called without hidden states.", why="they are what stages hand on")

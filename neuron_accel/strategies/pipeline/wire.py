@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from neuron_accel.backends import payload
+
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend, Group, Pending
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_HEADER = 12  # state, form, dtype, dims, sizes
-_FAILED, _FINE = 0, 1
+Values = tuple[torch.Tensor | None, ...]
+"""What a stage hands on: hidden states, and what else a block returns that the next one takes."""
+Part = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of one of them."""
+_HEADER = 1024  # bytes
 
 
 @dataclass(frozen=True)
@@ -21,13 +25,24 @@ class Form:
     """What one stage hands on to the next.
 
     Args:
-        shape, dtype: of the hidden states.
-        as_tuple: whether blocks return a tuple that begins with them.
+        parts: of the hidden states, then of the rest of what blocks return; None for what the next one does not take.
+        as_tuple: whether blocks return a tuple that begins with the hidden states.
     """
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    parts: tuple[Part | None, ...]
     as_tuple: bool
+
+    @classmethod
+    def of(cls, values: Values, as_tuple: bool) -> Form:
+        return cls(tuple(None if v is None else (tuple(v.shape), v.dtype) for v in values), as_tuple)
+
+    def __str__(self) -> str:
+        return " and ".join(f"{part[1]} {list(part[0])}" for part in self.parts if part is not None)
+
+    @property
+    def learning(self) -> tuple[Part | None, ...]:
+        """Those that have gradients."""
+        return tuple(part if part is not None and part[1].is_floating_point else None for part in self.parts)
 
 
 class Wire:
@@ -50,54 +65,44 @@ class Wire:
         """What travels under ``key``, a kind of batch and an edge; None if that is not known (yet)."""
         return self._forms.get(key)
 
-    def send(self, hidden: torch.Tensor | None, key: Hashable, target: int, as_tuple: bool) -> list[Pending]:
+    def send(self, values: Values | None, key: Hashable, target: int, as_tuple: bool) -> list[Pending]:
         """Sends activations to a rank; None if there are none because this stage failed."""
         pending = []
         if key not in self._forms:
-            pending.append(self._send_header(hidden, target, as_tuple))
-            if hidden is None:
+            form = None if values is None else Form.of(values, as_tuple)
+            header = payload.pack(payload.dump(form), _HEADER).to(self._backend.device)
+            pending.append(self._backend.start_send(header, self._group, target))
+            if form is None:
                 return pending
-            self._forms[key] = Form(tuple(hidden.shape), hidden.dtype, as_tuple)
-        return [*pending, self._send_payload(hidden, key, target)]
+            self._forms[key] = form
+        return [*pending, *self._send(values, self._forms[key].parts, target)]
 
-    def receive(self, key: Hashable, source: int) -> Pending | None:
+    def receive(self, key: Hashable, source: int) -> list[Pending | None] | None:
         """Starts to receive activations; None if the sender failed before it knew what they look like."""
         if key not in self._forms:
-            form = self._receive_header(source)
+            header = self._backend.start_receive((_HEADER,), torch.uint8, self._group, source).wait()
+            form = payload.load(payload.unpack(header, _HEADER))
             if form is None:
                 return None
             self._forms[key] = form
-        return self._receive_payload(key, source)
+        return self._receive(self._forms[key].parts, source)
 
-    def send_gradient(self, gradient: torch.Tensor | None, key: Hashable, target: int) -> list[Pending]:
-        """Sends the gradient of what was received under ``key``."""
-        return [self._send_payload(gradient, key, target)] if key in self._forms else []
+    def send_gradient(self, gradients: Values | None, key: Hashable, target: int) -> list[Pending]:
+        """Sends the gradients of what was received under ``key``."""
+        return self._send(gradients, self._forms[key].learning, target) if key in self._forms else []
 
-    def receive_gradient(self, key: Hashable, source: int) -> Pending | None:
-        """Starts to receive the gradient of what was sent under ``key``."""
-        return self._receive_payload(key, source) if key in self._forms else None
+    def receive_gradient(self, key: Hashable, source: int) -> list[Pending | None] | None:
+        """Starts to receive the gradients of what was sent under ``key``."""
+        return self._receive(self._forms[key].learning, source) if key in self._forms else None
 
-    def _send_payload(self, tensor: torch.Tensor | None, key: Hashable, target: int) -> Pending:
-        form = self._forms[key]
-        if tensor is None:
-            tensor = torch.zeros(form.shape, dtype=form.dtype, device=self._backend.device)
-        return self._backend.start_send(tensor.detach(), self._group, target)
+    def _send(self, values: Values | None, parts: tuple[Part | None, ...], target: int) -> list[Pending]:
+        pending = []
+        for part, value in zip(parts, values or (None,) * len(parts), strict=True):
+            if part is not None:
+                shape, dtype = part
+                value = torch.zeros(shape, dtype=dtype, device=self._backend.device) if value is None else value
+                pending.append(self._backend.start_send(value.detach(), self._group, target))
+        return pending
 
-    def _receive_payload(self, key: Hashable, source: int) -> Pending:
-        form = self._forms[key]
-        return self._backend.start_receive(form.shape, form.dtype, self._group, source)
-
-    def _send_header(self, hidden: torch.Tensor | None, target: int, as_tuple: bool) -> Pending:
-        values = [_FAILED]
-        if hidden is not None:
-            values = [_FINE, int(as_tuple), _DTYPES.index(hidden.dtype), hidden.dim(), *hidden.shape]
-        values += [0] * (_HEADER - len(values))
-        header = torch.tensor(values, dtype=torch.int64, device=self._backend.device)
-        return self._backend.start_send(header, self._group, target)
-
-    def _receive_header(self, source: int) -> Form | None:
-        header = self._backend.start_receive((_HEADER,), torch.int64, self._group, source).wait()
-        state, as_tuple, dtype, dims, *sizes = header.tolist()
-        if state == _FAILED:
-            return None
-        return Form(tuple(sizes[:dims]), _DTYPES[dtype], bool(as_tuple))
+    def _receive(self, parts: tuple[Part | None, ...], source: int) -> list[Pending | None]:
+        return [None if part is None else self._backend.start_receive(*part, self._group, source) for part in parts]
