@@ -404,7 +404,8 @@ class NeuronAccelerator(Accelerator):
             loss = loss * (self._items.add(num_items) * self.gradient_accumulation_steps)
         elif share is not None:
             loss = loss * share.reshape(())
-        for optimizer in self._optimizers:
+        blank = [] if owner is not None else self._optimizers  # else gradients have arrived already
+        for optimizer in blank:
             optimizer.blank.first(p for group in optimizer.param_groups for p in group["params"])
         with run.driving_backward():
             if owner is None and self.scaler is None and self.gradient_accumulation_steps == 1 and not kwargs:
@@ -413,7 +414,7 @@ class NeuronAccelerator(Accelerator):
                 super().backward(loss, **kwargs)
             else:
                 owner.backward(loss / self.gradient_accumulation_steps, run, **kwargs)
-        for optimizer in self._optimizers:
+        for optimizer in blank:
             optimizer.blank.complete()
         for plugin in self.plan.plugins:
             plugin.after_backward(run)
