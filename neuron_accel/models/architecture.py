@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from neuron_accel.engine.errors import UnsupportedModelError, did_you_mean
 from neuron_accel.models.catalog import known_model_types, plan_for
-from neuron_accel.models.plan import ArchitecturePlan, matches
+from neuron_accel.models.plan import ArchitecturePlan, named_modules
 from neuron_accel.models.upstream import upstream_plan
 
 
@@ -40,11 +40,14 @@ class Architecture:
     def model_type(self) -> str:
         return self.config.model_type
 
+    def at(self, degree: int) -> Architecture:
+        """The same over ``degree`` ranks, without the regions that cannot be divided over so many."""
+        return replace(self, plan=self.plan.at(degree, self.config)) if self.plan.whole_if_uneven else self
+
     def find(self, pattern: str) -> Iterator[tuple[str, nn.Module]]:
         """FQN (in ``model``) and module of everything that a pattern of the plan stands for, in the model's order."""
-        for name, module in self.base.named_modules():
-            if matches(pattern, name):
-                yield join(self.base_name, name), module
+        for name, module in named_modules(self.base, pattern):
+            yield join(self.base_name, name), module
 
     @property
     def blocks(self) -> list[tuple[str, nn.Module]]:
@@ -53,8 +56,23 @@ class Architecture:
 
     @property
     def regions(self) -> list[tuple[str, nn.Module]]:
-        """FQN and module of the tensor-parallel regions, in order."""
-        return [found for pattern in self.plan.regions for found in self.find(pattern)]
+        """FQN and module of the tensor-parallel regions, in order: of what the plan says, all that holds something with
+        a style. Other layers of the same name may be of another kind."""
+        divided = self._around_styles()
+        return [found for pattern in self.plan.regions for found in self.find(pattern) if found[0] in divided]
+
+    def _around_styles(self) -> set[str]:
+        """FQNs of everything that has a style, or holds something that has."""
+        result: set[str] = set()
+        for pattern in self.plan.styles:
+            holder, _, name = pattern.rpartition(".")
+            found = [fqn for fqn, _ in self.find(pattern)]
+            found += [fqn for fqn, module in self.find(holder) if name in module._parameters]
+            for fqn in found:
+                while fqn and fqn not in result:
+                    result.add(fqn)
+                    fqn = fqn.rpartition(".")[0]
+        return result
 
     @property
     def last(self) -> tuple[str, nn.Module]:
@@ -97,11 +115,8 @@ def architecture_of(model: nn.Module) -> Architecture:
             fix=f"use a model of one of these families: {', '.join(known_model_types())}",
         )
     owner_name, owner = found
-    prefix = owner.base_model_prefix
-    base = getattr(owner, prefix, None) if prefix else None
-    is_base = not isinstance(base, nn.Module)
-    if is_base:
-        base = owner
+    prefix = _name_of_base(owner)
+    base = owner.get_submodule(prefix)
     config = base.config
     plan = plan_for(config.model_type) or upstream_plan(owner, base)
     if plan is None:
@@ -125,8 +140,22 @@ def architecture_of(model: nn.Module) -> Architecture:
         owner=owner,
         owner_name=owner_name,
         base=base,
-        base_name=owner_name if is_base else join(owner_name, prefix),
+        base_name=join(owner_name, prefix),
     )
+
+
+def _name_of_base(owner: nn.Module) -> str:
+    """Name of the base model in a model of transformers' making; empty if it is one itself."""
+    prefix = owner.base_model_prefix
+    if prefix and isinstance(getattr(owner, prefix, None), nn.Module):
+        return prefix
+    # Some classes have their base model under another name than the one that they inherit.
+    inside = [
+        name
+        for name, module in owner.named_children()
+        if hasattr(type(module), "base_model_prefix") and getattr(module, "config", None) is owner.config
+    ]
+    return inside[0] if len(inside) == 1 else ""
 
 
 def family_inside(model: nn.Module) -> tuple[str, nn.Module] | None:

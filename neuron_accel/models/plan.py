@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +22,7 @@ class Style:
         kind: ``"colwise"`` (each rank computes a share of the output features), ``"rowwise"`` (each rank holds a share
             of the input features; the outputs are summed), ``"shared"`` (whole on every rank, each rank applies it to
             its own share, so that its gradient is a sum over the ranks), ``"divided"`` (its parameters are cut along
-            their first dim, as its input is), ``"spanning"`` (whole on every rank, and applied to the features of all
+            one dim, as its input is), ``"spanning"`` (whole on every rank, and applied to the features of all
             ranks, of which each goes on with its own), ``"partial"`` (like ``"rowwise"``, but the outputs are summed
             only where the region ends), ``"experts"`` (many gated feed-forward layers in two tensors, gate and up
             [experts, 2 x features, hidden] and down [experts, hidden, features], or transposed, whose features are
@@ -31,6 +34,9 @@ class Style:
         groups: in how many groups the units are laid out one after the other; each block has the units of one.
         fused: whether a unit is a key/value head together with all that belongs to it, so that it can be neither
             padded nor held by several ranks.
+        widths: configuration attributes that say how many features a unit of each block has, where they differ; then
+            nothing can be padded.
+        dim: the dim of parameters that is cut, of kind ``"divided"``.
     """
 
     kind: str
@@ -38,6 +44,8 @@ class Style:
     blocks: int = 1
     groups: int = 1
     fused: bool = False
+    widths: tuple[str, ...] = ()
+    dim: int = 0
 
     @property
     def units_of_blocks(self) -> tuple[str | None, ...]:
@@ -46,10 +54,15 @@ class Style:
 
 
 def colwise(
-    *, units: str | tuple[str, ...] | None = None, blocks: int = 1, groups: int = 1, fused: bool = False
+    *,
+    units: str | tuple[str, ...] | None = None,
+    blocks: int = 1,
+    groups: int = 1,
+    fused: bool = False,
+    widths: tuple[str, ...] = (),
 ) -> Style:
     """A projection whose output features are divided."""
-    return Style(kind="colwise", units=units, blocks=blocks, groups=groups, fused=fused)
+    return Style(kind="colwise", units=units, blocks=blocks, groups=groups, fused=fused, widths=widths)
 
 
 def rowwise(*, units: str | None = None, blocks: int = 1, groups: int = 1) -> Style:
@@ -62,9 +75,11 @@ def shared() -> Style:
     return Style(kind="shared")
 
 
-def divided(*, units: str | None = None) -> Style:
-    """A module whose parameters are divided along their first dim."""
-    return Style(kind="divided", units=units)
+def divided(
+    *, units: str | tuple[str, ...] | None = None, blocks: int = 1, widths: tuple[str, ...] = (), dim: int = 0
+) -> Style:
+    """A parameter, or a module whose parameters are all divided along the same dim."""
+    return Style(kind="divided", units=units, blocks=blocks, widths=widths, dim=dim)
 
 
 def spanning() -> Style:
@@ -97,6 +112,7 @@ class ArchitecturePlan:
         model_types: the families (``config.model_type``) that this describes.
         blocks: the repeated blocks, in order.
         token_embedding: maps token ids to hidden states.
+        further_embeddings: other tables that are looked up by token ids.
         final_norm: the norm after the last block; empty if there is none.
         regions: the modules whose input, ``hidden_states`` of shape [batch, sequence, hidden], enters a tensor-parallel
             region. A region ends in one row-wise projection, or holds parts that are ``"partial"`` or ``"experts"``:
@@ -111,6 +127,8 @@ class ArchitecturePlan:
             gets those of its heads.
         unsupported: configuration attributes that, when set, make a model that this plan does not cover, and why.
         refused: arguments of a model's forward that are not possible when it is divided, and why.
+        whole_if_uneven: regions that stay whole where what these configuration attributes count does not divide by the
+            number of ranks.
         sequence: why the family cannot be divided along the sequence; empty if it can.
         variants: configuration attributes, and the plan that holds in place of this one if they are set; the first
             that is set counts.
@@ -122,6 +140,7 @@ class ArchitecturePlan:
     final_norm: str
     regions: tuple[str, ...]
     styles: Mapping[str, Style]
+    further_embeddings: tuple[str, ...] = ()
     head: str = "lm_head"
     heads: str = "num_attention_heads"
     key_value_heads: str = "num_key_value_heads"
@@ -129,6 +148,7 @@ class ArchitecturePlan:
     per_head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unsupported: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    whole_if_uneven: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sequence: str = ""
     variants: Mapping[str, ArchitecturePlan] = field(default_factory=dict)
 
@@ -136,7 +156,41 @@ class ArchitecturePlan:
         """The plan of a model with this configuration."""
         return next((plan for name, plan in self.variants.items() if getattr(config, name, None)), self)
 
+    def at(self, degree: int, config: Any) -> ArchitecturePlan:
+        """The plan of a model with this configuration over ``degree`` ranks."""
+        whole = {
+            region
+            for region, counts in self.whole_if_uneven.items()
+            if any(getattr(config, name) % degree for name in counts)
+        }
+
+        def divides(pattern: str) -> bool:
+            return not any(pattern == region or pattern.startswith(f"{region}.") for region in whole)
+
+        return replace(
+            self,
+            regions=tuple(filter(divides, self.regions)),
+            styles={pattern: style for pattern, style in self.styles.items() if divides(pattern)},
+            per_rank={pattern: counted for pattern, counted in self.per_rank.items() if divides(pattern)},
+            whole_if_uneven={},
+        )
+
 
 def matches(pattern: str, name: str) -> bool:
     """Whether ``name`` is one of the FQNs that ``pattern`` stands for."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
+
+
+def named_modules(base: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    """FQN in ``base`` and module of all that a pattern stands for, in the order of the model; a module of several names
+    once."""
+    found = [("", base)]
+    for segment in pattern.split(".") if pattern else ():
+        found = [
+            (f"{name}.{child}" if name else child, module)
+            for name, parent in found
+            for child, module in parent.named_children()
+            if child == segment or ("*" in segment and matches(segment, child))
+        ]
+    first = {module: name for name, module in reversed(found)}
+    return [(name, module) for name, module in found if first[module] == name]

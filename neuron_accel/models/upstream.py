@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from neuron_accel.engine.errors import UnsupportedModelError
+from neuron_accel.models.delta import DeltaForm, delta_form
 from neuron_accel.models.llama import AUXILIARY
 from neuron_accel.models.plan import (
     ArchitecturePlan,
@@ -22,16 +23,19 @@ from neuron_accel.models.plan import (
     divided,
     experts,
     matches,
+    named_modules,
     partial,
     rowwise,
     shared,
     spanning,
 )
 
+T = TypeVar("T")
+
 _COLWISE = ("colwise", "colwise_gather_output", "colwise_rep")
 _ROWWISE = ("rowwise", "rowwise_split_input", "rowwise_rep")
-_NOTHING = frozenset({"replicate", "local_params"})
-"""Styles that divide nothing."""
+_NOTHING = frozenset({"replicate", "local_params", "embedding_rowwise"})
+"""Styles that divide nothing, or only token embeddings, which are divided anyway."""
 _LATENT = frozenset({"mla_kv_a_proj"})
 """Styles of attention over latent features, which those plans leave whole in parts, or altogether."""
 _OF_LATENT = {
@@ -39,12 +43,18 @@ _OF_LATENT = {
     "q_a_proj": shared(),
     "q_a_layernorm": shared(),
     "q_b_proj": colwise(units="num_attention_heads"),
+    "q_gate_proj": colwise(units="num_attention_heads"),
     "kv_a_proj_with_mqa": shared(),
     "kv_a_layernorm": shared(),
     "kv_b_proj": colwise(units="num_attention_heads"),
+    "g_proj": colwise(units="num_attention_heads"),
+    "gate_proj": colwise(units="num_attention_heads"),
     "o_proj": rowwise(units="num_attention_heads"),
 }
-"""Attention over latent features: every rank computes those, and from them queries, keys and values of its heads."""
+"""Attention over latent features: every rank computes those, and from them queries, keys and values of its heads, and a
+gate for each."""
+_INDEX = "indexer"
+"""What chooses the positions that all heads look at. It has weights, and no gradients."""
 _SHARED = ("replicated_with_grad_allreduce",)
 
 _HEADS, _GROUPS = "num_attention_heads", "num_key_value_heads"
@@ -67,14 +77,42 @@ _COUNTERS = {
 _MIXTURES = frozenset({
     "afmoe", "aria_text", "axk2", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
     "deepseek_v4", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
-    "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "inkling2_text", "jamba",
-    "kimi_linear", "kolibri1", "laguna", "longcat_flash", "mellum", "mimo_v2_flash", "minimax", "minimax_m2",
-    "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
-    "solar_open",
+    "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4", "inkling2_text",
+    "jamba", "kimi_linear", "kolibri1", "laguna", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash",
+    "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe",
+    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
 })  # fmt: skip
 """Families whose mixture is nothing but a sum over experts, each weighted by the router."""
 
-_NO_SEQUENCE = {"deepseek_v4": "it keeps several residual streams, whose second dim is not the sequence"}
+_EXPERTS_OF = {
+    "llama4_text": {
+        "layers.*.feed_forward.experts.gate_up_proj": divided(blocks=2, dim=2),
+        "layers.*.feed_forward.experts.down_proj": divided(dim=1),
+    },
+    "nemotron_h": {
+        "layers.*.mixer.experts.up_proj": divided(dim=1),
+        "layers.*.mixer.experts.down_proj": divided(dim=2),
+    },
+}
+"""Stacked experts of other shapes: without saying that they are gated and transposed, and without gates."""
+_LEFT_OUT = {
+    "nemotron_h": {
+        "layers.*.mixer.q_proj": colwise(units="num_attention_heads"),
+        "layers.*.mixer.k_proj": colwise(units="num_key_value_heads"),
+        "layers.*.mixer.v_proj": colwise(units="num_key_value_heads"),
+        "layers.*.mixer.o_proj": rowwise(units="num_attention_heads"),
+        "layers.*.mixer.up_proj": colwise(),
+        "layers.*.mixer.down_proj": rowwise(),
+    },
+}
+"""What a family's plan leaves out; not every model has each of these layers."""
+
+_FURTHER_EMBEDDINGS = {"gemma4_text": ("embed_tokens_per_layer",)}
+
+_NO_SEQUENCE = {
+    "deepseek_v4": "it keeps several residual streams, whose second dim is not the sequence",
+    "hy_v4": "what mixes its several residual streams returns two tensors, and both run along the sequence",
+}
 
 _REFUSED = {
     "gemma3n_text": "it mixes the features of a feed-forward layer (activation sparsity) and keeps four hidden states",
@@ -116,7 +154,7 @@ class _Translation:
         mixtures = [p for p, style in present.items() if style == "moe_tp_experts"]
         translated, regions = self._mixtures(mixtures, present)
         translated |= self._of_each_head
-        present = {pattern: style for pattern, style in present.items() if pattern not in translated}
+        present = {p: style for p, style in present.items() if p not in translated and p not in mixtures}
         for region in dict.fromkeys(pattern.rpartition(".")[0] for pattern in present):
             inside = {p.rpartition(".")[2]: s for p, s in present.items() if p.rpartition(".")[0] == region}
             if set(inside.values()) == {"colwise_gather_output"}:
@@ -125,28 +163,41 @@ class _Translation:
                 continue  # whole, or divided by _latent_attention
             translated |= self._region(region, inside)
             regions.append(region)
-        latent = self._latent_attention()
-        for region, styles in latent.items():
-            translated |= {f"{region}.{leaf}": style for leaf, style in styles.items()}
-        regions = list(dict.fromkeys([*latent, *regions]))
+        for pattern, style in _LEFT_OUT.get(self._config.model_type, {}).items():
+            if any(True for _ in self._find(pattern)):
+                translated[pattern] = style
+                regions.append(pattern.rpartition(".")[0])
+        latent, delta = self._latent_attention(), self._linear_attention()
+        for region, parts in latent.items():
+            translated |= {f"{region}.{leaf}": style for leaf, style in parts.items()}
+        for region, form in delta.items():
+            translated |= {f"{region}.{leaf}": style for leaf, style in form.styles.items()}
+        regions = list(dict.fromkeys([*latent, *delta, *regions]))
         blocks, embedding, norm = self._stack()
         return ArchitecturePlan(
             model_types=(self._config.model_type,),
             blocks=f"{blocks}.*",
             token_embedding=embedding,
+            further_embeddings=_FURTHER_EMBEDDINGS.get(self._config.model_type, ()),
             final_norm=norm,
             regions=tuple(regions),
             styles=translated,
             head=self._head(),
             per_rank=self._counters([r for r in regions if r not in latent], translated)
-            | {region: {"num_heads": _HEADS} for region in latent},
+            | {region: {"num_heads": _HEADS} for region in latent}
+            | {
+                (f"{region}.{part}" if part else region): counted
+                for region, form in delta.items()
+                for part, counted in form.counters.items()
+            },
             unsupported={"output_router_logits": AUXILIARY} if mixtures else {},
             refused={"output_router_logits": AUXILIARY} if mixtures else {},
+            whole_if_uneven={region: tuple(form.heads) for region, form in delta.items()},
             sequence=self._why_no_sequence(blocks, regions),
         )
 
     def _find(self, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-        return ((name, module) for name, module in self._modules.items() if matches(pattern, name))
+        return iter(named_modules(self._base, pattern))
 
     def _there(self, pattern: str) -> bool:
         if any(True for _ in self._find(pattern)):
@@ -171,7 +222,7 @@ class _Translation:
                 f"How {patterns[0]!r} mixes experts is not known.", "what is added to their output must count once"
             )
         for pattern, region in zip(patterns, regions, strict=True):
-            styles[pattern] = experts()
+            styles |= _EXPERTS_OF.get(self._config.model_type, {pattern: experts()})
             for name, module in self._find(region):
                 if not hasattr(module, pattern.rpartition(".")[2]):
                     continue  # a dense layer of the same name
@@ -210,28 +261,54 @@ class _Translation:
         return {f"{region}.{leaf}": style for leaf, style in make(region, kinds, exits[0]).items()}
 
     def _latent_attention(self) -> dict[str, dict[str, Style]]:
-        """Regions of attention over latent features, and the styles in them. Where something else takes part, an index
-        say, or only some layers are of this kind, it stays whole."""
-        holders = [name.rpartition(".")[0] for name in self._modules if name.endswith(".kv_a_proj_with_mqa")]
-        result = {}
-        for region in dict.fromkeys(re.sub(r"\.\d+\.", ".*.", holder) for holder in holders):
-            kinds = {frozenset(self._latent_parts(module)) for _, module in self._find(region)}
-            if len(kinds) == 1 and (parts := kinds.pop()):
-                result[region] = {leaf: style for leaf, style in _OF_LATENT.items() if leaf in parts}
+        """Regions of attention over latent features, and the styles in them. Where something else takes part it stays
+        whole."""
+        parts = {name.rpartition(".")[0] for name in self._modules if name.endswith(".kv_a_proj_with_mqa")}
+        styles = {name: self._latent_styles(self._modules[name]) for name in sorted(parts)}
+        result = self._by_pattern({name: found for name, found in styles.items() if found})
+        for region, found in result.items():  # in some models only some layers have an index
+            of_index = (leaf for name, _ in self._find(f"{region}.{_INDEX}") for leaf in self._children(name))
+            result[region] = found | {f"{_INDEX}.{leaf}": shared() for leaf in of_index}
         return result
 
-    def _latent_parts(self, attention: nn.Module) -> set[str]:
-        """Names of the parts of an attention module, if it has those of one over latent features and no others."""
+    def _children(self, name: str) -> list[str]:
+        return [child for child, _ in self._modules[name].named_children()]
+
+    def _linear_attention(self) -> dict[str, DeltaForm]:
+        """Regions of linear attention, and their form."""
+        holders = {name.rpartition(".")[0] for name in self._modules if name.endswith(".conv1d")}
+        forms = {name: delta_form(self._modules[name], self._config) for name in sorted(holders)}
+        return self._by_pattern({name: form for name, form in forms.items() if form is not None})
+
+    def _by_pattern(self, found: dict[str, T]) -> dict[str, T]:
+        """What was found for modules, by a pattern instead where it is the same for all that the pattern stands for."""
+        result: dict[str, T] = {}
+        for name, value in found.items():
+            pattern = re.sub(r"\.\d+\.", ".*.", name)
+            alike = all(found.get(other) == value for other, _ in self._find(pattern))
+            result[pattern if alike else name] = value
+        return result
+
+    def _latent_styles(self, attention: nn.Module) -> dict[str, Style]:
+        """The styles of the parts of an attention module, if it has those of one over latent features and no others."""
         parts = {leaf: child for leaf, child in attention.named_children() if any(True for _ in child.parameters())}
+        index = parts.pop(_INDEX, None)
+        if index is not None and self._own_parameters(index):
+            return {}
         sizes = [getattr(attention, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
         heads = getattr(attention, "num_heads", None)
-        known = parts.keys() <= _OF_LATENT.keys() and not self._own_parameters(attention)
+        own = {name: p.shape for name, p in attention.named_parameters(recurse=False)}
+        sinks = {"sinks": divided(units=_HEADS)} if own == {"sinks": (heads,)} else {}
+        known = parts.keys() <= _OF_LATENT.keys() and own.keys() == sinks.keys()
         if not known or heads != self._count(_HEADS) or not all(isinstance(size, int) for size in sizes):
-            return set()
+            return {}
         nope, rope, value = sizes
         expected = {
             ("q_proj", 0): nope + rope,
             ("q_b_proj", 0): nope + rope,
+            ("q_gate_proj", 0): nope + rope + value,
+            ("g_proj", 0): 1,
+            ("gate_proj", 0): value,
             ("kv_b_proj", 0): nope + value,
             ("o_proj", 1): value,
         }
@@ -240,7 +317,9 @@ class _Translation:
             for (leaf, dim), size in expected.items()
             if leaf in parts
         )
-        return set(parts) if fits and {"kv_b_proj", "o_proj"} <= parts.keys() else set()
+        if not fits or not {"kv_b_proj", "o_proj"} <= parts.keys():
+            return {}
+        return {leaf: style for leaf, style in _OF_LATENT.items() if leaf in parts} | sinks
 
     def _kind(self, pattern: str, style: str) -> str:
         for kind, names in (("colwise", _COLWISE), ("rowwise", _ROWWISE), ("shared", _SHARED)):
@@ -321,7 +400,12 @@ class _Translation:
         return size
 
     def _count(self, unit: str) -> int:
-        count = getattr(self._config, unit, None) or getattr(self._config, _HEADS, None)
+        try:
+            count = getattr(self._config, unit, None) or getattr(self._config, _HEADS, None)
+        except RuntimeError as error:  # so says a configuration whose layers have configurations of their own
+            raise self._unsupported(
+                f"Its layers differ in {unit}.", "one number has to hold for all of them"
+            ) from error
         if not isinstance(count, int):
             raise self._unsupported(f"The configuration has no {unit}.", "how many heads there are is not known")
         return count
@@ -359,13 +443,13 @@ class _Translation:
         """Attributes of attention modules that count heads."""
         result: dict[str, dict[str, str]] = {}
         for region in regions:
-            for _, module in self._find(region):
-                if not hasattr(module, "num_key_value_groups"):
-                    continue
+            modules = dict(self._find(region))
+            attention = {name: module for name, module in modules.items() if hasattr(module, "num_key_value_groups")}
+            for name, module in attention.items():
                 found = {n: units for n, units in _COUNTERS.items() if vars(module).get(n) == self._count(units)}
                 if f"{region}.qkv_proj" in styles:
                     found[f"config.{_HEADS}"] = _HEADS
-                result[region] = found
+                result[region if len(attention) == len(modules) else name] = found
         return {region: found for region, found in result.items() if found}
 
     # ---- the rest --------------------------------------------------------------------------------------------------
@@ -393,6 +477,8 @@ class _Translation:
     def _why_no_sequence(self, blocks: str, regions: list[str]) -> str:
         if self._config.model_type in _NO_SEQUENCE:
             return _NO_SEQUENCE[self._config.model_type]
+        if getattr(self._config, "hidden_size_per_layer_input", None):
+            return "its blocks have further inputs, one for each token"
         inside = [region for region in regions if region.count(".") > f"{blocks}.*.*".count(".")]
         return f"{inside[0]!r} is only a part of what it is in" if inside else ""
 

@@ -14,6 +14,7 @@ DIVERSE = (
     "cohere", "exaone4", "gemma2", "gemma3_text", "glm4", "granite", "olmo2", "phi", "phi3", "starcoder2",
     "mixtral", "qwen2_moe", "qwen3_next", "bloom", "gpt_neox", "bert", "bart", "codegen", "falcon", "mpt", "lfm2",
     "apertus", "granite_swa", "deepseek_v2", "gpt_oss", "opt", "gpt_neo", "granitemoehybrid", "afmoe",
+    "qwen3_5_text", "kimi_linear", "deepseek_v32", "llama4_text",
 )  # fmt: skip
 
 VARIANTS = {
@@ -25,6 +26,7 @@ VARIANTS = {
         "falcon",
         {"new_decoder_architecture": False, "multi_query": False, "num_kv_heads": None, "alibi": True},
     ),
+    "olmo hybrid, values wider than keys": ("olmo_hybrid", {"linear_value_head_dim": 16}),
 }
 
 

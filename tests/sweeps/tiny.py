@@ -47,6 +47,8 @@ _SIZES: dict[str, Any] = {
     "encoder_attention_heads": 4,
     "encoder_layers": 2,
     "encoder_ffn_dim": 48,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
     # mixtures of experts
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
@@ -100,7 +102,7 @@ def tiny_config(model_type: str, **options: Any) -> Any:
     cls = CONFIG_MAPPING[model_type]
     default = cls()
     sizes = _SIZES | dict.fromkeys(_NO_DROPOUT, 0.0)
-    known = {name: value for name, value in sizes.items() if hasattr(default, name)}
+    known = {name: value for name, value in sizes.items() if _has(default, name)}
     if hasattr(default, "kv_lora_rank"):  # every head has a key of its own
         known["num_key_value_heads"] = known["num_attention_heads"]
     if model_type == "codegen":  # lays heads out in four groups, each of which is divided
@@ -109,8 +111,14 @@ def tiny_config(model_type: str, **options: Any) -> Any:
         known |= {"num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4}
     if model_type == "diffllama":  # divides each half of its heads
         known["num_key_value_heads"] = 4
+    if model_type == "gemma4_text":  # heads of other layers are larger
+        known["global_head_dim"] = 16
     if model_type == "granitemoehybrid":
         known["layer_types"] = ["linear_attention", "full_attention"]
+    elif model_type == "nemotron_h":
+        known["layer_types"] = ["linear_attention", "moe", "full_attention", "mlp"]
+        known |= {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16}
+        known["moe_shared_expert_intermediate_size"] = 16
     elif model_type == "lfm2_moe":
         known |= {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
     elif getattr(default, "layer_types", None) and _settable(cls, "layer_types"):
@@ -120,6 +128,15 @@ def tiny_config(model_type: str, **options: Any) -> Any:
     if getattr(default, "sliding_window", None) is None:
         known.pop("sliding_window", None)
     return cls(**known | options)
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except Exception as error:  # of an attribute whose value differs between layers
+        if "per-layer" not in str(error):
+            raise
+        return True
 
 
 def _settable(cls: type, name: str) -> bool:

@@ -93,6 +93,7 @@ def test_every_known_family_is_found_by_its_name() -> None:
         (lambda: _gpt2(), "transformer", "lm_head"),
         (lambda: GPT2Model(_gpt2().config), "", None),
         (lambda: nn.ModuleDict({"inner": _llama()}), "inner.model", "inner.lm_head"),
+        (lambda: tiny_model("llama4_text"), "model", "lm_head"),  # its class says "language_model"
     ],
 )
 def test_where_the_parts_of_a_model_are(model, base_name: str, head: str | None) -> None:
@@ -145,6 +146,29 @@ def test_gpt2_fused_projection_keeps_query_key_and_value_of_a_head_together() ->
     assert layout.shard(columns, {"tp": 1})[0].tolist() == [*range(8, 16), *range(40, 48), *range(72, 80)]
     (cut,) = layout.cuts
     assert (cut.dim, cut.blocks, cut.unit) == (1, (32, 32, 32), 4)
+
+
+def test_linear_attention_is_divided_by_heads_of_different_widths() -> None:
+    model = tiny_model("qwen3_5_text", linear_value_head_dim=16)  # 2 key heads and 4 value heads
+    layout = _layouts(model, 2)["model.layers.0.linear_attn.conv1d.weight"]
+    (cut,) = layout.cuts
+    assert (cut.blocks, cut.unit) == ((16, 16, 64), 8)
+    channels = torch.arange(96).view(96, 1, 1).expand(layout.shape)
+    own = [*range(8, 16), *range(24, 32), *range(64, 96)]
+    assert layout.shard(channels, {"tp": 1})[:, 0, 0].tolist() == own
+
+
+def test_linear_attention_stays_whole_where_its_heads_do_not_divide() -> None:
+    model = tiny_model("qwen3_5_text")
+    linear = {name for name in _layouts(model, 4) if ".linear_attn." in name}
+    assert not linear
+    assert any(".self_attn." in name for name in _layouts(model, 4))
+    assert not any("linear_attn" in name for name, _ in architecture_of(model).at(4).regions)
+
+
+def test_a_second_table_of_tokens_is_divided_too() -> None:
+    layout = _layouts(tiny_model("gemma4_text"), 2)["model.embed_tokens_per_layer.weight"]
+    assert layout.local_shape == (51, 16)
 
 
 def test_embeddings_can_stay_whole() -> None:

@@ -56,6 +56,7 @@ def divide(architecture: Architecture, degree: int, *, parallelize_embeddings: b
         LayoutError: if heads or features do not divide by ``degree``.
         UnsupportedModelError: if the model is not built as its plan says, or a parameter of a region has no style.
     """
+    architecture = architecture.at(degree)
     shares = shares_of(architecture, degree)
     divisions = [
         Division(
@@ -118,7 +119,7 @@ def _holders(architecture: Architecture, pattern: str) -> Iterator[tuple[str, nn
 
 
 def _tables(architecture: Architecture, shares: dict[str, Share], degree: int) -> Iterator[Division]:
-    """Parameters that have a style of their own: divided along their first dim, or shared."""
+    """Parameters that have a style of their own: divided along one dim, or shared."""
     for pattern, style in architecture.plan.styles.items():
         name = pattern.rpartition(".")[2]
         if style.kind not in ("divided", "shared") or any(True for _ in architecture.find(pattern)):
@@ -128,7 +129,8 @@ def _tables(architecture: Architecture, shares: dict[str, Share], degree: int) -
             if style.kind == "shared":
                 yield Division(fqn=fqn, module=module, kind="shared", layouts={name: layout})
                 continue
-            cut = _cut_of(architecture, join(fqn, name), style, shares, degree, dim=0, size=layout.shape[0])
+            size = layout.shape[style.dim]
+            cut = _cut_of(architecture, join(fqn, name), style, shares, degree, dim=style.dim, size=size)
             yield Division(fqn=fqn, module=module, kind="divided", layouts={name: _cut(layout, cut)})
 
 
@@ -139,7 +141,10 @@ def _layouts(
     dims = feature_dims(module)
     if style.kind == "divided":
         return {
-            name: _cut(layout, _cut_of(architecture, fqn, style, shares, degree, dim=0, size=layout.shape[0]))
+            name: _cut(
+                layout,
+                _cut_of(architecture, fqn, style, shares, degree, dim=style.dim, size=layout.shape[style.dim]),
+            )
             for name, layout in whole.items()
         }
     if style.kind == "experts":
@@ -199,6 +204,10 @@ def _cut_of(
     total = sum(counts) if all(counts) else 0
     sizes = [size * count // total for count in counts] if total else [size // len(blocks)] * len(blocks)
     units = {block * style.groups // share.units if share else 1 for block, share in zip(sizes, blocks, strict=True)}
+    if style.widths:
+        widths = [getattr(architecture.config, name) for name in style.widths]
+        sizes = [count * width for count, width in zip(counts, widths, strict=True)]
+        units = {math.gcd(*widths)}
     replicas = {share.replicas if share else 1 for share in blocks}
     exact = sum(sizes) == size and not any(
         block % share.count for block, share in zip(sizes, blocks, strict=True) if share
@@ -211,7 +220,7 @@ def _cut_of(
             why="the model is not built as its model type says",
         )
     uneven = any(share.units // style.groups % share.parts or share.units % style.groups for share in blocks if share)
-    whole_only = style.fused or style.groups > 1
+    whole_only = style.fused or style.groups > 1 or style.widths
     if len(units) > 1 or len(replicas) > 1 or (whole_only and (uneven or replicas != {1})):
         raise LayoutError(
             f"{fqn!r} fuses {', '.join(f'{s.name} = {s.count}' for s in blocks if s)}, not divisible by {degree}.",
@@ -277,7 +286,9 @@ def _cut(layout: Layout, cut: Cut | None) -> Layout:
 
 
 def _vocabulary(architecture: Architecture, degree: int) -> Iterator[Division]:
-    parts = [("embedding", architecture.token_embedding, nn.Embedding)]
+    tables = [architecture.token_embedding]
+    tables += [found for pattern in architecture.plan.further_embeddings for found in architecture.find(pattern)]
+    parts = [("embedding", table, nn.Embedding) for table in tables]
     if architecture.head is not None:
         parts.append(("head", architecture.head, nn.Linear))
     for kind, (fqn, module), expected in parts:

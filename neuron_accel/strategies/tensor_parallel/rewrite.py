@@ -50,6 +50,7 @@ def rewrite(architecture: Architecture, divisions: list[Division], run: Run, par
         run: ranks and backend.
         parameters: gets the layouts; to be told to follow the model afterwards.
     """
+    architecture = architecture.at(run.group(AXIS).size)
     boundary = Boundary(run.backend, run.group(AXIS), architecture, run.randomness(AXIS))
     shares = shares_of(architecture, boundary.group.size)
     sharing = _groups_that_share(shares, run)
