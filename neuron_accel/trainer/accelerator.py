@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from neuron_accel.accelerator import NeuronAccelerator  # isort: skip  # first: it settles which device Accelerate uses
-from accelerate.utils import release_memory
+from accelerate.utils import recursively_apply, release_memory, send_to_device
 
 from neuron_accel.checkpoint.load import load_weights, refresh_masters
 
@@ -19,6 +20,37 @@ class TrainersAccelerator(NeuronAccelerator):
     What a plugin has cut cannot be prepared twice, so models and optimizers stay prepared until :meth:`start_over`.
     """
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether the device collects a step in one graph."""
+        return "lazy" in self.run.backend.capabilities
+
+    # ---- values ----------------------------------------------------------------------------------------------------
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As in the base class; from a lazy device on the host, since the Trainer appends to what it has, which would
+        be another graph for every batch."""
+        gathered = super().gather_for_metrics(input_data, use_gather_object)
+        return send_to_device(gathered, "cpu") if self.is_lazy else gathered
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """As in the base class; on a lazy device shapes are compared beside it."""
+        if not self.is_lazy:
+            return super().pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+
+        def padded(value: torch.Tensor) -> torch.Tensor:
+            if not -value.dim() <= dim < value.dim():
+                return value
+            missing = max(self.run.backend.all_gather_object(value.shape[dim], self.run.world)) - value.shape[dim]
+            if not missing:
+                return value
+            shape = list(value.shape)
+            shape[dim] = missing
+            filling = value.new_full(shape, pad_index)
+            return torch.cat([filling, value] if pad_first else [value, filling], dim)
+
+        return recursively_apply(padded, tensor, error_on_other_type=True)
+
+    # ---- what is prepared ------------------------------------------------------------------------------------------
     def free_memory(self, *objects: Any) -> Any:
         """Lets go of loaders, schedulers and registered objects."""
         self.wait_for_checkpoint()

@@ -12,6 +12,7 @@ from neuron_accel.backends.select import connect, settle
 settle(os.environ)
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments  # noqa: E402
+from transformers.training_args import OptimizerNames  # noqa: E402
 
 from neuron_accel.engine.config import load_config  # noqa: E402
 from neuron_accel.engine.errors import ConfigurationError, PlanError  # noqa: E402
@@ -40,6 +41,9 @@ class StrategyArguments:
 
     @dataclass
     class MyArguments(StrategyArguments, SFTConfig): ...
+
+    Attributes:
+        decision: which backend the run uses, and why; settled when the arguments are made.
     """
 
     zero_1: bool = field(default=False, metadata={"help": "Divide the optimizer over data-parallel ranks (ZeRO-1)."})
@@ -88,8 +92,11 @@ class StrategyArguments:
 
     def __post_init__(self) -> None:
         self._check_values()
-        if settle(os.environ, cpu=bool(self.use_cpu)).device == "cpu":  # type: ignore[attr-defined]
+        self.decision = settle(os.environ, cpu=bool(self.use_cpu))  # type: ignore[attr-defined]
+        if self.decision.device == "cpu":
             self.use_cpu = True
+        if self.decision.backend == "xla" and self.optim == OptimizerNames.ADAMW_TORCH_FUSED:  # type: ignore[has-type]
+            self.optim = OptimizerNames.ADAMW_TORCH  # the same; a graph is fused anyway, and torch refuses the other
         super().__post_init__()  # type: ignore[misc]
         self.make_plan()
 
@@ -140,7 +147,7 @@ class StrategyArguments:
         """
         registry = default_registry()
         self.device  # noqa: B018  # type: ignore[attr-defined]  # connects, as the Trainer would
-        backend = connect(settle(os.environ, cpu=bool(self.use_cpu)))
+        backend = connect(self.decision)
         plan = make_plan(
             self.strategies(),
             world_size=backend.world_size,

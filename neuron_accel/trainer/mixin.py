@@ -19,7 +19,9 @@ from neuron_accel.engine.errors import ConfigurationError, UsageError
 from neuron_accel.engine.plugin import Claim
 from neuron_accel.trainer.arguments import StrategyArguments
 from neuron_accel.trainer.checkpoints import Checkpointing
+from neuron_accel.trainer.graphs import OneGraph
 from neuron_accel.trainer.pipelined import filled_up, loss_inside
+from neuron_accel.trainer.search import Searching
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 _OF_A_LOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 
 
-class NeuronTrainerMixin(Checkpointing):
+class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
     """Put in front of a Trainer class, it makes that class train by strategies::
 
         class MyTrainer(NeuronTrainerMixin, SFTTrainer): ...
@@ -54,7 +56,9 @@ class NeuronTrainerMixin(Checkpointing):
             dataloader_config=loader, gradient_accumulation_plugin=self._accumulation(settings)
         )
         self.accelerator = TrainersAccelerator(
-            plugins=args.strategies(), **{name: value for name, value in options.items() if value is not None}
+            plugins=args.strategies(),
+            backend=args.decision.backend,
+            **{name: value for name, value in options.items() if value is not None},
         )
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object

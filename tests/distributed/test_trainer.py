@@ -62,20 +62,21 @@ def test_another_loss(name, option, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "at"),
     [
-        ("dp2+zero1", "dp2+zero1"),
-        ("pp2", "pp2"),
-        ("tp2xdp2+zero1", "tp2xdp2+zero1"),
-        ("dp2+zero1", "tp2xdp2+zero1"),
-        ("pp2", "tp2+sp"),
+        ("dp2+zero1", "dp2+zero1", 2),
+        ("dp2+zero1", "dp2+zero1", 4),
+        ("pp2", "pp2", 2),
+        ("tp2xdp2+zero1", "tp2xdp2+zero1", 2),
+        ("dp2+zero1", "tp2xdp2+zero1", 2),
+        ("pp2", "tp2+sp", 2),
     ],
 )
-def test_resume(before, after, stock, tmp_path):
-    """From the checkpoint in the middle, on the same mesh or on another that sees as much data at once."""
+def test_resume(before, after, at, stock, tmp_path):
+    """From the checkpoint in the middle of an epoch, on the same mesh or on another that sees as much data at once."""
     ranks, with_data, more = COMPOSITIONS[before]
-    first = run_ranks(train_on_rank, ranks, str(tmp_path), with_data, more | MIDDLE | {"stop_after": 2})
-    assert first[0]["steps"] == 2
+    first = run_ranks(train_on_rank, ranks, str(tmp_path), with_data, more | MIDDLE | {"stop_after": at})
+    assert first[0]["steps"] == at
     ranks, with_data, more = COMPOSITIONS[after]
     for result in run_ranks(train_on_rank, ranks, str(tmp_path), with_data, more | MIDDLE, None, True):
         result["train_loss"] = None  # of the steps of this call
