@@ -171,6 +171,17 @@ class Backend(ABC):
         caller gives ``tensor`` up."""
         return self.start_all_reduce(tensor, group, op).wait()
 
+    def all_reduce_together(
+        self, tensors: Sequence[torch.Tensor], group: Group, scale: float = 1.0
+    ) -> list[torch.Tensor]:
+        """The sums over the group of several tensors of one dtype, times ``scale``, in one collective. **May reuse the
+        inputs' memory.**"""
+        flat = self.all_reduce(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]), group)
+        flat = flat * scale if scale != 1.0 else flat
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        # Changing a view in place would rewrite all of them, each by itself, on a lazy device.
+        return [part.view(tensor.shape).clone() for part, tensor in zip(parts, tensors, strict=True)]
+
     def all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
         """The concatenation along ``dim`` of the group's tensors, which have equal shapes."""
         return self.start_all_gather(tensor, group, dim).wait()

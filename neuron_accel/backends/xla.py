@@ -142,6 +142,19 @@ class XlaBackend(Backend):
         xm = self._collectives(tensor)
         return xm.all_reduce(op, tensor, groups=_replicas(group), pin_layout=False)
 
+    def all_reduce_together(
+        self, tensors: Sequence[torch.Tensor], group: Group, scale: float = 1.0
+    ) -> list[torch.Tensor]:
+        """See :meth:`Backend.all_reduce_together`. One collective of many operands: nothing is copied to lie together.
+        The results are the inputs."""
+        if self._are_apart(group.ranks) or any(self._on_host(tensor) for tensor in tensors):
+            return super().all_reduce_together(tensors, group, scale)
+        tensors = [tensor.detach() for tensor in tensors]
+        self._note("all_reduce", group, 2 * (group.size - 1) * sum(map(_bytes, tensors)) // group.size)
+        xm = self._collectives(tensors[0])
+        xm.all_reduce("sum", tensors, scale, groups=_replicas(group), pin_layout=False)
+        return tensors
+
     def start_all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
         """See :meth:`Backend.all_gather`. A tensor without dims counts as one of one element."""
         if group.size == 1:
@@ -279,13 +292,17 @@ class XlaBackend(Backend):
             ranks: all that take part, if they are more than the group.
         """
         ranks = ranks or group.ranks
-        apart = not set(self._alike).issuperset(ranks)
+        apart = self._are_apart(ranks)
         if apart:
             tensor = tensor.clone()  # a view that was updated is computed anew when it is read
             self.step_boundary()
         yield tensor
         if apart:
             self._execute(ranks)
+
+    def _are_apart(self, ranks: tuple[int, ...]) -> bool:
+        """Whether some of these ranks compute something else than this one."""
+        return not set(self._alike).issuperset(ranks)
 
     def _execute(self, ranks: tuple[int, ...]) -> None:
         for observer in self._observers:

@@ -208,19 +208,6 @@ def used_anywhere(local: list[bool], run: Run, group: Group) -> list[bool]:
     return [flag > 0 for flag in run.backend.all_reduce(flags, group).tolist()]
 
 
-def flatten_gradients(bucket: Bucket, numel: int) -> torch.Tensor:
-    """A new tensor with the gradients of a bucket one after another; zeros for those that have none and up to
-    ``numel``."""
-    device = bucket.parameters[0].device
-    pieces = [
-        p.grad.reshape(-1) if p.grad is not None else torch.zeros(p.numel(), dtype=bucket.dtype, device=device)
-        for p in bucket.parameters
-    ]
-    if numel > bucket.numel:
-        pieces.append(torch.zeros(numel - bucket.numel, dtype=bucket.dtype, device=device))
-    return torch.cat(pieces)
-
-
 class FlatGradients:
     """Memory that the gradients of a bucket keep from pass to pass, so that it is not faulted in anew every step.
 

@@ -18,9 +18,7 @@ from neuron_accel.engine.gradients import (
     BackwardWatcher,
     Bucket,
     FlatGradients,
-    flatten_gradients,
     make_buckets,
-    split_like,
 )
 from neuron_accel.engine.initial import broadcast_tensors
 from neuron_accel.engine.norms import clip_coefficient, global_norm, whole_gradients
@@ -148,8 +146,7 @@ class GradientAverager:
     def __init__(self, model: PreparedModel, run: Run, bucket_cap_mb: float) -> None:
         self._model, self._run, self._cap_bytes = model, run, int(bucket_cap_mb * (1 << 20))
         self._data_group = run.group(*run.mesh.gradient_axes)
-        self._pending: list[Pending] = []
-        self._used: list[list[bool]] = []
+        self._pending: list[tuple[int, list[bool], Pending]] = []
         self._action = run.company.register(
             "a backward pass", lambda: self.watcher.take_part(), settle=lambda: self.flush()
         )
@@ -196,30 +193,34 @@ class GradientAverager:
         self._send(index, self._group(self._buckets[index]), self._data_group.size)
 
     def _send(self, index: int, group: Group, ranks: int) -> None:
-        """Starts the sum over ``group`` of what is on the way to an average over ``ranks``."""
-        bucket = self._buckets[index]
-        if self._memory:
-            flat, used = self._memory[index].collect(1 / ranks)
-        else:
-            used = [p.grad is not None for p in bucket.parameters]
-            flat = flatten_gradients(bucket, bucket.numel)
-            flat = flat.div_(ranks) if ranks > 1 else flat
-        self._used.append(used)
-        self._pending.append(self._run.backend.start_all_reduce(flat, group))
+        """Starts the sum over ``group`` that makes an average over ``ranks`` of a bucket's gradients."""
+        if self._memory is None:
+            self._average(self._buckets[index], group, ranks)
+            return
+        flat, used = self._memory[index].collect(1 / ranks)
+        self._pending.append((index, used, self._run.backend.start_all_reduce(flat, group)))
+
+    def _average(self, bucket: Bucket, group: Group, ranks: int) -> None:
+        """The same where everything happens later anyway."""
+        used = [p.grad is not None for p in bucket.parameters]
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket.parameters]
+        averages = self._run.backend.all_reduce_together(gradients, group, 1 / ranks)
+        for parameter, is_used, average in zip(bucket.parameters, used, averages, strict=True):
+            parameter.grad = average if is_used else None
 
     def _done(self) -> None:
         """Waits for the averages and hands them out."""
         pending, self._pending = self._pending, []
-        used, self._used = self._used, []
-        for index, (bucket, work) in enumerate(zip(self._buckets, pending, strict=True)):
+        for index, used, work in pending:
+            assert self._memory is not None
+            memory = self._memory[index]
             flat = work.wait()
-            memory = self._memory[index] if self._memory else None
-            anywhere = memory.used_anywhere(flat, used[index]) if memory else used[index]
-            gradients = memory.parts(flat) if memory else split_like(flat, bucket.parameters)
-            for parameter, gradient, is_used in zip(bucket.parameters, gradients, anywhere, strict=True):
+            anywhere = memory.used_anywhere(flat, used)
+            for parameter, part, is_used in zip(
+                self._buckets[index].parameters, memory.parts(flat), anywhere, strict=True
+            ):
                 if is_used:
-                    # Clipping a view in place would rewrite the whole bucket, each by itself, on a lazy device.
-                    parameter.grad = gradient if memory else gradient.clone()
+                    parameter.grad = part
 
     def flush(self) -> None:
         """Reduces what backward passes under ``no_sync`` left behind, unless ``no_sync`` still holds."""
