@@ -54,8 +54,9 @@ def main(folder: str) -> NoReturn:
         stack = os.open(Path(folder, "stack"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         faulthandler.enable(file=2)
         faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+        flags = os.environ.get("XLA_FLAGS", "")
         os.environ.clear()
-        os.environ.update(task.environ)
+        os.environ.update({"XLA_FLAGS": flags, **task.environ})
         sys.path[:] = task.syspath
         _run(task, folder)
     except BaseException:

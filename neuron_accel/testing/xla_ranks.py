@@ -4,6 +4,8 @@ The CPU client of PJRT connects the devices of one process only, so ranks are th
 of its own. What that asks of them is in :mod:`neuron_accel.backends.xla_channel`. They share what a process has once:
 torch's generator for the CPU, so models are built one at a time (:func:`one_at_a_time`), and environment variables,
 which Accelerate empties for moments: say ``NeuronAccelerator(backend="xla")`` rather than leave it to a variable.
+Graphs are compiled quickly, not for speed; set ``XLA_FLAGS=--xla_backend_optimization_level=3
+--xla_llvm_disable_expensive_passes=false`` to measure.
 
 The process is forked from one that has torch_xla, Accelerate and transformers imported already; that one is started at
 the first call and ends with the caller's.
@@ -45,7 +47,12 @@ _SET = {
     "MKL_NUM_THREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
-_UNSET = ("ACCELERATE_USE_CPU", "USE_TORCH_XLA", "DISABLE_XLA", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# Ranks compile far longer than they run. LLVM's optimizations take half of that time and change nothing that counts.
+_QUICK = {"--xla_backend_optimization_level": "0", "--xla_llvm_disable_expensive_passes": "true"}
+_UNSET = (
+    *("ACCELERATE_USE_CPU", "USE_TORCH_XLA", "DISABLE_XLA", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "XLA_FLAGS",  # the process that ranks are forked from has them, and what torch_xla has added
+)
 _START_S = 120.0  # the imports
 
 
@@ -91,6 +98,12 @@ def _environment() -> dict[str, str]:
     return {**{k: v for k, v in os.environ.items() if k not in _UNSET}, **_SET}
 
 
+def _flags() -> str:
+    """The caller's ``XLA_FLAGS``, and those that compile quickly where it says nothing of them."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    return " ".join([flags, *(f"{name}={value}" for name, value in _QUICK.items() if name not in flags)]).strip()
+
+
 def _results(folder: Path, n: int, in_time: bool, code: int, timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
@@ -125,7 +138,7 @@ class _Server:
             [sys.executable, "-m", "neuron_accel.testing._xla_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**_environment(), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            env={**_environment(), "XLA_FLAGS": _flags(), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             text=True,
             start_new_session=True,  # an interrupt is the caller's, who ends what runs
         )
