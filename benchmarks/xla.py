@@ -14,6 +14,7 @@ The clock sees host and device together: on a CPU, tracing and the meeting of th
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -32,6 +33,8 @@ from tests.xla.watching import compiled, executed
 
 LENGTH, MAX_NORM, WARM_UP = 64, 1.0, 3
 REFERENCE = "torch_xla ZeRO-1"
+MEASURED = "--xla_backend_optimization_level=3 --xla_llvm_disable_expensive_passes=false"
+"""Ranks of tests are compiled quickly; these run as fast as XLA makes them."""
 
 
 @dataclass
@@ -209,6 +212,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--steps", type=int, default=10, help="steps of each peer in a round (default: 10)")
     given = arguments.parse_args()
+    os.environ.setdefault("XLA_FLAGS", MEASURED)
     for ranks in given.ranks:
         note(f"{ranks} ranks")
         results = run_ranks(compare, ranks, given.small, given.repeat, given.steps, backend="xla", timeout=1500)[0]

@@ -8,9 +8,9 @@ turns within the same ranks), and, from ranks of the peer's own, peak memory rel
 the parameters' bytes, the optimizer's state and what the kernel sent over TCP in a step. The floor of the latter is
 2 (N - 1) / N.
 
-The last row is what no strategy of this kind can pass: the forward and backward pass and the update of 1 / N of the
-parameters, with nothing sent at all. What lies between it and another row is communication, and what it keeps from
-running.
+Two rows say what there is to gain. "compute alone" is the forward and backward pass and the update of 1 / N of the
+parameters, with nothing sent at all: where cores are free for communication, nothing can be faster. "compute, then the
+bytes" adds as many bytes as ZeRO-1 needs in one bare all-reduce: where all cores compute, nothing is hidden.
 
 torch's ZeroRedundancyOptimizer refuses its overlapped variant on gloo; where it does, its row is missing and says so.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -160,12 +160,25 @@ def compute_alone(small: bool) -> Peer:
     return Peer(model, optimizer, size, lambda: _moments(optimizer.state), backward)
 
 
+def compute_and_bytes(small: bool) -> Peer:
+    """The same, and then as many bytes as ZeRO-1 has to send."""
+    peer = compute_alone(small)
+    flat = torch.zeros(peer.size // 4)
+
+    def backward(loss: torch.Tensor) -> None:
+        peer.backward(loss)
+        dist.all_reduce(flat)
+
+    return replace(peer, backward=backward)
+
+
 PEERS: dict[str, Callable[[bool], Peer]] = {
     "DDP": ddp,
     "Zero1Plugin": ours,
     "DDP + ZeroRedundancyOptimizer": torch_zero,
     "FSDP2, no resharding": fsdp2,
     "FSDP2, resharding": fsdp2_resharding,
+    "compute, then the bytes": compute_and_bytes,
     "compute alone": compute_alone,
 }
 OVERLAPPED = "DDP + ZeroRedundancyOptimizer, overlapped"
