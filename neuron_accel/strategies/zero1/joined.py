@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from neuron_accel.engine.norms import GradientPart
@@ -64,6 +65,7 @@ class JoinedShard(BucketShard):
             for place in self.partition.pieces(self.group.index)
         ]
         self._opened: dict[nn.Parameter, dict[str, Any]] | None = None
+        self._copies: dict[str, _HostCopy] = {}
         self._before: dict[str, torch.Tensor] = {}
         self._masks: dict[tuple[bool, ...], torch.Tensor] = {}
 
@@ -191,35 +193,46 @@ class JoinedShard(BucketShard):
     def open(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> MutableMapping[Any, dict[str, Any]]:
         """Copies on the host, so that nobody makes graphs of parts. Collective, as reading the device is."""
         if self._opened is None:
-            flat = self.run.backend.to_host(self.flat.detach())
-            entries = {
-                name: self.run.backend.to_host(value) if self._is_like_flat(value) else value
-                for name, value in state.get(self.flat, {}).items()
-            }
+            self._copies = {name: self._copied(value) for name, value in self._like_flat(state).items()}
+            entries = state.get(self.flat, {})
             self._opened = {}
-            for piece in self.pieces:
-                piece.master.data = self._part(flat, piece).clone()
+            for index, piece in enumerate(self.pieces):
+                piece.master.data = self._copies[""].parts[index]
                 if entries:
                     self._opened[piece.master] = {
-                        name: self._part(value, piece).clone() if self._is_like_flat(value) else value
+                        name: self._copies[name].parts[index] if name in self._copies else value
                         for name, value in entries.items()
                     }
         return self._opened  # type: ignore[return-value]
 
     def close(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
+        """What was not written stays as it is on the device: new data would cost a transfer, and the next step a graph
+        of its own."""
         if self._opened is None:
             return
         opened, self._opened = self._opened, None
-        with torch.no_grad():
-            self.flat.data = torch.cat([piece.master.detach() for piece in self.pieces]).to(self._device)
+        copies, self._copies = self._copies, {}
+        masters = [piece.master.detach() for piece in self.pieces]
+        if not copies[""].is_still(masters):
+            with torch.no_grad():
+                self.flat.data = torch.cat(masters).to(self._device)
         entries = [opened.get(piece.master, {}) for piece in self.pieces]
-        names = dict.fromkeys(name for mine in entries for name in mine)
-        if names:
-            state[self.flat] = {name: self._joined([mine.get(name) for mine in entries]) for name in names}
-        else:
-            state.pop(self.flat, None)
+        before, after = state.pop(self.flat, {}), {}
+        for name in dict.fromkeys(name for mine in entries for name in mine):
+            values = [mine.get(name) for mine in entries]
+            if name in copies:
+                unchanged = copies[name].is_still(values)
+            else:  # a counter, which is the same object for all pieces
+                unchanged = name in before and all(value is before[name] for value in values)
+            after[name] = before[name] if unchanged else self._joined(values)
+        if after:
+            state[self.flat] = after
         for piece in self.pieces:
             piece.master.data = torch.empty(0, dtype=self.optimizer_dtype)
+
+    def _copied(self, value: torch.Tensor) -> _HostCopy:
+        host = self.run.backend.to_host(value.detach())
+        return _HostCopy(host, [self._part(host, piece) for piece in self.pieces])
 
     def _joined(self, values: Sequence[Any]) -> Any:
         """One entry of all pieces: put together where it has elements of its own; a counter is that of the piece that
@@ -235,3 +248,32 @@ class JoinedShard(BucketShard):
         if isinstance(present[0], torch.Tensor):
             return max((value.cpu() for value in present), key=float)
         return present[0]
+
+
+class _HostCopy:
+    """A tensor of the shard on the host, in parts that others may write to or replace.
+
+    Args:
+        whole: ``[partition.chunk]``.
+        parts: views of it, one for each piece.
+    """
+
+    def __init__(self, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        self.parts = parts
+        self._whole, self._digest = whole, _digest(whole)
+
+    def is_still(self, values: Sequence[Any]) -> bool:
+        """Whether ``values`` are the parts, and nobody has written to them. Writing past autograd leaves no trace but
+        in the contents."""
+        same = all(
+            isinstance(v, torch.Tensor) and _place(v) == _place(p) for v, p in zip(values, self.parts, strict=True)
+        )
+        return same and _digest(self._whole) == self._digest
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.Size]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    return int(xxhash.xxh3_64_intdigest(tensor.contiguous().view(torch.uint8).numpy()))
