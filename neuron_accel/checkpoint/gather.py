@@ -77,9 +77,13 @@ def stage_group(run: Run) -> Group:
 def _from_stage(
     tensor: torch.Tensor | None, form: tuple[tuple[int, ...], torch.dtype], run: Run, stages: Group, holder: int
 ) -> torch.Tensor:
-    """A tensor that the rank at position ``holder`` has, on all ranks of ``stages``."""
+    """A tensor that the rank at position ``holder`` has, on all ranks of ``stages``; on the host if devices are lazy, as
+    each form of tensor would be a graph to compile."""
+    lazy = "lazy" in run.backend.capabilities
     if stages.index != holder or tensor is None:
-        tensor = torch.empty(form[0], dtype=form[1], device=run.device)
+        tensor = torch.empty(form[0], dtype=form[1], device="cpu" if lazy else run.device)
+    elif lazy:
+        tensor = run.backend.to_host(tensor)
     return run.backend.broadcast(tensor, stages, holder)
 
 
