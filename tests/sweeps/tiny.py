@@ -82,10 +82,10 @@ _SIZES: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-_NO_DROPOUT = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout",
+_NO_NOISE = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout",
                "residual_dropout", "embedding_dropout", "activation_dropout", "layerdrop", "resid_dropout",
-               "decoder_layerdrop", "attention_probs_dropout_prob", "hidden_dropout_prob",
-               "classifier_dropout")  # fmt: skip
+               "decoder_layerdrop", "attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout",
+               "router_jitter_noise", "input_jitter_noise")  # fmt: skip
 
 
 def causal_families() -> list[str]:
@@ -96,12 +96,12 @@ def causal_families() -> list[str]:
 
 
 def tiny_config(model_type: str, **options: Any) -> Any:
-    """The configuration of a tiny model: two layers, 32 features, 4 heads, no dropout."""
+    """The configuration of a tiny model: two layers, 32 features, 4 heads, no dropout or noise."""
     from transformers import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[model_type]
     default = cls()
-    sizes = _SIZES | dict.fromkeys(_NO_DROPOUT, 0.0)
+    sizes = _SIZES | dict.fromkeys(_NO_NOISE, 0.0)
     known = {name: value for name, value in sizes.items() if _has(default, name)}
     if hasattr(default, "kv_lora_rank"):  # every head has a key of its own
         known["num_key_value_heads"] = known["num_attention_heads"]
