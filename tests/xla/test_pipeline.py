@@ -32,7 +32,7 @@ CASES = {
     "tp2-sp": (4, [pipeline(2, 2, **TP), "sequence_parallel"]),
     "pp4": (4, [pipeline(4, 4)]),
 }
-OFTEN = {("llama", "1f1b"), ("gpt2-tied", "gpipe")}
+OFTEN = {("llama", "1f1b"), ("gpt2-tied", "gpipe"), ("llama", "dp2-zero1"), ("gpt2-tied", "tp2-sp")}
 # compiling takes most of the time, and more of it the more blocks there are
 BLOCKS = {"interleaved": 4, "pp4": 4}
 
