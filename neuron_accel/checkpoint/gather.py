@@ -77,8 +77,8 @@ def stage_group(run: Run) -> Group:
 def _from_stage(
     tensor: torch.Tensor | None, form: tuple[tuple[int, ...], torch.dtype], run: Run, stages: Group, holder: int
 ) -> torch.Tensor:
-    """A tensor that the rank at position ``holder`` has, on all ranks of ``stages``; on the host if devices are lazy, as
-    each form of tensor would be a graph to compile."""
+    """A tensor that the rank at position ``holder`` has, on all ranks of ``stages``. It goes through the host if
+    devices are lazy, where each form of tensor would be a graph to compile."""
     lazy = "lazy" in run.backend.capabilities
     if stages.index != holder or tensor is None:
         tensor = torch.empty(form[0], dtype=form[1], device="cpu" if lazy else run.device)
