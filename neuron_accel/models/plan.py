@@ -26,8 +26,9 @@ class Style:
             ranks, of which each goes on with its own), ``"partial"`` (like ``"rowwise"``, but the outputs are summed
             only where the region ends), ``"experts"`` (many gated feed-forward layers in two tensors, gate and up
             [experts, 2 x features, hidden] and down [experts, hidden, features], or transposed, whose features are
-            divided) or ``"own_queries"`` (whole on every rank, which computes the queries of its own heads and the keys
-            and values of all, the last of the output features).
+            divided), ``"own_queries"`` (whole on every rank, which computes the queries of its own heads and the keys
+            and values of all, the last of the output features) or ``"counted_once"`` (whole on every rank, inside a
+            region whose output is summed at its end, to which each rank gives its part of the output).
         units: the configuration attribute that counts what cannot be cut: attention heads, say. None, or an attribute
             that is None, means that single features may be told apart. One name for each block where they differ.
         blocks: number of equal blocks that the divided features fuse: 3 for query, key and value side by side.
@@ -100,6 +101,11 @@ def experts() -> Style:
 def own_queries(*, units: str) -> Style:
     """A projection to the queries of all heads and then one key and one value head, which all of them read."""
     return Style(kind="own_queries", units=units)
+
+
+def counted_once() -> Style:
+    """A module without a division, an identity say, inside a region whose output is summed at its end."""
+    return Style(kind="counted_once")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from neuron_accel.models.plan import (
     ArchitecturePlan,
     Style,
     colwise,
+    counted_once,
     divided,
     experts,
     matches,
@@ -85,6 +86,11 @@ _MIXTURES = frozenset({
 """Families whose mixture is nothing but a sum over experts, each weighted by the router."""
 
 _EXPERTS_OF = {
+    "longcat_flash": {
+        "layers.*.mlp.experts.gate_up_proj": divided(blocks=2, dim=1),
+        "layers.*.mlp.experts.down_proj": divided(dim=2),
+        "layers.*.mlp.experts.identity_expert": counted_once(),
+    },
     "llama4_text": {
         "layers.*.feed_forward.experts.gate_up_proj": divided(blocks=2, dim=2),
         "layers.*.feed_forward.experts.down_proj": divided(dim=1),
@@ -94,7 +100,7 @@ _EXPERTS_OF = {
         "layers.*.mixer.experts.down_proj": divided(dim=2),
     },
 }
-"""Stacked experts of other shapes: without saying that they are gated and transposed, and without gates."""
+"""Experts of other shapes: without saying that they are gated or transposed, without gates, some without weights."""
 _LEFT_OUT = {
     "nemotron_h": {
         "layers.*.mixer.q_proj": colwise(units="num_attention_heads"),
@@ -111,6 +117,7 @@ _FURTHER_EMBEDDINGS = {"gemma4_text": ("embed_tokens_per_layer",)}
 
 _NO_SEQUENCE = {
     "deepseek_v4": "it keeps several residual streams, whose second dim is not the sequence",
+    "longcat_flash": "its gradients were found to differ from those of one process then",
     "hy_v4": "what mixes its several residual streams returns two tensors, and both run along the sequence",
 }
 

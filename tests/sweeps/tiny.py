@@ -111,6 +111,8 @@ def tiny_config(model_type: str, **options: Any) -> Any:
         known |= {"num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4}
     if model_type == "diffllama":  # divides each half of its heads
         known["num_key_value_heads"] = 4
+    if model_type == "longcat_flash":  # a layer holds two; experts without weights beside those with
+        known |= {"num_hidden_layers": 4, "zero_expert_num": 2}
     if model_type in ("gemma4_text", "gemma4_unified_text"):  # heads of other layers are larger
         known["global_head_dim"] = 16
     if model_type == "granitemoehybrid":

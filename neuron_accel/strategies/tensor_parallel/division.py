@@ -21,7 +21,9 @@ from neuron_accel.strategies.tensor_parallel.shares import Share, shares_of
 AXIS = "tp"
 """The mesh axis of tensor parallelism."""
 
-STYLES = frozenset({"colwise", "rowwise", "shared", "divided", "spanning", "partial", "experts", "own_queries"})
+STYLES = frozenset(
+    {"colwise", "rowwise", "shared", "divided", "spanning", "partial", "experts", "own_queries", "counted_once"}
+)
 
 _ACTIVATIONS = ("act", "act_fn", "activation_fn", "activation", "activation_func")
 """What models call the function between their feed-forward layers."""
@@ -150,7 +152,7 @@ def _layouts(
     if style.kind == "experts":
         stacked = _experts(fqn, module, degree)
         return {name: _cut(layout, stacked.get(name)) for name, layout in whole.items()}
-    if style.kind in ("shared", "spanning", "own_queries") or dims is None:
+    if style.kind in ("shared", "spanning", "own_queries", "counted_once") or dims is None:
         return whole
     if style.kind == "partial" and module.bias is not None:
         raise UnsupportedModelError(

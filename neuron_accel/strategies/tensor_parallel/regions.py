@@ -99,6 +99,12 @@ def install_regions(architecture: Architecture, boundary: Boundary, partial: Ite
         module.register_forward_hook(region.leave, always_call=True)
 
 
+def count_once(module: nn.Module, boundary: Boundary) -> None:
+    """Makes the output of a module that all ranks apply alike this rank's part of a sum over them."""
+    degree = boundary.group.size
+    module.register_forward_hook(lambda _module, _args, output: output / degree)
+
+
 def divide_arguments(architecture: Architecture, boundary: Boundary, heads: Share) -> None:
     """Gives each rank those entries of what is different for each head, [batch x heads, ...] or, of four dims, [batch,
     heads, ...], that are its heads'. What is None, or the same for all heads, stays as it is.

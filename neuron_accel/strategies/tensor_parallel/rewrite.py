@@ -24,6 +24,7 @@ from neuron_accel.strategies.tensor_parallel.experts import share_bias
 from neuron_accel.strategies.tensor_parallel.linear import own_queries_linear, parallel_linear, refresh_features
 from neuron_accel.strategies.tensor_parallel.regions import (
     change_output,
+    count_once,
     divide_arguments,
     gather_heads,
     install_logits_switch,
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 
 _HEADS_OF_A_GROUP = "num_key_value_groups"
 """What attention modules call the number of heads that read one key/value head."""
+
+
+_SUMMED = ("partial", "experts", "counted_once")
+"""Kinds of modules whose output is a share of a sum when it leaves the region."""
 
 
 def rewrite(architecture: Architecture, divisions: list[Division], run: Run, parameters: ParameterMap) -> None:
@@ -58,9 +63,11 @@ def rewrite(architecture: Architecture, divisions: list[Division], run: Run, par
     for division in divisions:
         for name in division.layouts:
             parameters[join(division.fqn, name)].rule = division.kind
-        if division.kind == "shared":
+        if division.kind in ("shared", "counted_once"):
             for name in division.layouts:
                 parameters.add_partial_axis(join(division.fqn, name), AXIS)
+            if division.kind == "counted_once":
+                count_once(division.module, boundary)
             continue
         if division.kind == "spanning":
             span_features(division.module, boundary)
@@ -86,7 +93,7 @@ def rewrite(architecture: Architecture, divisions: list[Division], run: Run, par
         _put(architecture.model, division.fqn, module)
     heads = shares.get(architecture.plan.heads)
     _divide_attributes(architecture, shares)
-    install_regions(architecture, boundary, [d.fqn for d in divisions if d.kind in ("partial", "experts")])
+    install_regions(architecture, boundary, [d.fqn for d in divisions if d.kind in _SUMMED])
     refuse_arguments(architecture)
     if heads is not None:
         divide_arguments(architecture, boundary, heads)
