@@ -165,6 +165,10 @@ class Backend(ABC):
     def new_group(self, partition: Sequence[Sequence[int]], name: str) -> Group:
         """Makes every group of ``partition`` (which covers all ranks) and returns this rank's. Collective."""
 
+    def number(self, value: float) -> torch.Tensor:
+        """A number on the device, float32 without dims, that no graph takes for a constant."""
+        return torch.tensor(value, dtype=torch.float32, device=self.device)
+
     # ---- collectives on tensors ------------------------------------------------------------------------------------
     def all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> torch.Tensor:
         """The element-wise reduction over the group, same shape, on every rank. **May reuse the input's memory**: the

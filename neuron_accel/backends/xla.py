@@ -122,6 +122,12 @@ class XlaBackend(Backend):
             self._indices[group.partition] = torch.tensor([group.index]).to(self._device)
         return self._indices[group.partition]
 
+    def number(self, value: float) -> torch.Tensor:
+        """See :meth:`Backend.number`. Moved like any other tensor, 0 and 1 would be constants of the graph."""
+        import torch_xla.core.xla_model as xm
+
+        return xm.send_cpu_data_to_device([torch.tensor(value, dtype=torch.float32)], self._device)[0]
+
     # ---- collectives on tensors ------------------------------------------------------------------------------------
     def start_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> Pending:
         """See :meth:`Backend.all_reduce`. The sum of booleans is "any". The input stays as it is."""

@@ -110,7 +110,7 @@ def _on_host(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterator[Non
 
 def _decay(parameters: list[torch.Tensor], factor: float, backend: Backend) -> None:
     """What AdamW begins with; its factor is 1 in a float32 while the rate is small."""
-    given = torch.tensor([factor], dtype=torch.float32).to(backend.device).reshape(())  # without dims 1 is a constant
+    given = backend.number(factor)
     with torch.no_grad():
         for parameter in parameters:
             if parameter.grad is not None:
