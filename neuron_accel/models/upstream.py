@@ -117,7 +117,6 @@ _FURTHER_EMBEDDINGS = {"gemma4_text": ("embed_tokens_per_layer",)}
 
 _NO_SEQUENCE = {
     "deepseek_v4": "it keeps several residual streams, whose second dim is not the sequence",
-    "longcat_flash": "its gradients were found to differ from those of one process then",
     "hy_v4": "what mixes its several residual streams returns two tensors, and both run along the sequence",
 }
 
@@ -486,7 +485,8 @@ class _Translation:
             return _NO_SEQUENCE[self._config.model_type]
         if getattr(self._config, "hidden_size_per_layer_input", None):
             return "its blocks have further inputs, one for each token"
-        inside = [region for region in regions if region.count(".") > f"{blocks}.*.*".count(".")]
+        depth = len(_named_parts(blocks)) + 1
+        inside = [region for region in regions if len(_named_parts(region)) > depth]
         return f"{inside[0]!r} is only a part of what it is in" if inside else ""
 
     def _unsupported(self, what: str, why: str) -> UnsupportedModelError:
@@ -495,3 +495,8 @@ class _Translation:
             where=f"transformers' own plan of model type {self._config.model_type!r} ({type(self._owner).__name__})",
             why=why,
         )
+
+
+def _named_parts(pattern: str) -> list[str]:
+    """Without positions in lists of modules, which are no parts of their own."""
+    return [part for part in pattern.split(".") if part != "*" and not part.isdigit()]

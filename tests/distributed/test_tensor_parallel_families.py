@@ -14,9 +14,9 @@ DIVERSE = (
     "cohere", "exaone4", "gemma2", "gemma3_text", "glm4", "granite", "olmo2", "phi", "phi3", "starcoder2",
     "mixtral", "qwen2_moe", "qwen3_next", "bloom", "gpt_neox", "bert", "bart", "codegen", "falcon", "mpt", "lfm2",
     "apertus", "granite_swa", "deepseek_v2", "gpt_oss", "opt", "gpt_neo", "granitemoehybrid", "afmoe",
-    "qwen3_5_text", "kimi_linear", "deepseek_v32", "llama4_text",
+    "qwen3_5_text", "kimi_linear", "deepseek_v32", "llama4_text", "longcat_flash",
 )  # fmt: skip
-WITHOUT_SEQUENCE = ("longcat_flash", "gemma4_text")
+WITHOUT_SEQUENCE = ("gemma4_text",)
 
 VARIANTS = {
     "bigcode, multi-query": ("gpt_bigcode", {"multi_query": True}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -83,12 +84,21 @@ def _whole(architecture: Architecture) -> list[tuple[str, nn.Module]]:
     return [
         (join(block, name), module)
         for block, parts in architecture.blocks
-        for name, module in parts.named_children()
+        for name, module in _called(parts)
         if not any(region == join(block, name) or region.startswith(join(block, name) + ".") for region in regions)
         and "norm" not in type(module).__name__.lower()
         and any(True for _ in module.parameters())
         and not any(is_row_parallel(inner) for inner in module.modules())
     ]
+
+
+def _called(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Name and module of the children of a block; instead of a list of modules, which nobody calls, what is in it."""
+    for name, child in block.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from ((f"{name}.{inner}", module) for inner, module in _called(child))
+        else:
+            yield name, child
 
 
 def _keep_whole(fqn: str, module: nn.Module, flow: SequenceFlow) -> None:
