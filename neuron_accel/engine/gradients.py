@@ -232,6 +232,7 @@ class FlatGradients:
         gradient = parameter.grad
         if gradient is None:
             return
+        check_dense(gradient, self._bucket.records[index])
         if self._flat is None:
             self._allocate()
         slot = self._slots[index]
@@ -281,6 +282,20 @@ class FlatGradients:
         if not self._flags or all(local):
             return list(local)
         return [flag > 0 for flag in reduced[self._bucket.numel :].tolist()]
+
+
+def check_dense(gradient: torch.Tensor, record: ParameterRecord) -> None:
+    """Refuses a sparse gradient.
+
+    Raises:
+        UsageError: naming the parameter.
+    """
+    if gradient.is_sparse:
+        raise UsageError(
+            f"The gradient of {record.fqn!r} is sparse.",
+            why="gradients travel in dense buckets",
+            fix="build the embedding with sparse=False",
+        )
 
 
 def split_like(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -554,7 +554,8 @@ def refuse(kind):
             model = nn.Linear(2, 2)
             accelerator = NeuronAccelerator(plugins=[Zero1Plugin(partition="parameters")])
             accelerator.prepare(model, NormedSGD(model.parameters(), lr=0.1))
-        elif kind == "sparse":
+        elif kind.startswith("sparse"):
+            accelerator = NeuronAccelerator() if kind == "sparse, without ZeRO-1" else accelerator
             model = nn.Embedding(10, 3, sparse=True)
             model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
             accelerator.backward(model(torch.tensor([1, 2])).sum())
@@ -570,6 +571,7 @@ def refuse(kind):
         ("adafactor", ["Adafactor", "partition='parameters'", "whole parameter"]),
         ("coupled", ["NormedSGD", "all parameters together", "without ZeRO-1"]),
         ("sparse", ["'weight'", "sparse=False"]),
+        ("sparse, without ZeRO-1", ["'weight'", "sparse=False"]),
     ],
 )
 def test_what_cannot_be_done_is_said(kind, words):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from neuron_accel.engine.errors import UsageError
+from neuron_accel.engine.gradients import check_dense
 from neuron_accel.strategies.zero1.partition import Piece
 from neuron_accel.strategies.zero1.shards import BucketShard, ShardPiece
 from neuron_accel.strategies.zero1.visible import DividedGradient
@@ -155,7 +156,7 @@ class BufferShard(BucketShard):
             gradient = gradient.take_waiting()
             if gradient is None:
                 return
-        self._check_dense(gradient, index)
+        check_dense(gradient, self.bucket.records[index])
         slot = self._buffer.slots(self)[index]
         if self._filled[index]:
             slot.add_(gradient)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from neuron_accel.engine.errors import DesyncError, UsageError
-from neuron_accel.engine.gradients import Bucket
+from neuron_accel.engine.gradients import Bucket, check_dense
 from neuron_accel.engine.norms import GradientPart
 from neuron_accel.strategies.zero1.partition import Partition, Piece
 from neuron_accel.strategies.zero1.visible import DividedGradient
@@ -165,7 +165,7 @@ class BucketShard(ABC):
         for index, parameter in enumerate(self.parameters):
             gradient = parameter.grad
             if gradient is not None:
-                self._check_dense(gradient, index)
+                check_dense(gradient, self.bucket.records[index])
             kept.append(self._is_visible(gradient))
             gradients.append(gradient.take_waiting() if isinstance(gradient, DividedGradient) else gradient)
             parameter.grad = None
@@ -173,15 +173,6 @@ class BucketShard(ABC):
         self._forget_all_but(kept)
         self.used = [gradient is not None for gradient in gradients]
         self._pending = self.run.backend.start_reduce_scatter(self._join_to_send(gradients), self.group)
-
-    def _check_dense(self, gradient: torch.Tensor, index: int) -> None:
-        if gradient.is_sparse:
-            raise UsageError(
-                f"The gradient of {self.bucket.records[index].fqn!r} is sparse.",
-                where="plugin 'zero1'",
-                why="gradients travel in dense buckets",
-                fix="build the embedding with sparse=False",
-            )
 
     def complete(self) -> None:
         """Waits for the reduce-scatter that is under way, if any."""
