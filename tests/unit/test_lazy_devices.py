@@ -15,6 +15,9 @@ class Device:
     def __init__(self, *capabilities):
         self.capabilities, self.device = frozenset(capabilities), torch.device("cpu")
 
+    def number(self, value):
+        return torch.tensor(value)
+
 
 def parameters():
     return [nn.Parameter(torch.ones(3))]
