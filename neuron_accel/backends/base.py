@@ -167,6 +167,8 @@ class Backend(ABC):
 
     def number(self, value: float) -> torch.Tensor:
         """A number on the device, float32 without dims, that no graph takes for a constant."""
+        import torch
+
         return torch.tensor(value, dtype=torch.float32, device=self.device)
 
     # ---- collectives on tensors ------------------------------------------------------------------------------------
@@ -180,6 +182,8 @@ class Backend(ABC):
     ) -> list[torch.Tensor]:
         """The sums over the group of several tensors of one dtype, times ``scale``, in one collective. **May reuse the
         inputs' memory.**"""
+        import torch
+
         flat = self.all_reduce(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]), group)
         flat = flat * scale if scale != 1.0 else flat
         parts = flat.split([tensor.numel() for tensor in tensors])

@@ -102,6 +102,22 @@ def sums(kind: type[TorchBackend], dtypes: list[torch.dtype]) -> None:
         same(backend.all_reduce(everyone[rank].clone(), group), total)
 
 
+def together() -> None:
+    backend, group = connect()
+    shapes = [(5, 3), (), (4,)]
+    everyone = [
+        [data(7 * rank + i, torch.float32, shape) for i, shape in enumerate(shapes)] for rank in range(group.size)
+    ]
+    found = backend.all_reduce_together(everyone[backend.rank], group, 0.5)
+    for value, *given in zip(found, *everyone, strict=True):
+        same(value, torch.stack(given).sum(0) * 0.5)
+    assert float(backend.number(0.25)) == 0.25
+
+
+def test_several_tensors_in_one_sum():
+    run_ranks(together, 2)
+
+
 def extremes() -> None:
     backend, group = connect()
     for dtype in [*ORDERED, torch.bool]:

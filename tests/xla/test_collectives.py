@@ -38,7 +38,10 @@ def collectives(partition):
             "broadcast": backend.broadcast(x, group, 1),
             "broadcast-bool": backend.broadcast(x > 10, group, 1),
             "chunk": backend.chunk(x, group, 1),
+            "number": backend.number(1.0),
         }
+        together = backend.all_reduce_together([x.clone(), x[0].clone()], group, 0.5)
+        results |= {"together, matrix": together[0], "together, vector": together[1]}
         backend.step_boundary()
     graphs = (metrics.counter_value("UncachedCompile") or 0) - before
     results = {name: value.cpu() for name, value in results.items()}
@@ -78,6 +81,9 @@ def test_definitions(ranks, partition):
             "broadcast": values[1],
             "broadcast-bool": values[1] > 10,
             "chunk": values[index].chunk(2, 1)[index],
+            "number": torch.tensor(1.0),
+            "together, matrix": stacked.sum(0) / 2,
+            "together, vector": stacked.sum(0)[0] / 2,
             "host-sum": stacked.sum(0),
             "host-broadcast": values[1],
         }
