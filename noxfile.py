@@ -24,9 +24,9 @@ pip would take the newest release there is."""
 
 ON_TORCH_2_9 = [
     "tests/unit",
-    "tests/distributed/test_collectives.py",
-    "tests/distributed/test_collectives_autograd.py",
-    "tests/distributed/test_smoke.py",
+    "tests/distributed/backends/test_collectives.py",
+    "tests/distributed/backends/test_collectives_autograd.py",
+    "tests/distributed/cli/test_smoke.py",
     "tests/xla",
     "tests/docs/test_guides.py::test_what_a_guide_shows_of_torch_xla_runs",
 ]

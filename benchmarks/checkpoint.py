@@ -179,7 +179,7 @@ _CONSOLIDATE = """
 import sys, time
 from pathlib import Path
 import numpy
-from neuron_accel.checkpoint.consolidate import consolidate
+from neuron_accel.checkpoint.tools.consolidate import consolidate
 from neuron_accel.testing.resources import PeakMemory
 memory = PeakMemory()
 begin = time.perf_counter()

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from benchmarks.harness import Measurement, note, parser, table
-from neuron_accel.engine.plugin import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.engine.plan.plugin import Phase, PluginSpec, StrategyPlugin
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.xla_ranks import one_at_a_time
 from tests.xla.hlo import collectives, instructions

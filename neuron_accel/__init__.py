@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from neuron_accel.accelerator import NeuronAccelerator as NeuronAccelerator
-    from neuron_accel.engine.errors import NeuronAccelError as NeuronAccelError
-    from neuron_accel.engine.optimizers import make_optimizer_constructor_lazy as make_optimizer_constructor_lazy
-    from neuron_accel.engine.plugin import StrategyPlugin as StrategyPlugin
-    from neuron_accel.engine.registry import register_plugin as register_plugin
+    from neuron_accel.engine.optim.twin import make_optimizer_constructor_lazy as make_optimizer_constructor_lazy
+    from neuron_accel.engine.plan.plugin import StrategyPlugin as StrategyPlugin
+    from neuron_accel.engine.plan.registry import register_plugin as register_plugin
+    from neuron_accel.errors import NeuronAccelError as NeuronAccelError
     from neuron_accel.lazy import lazy_load_for_parallelism as lazy_load_for_parallelism
     from neuron_accel.lazy import materialize as materialize
     from neuron_accel.models import register_tensor_parallel_plan as register_tensor_parallel_plan
-    from neuron_accel.strategies.data_parallel import DataParallelPlugin as DataParallelPlugin
-    from neuron_accel.strategies.model_parallelism import ModelParallelismPlugin as ModelParallelismPlugin
-    from neuron_accel.strategies.sequence_parallel import SequenceParallelPlugin as SequenceParallelPlugin
+    from neuron_accel.strategies.data_parallel.plugin import DataParallelPlugin as DataParallelPlugin
+    from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin as ModelParallelismPlugin
+    from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin as SequenceParallelPlugin
     from neuron_accel.strategies.zero1 import Zero1Plugin as Zero1Plugin
     from neuron_accel.strategies.zero1.standalone import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from neuron_accel.trainer import NeuronSeq2SeqTrainer as NeuronSeq2SeqTrainer
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "NeuronAccelerator": "neuron_accel.accelerator",
-    "NeuronAccelError": "neuron_accel.engine.errors",
-    "StrategyPlugin": "neuron_accel.engine.plugin",
+    "NeuronAccelError": "neuron_accel.errors",
+    "StrategyPlugin": "neuron_accel.engine.plan.plugin",
     "ZeroRedundancyOptimizer": "neuron_accel.strategies.zero1.standalone",
     "lazy_load_for_parallelism": "neuron_accel.lazy",
-    "make_optimizer_constructor_lazy": "neuron_accel.engine.optimizers",
+    "make_optimizer_constructor_lazy": "neuron_accel.engine.optim.twin",
     "materialize": "neuron_accel.lazy",
-    "register_plugin": "neuron_accel.engine.registry",
+    "register_plugin": "neuron_accel.engine.plan.registry",
     "register_tensor_parallel_plan": "neuron_accel.models",
-    "DataParallelPlugin": "neuron_accel.strategies.data_parallel",
-    "ModelParallelismPlugin": "neuron_accel.strategies.model_parallelism",
-    "SequenceParallelPlugin": "neuron_accel.strategies.sequence_parallel",
+    "DataParallelPlugin": "neuron_accel.strategies.data_parallel.plugin",
+    "ModelParallelismPlugin": "neuron_accel.strategies.model_parallelism.plugin",
+    "SequenceParallelPlugin": "neuron_accel.strategies.sequence_parallel.plugin",
     "Zero1Plugin": "neuron_accel.strategies.zero1",
     "NeuronSeq2SeqTrainer": "neuron_accel.trainer",
     "NeuronSeq2SeqTrainingArguments": "neuron_accel.trainer",

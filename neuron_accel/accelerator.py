@@ -19,39 +19,41 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DataLoaderConfiguration  # noqa: E402
 from torch import nn  # noqa: E402
 
-from neuron_accel.checkpoint.gather import full_gradients, full_state_dict  # noqa: E402
-from neuron_accel.checkpoint.session import Session  # noqa: E402
+from neuron_accel.checkpoint.state.full_state import full_gradients, full_state_dict  # noqa: E402
+from neuron_accel.checkpoint.state.session import Session  # noqa: E402
 from neuron_accel.data.loaders import prepare_data_loader, skip_first_batches  # noqa: E402
-from neuron_accel.data.split import share_of  # noqa: E402
-from neuron_accel.engine.config import RunConfig, load_config  # noqa: E402
-from neuron_accel.engine.errors import ConfigurationError, UsageError  # noqa: E402
-from neuron_accel.engine.explain import explain_model  # noqa: E402
-from neuron_accel.engine.initial import broadcast_tensors, state_tensors  # noqa: E402
-from neuron_accel.engine.optimizers import keep_promise  # noqa: E402
-from neuron_accel.engine.parameters import ParameterMap, rebind  # noqa: E402
-from neuron_accel.engine.partitions import PartitionLimit  # noqa: E402
-from neuron_accel.engine.placement import place  # noqa: E402
-from neuron_accel.engine.planner import make_plan  # noqa: E402
-from neuron_accel.engine.plugin import Claim, Phase, StrategyPlugin  # noqa: E402
-from neuron_accel.engine.preview import preview  # noqa: E402
-from neuron_accel.engine.registry import default_registry  # noqa: E402
-from neuron_accel.engine.run import PreparedModel, Run  # noqa: E402
-from neuron_accel.engine.start import agree_on_plan  # noqa: E402
-from neuron_accel.engine.whole import stepping_on_wholes  # noqa: E402
-from neuron_accel.lazy.collective import give_memory, origin_of  # noqa: E402
-from neuron_accel.loops import values  # noqa: E402
-from neuron_accel.loops.clipping import Clipping  # noqa: E402
-from neuron_accel.loops.items import ItemCount  # noqa: E402
-from neuron_accel.loops.looking import look, numbers, progress_bar  # noqa: E402
-from neuron_accel.loops.no_sync import NoSync  # noqa: E402
-from neuron_accel.loops.trial import folder, for_trial, is_trial, itself, no, nothing, steps_aside  # noqa: E402
-from neuron_accel.loops.uneven import even_batches_as, join_uneven_inputs  # noqa: E402
-from neuron_accel.neuron.planning import hardware_of_run  # noqa: E402
+from neuron_accel.engine.optim.full_parameter import stepping_on_wholes  # noqa: E402
+from neuron_accel.engine.optim.twin import keep_promise  # noqa: E402
+from neuron_accel.engine.plan.config import RunConfig, load_config  # noqa: E402
+from neuron_accel.engine.plan.explain import explain_model  # noqa: E402
+from neuron_accel.engine.plan.plan import agree_on_plan  # noqa: E402
+from neuron_accel.engine.plan.planner import make_plan  # noqa: E402
+from neuron_accel.engine.plan.plugin import Claim, Phase, StrategyPlugin  # noqa: E402
+from neuron_accel.engine.plan.registry import default_registry  # noqa: E402
+from neuron_accel.engine.runtime.preview import preview  # noqa: E402
+from neuron_accel.engine.runtime.replica_groups import PartitionLimit  # noqa: E402
+from neuron_accel.engine.runtime.run import PreparedModel, Run  # noqa: E402
+from neuron_accel.engine.runtime.tensors import (  # noqa: E402
+    broadcast_tensors,
+    place,
+    state_tensors,
+)
+from neuron_accel.engine.sharding.parameters import ParameterMap, rebind  # noqa: E402
+from neuron_accel.errors import ConfigurationError, UsageError  # noqa: E402
+from neuron_accel.lazy.filling import give_memory, origin_of  # noqa: E402
+from neuron_accel.loop import gather as values  # noqa: E402
+from neuron_accel.loop.deferred_values import look, numbers, progress_bar  # noqa: E402
+from neuron_accel.loop.gather import share_of  # noqa: E402
+from neuron_accel.loop.join import even_batches_as, join_uneven_inputs  # noqa: E402
+from neuron_accel.loop.no_sync import NoSync  # noqa: E402
+from neuron_accel.loop.precompile_mode import folder, for_trial, is_trial, itself, no, nothing, steps_aside  # noqa: E402
+from neuron_accel.loop.step import Clipping, ItemCount  # noqa: E402
+from neuron_accel.loop.wrappers import PreparedOptimizer, PreparedScheduler  # noqa: E402
+from neuron_accel.neuron.environment import hardware_of_run  # noqa: E402
 from neuron_accel.neuron.precision import lost_updates, settle_precision  # noqa: E402
-from neuron_accel.prepared import PreparedOptimizer, PreparedScheduler  # noqa: E402
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.plan import Plan
+    from neuron_accel.engine.plan.plan import Plan
 
 # What Accelerate offers instead of plugins. Silently ignored on some devices there, refused here.
 _REFUSED = {

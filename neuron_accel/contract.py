@@ -18,7 +18,16 @@ from neuron_accel.backends.autograd import (
 )
 from neuron_accel.backends.base import Backend, Group, Pending, Traffic, Transfer
 from neuron_accel.backends.randomness import RankRandomness
-from neuron_accel.engine.errors import (
+from neuron_accel.engine.optim.norms import GradientPart, clip_coefficient, global_norm, whole_gradients
+from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
+from neuron_accel.engine.plan.plan import Plan
+from neuron_accel.engine.plan.plugin import API_VERSION, Claim, Phase, PlanContext, PluginSpec, StrategyPlugin
+from neuron_accel.engine.plan.registry import register_plugin
+from neuron_accel.engine.runtime.run import PreparedModel, Run
+from neuron_accel.engine.sharding.layout import Cut, Layout, Piece, Segment
+from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
+from neuron_accel.engine.sharding.product_hooks import ProductHook, register_product_hook
+from neuron_accel.errors import (
     CheckpointError,
     CommunicationError,
     ConfigurationError,
@@ -32,24 +41,6 @@ from neuron_accel.engine.errors import (
     UsageError,
     did_you_mean,
 )
-from neuron_accel.engine.layout import Cut, Layout, Piece, Segment
-from neuron_accel.engine.mesh import Mesh
-from neuron_accel.engine.norms import GradientPart, clip_coefficient, global_norm, whole_gradients
-from neuron_accel.engine.parameters import ParameterMap, ParameterRecord
-from neuron_accel.engine.plan import Plan
-from neuron_accel.engine.plugin import (
-    API_VERSION,
-    AxisKind,
-    AxisSpec,
-    Claim,
-    Phase,
-    PlanContext,
-    PluginSpec,
-    StrategyPlugin,
-)
-from neuron_accel.engine.products import ProductHook, register_product_hook
-from neuron_accel.engine.registry import register_plugin
-from neuron_accel.engine.run import PreparedModel, Run
 
 __all__ = [
     "API_VERSION",

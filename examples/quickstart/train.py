@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from transformers.utils.logging import disable_progress_bar
 
 from neuron_accel import NeuronAccelerator, NeuronAccelError
-from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 
 
 def train(accelerator, model, optimizer, loader, scheduler, progress) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from neuron_accel.engine.errors import CommunicationError
+from neuron_accel.errors import CommunicationError
 
 # torch raises RuntimeError for a lost peer and for a wrong argument alike; only the text tells them apart
 _LOST = re.compile(

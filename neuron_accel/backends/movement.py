@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from neuron_accel.backends.base import ReduceOp
-from neuron_accel.engine.errors import LayoutError
+from neuron_accel.errors import LayoutError
 
 # dtypes that gloo carries under their own name; others travel as the bytes they are
 _CARRIED = {

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from neuron_accel.backends.failures import reported
-from neuron_accel.engine.errors import UsageError
+from neuron_accel.errors import UsageError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a collective may wait for a peer that lives: one rank may prepare data while the others wait. A peer that

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Literal, Protocol
 
 from neuron_accel.backends.base import Backend
-from neuron_accel.engine.errors import ConfigurationError, UsageError, did_you_mean
+from neuron_accel.errors import ConfigurationError, UsageError, did_you_mean
 
 BackendName = Literal["torch", "xla"]
 NeuronFlavour = Literal["native", "xla"]

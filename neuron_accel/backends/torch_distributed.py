@@ -21,11 +21,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from neuron_accel.backends import payload, process_group
-from neuron_accel.backends.base import Backend, Done, Group, Pending, ReduceOp
+from neuron_accel.backends.base import Backend, Board, Done, Group, Pending, ReduceOp, StoreBoard
 from neuron_accel.backends.failures import reported
 from neuron_accel.backends.movement import Flat, join_chunks, normalize_dim, reduce_rows, split_chunks, sum_rows_into
-from neuron_accel.backends.observation import Board, StoreBoard
-from neuron_accel.engine.errors import UsageError
+from neuron_accel.errors import UsageError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # dtypes that gloo itself sums the way we want it; everything else goes through a local reduction by torch

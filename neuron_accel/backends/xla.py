@@ -19,12 +19,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from neuron_accel.backends.base import Backend, Done, Group, Pending, ReduceOp
+from neuron_accel.backends.base import Backend, Board, Done, Group, Pending, ReduceOp
 from neuron_accel.backends.movement import normalize_dim, reduce_rows, split_chunks
-from neuron_accel.backends.observation import Board
 from neuron_accel.backends.randomness import XlaGenerator
 from neuron_accel.backends.xla_channel import MEETING, Alone, HostChannel, ProcessChannel, ThreadChannel
-from neuron_accel.engine.errors import UsageError
+from neuron_accel.errors import UsageError
 
 _OPS = ("sum", "max", "min")
 

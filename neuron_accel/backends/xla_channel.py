@@ -17,9 +17,8 @@ from datetime import timedelta
 from typing import Any
 
 from neuron_accel.backends import payload
-from neuron_accel.backends.base import Group
-from neuron_accel.backends.observation import Board, LocalBoard, StoreBoard
-from neuron_accel.engine.errors import CommunicationError
+from neuron_accel.backends.base import Board, Group, LocalBoard, StoreBoard
+from neuron_accel.errors import CommunicationError
 
 COMPILE_TIMEOUT_S = 300.0
 

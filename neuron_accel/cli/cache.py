@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from neuron_accel.cli.table import format_pairs, format_table
-from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.cli.terminal import format_pairs, format_table
+from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import CompileCache, location_of
 from neuron_accel.neuron.cache_remote import RemoteEntry, is_remote, refusal_to_prune, remote_entries
 from neuron_accel.neuron.cache_store import (

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from neuron_accel.cli.progress import Bar
+from neuron_accel.cli.terminal import Bar
 
 SUMMARY = "turn a sharded checkpoint into a standard model folder"
 DESCRIPTION = """\
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from neuron_accel.checkpoint.consolidate import consolidate, parse_size
+    from neuron_accel.checkpoint.tools.consolidate import consolidate, parse_size
 
     with Bar(sys.stderr, hidden=args.quiet) as bar:
         paths = consolidate(

@@ -25,7 +25,7 @@ from neuron_accel.cli.escalation import Escalation, signal_ranks
 from neuron_accel.cli.failures import RankFailure
 from neuron_accel.cli.heartbeat import Heartbeat
 from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, LaunchPlan
-from neuron_accel.engine.errors import CommunicationError
+from neuron_accel.errors import CommunicationError
 
 TERMINAL = ""
 """The elastic agent's word for a stream that is not redirected."""

@@ -14,9 +14,9 @@ from typing import Any
 
 from neuron_accel.backends.select import Machine, choose, neuron_flavour
 from neuron_accel.cli.host import count_cores, count_neuron_devices, memory_bytes
-from neuron_accel.cli.table import format_pairs
-from neuron_accel.engine.errors import ConfigurationError
-from neuron_accel.engine.registry import Registry
+from neuron_accel.cli.terminal import format_pairs
+from neuron_accel.engine.plan.registry import Registry
+from neuron_accel.errors import ConfigurationError
 
 SUMMARY = "show what to paste into a bug report"
 DESCRIPTION = """\

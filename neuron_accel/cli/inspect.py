@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from neuron_accel.cli.table import format_pairs, format_table
+from neuron_accel.cli.terminal import format_pairs, format_table
 
 SUMMARY = "show what a checkpoint holds"
 DESCRIPTION = """\
@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from neuron_accel.checkpoint.consolidate import checkpoint_folder
-    from neuron_accel.checkpoint.report import inspect
+    from neuron_accel.checkpoint.tools.consolidate import checkpoint_folder
+    from neuron_accel.checkpoint.tools.report import inspect
 
     report = inspect(checkpoint_folder(args.checkpoint_dir))
     print(json.dumps(report, indent=2) if args.json else format_report(report, everything=args.all))

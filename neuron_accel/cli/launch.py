@@ -19,7 +19,7 @@ from neuron_accel.backends.select import Machine, choose
 from neuron_accel.cli.failures import describe, first_failure, signal_name
 from neuron_accel.cli.host import Host, count_cores, find_loopback, kernel_version
 from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, LaunchPlan, LaunchRequest, check_request, plan_launch
-from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import CompileCache, is_s3, location_of
 from neuron_accel.neuron.cache_store import register_job
 from neuron_accel.neuron.instances import detect_instance

@@ -21,7 +21,7 @@ from neuron_accel.cli import (
     smoke_test,
     verify,
 )
-from neuron_accel.engine.errors import NeuronAccelError
+from neuron_accel.errors import NeuronAccelError
 
 COMMANDS = {
     "launch": launch,

@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-from neuron_accel.engine.errors import UsageError
-from neuron_accel.engine.registry import Registry
+from neuron_accel.engine.plan.registry import Registry
+from neuron_accel.errors import UsageError
 
 SUMMARY = "write a package with a strategy plugin of your own"
 DESCRIPTION = """\

@@ -8,10 +8,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from neuron_accel.cli.table import format_table
-from neuron_accel.engine.errors import NeuronAccelError
-from neuron_accel.engine.plugin import StrategyPlugin
-from neuron_accel.engine.registry import PluginEntry, Registry
+from neuron_accel.cli.terminal import format_table
+from neuron_accel.engine.plan.plugin import StrategyPlugin
+from neuron_accel.engine.plan.registry import PluginEntry, Registry
+from neuron_accel.errors import NeuronAccelError
 
 SUMMARY = "list the strategies that are installed"
 DESCRIPTION = """\

@@ -9,12 +9,12 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from neuron_accel.cli.table import format_pairs
-from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.cli.terminal import format_pairs
+from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import CompileCache, location_of
 from neuron_accel.neuron.compiler import CompilerOptions
 from neuron_accel.neuron.environment import compile_settings
-from neuron_accel.neuron.settings import Setting
+from neuron_accel.neuron.variables import Setting
 
 TOOL = "neuron_parallel_compile"
 STEPS_VARIABLE = "NEURON_ACCEL_PRECOMPILE_STEPS"

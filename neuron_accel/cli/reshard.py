@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuron_accel.cli.progress import Bar
+from neuron_accel.cli.terminal import Bar
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from neuron_accel.engine.layout import Layout
+    from neuron_accel.engine.sharding.layout import Layout
 
 SUMMARY = "divide a checkpoint for another mesh, optimizer included"
 DESCRIPTION = """\
@@ -40,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from neuron_accel.checkpoint.consolidate import checkpoint_folder
-    from neuron_accel.checkpoint.reshard import Division, reshard
-    from neuron_accel.engine.errors import ConfigurationError
+    from neuron_accel.checkpoint.tools.consolidate import checkpoint_folder
+    from neuron_accel.checkpoint.tools.reshard import Division, reshard
+    from neuron_accel.errors import ConfigurationError
 
     tp, pp, dp = args.tensor_parallel, args.pipeline_parallel, args.data_parallel
     if min(tp, pp, dp, args.virtual_stages) < 1:
@@ -71,7 +71,7 @@ def model_of(folder: Path) -> nn.Module:
     Raises:
         ConfigurationError: if there is no configuration to build it from.
     """
-    from neuron_accel.engine.errors import ConfigurationError
+    from neuron_accel.errors import ConfigurationError
 
     if not (folder / "config.json").is_file():
         raise ConfigurationError(
@@ -90,7 +90,7 @@ def model_of(folder: Path) -> nn.Module:
 def layouts_of(model: nn.Module, degree: int) -> dict[str, Layout]:
     """How tensor parallelism lays out a model, by FQN."""
     from neuron_accel.models.architecture import architecture_of, join
-    from neuron_accel.strategies.tensor_parallel.division import divide
+    from neuron_accel.strategies.tensor_parallel.shard_plan import divide
 
     return {
         join(division.fqn, name): layout

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from neuron_accel.strategies.pipeline.actions import Kind
-from neuron_accel.strategies.pipeline.picture import summary, svg, text
-from neuron_accel.strategies.pipeline.schedules import SCHEDULES, make_schedule
-from neuron_accel.strategies.pipeline.timeline import make_timeline
+from neuron_accel.cli.schedule_chart import make_timeline, summary, svg, text
+from neuron_accel.strategies.pipeline.schedules import SCHEDULES, Kind, make_schedule
 
 SUMMARY = "draw a pipeline schedule"
 DESCRIPTION = """\

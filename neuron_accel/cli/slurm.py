@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from neuron_accel.cli.launch_plan import DEFAULT_MASTER_PORT, LaunchPlan
-from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 
 TEMPLATE = """\
 #!/bin/bash

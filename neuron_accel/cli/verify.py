@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from neuron_accel.checkpoint.consolidate import checkpoint_folder
-    from neuron_accel.checkpoint.report import verify
+    from neuron_accel.checkpoint.tools.consolidate import checkpoint_folder
+    from neuron_accel.checkpoint.tools.report import verify
 
     folder = checkpoint_folder(args.checkpoint_dir)
     wrong = verify(folder, (lambda path: print(path, flush=True)) if args.verbose else (lambda path: None))

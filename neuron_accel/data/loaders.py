@@ -15,10 +15,10 @@ from neuron_accel.data.fixed_rows import with_fixed_rows
 from neuron_accel.data.position import positioned, samples_at_once
 from neuron_accel.data.shared import share, sharing_group
 from neuron_accel.data.streams import count_stream, counted
-from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.run import Run
+    from neuron_accel.engine.runtime.run import Run
 
 
 def prepare_data_loader(loader: DataLoader, run: Run, **options: Any) -> DataLoader:

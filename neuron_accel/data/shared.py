@@ -17,11 +17,11 @@ from accelerate.utils import initialize_tensors
 from torch.utils._pytree import tree_leaves
 
 from neuron_accel.data.fixed_rows import has_fixed_rows
-from neuron_accel.engine.errors import DesyncError
+from neuron_accel.errors import DesyncError
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Group
-    from neuron_accel.engine.run import Run
+    from neuron_accel.engine.runtime.run import Run
 
 
 def sharing_group(run: Run) -> Group:

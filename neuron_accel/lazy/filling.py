@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from neuron_accel.engine.errors import ConfigurationError, LayoutError, UsageError
-from neuron_accel.engine.layout import Layout
-from neuron_accel.engine.parameters import ParameterMap
-from neuron_accel.lazy.boxes import Boxes
+from neuron_accel.engine.runtime.run import agreed
+from neuron_accel.engine.sharding.layout import Layout
+from neuron_accel.engine.sharding.parameters import ParameterMap
+from neuron_accel.errors import ConfigurationError, LayoutError, UsageError
 from neuron_accel.lazy.mapped import Reader
 from neuron_accel.lazy.recording import Recording, View
 from neuron_accel.lazy.replay import replay, tensor_of
+from neuron_accel.lazy.slices import Boxes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
+
 
 MARK = "_neuron_accel_recording"
 """The attribute in which a module keeps, by name, the recordings of its parameters and buffers."""
@@ -228,3 +236,39 @@ def _present(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
 def _put(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     owner, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(owner), attribute, tensor)
+
+
+# ---- Models without memory in a run of several ranks -----------------------------------------------------------------
+def origin_of(model: nn.Module, run: Run) -> Origin | None:
+    """Where the tensors of a model without memory come from, asked before anything of it is rewritten; None if all have
+    memory.
+
+    Raises:
+        ConfigurationError: if it was built for other numbers of ranks than there are.
+    """
+    origin = Origin.of(model)
+    if origin is not None:
+        origin.check_degrees({axis.name: axis.degree for axis in run.mesh.axes})
+    return origin
+
+
+def give_memory(origin: Origin, record: PreparedModel, run: Run) -> Filled:
+    """Gives a model, rewritten by now, this rank's share of its weights, or room for it where a plugin names a
+    checkpoint that is loaded next. Collective.
+
+    Raises:
+        UsageError: on every rank, for a tensor of which nothing is known.
+        CheckpointError: on every rank, if a file cannot be read, or has changed.
+    """
+    loaded_next = len(run.models) == 1 and any(p.initial_weights() is not None for p in run.plan.plugins)
+    _share_states(origin, run)
+    return agreed(run, lambda: origin.fill(record.module, record.parameters, run.coordinates, values=not loaded_next))
+
+
+def _share_states(origin: Origin, run: Run) -> None:
+    """Lets every rank draw what the first one would have drawn, as if that had handed out its weights."""
+    if run.world.size == 1:
+        return
+    for recording in origin.recordings:
+        states = run.backend.broadcast_object([state.numpy().tobytes() for state in recording.states], run.world)
+        recording.states[:] = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from neuron_accel.engine.errors import CheckpointError
+from neuron_accel.errors import CheckpointError
 
 Box = tuple[tuple[int, int], ...]
 """Start and stop along every dim."""

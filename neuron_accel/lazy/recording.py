@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from neuron_accel.engine.errors import UsageError
+from neuron_accel.errors import UsageError
 from neuron_accel.lazy.mapped import MappedTensor
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from neuron_accel.engine.errors import UsageError
+from neuron_accel.errors import UsageError
 from neuron_accel.lazy.mapped import Reader
 from neuron_accel.lazy.recording import Call, Recording, View, exchanged
 

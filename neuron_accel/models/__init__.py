@@ -6,12 +6,11 @@ An :class:`ArchitecturePlan` describes a family; :func:`architecture_of` binds i
 from __future__ import annotations
 
 from neuron_accel.models.architecture import Architecture, architecture_of
-from neuron_accel.models.catalog import known_model_types, plan_for
-from neuron_accel.models.given import given_architecture
+from neuron_accel.models.catalog import known_model_types, plan_for, register_tensor_parallel_plan, registered_plans
 from neuron_accel.models.plan import ArchitecturePlan, Style, colwise, divided, rowwise, shared, spanning
-from neuron_accel.models.registered import register_tensor_parallel_plan, registered_plans
 from neuron_accel.models.support import SupportReport
 from neuron_accel.models.upstream import upstream_plan
+from neuron_accel.models.user_plan import given_architecture
 
 __all__ = [
     "Architecture",

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from neuron_accel.engine.errors import UnsupportedModelError, did_you_mean
+from neuron_accel.errors import UnsupportedModelError, did_you_mean
 from neuron_accel.models.catalog import known_model_types, plan_for
 from neuron_accel.models.plan import ArchitecturePlan, named_modules
 from neuron_accel.models.upstream import upstream_plan

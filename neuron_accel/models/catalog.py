@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from neuron_accel.errors import ConfigurationError
 from neuron_accel.models.bart import BART, BIOGPT, MBART, XGLM
 from neuron_accel.models.bert import (
     BERT,
@@ -12,16 +19,11 @@ from neuron_accel.models.bert import (
     ROBERTA_NORM_FIRST,
     XLM_ROBERTA_XL,
 )
-from neuron_accel.models.gpt2 import GPT2, OPENAI_GPT
-from neuron_accel.models.gpt_neo import GPT_NEO
+from neuron_accel.models.gpt import CODEGEN, GPT2, GPT_NEO, GPTJ, MPT, OPENAI_GPT, OPT
 from neuron_accel.models.gpt_neox import BLOOM, FALCON, GPT_BIGCODE, GPT_NEOX, PERSIMMON
-from neuron_accel.models.gptj import CODEGEN, GPTJ
 from neuron_accel.models.hybrid import AFMOE, BAMBA, GRANITE_HYBRID, JAMBA, LFM2_MOE
 from neuron_accel.models.llama import BITNET, DIFFLLAMA, GPT_OSS, HUNYUAN, LFM2, LLAMA, QWEN3, STABLELM
-from neuron_accel.models.mpt import MPT
-from neuron_accel.models.opt import OPT
 from neuron_accel.models.plan import ArchitecturePlan
-from neuron_accel.models.registered import registered_plans
 
 _PLANS = (
     AFMOE, BAMBA, BART, BERT, BIOGPT, BITNET, BLOOM, CODEGEN, DIFFLLAMA, ELECTRA, FALCON, GPT2, GPTJ, GPT_BIGCODE,
@@ -41,3 +43,93 @@ def plan_for(model_type: str) -> ArchitecturePlan | None:
     if registered is not None:
         return registered
     return next((plan for plan in _PLANS if model_type in plan.model_types), None)
+
+
+# ---- Plans that users register, for their own modules or for families ------------------------------------------------
+@dataclass
+class RegisteredPlans:
+    """What was registered in this process.
+
+    Args:
+        of_classes: plans in words (:func:`~neuron_accel.models.given_architecture`) of classes of modules.
+        of_types: plans in words of families, by ``config.model_type``.
+        families: whole descriptions of families, by ``config.model_type``.
+    """
+
+    of_classes: dict[type[nn.Module], dict[str, str]] = field(default_factory=dict)
+    of_types: dict[str, dict[str, str]] = field(default_factory=dict)
+    families: dict[str, ArchitecturePlan] = field(default_factory=dict)
+
+    def find(self, model: nn.Module) -> dict[str, str] | None:
+        """The plan in words of a model, or of a module in it: the patterns are relative to ``model`` then."""
+        for name, module in model.named_modules():
+            plan = next((self.of_classes[cls] for cls in type(module).__mro__ if cls in self.of_classes), None)
+            if plan is None and self.of_types:
+                plan = self.of_types.get(getattr(getattr(module, "config", None), "model_type", None) or "")
+            if plan is not None:
+                return {f"{name}.{pattern}" if name else pattern: style for pattern, style in plan.items()}
+        return None
+
+
+@functools.cache
+def registered_plans() -> RegisteredPlans:
+    """The plans registered in this process; the one object that is shared, because that is what registering means."""
+    return RegisteredPlans()
+
+
+def register_tensor_parallel_plan(
+    target: type[nn.Module] | str, plan: Mapping[str, str] | ArchitecturePlan, *, override: bool = False
+) -> None:
+    """Makes known how models of a class or family are divided, wherever one is prepared in this process.
+
+    Every rank registers the same.
+
+    Args:
+        target: a class of modules, subclasses included, or a family (``config.model_type``). A module of the class may
+            be part of the model that is prepared.
+        plan: in words: FQN patterns relative to the module, and what becomes of what they name, as for
+            ``ModelParallelismPlugin(tensor_parallel_plan=...)``; or, for a family, a whole
+            :class:`~neuron_accel.models.ArchitecturePlan`, with which vocabulary and sequence are divided, too.
+        override: whether it may take the place of one that is registered, or built in, already.
+
+    Raises:
+        ConfigurationError: if the target is neither, or has a plan already.
+
+    Example::
+
+        register_tensor_parallel_plan(MyBlock, {"fc1": "colwise", "fc2": "rowwise"})
+    """
+    plans = registered_plans()
+    whole = isinstance(plan, ArchitecturePlan)
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        if whole:
+            raise _wrong(target, "a whole ArchitecturePlan describes a family", "give the model_type of its config")
+        _check_new(target in plans.of_classes, target.__name__, override)
+        plans.of_classes[target] = dict(plan)  # type: ignore[arg-type]
+    elif isinstance(target, str) and target:
+        known = plan_for(target) is not None or target in plans.of_types
+        _check_new(known, target, override)
+        plans.of_types.pop(target, None)
+        plans.families.pop(target, None)
+        if whole:
+            plans.families[target] = replace(plan, model_types=(target,))  # type: ignore[type-var]
+        else:
+            plans.of_types[target] = dict(plan)  # type: ignore[arg-type]
+    else:
+        raise _wrong(target, "a plan is that of a class of modules or of a family", "give a class or a model_type")
+
+
+def _check_new(known: bool, name: str, override: bool) -> None:
+    if known and not override:
+        raise ConfigurationError(
+            f"There is a plan for {name!r} already.",
+            where="register_tensor_parallel_plan",
+            why="models that rely on it would be divided in another way",
+            fix="pass override=True if that is meant",
+        )
+
+
+def _wrong(target: object, why: str, fix: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{target!r} cannot have this plan.", where="register_tensor_parallel_plan", why=why, fix=fix
+    )

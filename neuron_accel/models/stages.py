@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from neuron_accel.engine.errors import UnsupportedModelError
+from neuron_accel.errors import UnsupportedModelError
 from neuron_accel.models.architecture import family_inside, join
 from neuron_accel.models.catalog import plan_for
 

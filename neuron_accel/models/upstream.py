@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from neuron_accel.engine.errors import UnsupportedModelError
+from neuron_accel.errors import UnsupportedModelError
 from neuron_accel.models.delta import DeltaForm, delta_form
 from neuron_accel.models.llama import AUXILIARY
 from neuron_accel.models.plan import (

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron import flags
 from neuron_accel.neuron.flags import VARIABLE, Flag
 from neuron_accel.neuron.quantities import parse_duration, parse_size

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from neuron_accel.engine.errors import ConfigurationError, UsageError
+from neuron_accel.errors import ConfigurationError, UsageError
 from neuron_accel.neuron.cache import check_location, is_s3
 
 EXTRA = "neuron-accel[s3]"

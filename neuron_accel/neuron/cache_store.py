@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from neuron_accel.engine.errors import ConfigurationError, UsageError
+from neuron_accel.errors import ConfigurationError, UsageError
 
 OWN_FOLDER = ".neuron_accel"
 """Of this project, in a cache: registered jobs, the lock of evictions, and what is on its way out."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron import flags
 from neuron_accel.neuron.flags import VALUES, VARIABLE, Flag
 

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 
 VARIABLE = "NEURON_CC_FLAGS"
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from neuron_accel.engine.errors import ConfigurationError, did_you_mean
-from neuron_accel.engine.hardware import Hardware
+from neuron_accel.engine.plan.hardware import Hardware
+from neuron_accel.errors import ConfigurationError, did_you_mean
 
 PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
 """Where instances of EC2 (Nitro) say what they are."""

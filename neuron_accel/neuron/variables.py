@@ -1,9 +1,4 @@
-"""Environment variables that decide how training runs on Neuron: what each means, and which values it can have.
-
-Sources: the SDK's pages on PyTorch environment variables and on configuring the runtime, its release notes, and the
-scripts of aws-neuron-samples. What is set wrongly is refused; what does nothing any more, or means something else than
-its name suggests, is remarked upon.
-"""
+"""An environment variable and its reason."""
 
 from __future__ import annotations
 
@@ -12,8 +7,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from neuron_accel.engine.errors import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """An environment variable that the ranks get, and why. Only a ``binding`` one replaces what is set already."""
+
+    name: str
+    value: str
+    why: str
+    binding: bool = False
+
+
+# ---- Environment variables that decide how training runs on Neuron: what each means, and which values it can have ----
+# Sources: the SDK's pages on PyTorch environment variables and on configuring the runtime, its release notes, and the
+# scripts of aws-neuron-samples. What is set wrongly is refused; what does nothing any more, or means something else
+# than its name suggests, is remarked upon.
 Way = Literal["xla", "native", "both"]
 Check = Callable[[str], "str | None"]
 

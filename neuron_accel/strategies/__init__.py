@@ -1,0 +1,1 @@
+"""What to do: one package for each strategy."""

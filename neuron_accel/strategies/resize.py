@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from neuron_accel.engine.assembly import full_tensor
-from neuron_accel.engine.errors import UnsupportedModelError
-from neuron_accel.engine.layout import Layout
-from neuron_accel.engine.parameters import ParameterMap, ParameterRecord
+from neuron_accel.engine.runtime.tensors import full_tensor
+from neuron_accel.engine.sharding.layout import Layout
+from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
+from neuron_accel.errors import UnsupportedModelError
 from neuron_accel.models.architecture import family_inside, join
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.run import Run
+    from neuron_accel.engine.runtime.run import Run
 
 
 @dataclass

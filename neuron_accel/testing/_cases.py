@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_accel.engine.plugin import StrategyPlugin
+from neuron_accel.engine.plan.plugin import StrategyPlugin
 from neuron_accel.testing.parity import Batch, Training, loader_of, loss_of
 from neuron_accel.testing.xla_ranks import one_at_a_time
 
@@ -135,9 +135,9 @@ def train_and_leave(case: Case) -> None:
 
 def fingerprint(plugins: Sequence[StrategyPlugin], world_size: int) -> str:
     """Of the plan for these plugins; or the error, as text."""
-    from neuron_accel.engine.errors import NeuronAccelError
-    from neuron_accel.engine.planner import make_plan
-    from neuron_accel.engine.registry import default_registry
+    from neuron_accel.engine.plan.planner import make_plan
+    from neuron_accel.engine.plan.registry import default_registry
+    from neuron_accel.errors import NeuronAccelError
 
     registry = default_registry()
     try:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from neuron_accel.engine.plugin import StrategyPlugin
+from neuron_accel.engine.plan.plugin import StrategyPlugin
 from neuron_accel.testing.parity import axes_of
 
 MOST_RANKS = 4

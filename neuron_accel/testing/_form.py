@@ -15,11 +15,10 @@ from typing import Any
 import torch
 import yaml
 
-from neuron_accel.engine.config import load_config, to_config
-from neuron_accel.engine.contract import check_contract
-from neuron_accel.engine.errors import NeuronAccelError, PluginError
-from neuron_accel.engine.plugin import Claim, StrategyPlugin
-from neuron_accel.engine.registry import default_registry
+from neuron_accel.engine.plan.config import load_config, to_config
+from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin, check_contract
+from neuron_accel.engine.plan.registry import default_registry
+from neuron_accel.errors import NeuronAccelError, PluginError
 from neuron_accel.testing._cases import fingerprint
 from neuron_accel.testing.ranks import run_ranks
 
@@ -182,7 +181,7 @@ def _world(plugins: Sequence[StrategyPlugin]) -> dict[str, Any]:
 def consolidation_problems(folder: str, weights: Mapping[str, torch.Tensor], output: Path) -> list[str]:
     from safetensors.torch import load_file
 
-    from neuron_accel.checkpoint.consolidate import consolidate
+    from neuron_accel.checkpoint.tools.consolidate import consolidate
 
     found: dict[str, torch.Tensor] = {}
     for path in consolidate(Path(folder), output / "model"):

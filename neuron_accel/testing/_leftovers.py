@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_accel.engine.plugin import StrategyPlugin
+from neuron_accel.engine.plan.plugin import StrategyPlugin
 from neuron_accel.testing._cases import Case, Trainee
 
 _HOOKS = (

@@ -24,13 +24,13 @@ MODULES = (
     "neuron_accel.testing._rank",
     "neuron_accel.backends.torch_distributed",
     "neuron_accel.backends.autograd",
-    "neuron_accel.engine.plan",
-    "neuron_accel.engine.run",
+    "neuron_accel.engine.plan.plan",
+    "neuron_accel.engine.runtime.run",
     "neuron_accel.accelerator",
-    "neuron_accel.strategies.data_parallel",
+    "neuron_accel.strategies.data_parallel.plugin",
     "neuron_accel.strategies.zero1",
-    "neuron_accel.strategies.model_parallelism",
-    "neuron_accel.strategies.sequence_parallel",
+    "neuron_accel.strategies.model_parallelism.plugin",
+    "neuron_accel.strategies.sequence_parallel.plugin",
 )
 
 # Thread pools are sized when the libraries are loaded: one thread per rank, or ranks fight over the cores.

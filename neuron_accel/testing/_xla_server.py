@@ -24,10 +24,10 @@ MODULES = (
     "transformers.models.gpt2.modeling_gpt2",
     "neuron_accel.accelerator",
     "neuron_accel.backends.xla",
-    "neuron_accel.strategies.data_parallel",
+    "neuron_accel.strategies.data_parallel.plugin",
     "neuron_accel.strategies.zero1",
-    "neuron_accel.strategies.model_parallelism",
-    "neuron_accel.strategies.sequence_parallel",
+    "neuron_accel.strategies.model_parallelism.plugin",
+    "neuron_accel.strategies.sequence_parallel.plugin",
     "neuron_accel.testing._xla_process",
 )
 

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from neuron_accel.backends.select import Machine
-from neuron_accel.engine.errors import CommunicationError, PlanError, UnsupportedModelError
-from neuron_accel.engine.plugin import StrategyPlugin
+from neuron_accel.engine.plan.plugin import StrategyPlugin
+from neuron_accel.errors import CommunicationError, PlanError, UnsupportedModelError
 from neuron_accel.testing import _cases, _form, _opting_out
 from neuron_accel.testing._compositions import COMPOSITIONS, Composition
 from neuron_accel.testing.parity import Batch, Tolerance, Trace, Training, compare, train_alone, train_on_rank

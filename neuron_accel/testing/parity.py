@@ -17,9 +17,10 @@ import torch
 import torch.utils.data
 from torch import nn
 
-from neuron_accel.engine.config import load_config
-from neuron_accel.engine.errors import UsageError
-from neuron_accel.engine.plugin import AxisSpec, StrategyPlugin
+from neuron_accel.engine.plan.config import load_config
+from neuron_accel.engine.plan.mesh import AxisSpec
+from neuron_accel.engine.plan.plugin import StrategyPlugin
+from neuron_accel.errors import UsageError
 from neuron_accel.testing.ranks import run_ranks
 
 Batch = Mapping[str, torch.Tensor]

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from neuron_accel.engine.errors import CommunicationError, UsageError
+from neuron_accel.errors import CommunicationError, UsageError
 from neuron_accel.testing import _rank
 
 _TAIL = 20_000  # characters of a rank's output that an error carries

@@ -31,7 +31,7 @@ from typing import Any
 
 from neuron_accel.backends.select import Machine
 from neuron_accel.backends.xla_channel import MEETING
-from neuron_accel.engine.errors import UsageError
+from neuron_accel.errors import UsageError
 from neuron_accel.testing._rank import STACK_SIGNAL
 from neuron_accel.testing._xla_process import XlaTask
 from neuron_accel.testing.ranks import RankExit, RanksError, RankTimeout

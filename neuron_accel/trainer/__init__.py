@@ -12,8 +12,7 @@ from neuron_accel.trainer.arguments import (
     NeuronTrainingArguments,
     StrategyArguments,
 )
-from neuron_accel.trainer.mixin import NeuronTrainerMixin
-from neuron_accel.trainer.trainers import NeuronSeq2SeqTrainer, NeuronTrainer
+from neuron_accel.trainer.mixin import NeuronSeq2SeqTrainer, NeuronTrainer, NeuronTrainerMixin
 
 __all__ = [
     "NeuronSeq2SeqTrainer",

@@ -11,7 +11,7 @@ from torch import nn
 from neuron_accel.accelerator import NeuronAccelerator  # isort: skip  # first: it settles which device Accelerate uses
 from accelerate.utils import recursively_apply, release_memory, send_to_device
 
-from neuron_accel.checkpoint.load import load_weights, refresh_masters
+from neuron_accel.checkpoint.state.load import load_weights, refresh_masters
 
 
 class TrainersAccelerator(NeuronAccelerator):

@@ -14,14 +14,14 @@ settle(os.environ)
 from transformers import Seq2SeqTrainingArguments, TrainingArguments  # noqa: E402
 from transformers.training_args import OptimizerNames  # noqa: E402
 
-from neuron_accel.engine.config import load_config  # noqa: E402
-from neuron_accel.engine.errors import ConfigurationError, PlanError  # noqa: E402
-from neuron_accel.engine.planner import make_plan  # noqa: E402
-from neuron_accel.engine.plugin import Claim, StrategyPlugin  # noqa: E402
-from neuron_accel.engine.registry import default_registry  # noqa: E402
+from neuron_accel.engine.plan.config import load_config  # noqa: E402
+from neuron_accel.engine.plan.planner import make_plan  # noqa: E402
+from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin  # noqa: E402
+from neuron_accel.engine.plan.registry import default_registry  # noqa: E402
+from neuron_accel.errors import ConfigurationError, PlanError  # noqa: E402
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.plan import Plan
+    from neuron_accel.engine.plan.plan import Plan
 
 _OF_THE_TRAINER = {
     "mixed_precision": "bf16 or fp16",
@@ -107,8 +107,8 @@ class StrategyArguments:
         Raises:
             ConfigurationError: if the file or a name in it is wrong, or sets what an argument sets.
         """
-        from neuron_accel.strategies.model_parallelism import ModelParallelismPlugin
-        from neuron_accel.strategies.sequence_parallel import SequenceParallelPlugin
+        from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin
+        from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin
         from neuron_accel.strategies.zero1 import Zero1Plugin
 
         wanted: list[StrategyPlugin] = []

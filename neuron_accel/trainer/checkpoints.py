@@ -11,12 +11,12 @@ import torch
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from neuron_accel.checkpoint.agreement import agreed
-from neuron_accel.checkpoint.consolidate import consolidate
-from neuron_accel.checkpoint.index import is_pretrained
-from neuron_accel.checkpoint.manifest import has_manifest
-from neuron_accel.checkpoint.randomness import random_state, set_random_state
-from neuron_accel.engine.errors import CheckpointError
+from neuron_accel.checkpoint.format.index import is_pretrained
+from neuron_accel.checkpoint.format.manifest import has_manifest
+from neuron_accel.checkpoint.state.training import random_state, set_random_state
+from neuron_accel.checkpoint.tools.consolidate import consolidate
+from neuron_accel.engine.runtime.run import agreed
+from neuron_accel.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,10 +13,11 @@ from neuron_accel.trainer.accelerator import TrainersAccelerator  # isort: skip 
 import torch
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch import nn
+from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from neuron_accel.engine.errors import ConfigurationError, UsageError
-from neuron_accel.engine.plugin import Claim
+from neuron_accel.engine.plan.plugin import Claim
+from neuron_accel.errors import ConfigurationError, UsageError
 from neuron_accel.trainer.arguments import StrategyArguments
 from neuron_accel.trainer.checkpoints import Checkpointing
 from neuron_accel.trainer.graphs import OneGraph
@@ -25,6 +26,7 @@ from neuron_accel.trainer.search import Searching
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
+
 
 _OF_A_LOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 
@@ -197,3 +199,12 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         outputs = model(**inputs)
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         return (loss, outputs) if return_outputs else loss
+
+
+# ---- Trainers of transformers that train by strategies ---------------------------------------------------------------
+class NeuronTrainer(NeuronTrainerMixin, Trainer):
+    """transformers' ``Trainer``, by the strategies that its :class:`NeuronTrainingArguments` name."""
+
+
+class NeuronSeq2SeqTrainer(NeuronTrainerMixin, Seq2SeqTrainer):
+    """transformers' ``Seq2SeqTrainer``, by the strategies that its :class:`NeuronSeq2SeqTrainingArguments` name."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_accel.engine.errors import UnsupportedModelError, UsageError
+from neuron_accel.errors import UnsupportedModelError, UsageError
 
 IGNORED = -100
 """The label that counts nothing."""

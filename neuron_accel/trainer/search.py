@@ -13,7 +13,7 @@ from transformers.hyperparameter_search import (
 )
 from transformers.trainer_utils import BestRun, HPSearchBackend, default_compute_objective
 
-from neuron_accel.engine.errors import UsageError
+from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.trainer.accelerator import TrainersAccelerator

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from neuron_accel.engine.errors import NeuronAccelError
-from neuron_accel.engine.plugin import Claim, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.engine.plan.plugin import Claim, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.errors import NeuronAccelError
 from neuron_accel.testing import RanksError, run_ranks
-from tests.distributed.loops_support import TP2, adamw, forward, model
+from tests.distributed.loop.loops_support import TP2, adamw, forward, model
 from tests.distributed.models import gpt2, llama, token_batches
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from neuron_accel.cli.main import build_parser, main
-from neuron_accel.engine.config import load_config
+from neuron_accel.engine.plan.config import load_config
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])

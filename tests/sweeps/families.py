@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from neuron_accel.models import architecture_of
-from neuron_accel.strategies.tensor_parallel.division import divide
+from neuron_accel.strategies.tensor_parallel.shard_plan import divide
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.parity import Tolerance, Trace, Training, compare, train_alone, train_on_rank
 from tests.sweeps.tiny import VOCABULARY, causal_families, tiny_model

@@ -7,7 +7,8 @@ from dataclasses import field, make_dataclass
 from functools import partial
 from typing import Any
 
-from neuron_accel.engine.plugin import AxisKind, AxisSpec, Claim, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec
+from neuron_accel.engine.plan.plugin import Claim, Phase, PluginSpec, StrategyPlugin
 
 KINDS = {"pp": AxisKind.STAGE, "dp": AxisKind.DATA, "cp": AxisKind.SEQUENCE, "tp": AxisKind.MODEL}
 

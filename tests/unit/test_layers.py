@@ -15,11 +15,11 @@ PACKAGE = ROOT / "neuron_accel"
 
 # Layer to the parts of this package that it may import while it runs; what only type checkers read is free.
 MAY_IMPORT = {
-    "engine": {"engine", "backends"},
-    "backends": {"backends", "engine.errors"},
-    "models": {"models", "engine"},
-    "lazy": {"lazy", "engine", "checkpoint"},
-    "strategies": {"strategies", "models", "lazy", "backends", "engine"},
+    "backends": {"backends", "errors"},
+    "engine": {"engine", "backends", "errors"},
+    "models": {"models", "engine", "errors"},
+    "lazy": {"lazy", "engine", "checkpoint", "errors"},
+    "strategies": {"strategies", "models", "lazy", "backends", "engine", "errors"},
 }
 NOT_IN_ENGINE = {"accelerate", "torch_xla", "transformers"}
 

@@ -75,7 +75,7 @@ def test_a_package_is_complete(package):
 @pytest.mark.parametrize(
     "source",
     [
-        "from neuron_accel.engine.run import Run",
+        "from neuron_accel.engine.runtime.run import Run",
         "import neuron_accel.engine",
         "from neuron_accel import engine",
         "from neuron_accel.testing.ranks import run_ranks",

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from neuron_accel.checkpoint.report import verify
+from neuron_accel.checkpoint.tools.report import verify
 from neuron_accel.testing import run_ranks
-from tests.distributed.checkpoint_support import (
+from tests.distributed.checkpoint.checkpoint_support import (
     BATCHES,
     TP2,
     TP4,
@@ -19,7 +19,7 @@ from tests.distributed.checkpoint_support import (
     load_each_and_step,
     train_and_save,
 )
-from tests.distributed.test_checkpoint_resume import SAMPLES, _samples
+from tests.distributed.checkpoint.test_resume import SAMPLES, _samples
 
 TOPOLOGIES = {
     "dp3-zero1": (3, ["zero1"]),  # 3 divides nothing: pieces are padded

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_accel.engine.errors import DesyncError, RecompileError
+from neuron_accel.errors import DesyncError, RecompileError
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.ranks import RanksError
-from tests.distributed.guards_support import train
+from tests.distributed.strategies.guards.guards_support import train
 
 GUARDS = ["recompile_guard", {"desync_guard": {"timeout_s": 60}}]
 

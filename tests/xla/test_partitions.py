@@ -19,7 +19,7 @@ def fourteen_ways():
 def use_groups():
     """How often a graph of twelve ways was executed, what the thirteenth was told, and the sum over all ranks after."""
     from neuron_accel import NeuronAccelerator
-    from neuron_accel.engine.errors import PlanError
+    from neuron_accel.errors import PlanError
 
     accelerator = NeuronAccelerator(backend="xla")
     backend = accelerator.run.backend

@@ -12,8 +12,8 @@ from neuron_accel.testing import run_ranks
 from neuron_accel.testing.parity import Training, compare, train_alone
 from neuron_accel.testing.xla_ranks import one_at_a_time
 from tests.distributed.models import token_batches
-from tests.distributed.pipeline_support import FAMILIES, TRAINING, pipeline
-from tests.distributed.test_pipeline_use import faulty
+from tests.distributed.strategies.pipeline.pipeline_support import FAMILIES, TRAINING, pipeline
+from tests.distributed.strategies.pipeline.test_use import faulty
 from tests.xla.parity import train_on_xla_rank
 
 SIZE = 8

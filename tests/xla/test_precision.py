@@ -9,9 +9,9 @@ import torch
 
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.xla_ranks import one_at_a_time
-from tests.distributed.loops_support import adamw, assert_close, forward, model
+from tests.distributed.loop.loops_support import adamw, assert_close, forward, model
+from tests.distributed.loop.test_bf16 import STEPS, train_alone
 from tests.distributed.models import token_batches
-from tests.distributed.test_loops_bf16 import STEPS, train_alone
 from tests.xla.watching import StepWatcher, compiled
 
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}

@@ -10,7 +10,15 @@ import torch
 from neuron_accel.backends.xla import XlaBackend
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.xla_ranks import one_at_a_time
-from tests.distributed.trainer_support import Texts, accuracy, assert_same, facts, model, options, train_with_stock
+from tests.distributed.trainer.trainer_support import (
+    Texts,
+    accuracy,
+    assert_same,
+    facts,
+    model,
+    options,
+    train_with_stock,
+)
 from tests.xla.watching import compiled, executed, host_fallbacks
 
 # How many ranks see different data, arguments, executions for a batch of an evaluation: on dp2 its loss, logits and

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from accelerate.tracking import GeneralTracker
 
-from neuron_accel.engine.plugin import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.engine.plan.plugin import Phase, PluginSpec, StrategyPlugin
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import atexit
+import hashlib
+import itertools
+import json
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from neuron_accel.engine.errors import ConfigurationError
-from neuron_accel.engine.plugin import Phase, PluginSpec, StrategyPlugin
-from neuron_accel.strategies.guards.meeting import Meetings
+from neuron_accel.backends.base import CollectiveObserver, Group
+from neuron_accel.backends.failures import reported
+from neuron_accel.engine.plan.plugin import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.errors import ConfigurationError, DesyncError
 
 if TYPE_CHECKING:
     import torch
 
-    from neuron_accel.engine.run import Run
+    from neuron_accel.engine.runtime.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
 class DesyncGuard(StrategyPlugin):
     """Notices that ranks issue different collectives and raises a
-    :class:`~neuron_accel.engine.errors.DesyncError` on all of them, which says which rank, which step and which
+    :class:`~neuron_accel.errors.DesyncError` on all of them, which says which rank, which step and which
     operation.
 
     Before each collective the ranks of its group compare notes beside the network of the device; on a lazy device
@@ -57,3 +66,187 @@ class DesyncGuard(StrategyPlugin):
             state["leave"]()
             state["meetings"].close()
             state.clear()
+
+
+# ---- How ranks compare what they are about to do ---------------------------------------------------------------------
+# The ranks of a group leave notes on a board; the first of them reads all and writes what it found. A board does not
+# wait, so whoever reads can give up in time, and can still read what somebody who did not come did last.
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.01
+_VERDICT_S = 5.0  # the first rank may have waited as long as it can before it writes
+_BETWEEN_TWO = ("send", "receive")
+_UNEQUAL = ("broadcast",)  # the source sends, the others do not
+_FIX = (
+    "look for code that only some ranks run: a collective (gather, save, wait_for_everyone) inside "
+    "`if accelerator.is_main_process`, a loop that ends earlier on one rank, a branch on a value that differs"
+)
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a rank is about to do.
+
+    Args:
+        step: number of the optimizer step, from 1.
+        text: the operation.
+    """
+
+    step: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.text} in step {self.step}"
+
+
+class Meetings(CollectiveObserver):
+    """One rank's side of all comparisons.
+
+    Args:
+        run: the run.
+        timeout_s: how long others may take, in seconds.
+    """
+
+    def __init__(self, run: Run, timeout_s: float) -> None:
+        self.step = 1
+        self._world, self._rank, self._timeout = run.world, run.backend.rank, timeout_s
+        self._board = run.backend.board()
+        self._counts: Counter[tuple[int, ...]] = Counter()
+        self._deferred: list[Doing] = []
+        atexit.register(self.close)
+
+    # ---- what happens ----------------------------------------------------------------------------------------------
+    def issued(self, op: str, group: Group, sent: int, *, deferred: bool) -> None:
+        if op in _BETWEEN_TWO:
+            return
+        size = f" ({sent:,} bytes)" if sent and op not in _UNEQUAL else ""
+        text = f"{op} over {group.name!r}{size}"
+        if deferred:
+            self._deferred.append(Doing(self.step, text))
+        else:
+            self._meet(group, Doing(self.step, text))
+
+    def executing(self, ranks: tuple[int, ...]) -> None:
+        deferred, self._deferred = self._deferred, []
+        if len(ranks) == 1:  # the only rank of a stage
+            return
+        index = ranks.index(self._rank)
+        group = Group(ranks=ranks, index=index, partition=(ranks,), name="those that compute the same")
+        step = deferred[-1].step if deferred else self.step  # the step that issued them may be over by now
+        listing = "\n".join(doing.text for doing in deferred)
+        digest = hashlib.blake2b(listing.encode(), digest_size=8).hexdigest()
+        self._put(f"list/{self._rank}/{self._counts[ranks] % 2}", zlib.compress(listing.encode()))
+        self._meet(group, Doing(step, f"execution of {len(deferred)} collectives [{digest}]"))
+
+    def close(self) -> None:
+        """This rank takes part no longer; whoever still waits for it is told."""
+        atexit.unregister(self.close)
+        try:
+            self._board.put(f"desync/gone/{self._rank}", b"gone")
+        except Exception:  # the board has gone before: there is nobody left to tell
+            return
+
+    # ---- meeting ---------------------------------------------------------------------------------------------------
+    def _meet(self, group: Group, mine: Doing) -> None:
+        number = self._counts[group.ranks]
+        self._counts[group.ranks] += 1
+        place = f"{group.ranks[0]}.{zlib.crc32(repr(group.ranks).encode()):x}/{number % 2}"
+        note = json.dumps([number, mine.step, mine.text]).encode()
+        self._put(f"last/{self._rank}", note)
+        self._put(f"{place}/{group.index}", note)
+        deadline = time.monotonic() + self._timeout
+        if group.index:
+            found = self._await(f"{place}/verdict", number, group.ranks[0], deadline + _VERDICT_S)
+            verdict = self._absent(group, mine, [group.ranks[0]]) if found is None else found[1]
+        else:
+            verdict = self._judge(group, place, number, mine, deadline)
+            self._put(f"{place}/verdict", json.dumps([number, verdict]).encode())
+        if verdict is not None:
+            raise DesyncError(verdict["what"], where=verdict["where"], why=verdict["why"], fix=_FIX)
+
+    def _judge(self, group: Group, place: str, number: int, mine: Doing, deadline: float) -> dict[str, str] | None:
+        """What is wrong, or None; on the group's first rank."""
+        doing: dict[int, Doing] = {group.ranks[0]: mine}
+        for index, rank in itertools.islice(enumerate(group.ranks), 1, None):
+            found = self._await(f"{place}/{index}", number, rank, deadline)
+            if found is not None:
+                doing[rank] = Doing(found[1], found[2])
+        if len(set(doing.values())) > 1:
+            return self._different(group, doing, number)
+        missing = [rank for rank in group.ranks if rank not in doing]
+        return self._absent(group, mine, missing) if missing else None
+
+    def _await(self, key: str, number: int, rank: int, deadline: float) -> list[Any] | None:
+        """The note of that number; None if the time is over, or its author gone."""
+        pause = _SHORTEST_PAUSE_S
+        while True:
+            note = self._get(key)
+            if note is not None and (content := json.loads(note))[0] == number:
+                return content
+            if pause >= _LONGEST_PAUSE_S and self._get(f"gone/{rank}") is not None:
+                note = self._get(key)  # its last one
+                content = json.loads(note) if note is not None else [None]
+                return content if content[0] == number else None
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    # ---- what to say -----------------------------------------------------------------------------------------------
+    def _different(self, group: Group, doing: dict[int, Doing], number: int) -> dict[str, str]:
+        usual, _ = Counter(doing.values()).most_common(1)[0]
+        detail = self._first_difference(group, doing, number)
+        others = {d: [r for r in doing if doing[r] == d] for d in doing.values() if d != usual}
+        rest = [rank for rank in doing if doing[rank] == usual]
+        where = [f"{_ranks(ranks)}: {detail.get(ranks[0]) or d}" for d, ranks in others.items()]
+        where.append(f"{_ranks(rest)}: {detail.get(rest[0]) or usual}")
+        step = min(d.step for d in doing.values())
+        astray = _ranks(sorted(rank for ranks in others.values() for rank in ranks))
+        return {
+            "what": f"{astray} of {self._world.size} left the others in step {step}.",
+            "where": "; ".join(where),
+            "why": "a collective needs every rank of its group: they would wait for each other, or mix up data",
+        }
+
+    def _first_difference(self, group: Group, doing: dict[int, Doing], number: int) -> dict[int, str]:
+        """For graphs: the first collective in which each rank's differs from those of the others."""
+        if not all(d.text.startswith("execution of") for d in doing.values()):
+            return {}
+        lists = {}
+        for rank in doing:
+            note = self._get(f"list/{rank}/{number % 2}")
+            lists[rank] = zlib.decompress(note).decode().splitlines() if note else []
+        for position, row in enumerate(itertools.zip_longest(*lists.values())):
+            if len(set(row)) > 1:
+                total = {rank: len(texts) for rank, texts in lists.items()}
+                return {
+                    rank: f"{text or 'nothing more'} as collective {position + 1} of {total[rank]} in step "
+                    f"{doing[rank].step}"
+                    for rank, text in zip(lists, row, strict=True)
+                }
+        return {}
+
+    def _absent(self, group: Group, mine: Doing, missing: list[int]) -> dict[str, str]:
+        last = []
+        for rank in missing:
+            note = self._get(f"last/{rank}")
+            did = str(Doing(*json.loads(note)[1:])) if note is not None else "nothing yet"
+            ended = ", and has ended" if self._get(f"gone/{rank}") is not None else ""
+            last.append(f"the last of rank {rank} was {did}{ended}")
+        return {
+            "what": f"{_ranks(missing)} of {self._world.size} did not come to {mine}.",
+            "where": f"group {group.name!r} of ranks {list(group.ranks)}; {'; '.join(last)}",
+            "why": f"the others have waited for {self._timeout:g} s, or its process has ended",
+        }
+
+    # ---- the board -------------------------------------------------------------------------------------------------
+    def _put(self, key: str, note: bytes) -> None:
+        with reported("desync guard", f"rank {self._rank}"):
+            self._board.put(f"desync/{key}", note)
+
+    def _get(self, key: str) -> bytes | None:
+        with reported("desync guard", f"rank {self._rank}"):
+            return self._board.get(f"desync/{key}")
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    listed = [str(rank) for rank in ranks]
+    return f"Rank {listed[0]}" if len(listed) == 1 else f"Ranks {', '.join(listed)}"

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from neuron_accel.engine.errors import ConfigurationError, DesyncError
-from neuron_accel.engine.plugin import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.engine.plan.plugin import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.errors import ConfigurationError, DesyncError
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.parameters import ParameterMap, ParameterRecord
-    from neuron_accel.engine.run import PreparedModel, Run
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
 
 _SHOWN = 5
 

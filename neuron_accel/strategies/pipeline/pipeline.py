@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from neuron_accel.engine.errors import UsageError
+from neuron_accel.errors import UsageError
+from neuron_accel.strategies.pipeline.deferred_wgrad import WeightsLater
 from neuron_accel.strategies.pipeline.microbatches import Shares, batch_size, signature, split
 from neuron_accel.strategies.pipeline.outputs import kind_of, loss_of, of_loss, put_together, tell_everyone
-from neuron_accel.strategies.pipeline.ring import Ring
+from neuron_accel.strategies.pipeline.p2p import Ring, Wire
 from neuron_accel.strategies.pipeline.schedules import make_schedule
 from neuron_accel.strategies.pipeline.step import (
     Call,
@@ -25,15 +26,13 @@ from neuron_accel.strategies.pipeline.step import (
     Step,
     TurningStep,
 )
-from neuron_accel.strategies.pipeline.weights_later import WeightsLater
-from neuron_accel.strategies.pipeline.wire import Wire
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Group
-    from neuron_accel.engine.run import PreparedModel, Run
-    from neuron_accel.strategies.pipeline.actions import Schedule
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.strategies.pipeline.schedules import Schedule
     from neuron_accel.strategies.pipeline.stage import Stage
-    from neuron_accel.strategies.pipeline.ties import Ties
+    from neuron_accel.strategies.pipeline.tied_weights import Ties
 
 _ALL_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
 

@@ -6,15 +6,16 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from neuron_accel.engine.errors import PlanError
-from neuron_accel.engine.plugin import AxisKind, AxisSpec, Claim, Phase, PlanContext, PluginSpec, StrategyPlugin
+from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec
+from neuron_accel.engine.plan.plugin import Claim, Phase, PlanContext, PluginSpec, StrategyPlugin
+from neuron_accel.errors import PlanError
 from neuron_accel.strategies.pipeline.schedules import make_schedule
 
 if TYPE_CHECKING:
     import torch
 
-    from neuron_accel.engine.parameters import ParameterMap
-    from neuron_accel.engine.run import Run
+    from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.engine.sharding.parameters import ParameterMap
     from neuron_accel.strategies.pipeline.pipeline import Pipeline
 
 AXIS = "pp"
@@ -25,7 +26,7 @@ AXIS = "pp"
 class PipelinePlugin(StrategyPlugin):
     """Divides a model's blocks over ranks, each of which runs its own for one micro-batch after the other.
 
-    Part of :class:`~neuron_accel.strategies.model_parallelism.ModelParallelismPlugin`, whose options these are.
+    Part of :class:`~neuron_accel.strategies.model_parallelism.plugin.ModelParallelismPlugin`, whose options these are.
 
     Args:
         degree: number of ranks along the pipeline.
@@ -75,7 +76,7 @@ class PipelinePlugin(StrategyPlugin):
         from neuron_accel.strategies.pipeline.cuts import cut
         from neuron_accel.strategies.pipeline.pipeline import Pipeline
         from neuron_accel.strategies.pipeline.stage import make_stages
-        from neuron_accel.strategies.pipeline.ties import Ties, check_shared_memory, find_ties
+        from neuron_accel.strategies.pipeline.tied_weights import Ties, check_shared_memory, find_ties
         from neuron_accel.strategies.resize import install_resize
 
         stages = self.degree * self.virtual_stages

@@ -1,19 +1,183 @@
-"""The schedules: pure functions from numbers to lists of actions, without torch.
-
-Sources: GPipe, Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (NeurIPS
-2019). 1F1B and interleaved: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM" (SC 2021), section 2.2. Zero bubble: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), the
-schedule ZB-H1, which needs no more memory than 1F1B.
-"""
+"""Schedules as data: lists of actions and transfers, made by pure functions. Without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 
-from neuron_accel.engine.errors import ConfigurationError, did_you_mean
-from neuron_accel.strategies.pipeline.actions import Action, Kind, Schedule
-from neuron_accel.strategies.pipeline.transfers import with_transfers
+from neuron_accel.errors import ConfigurationError, did_you_mean
 
+
+# ---- What a schedule consists of: pure data, without torch -----------------------------------------------------------
+class Kind(str, Enum):
+    """What a rank does."""
+
+    FORWARD = "F"
+    """One stage's forward pass of one micro-batch."""
+    BACKWARD = "B"
+    """The whole backward pass."""
+    BACKWARD_INPUT = "I"
+    """The part of the backward pass that the previous stage waits for: gradients of activations."""
+    BACKWARD_WEIGHT = "W"
+    """The rest of the backward pass: gradients of weights."""
+    SEND_ACTIVATION = "send activation"
+    """To the next stage."""
+    RECEIVE_ACTIVATION = "receive activation"
+    """From the previous stage."""
+    SEND_GRADIENT = "send gradient"
+    """To the previous stage."""
+    RECEIVE_GRADIENT = "receive gradient"
+    """From the next stage."""
+
+    @property
+    def is_compute(self) -> bool:
+        return len(self.value) == 1
+
+    @property
+    def is_send(self) -> bool:
+        return self.value.startswith("send")
+
+    @property
+    def is_receive(self) -> bool:
+        return self.value.startswith("receive")
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """One entry of a rank's list.
+
+    Args:
+        kind: what is done.
+        stage: the stage that does it, 0 to stages x virtual stages - 1.
+        microbatch: for which micro-batch.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.microbatch}@{self.stage}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Each rank's list of actions.
+
+    Args:
+        name: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zero-bubble"`` or ``"forward"``.
+        ranks: number of ranks along the pipeline.
+        microbatches: number of micro-batches.
+        virtual_stages: number of stages on each rank. Stage s lies on rank ``s % ranks``.
+        actions: by rank, in the order in which the rank starts them.
+    """
+
+    name: str
+    ranks: int
+    microbatches: int
+    virtual_stages: int
+    actions: tuple[tuple[Action, ...], ...] = field(repr=False)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages in all."""
+        return self.ranks * self.virtual_stages
+
+    def rank_of(self, stage: int) -> int:
+        return stage % self.ranks
+
+    def peer(self, action: Action) -> int:
+        """The rank at the other end of a transfer."""
+        step = 1 if action.kind in (Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT) else -1
+        return self.rank_of(action.stage + step)
+
+    def compute(self, rank: int) -> tuple[Action, ...]:
+        """A rank's actions without transfers."""
+        return tuple(action for action in self.actions[rank] if action.kind.is_compute)
+
+
+def needs(action: Action, stages: int) -> tuple[Action, ...]:
+    """The compute actions whose results a compute action uses."""
+    kind, stage, microbatch = action.kind, action.stage, action.microbatch
+    if kind is Kind.FORWARD:
+        return (Action(Kind.FORWARD, stage - 1, microbatch),) if stage else ()
+    if kind is Kind.BACKWARD_WEIGHT:
+        return (Action(Kind.BACKWARD_INPUT, stage, microbatch),)
+    before = (Action(Kind.FORWARD, stage, microbatch),)
+    return before if stage == stages - 1 else (*before, Action(kind, stage + 1, microbatch))
+
+
+# ---- Puts the transfers between ranks into lists of computations -----------------------------------------------------
+def with_transfers(compute: Sequence[Sequence[Action]], stages: int) -> tuple[tuple[Action, ...], ...]:
+    """Each rank's computations with the sends and receives that they need.
+
+    The computations are played through. Whenever one ends whose result another rank needs, a send is appended to the
+    list of the one and a receive to that of the other at the same moment. Any two ranks therefore name the messages
+    between them in the same order, and the moments form an order in which every message could be handed over at once:
+    even with sends that wait for their receiver nobody waits for ever. A receive stands in front of whatever its rank
+    does next, so that messages travel while the rank computes.
+
+    Raises:
+        ValueError: if the computations wait for each other in a circle.
+    """
+    ranks = len(compute)
+    result: list[list[Action]] = [[] for _ in compute]
+    for actions in in_rounds(compute, stages):
+        for rank, action in actions.items():
+            result[rank].append(action)
+            for send, receive in transfers_after(action, stages):
+                target = receive.stage % ranks
+                if target != rank:
+                    result[rank].append(send)
+                    result[target].append(receive)
+    return tuple(tuple(actions) for actions in result)
+
+
+def in_rounds(compute: Sequence[Sequence[Action]], stages: int) -> Iterator[dict[int, Action]]:
+    """Plays computations through. In a round every rank that can go on does so by one action; which ones can is decided
+    before any of them does: ranks keep pace as in reality.
+
+    Yields:
+        each round's actions, by rank.
+
+    Raises:
+        ValueError: if the computations wait for each other in a circle.
+    """
+    done: set[Action] = set()
+    position = [0] * len(compute)
+    while any(p < len(actions) for p, actions in zip(position, compute, strict=True)):
+        able = {
+            rank: actions[position[rank]]
+            for rank, actions in enumerate(compute)
+            if position[rank] < len(actions) and done.issuperset(needs(actions[position[rank]], stages))
+        }
+        if not able:
+            waiting = [str(c[p]) for c, p in zip(compute, position, strict=True) if p < len(c)]
+            raise ValueError(f"these computations wait for each other: {', '.join(waiting)}")
+        for rank, action in able.items():
+            position[rank] += 1
+            done.add(action)
+        yield able
+
+
+def transfers_after(action: Action, stages: int) -> list[tuple[Action, Action]]:
+    """Who sends and who receives the result of a computation: none or one pair."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is Kind.FORWARD and stage < stages - 1:
+        return [
+            (Action(Kind.SEND_ACTIVATION, stage, microbatch), Action(Kind.RECEIVE_ACTIVATION, stage + 1, microbatch))
+        ]
+    if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage > 0:
+        return [(Action(Kind.SEND_GRADIENT, stage, microbatch), Action(Kind.RECEIVE_GRADIENT, stage - 1, microbatch))]
+    return []
+
+
+# ---- The schedules: pure functions from numbers to lists of actions, without torch -----------------------------------
+# Sources: GPipe, Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"
+# (NeurIPS 2019). 1F1B and interleaved: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+# Clusters Using Megatron-LM" (SC 2021), section 2.2. Zero bubble: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR
+# 2024), the schedule ZB-H1, which needs no more memory than 1F1B.
 Lists = list[list[Action]]
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_accel.engine.errors import UnsupportedModelError, UsageError
+from neuron_accel.errors import UnsupportedModelError, UsageError
 from neuron_accel.strategies.pipeline.microbatches import tensors
-from neuron_accel.strategies.pipeline.wire import Values
+from neuron_accel.strategies.pipeline.p2p import Values
 
 
 class StageEnd(Exception):

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from neuron_accel.backends.autograd import chunk_to_group, gather_from_group
-from neuron_accel.engine.errors import LayoutError, UsageError
+from neuron_accel.errors import LayoutError, UsageError
 from neuron_accel.models.architecture import Architecture
-from neuron_accel.strategies.tensor_parallel.boundary import Boundary
 from neuron_accel.strategies.tensor_parallel.embedding import VocabularyParallelHead
-from neuron_accel.strategies.tensor_parallel.shares import Share
+from neuron_accel.strategies.tensor_parallel.head_split import Share
+from neuron_accel.strategies.tensor_parallel.tp_region import Boundary
 
 HIDDEN = "hidden_states"
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from neuron_accel.engine.parameters import ParameterMap
-from neuron_accel.engine.run import Run
+from neuron_accel.engine.runtime.run import Run
+from neuron_accel.engine.sharding.parameters import ParameterMap
 from neuron_accel.models.architecture import Architecture, join
 from neuron_accel.strategies.resize import install_resize
-from neuron_accel.strategies.tensor_parallel.boundary import Boundary
-from neuron_accel.strategies.tensor_parallel.division import AXIS, Division
 from neuron_accel.strategies.tensor_parallel.embedding import (
     VocabularyParallelHead,
     parallel_embedding,
     parallel_head,
 )
-from neuron_accel.strategies.tensor_parallel.experts import share_bias
+from neuron_accel.strategies.tensor_parallel.head_split import Share, shares_of
 from neuron_accel.strategies.tensor_parallel.linear import own_queries_linear, parallel_linear, refresh_features
 from neuron_accel.strategies.tensor_parallel.regions import (
     change_output,
@@ -32,11 +30,13 @@ from neuron_accel.strategies.tensor_parallel.regions import (
     refuse_arguments,
     span_features,
 )
-from neuron_accel.strategies.tensor_parallel.shares import Share, shares_of
+from neuron_accel.strategies.tensor_parallel.shard_plan import AXIS, Division
+from neuron_accel.strategies.tensor_parallel.tp_region import Boundary
 from neuron_accel.strategies.tensor_parallel.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Group
+
 
 _HEADS_OF_A_GROUP = "num_key_value_groups"
 """What attention modules call the number of heads that read one key/value head."""
@@ -189,3 +189,26 @@ def _divide_attributes(architecture: Architecture, shares: dict[str, Share]) -> 
     for _, module in architecture.regions:
         if hasattr(module, _HEADS_OF_A_GROUP):
             setattr(module, _HEADS_OF_A_GROUP, getattr(module, _HEADS_OF_A_GROUP) // groups.replicas)
+
+
+# ---- Experts whose last bias is added on every rank ------------------------------------------------------------------
+_BIAS = "down_proj_bias"
+
+
+def share_bias(module: nn.Module, degree: int) -> list[str]:
+    """Lets each of ``degree`` ranks add its part of the bias behind the experts' last product, so that it counts once
+    in the sum over the ranks.
+
+    Returns:
+        the names of the parameters whose gradients are shares of a sum from now on.
+    """
+    if _BIAS not in module._parameters:
+        return []
+
+    def part(experts: nn.Module) -> torch.Tensor:
+        return experts._parameters[_BIAS] / degree
+
+    # The experts' forward, of which transformers has several, reads the bias as an attribute.
+    members: dict[str, Any] = {_BIAS: property(part)}
+    module.__class__ = type(type(module).__name__, (type(module),), members)
+    return [_BIAS]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from neuron_accel.strategies.tensor_parallel.boundary import Boundary, SequenceFlow, boundary_of
 from neuron_accel.strategies.tensor_parallel.embedding import VocabularyParallelEmbedding, VocabularyParallelHead
-from neuron_accel.strategies.tensor_parallel.shares import shares_of
+from neuron_accel.strategies.tensor_parallel.head_split import shares_of
+from neuron_accel.strategies.tensor_parallel.tp_region import Boundary, SequenceFlow, boundary_of
 
 if TYPE_CHECKING:
     from neuron_accel.models.architecture import Architecture

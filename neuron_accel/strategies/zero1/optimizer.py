@@ -7,7 +7,9 @@ twin of it, of the same class and with the same hyper-parameters, updates this r
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -18,24 +20,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from neuron_accel.engine.elementwise import is_elementwise
-from neuron_accel.engine.errors import ParameterError, UsageError
-from neuron_accel.engine.gradients import BackwardWatcher, Bucket, make_buckets, used_anywhere
-from neuron_accel.engine.memory import return_freed_memory
-from neuron_accel.engine.norms import GradientPart, clip_coefficient, elsewhere, global_norm
-from neuron_accel.engine.optimizers import copy_options, recipe_of, twin
-from neuron_accel.engine.whole import WholeParameters
-from neuron_accel.strategies.zero1.alike import alike
-from neuron_accel.strategies.zero1.buffered import BufferShard, SendBuffers, suitable_cap
-from neuron_accel.strategies.zero1.joined import JoinedShard
-from neuron_accel.strategies.zero1.partition import even, whole
-from neuron_accel.strategies.zero1.shards import BucketShard, ShardPiece
-from neuron_accel.strategies.zero1.state import state_pieces
+from neuron_accel.engine.optim.buckets import BackwardWatcher, Bucket, make_buckets, used_anywhere
+from neuron_accel.engine.optim.elementwise import is_elementwise
+from neuron_accel.engine.optim.full_parameter import WholeParameters
+from neuron_accel.engine.optim.norms import GradientPart, clip_coefficient, elsewhere, global_norm
+from neuron_accel.engine.optim.twin import StatePiece, copy_options, recipe_of, twin
+from neuron_accel.errors import ParameterError, UsageError
+from neuron_accel.strategies.zero1.eager_shard import BufferShard, SendBuffers, suitable_cap
+from neuron_accel.strategies.zero1.lazy_shard import JoinedShard
+from neuron_accel.strategies.zero1.partition import alike, even, whole
+from neuron_accel.strategies.zero1.shard import BucketShard, ShardPiece
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.optimizer_state import StatePiece
-    from neuron_accel.engine.parameters import ParameterRecord
-    from neuron_accel.engine.run import PreparedModel, Run
+    from neuron_accel.engine.optim.twin import StatePiece
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,3 +424,46 @@ def _divide_entry(value: Any, parameter: nn.Parameter, piece: ShardPiece) -> Any
         where="plugin 'zero1'",
         fix="prepare the optimizer before its first step",
     )
+
+
+# ---- Whose state ZeRO-1 keeps on this rank, for checkpoints ----------------------------------------------------------
+def state_pieces(optimizer: Zero1Optimizer, axes: tuple[str, ...]) -> list[StatePiece]:
+    """This rank's pieces of every parameter of ``optimizer``, whose state is divided along ``axes``."""
+    groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    pieces = []
+    for shard in optimizer.shards:
+        store_of_pieces = shard.open(optimizer.inner.state)
+        for piece in shard.pieces:
+            store, key = store_of_pieces, piece.master
+            if isinstance(optimizer.inner, WholeParameters):
+                store, key = optimizer.inner.place_of_state(piece.master)
+            pieces.append(
+                StatePiece(
+                    record=shard.bucket.records[piece.place.parameter],
+                    parameter=piece.master,
+                    start=piece.place.start,
+                    stop=piece.place.stop,
+                    group=groups[piece.parameter],
+                    axes=axes,
+                    master=piece.master.dtype != piece.parameter.dtype and optimizer.options.save_master_weights,
+                    whole=key is not piece.master,
+                    key=key,
+                    store=store,
+                )
+            )
+    return pieces
+
+
+# ---- Memory of the host ----------------------------------------------------------------------------------------------
+def return_freed_memory() -> None:
+    """Gives back to the system what the C library keeps of memory that was freed.
+
+    glibc's allocator keeps freed memory below its limit for a mapping of its own (32 MiB once it has grown), and memory
+    below something that is still in use. After the weights of a model have moved, that can be as much as the model.
+    Does nothing with other C libraries.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import nn
 
-from neuron_accel.engine.elementwise import is_elementwise, is_separable
-from neuron_accel.engine.errors import ConfigurationError, PlanError, UsageError
-from neuron_accel.engine.norms import clip_coefficient, global_norm, whole_gradients
-from neuron_accel.engine.plugin import Claim, Phase, PluginSpec, StrategyPlugin
-from neuron_accel.strategies.data_parallel import GradientAverager
+from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable
+from neuron_accel.engine.optim.norms import clip_coefficient, global_norm, whole_gradients
+from neuron_accel.engine.plan.plugin import Claim, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.errors import ConfigurationError, PlanError, UsageError
+from neuron_accel.strategies.data_parallel.plugin import GradientAverager
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, Zero1Options, refuse_closures, scale_parts
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.parameters import ParameterMap
-    from neuron_accel.engine.run import PreparedModel, Run
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.engine.sharding.parameters import ParameterMap
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,15 +16,14 @@ from torch import nn
 
 from neuron_accel.backends.base import Backend
 from neuron_accel.backends.select import connect, settle
-from neuron_accel.engine.elementwise import is_elementwise, is_separable
-from neuron_accel.engine.errors import ConfigurationError
-from neuron_accel.engine.layout import Cut, Layout
-from neuron_accel.engine.mesh import Mesh
-from neuron_accel.engine.optimizers import make_optimizer_constructor_lazy
-from neuron_accel.engine.parameters import ParameterMap
-from neuron_accel.engine.plan import Plan
-from neuron_accel.engine.plugin import AxisKind, AxisSpec
-from neuron_accel.engine.run import PreparedModel, Run
+from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable
+from neuron_accel.engine.optim.twin import make_optimizer_constructor_lazy
+from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
+from neuron_accel.engine.plan.plan import Plan
+from neuron_accel.engine.runtime.run import PreparedModel, Run
+from neuron_accel.engine.sharding.layout import Cut, Layout
+from neuron_accel.engine.sharding.parameters import ParameterMap
+from neuron_accel.errors import ConfigurationError
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, Zero1Options
 
 Ranks = Sequence[Sequence[int]]

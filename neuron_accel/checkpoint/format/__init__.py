@@ -1,0 +1,1 @@
+"""The files of a checkpoint: safetensors, the manifest, and reading any slice of any tensor."""

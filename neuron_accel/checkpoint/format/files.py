@@ -1,0 +1,271 @@
+"""Durable operations on files, each of them a place where a crash may fall.
+
+Everything that a save does to a file system goes through one :class:`Files`, so that a test can end the process before
+any of its operations, and so that every failure names the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import xxhash
+
+from neuron_accel.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.runtime.run import Run
+
+
+BLOCK = 64 << 20
+"""Files are checksummed in blocks of this size, so that many threads and ranks can share the work for a large one."""
+_CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
+_CHUNK = 1 << 20  # fits into a core's cache, where it is written and checksummed
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that is complete on disk.
+
+    Args:
+        size: in bytes.
+        checksums: of each of its blocks of ``BLOCK`` bytes, the last one shorter: XXH3 (64 bits, https://xxhash.com),
+            in hexadecimal. It finds damage about as fast as memory can be read; it is no protection against forgery.
+    """
+
+    size: int
+    checksums: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A run of bytes in a file."""
+
+    path: Path
+    offset: int
+    size: int
+
+
+class Files:
+    """A local or shared POSIX file system."""
+
+    def operation(self, name: str, path: Path) -> None:
+        """Called before every operation; for tests."""
+
+    def make_folder(self, path: Path) -> None:
+        try:
+            self.operation("mkdir", path)
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise failure("made", path, error) from error
+
+    def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> Written:
+        """Makes a file of ``parts`` and returns once its contents are on disk."""
+        size, checksums = 0, _Checksums()
+        try:
+            self.operation("open", path)
+            with open(path, "wb", buffering=0) as file:
+                for part in parts:
+                    view = memoryview(part).cast("B")
+                    for begin in range(0, len(view), _CHUNK):
+                        chunk = view[begin : begin + _CHUNK]
+                        self.operation("write", path)
+                        checksums.update(chunk)
+                        size += len(chunk)
+                        while chunk:
+                            chunk = chunk[file.write(chunk) :]
+                self.operation("fsync", path)
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise failure("written", path, error) from error
+        return Written(size, checksums.of_blocks())
+
+    def assemble(self, path: Path, parts: Iterable[bytes | memoryview | Extent]) -> None:
+        """Makes a file of bytes and of parts of other files, which the system copies itself where it can; returns once
+        its contents are on disk."""
+        try:
+            self.operation("open", path)
+            with open(path, "wb", buffering=0) as file:
+                for part in parts:
+                    self.operation("write", path)
+                    if isinstance(part, Extent):
+                        _copy_extent(part, file.fileno())
+                        continue
+                    left = memoryview(part).cast("B")
+                    while left:
+                        left = left[file.write(left) :]
+                self.operation("fsync", path)
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise failure("written", path, error) from error
+
+    def replace(self, path: Path, contents: bytes) -> Written:
+        """Gives a file new contents; at any moment it has either the old ones or the new ones, whole."""
+        temporary = path.with_name(f".{path.name}.new")
+        written = self.write(temporary, [contents])
+        try:
+            self.operation("rename", path)
+            os.replace(temporary, path)
+        except OSError as error:
+            raise failure("replaced", path, error) from error
+        self.sync_folder(path.parent)
+        return written
+
+    def sync_folder(self, path: Path) -> None:
+        """Makes the names in a folder durable."""
+        try:
+            self.operation("fsync", path)
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise failure("made durable", path, error) from error
+
+    def remove(self, path: Path) -> None:
+        """Removes a file, or a folder with all it holds; nothing happens where there is none."""
+        try:
+            self.operation("remove", path)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise failure("removed", path, error) from error
+
+
+def failure(verb: str, path: Path | str, error: OSError) -> CheckpointError:
+    """The error for a file that could not be written, read, ..."""
+    return CheckpointError(
+        f"{Path(path).name!r} could not be {verb}: {error.strerror or error}.",
+        where=str(path),
+        fix="check that the folder exists, is writable for this user, and has space left",
+    )
+
+
+def _copy_extent(extent: Extent, target: int) -> None:
+    """Appends an extent to an open file: by the system (copy_file_range(2)), which may share blocks instead of copying
+    them, or through memory where it cannot.
+
+    Raises:
+        CheckpointError: if the file ends before the extent does.
+    """
+    offset, end = extent.offset, extent.offset + extent.size
+    with open(extent.path, "rb", buffering=0) as source:
+        by_system = hasattr(os, "copy_file_range")
+        while offset < end:
+            size = min(_CHUNK if not by_system else BLOCK, end - offset)
+            if by_system:
+                try:
+                    count = os.copy_file_range(source.fileno(), target, size, offset)
+                except OSError as error:
+                    if error.errno not in _CANNOT_COPY:
+                        raise
+                    by_system = False
+                    continue
+            else:
+                count = os.write(target, os.pread(source.fileno(), size, offset))
+            if not count:
+                raise CheckpointError(
+                    f"{extent.path.name!r} ends too early.", where=str(extent.path), why="it was truncated"
+                )
+            offset += count
+
+
+class _Checksums:
+    """Of the blocks of a file that is written from its beginning to its end."""
+
+    def __init__(self) -> None:
+        self._complete: list[str] = []
+        self._current, self._left = xxhash.xxh3_64(), BLOCK
+
+    def update(self, data: memoryview) -> None:
+        while data:
+            part, data = data[: self._left], data[self._left :]
+            self._current.update(part)
+            self._left -= len(part)
+            if not self._left:
+                self._complete.append(self._current.hexdigest())
+                self._current, self._left = xxhash.xxh3_64(), BLOCK
+
+    def of_blocks(self) -> tuple[str, ...]:
+        last = (self._current.hexdigest(),) if self._left < BLOCK else ()
+        return (*self._complete, *last)
+
+
+def number_of_blocks(size: int) -> int:
+    """Of a file of ``size`` bytes."""
+    return -(-size // BLOCK)
+
+
+def checksum_of_block(path: Path, block: int) -> str:
+    """The checksum of one block of a file, with a fixed amount of memory.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    checksum, left = xxhash.xxh3_64(), BLOCK
+    buffer = bytearray(_CHUNK)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(block * BLOCK)
+            while left and (count := file.readinto(memoryview(buffer)[: min(left, _CHUNK)])):
+                checksum.update(memoryview(buffer)[:count])
+                left -= count
+    except OSError as error:
+        raise failure("read", path, error) from error
+    return str(checksum.hexdigest())
+
+
+def checksums_of(data: bytes) -> tuple[str, ...]:
+    """The checksums of a file with these contents."""
+    checksums = _Checksums()
+    checksums.update(memoryview(data))
+    return checksums.of_blocks()
+
+
+# ---- Moving bytes with several threads: one of them moves bytes more slowly than memory does, and than most disks do
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_MOST = 4  # more do not make it faster, and there are other ranks
+
+
+def threads_of(run: Run) -> int:
+    """How many threads a rank may move bytes with, such that those of all ranks on its machine have a core each."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size))
+    return max(1, min(_MOST, len(os.sched_getaffinity(0)) // max(1, ranks)))
+
+
+def in_order(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[tuple[Item, Result]]:
+    """Every item with ``work(item)``, in the order of the items; a few of them are worked on ahead.
+
+    Raises:
+        Whatever ``work`` raises, for the first item for which it does.
+    """
+    if threads == 1:
+        for item in items:
+            yield item, work(item)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="neuron_accel-read") as pool:
+        ahead: deque[tuple[Item, Future[Result]]] = deque()
+        try:
+            for item in items:
+                ahead.append((item, pool.submit(work, item)))
+                if len(ahead) > 2 * threads:
+                    first, result = ahead.popleft()
+                    yield first, result.result()
+            while ahead:
+                first, result = ahead.popleft()
+                yield first, result.result()
+        finally:
+            for _, waiting in ahead:
+                waiting.cancel()

@@ -1,0 +1,169 @@
+"""What tensors a folder holds, whoever saved it: a checkpoint of any mesh, or a folder of transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from neuron_accel.checkpoint.format.files import failure
+from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER, Manifest, has_manifest, locate
+from neuron_accel.checkpoint.format.pickled import read_pickled
+from neuron_accel.checkpoint.format.source import Chunk, SourceTensor
+from neuron_accel.checkpoint.format.tensorfile import Header, read_header
+from neuron_accel.engine.sharding.layout import Layout
+from neuron_accel.errors import CheckpointError, LayoutError
+
+METADATA = "neuron_accel"
+"""Key of a file's description of its tensors in the metadata of its header."""
+
+
+def model_collection(index: int) -> str:
+    return f"model.{index}"
+
+
+def state_collection(index: int, entry: str) -> str:
+    """The entries called ``entry`` of an optimizer's state, ``exp_avg`` for instance."""
+    return f"optimizer.{index}.state.{entry}"
+
+
+def master_collection(index: int) -> str:
+    """Master weights of an optimizer, where they are apart from the model's."""
+    return f"optimizer.{index}.master"
+
+
+@dataclass
+class Index:
+    """Stored tensors by collection and name; a tied tensor by each of its names."""
+
+    collections: dict[str, dict[str, SourceTensor]] = field(default_factory=dict)
+
+    def find(self, collection: str, names: tuple[str, ...]) -> SourceTensor | None:
+        """The tensor stored under one of ``names``."""
+        tensors = self.collections.get(collection, {})
+        return next((tensors[name] for name in names if name in tensors), None)
+
+    def entries(self, optimizer: int, names: tuple[str, ...]) -> dict[str, SourceTensor]:
+        """The optimizer's state of one parameter, by entry."""
+        prefix = state_collection(optimizer, "")
+        found = {
+            collection.removeprefix(prefix): self.find(collection, names)
+            for collection in self.collections
+            if collection.startswith(prefix)
+        }
+        return {entry: tensor for entry, tensor in found.items() if tensor is not None}
+
+    def tensors(self, collection: str) -> list[SourceTensor]:
+        """Each once, in the order in which they were found."""
+        return list({id(t): t for t in self.collections.get(collection, {}).values()}.values())
+
+    def add(self, path: Path, header: Header) -> None:
+        """Adds the tensors of one file of a checkpoint.
+
+        Raises:
+            CheckpointError: if the file does not describe them.
+        """
+        try:
+            described = json.loads(header.metadata[METADATA])["tensors"]
+            if set(described) != set(header.tensors):
+                raise ValueError("it describes other tensors than it holds")
+            for key, description in described.items():
+                self._add(path, header, key, description)
+        except (KeyError, TypeError, ValueError, AttributeError, LayoutError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path.name!r} does not describe its tensors: {error}",
+                where=str(path),
+                why="it was not written by `save_state`, or by another version",
+            ) from error
+
+    def _add(self, path: Path, header: Header, key: str, description: Mapping[str, Any]) -> None:
+        stored = header.tensors[key]
+        layout = Layout.from_dict(description["layout"])
+        name, aliases = description["name"], tuple(description.get("aliases", ()))
+        tensors = self.collections.setdefault(description["collection"], {})
+        source = tensors.get(name)
+        if source is None:
+            source = SourceTensor(
+                name=name,
+                aliases=aliases,
+                layout=layout,
+                form=description.get("form", "parameter"),
+                buffer=bool(description.get("buffer", False)),
+            )
+            for alias in (name, *aliases):
+                tensors[alias] = source
+        if source.layout != layout or stored.dtype != layout.dtype:
+            raise ValueError(f"{name!r} is described in two ways")
+        numel = math.prod(layout.local_shape)
+        start, stop = map(operator.index, description.get("range") or (0, numel))  # a float is an error, also 1.0
+        if not (0 <= start <= stop <= numel) or stored.numel != stop - start:
+            raise ValueError(f"{name!r} has a range that does not fit")
+        place = tuple((cut.axis, operator.index(description["at"][cut.axis])) for cut in layout.cuts)
+        source.parts.setdefault(place, []).append(Chunk(start=start, stop=stop, path=path, offset=stored.offset))
+
+
+def index_checkpoint(folder: Path, manifest: Manifest, kinds: tuple[str, ...] = ("model", "optimizer")) -> Index:
+    """The tensors of a checkpoint. Reads headers only.
+
+    Raises:
+        CheckpointError: if a file is missing or is not what it should be.
+    """
+    index = Index()
+    for kind in kinds:
+        for relative in sorted(manifest.of_kind(kind)):
+            path = locate(folder, relative)
+            index.add(path, read_header(path))
+    return index
+
+
+def is_pretrained(folder: Path) -> bool:
+    """Whether this is a folder of transformers with weights, not (what is left of) a checkpoint of ours."""
+    if has_manifest(folder) or (folder / MODEL_FOLDER).exists():
+        return False
+    return any((folder / name).is_file() for name in (*_SAFE, *_PICKLED))
+
+
+_SAFE = ("model.safetensors.index.json", "model.safetensors")
+_PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+
+
+def index_pretrained(folder: Path) -> Index:
+    """The tensors of an unsharded folder of transformers, as the first model. Safetensors are preferred to pickled
+    weights, of which only tensors are unpickled.
+
+    Raises:
+        CheckpointError: if a file is missing or damaged, or has to run code to be read.
+    """
+    index = Index()
+    tensors = index.collections.setdefault(model_collection(0), {})
+    for path in pretrained_files(folder, _SAFE):
+        for name, stored in read_header(path).tensors.items():
+            chunk = Chunk(start=0, stop=stored.numel, path=path, offset=stored.offset)
+            layout = Layout(shape=stored.shape, dtype=stored.dtype)
+            tensors[name] = SourceTensor(name=name, layout=layout, parts={(): [chunk]})
+    for path in [] if tensors else pretrained_files(folder, _PICKLED):
+        for name, value in read_pickled(path).items():
+            chunk = Chunk(start=0, stop=value.numel(), path=path, offset=0, key=name)
+            tensors[name] = SourceTensor(name=name, layout=Layout.of(value), parts={(): [chunk]})
+    return index
+
+
+def pretrained_files(folder: Path, names: tuple[str, str] = _SAFE) -> list[Path]:
+    """The weight files of a folder of transformers; empty if it has none of this kind."""
+    listing, single = folder / names[0], folder / names[1]
+    if not listing.is_file():
+        return [single] if single.is_file() else []
+    try:
+        weight_map = json.loads(listing.read_text())["weight_map"]
+        files = sorted(set(weight_map.values()))
+        if any(Path(file).name != file for file in files):
+            raise ValueError("it names a file in another folder")
+    except OSError as error:
+        raise failure("read", listing, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{listing.name!r} is no index of weights: {error}", where=str(listing)) from error
+    return [folder / file for file in files]

@@ -1,0 +1,201 @@
+"""The manifest: what makes a folder a checkpoint.
+
+``manifest.json`` is written last. It names every file with its size and checksum and carries a checksum of itself, so a
+folder that has one is complete, and one that was changed afterwards is found out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from neuron_accel.checkpoint.format.files import checksum_of_block, failure, number_of_blocks
+from neuron_accel.errors import CheckpointError
+
+NAME = "manifest.json"
+FORMAT = "neuron_accel checkpoint"
+VERSION = 1
+MODEL_FOLDER = "tensor_parallel_shards"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Args:
+        size: in bytes.
+        checksums: of its blocks, see :class:`~neuron_accel.checkpoint.format.files.Written`.
+        kind: ``"model"``, ``"optimizer"``, ``"state"`` or ``"auxiliary"``.
+    """
+
+    size: int
+    checksums: tuple[str, ...]
+    kind: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint consists of and where it comes from.
+
+    Args:
+        files: by path relative to the folder.
+        generation: how often the folder was saved into before.
+        info: mesh, plan, versions, step: plain data.
+    """
+
+    files: Mapping[str, FileEntry]
+    generation: int = 0
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "generation": self.generation,
+            "info": dict(self.info),
+            "files": {path: asdict(entry) for path, entry in sorted(self.files.items())},
+        }
+        return json.dumps({**body, "sha256": _digest(body)}, indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Manifest:
+        """The inverse of :meth:`to_bytes`.
+
+        Raises:
+            CheckpointError: if ``data`` is no manifest, was damaged, or names a file outside of its folder.
+        """
+        try:
+            body = json.loads(data.decode(), object_pairs_hook=_unique)
+            digest = body.pop("sha256")
+            if digest != _digest(body):
+                raise ValueError("its checksum does not match")
+            if body["format"] != FORMAT:
+                raise ValueError(f"its format is {body['format']!r}")
+            if body["version"] != VERSION:
+                raise ValueError(f"its version is {body['version']!r}, this is version {VERSION}")
+            files = {_checked(path): _file_entry(entry) for path, entry in body["files"].items()}
+            if not isinstance(body["info"], dict) or type(body["generation"]) is not int:
+                raise ValueError("a value is of the wrong type")
+            return cls(files=files, generation=body["generation"], info=body["info"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"The manifest cannot be used: {error or type(error).__name__}.",
+                where=where,
+                why="without it nobody knows whether the checkpoint is complete",
+                fix="restore the file from a copy, or use another checkpoint",
+            ) from error
+
+    def of_kind(self, kind: str) -> list[str]:
+        return [path for path, entry in self.files.items() if entry.kind == kind]
+
+
+def has_manifest(folder: Path) -> bool:
+    return (folder / NAME).is_file()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in ``folder``.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, or it is incomplete or damaged.
+    """
+    path = folder / NAME
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{str(folder)!r} is no complete checkpoint: it has no {NAME}.",
+            where=str(path),
+            why="the manifest is written last; the save was interrupted, or this is another folder",
+            fix="use the checkpoint before it, or the folder that `save_state` returned",
+        ) from None
+    except OSError as error:
+        raise failure("read", path, error) from error
+    return Manifest.from_bytes(data, str(path))
+
+
+def locate(folder: Path, relative: str) -> Path:
+    """The path of a file that a manifest names; symbolic links that leave the folder are refused."""
+    path = folder / relative
+    if not os.path.realpath(path).startswith(os.path.join(os.path.realpath(folder), "")):
+        raise CheckpointError(
+            f"{relative!r} leaves the folder of its checkpoint.", where=str(path), why="it is a link to elsewhere"
+        )
+    return path
+
+
+def check_file(folder: Path, relative: str, entry: FileEntry) -> None:
+    """Checks that a file is what the manifest says.
+
+    Raises:
+        CheckpointError: naming the file, if it is missing, has another size, or other contents.
+    """
+    check_size(folder, relative, entry)
+    for block in range(number_of_blocks(entry.size)):
+        check_block(folder, relative, entry, block)
+
+
+def check_size(folder: Path, relative: str, entry: FileEntry) -> None:
+    """The first part of :func:`check_file`."""
+    path = locate(folder, relative)
+    if not path.is_file():
+        raise CheckpointError(f"{relative!r} is missing.", where=str(path), fix="use another checkpoint")
+    size = path.stat().st_size
+    if size != entry.size:
+        raise CheckpointError(
+            f"{relative!r} has {size} bytes; it was saved with {entry.size}.",
+            where=str(path),
+            why="it was truncated or exchanged",
+            fix="restore it from a copy, or use another checkpoint",
+        )
+
+
+def check_block(folder: Path, relative: str, entry: FileEntry, block: int) -> None:
+    """The second part of :func:`check_file`, for one of the file's blocks."""
+    path = locate(folder, relative)
+    if checksum_of_block(path, block) != entry.checksums[block]:
+        raise CheckpointError(
+            f"{relative!r} is damaged: its checksum does not match.",
+            where=str(path),
+            why="its contents changed after it was saved",
+            fix="restore it from a copy, or use another checkpoint",
+        )
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key comes twice")
+    return result
+
+
+def _file_entry(entry: Mapping[str, Any]) -> FileEntry:
+    result = FileEntry(**{**entry, "checksums": tuple(entry["checksums"])})
+    if type(result.size) is not int or not all(isinstance(v, str) for v in (*result.checksums, result.kind)):
+        raise ValueError("the entry of a file has a value of the wrong type")
+    if result.size < 0 or len(result.checksums) != number_of_blocks(result.size):
+        raise ValueError("the number of a file's checksums is not that of its blocks")
+    return result
+
+
+def _checked(path: str) -> str:
+    pure = PurePosixPath(path)
+    if (
+        path in ("", ".")
+        or pure.is_absolute()
+        or ".." in pure.parts
+        or "\\" in path
+        or "\0" in path
+        or str(pure) != path
+    ):
+        raise ValueError(f"the path {path!r} leaves its folder")
+    return path

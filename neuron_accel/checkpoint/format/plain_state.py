@@ -1,0 +1,151 @@
+"""State of arbitrary objects as JSON and tensors, without pickle.
+
+``state_dict()`` of schedulers, scalers and objects of the user's own consists, nearly always, of numbers, strings,
+containers and tensors. Those are stored with their exact types; anything else is refused by name, because what cannot
+be described cannot be loaded safely either.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from neuron_accel.errors import CheckpointError
+
+_TAG = "$"
+
+
+def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
+    """``value`` as data for JSON; tensors and arrays go into ``tensors``.
+
+    Args:
+        value: built of None, bool, int, float, complex, str, bytes, lists, tuples, sets, dicts (also ordered, counting
+            and deques), tensors, dtypes, devices, numpy arrays and scalars.
+        tensors: gets CPU tensors, by keys that begin with ``where``.
+        where: what ``value`` belongs to, for keys and messages.
+
+    Raises:
+        CheckpointError: if something cannot be stored, saying where it lies.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {_TAG: "float", "v": repr(value)}
+    if isinstance(value, torch.Tensor):
+        return {_TAG: "tensor", "v": _put(value.detach(), tensors, where)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return {_TAG: "array", "v": _put(torch.from_numpy(np.ascontiguousarray(value)), tensors, where)} | (
+            {"shape": list(value.shape)} if value.ndim == 0 else {}
+        )
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return {_TAG: "scalar", "dtype": value.dtype.name, "v": encode(value.item(), tensors, where)}
+    simple = _encode_simple(value)
+    if simple is not None:
+        return simple
+    for kind, cls in _SEQUENCES.items():
+        if type(value) is cls:
+            items = sorted(value, key=repr) if cls in (set, frozenset) else value
+            encoded = [encode(item, tensors, f"{where}[{i}]") for i, item in enumerate(items)]
+            return encoded if cls is list else {_TAG: kind, "v": encoded}
+    for kind, cls in _MAPPINGS.items():
+        if type(value) is cls:
+            return _encode_mapping(kind, value, tensors, where)
+    raise CheckpointError(
+        f"A value of type {type(value).__module__}.{type(value).__qualname__} cannot be saved.",
+        where=where,
+        why="checkpoints hold numbers, strings, containers and tensors only, so that loading one runs no code",
+        fix="leave it out of `state_dict`, or represent it by such values",
+    )
+
+
+def _put(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> str:
+    tensors[where] = tensor.to("cpu", copy=True).contiguous()
+    return where
+
+
+def _encode_simple(value: Any) -> Any:
+    if type(value) is complex:
+        return {_TAG: "complex", "v": [repr(value.real), repr(value.imag)]}
+    if type(value) is bytes:
+        return {_TAG: "bytes", "v": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype):
+        return {_TAG: "dtype", "v": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {_TAG: "device", "v": str(value)}
+    return None
+
+
+_SEQUENCES: dict[str, type] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+    "size": torch.Size,
+}
+_MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "defaultdict": defaultdict}
+
+
+def _encode_mapping(kind: str, value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], where: str) -> Any:
+    if kind == "dict" and all(type(key) is str for key in value) and _TAG not in value:
+        return {key: encode(item, tensors, f"{where}.{key}") for key, item in value.items()}
+    pairs = [
+        [encode(key, tensors, f"{where} (a key)"), encode(item, tensors, f"{where}.{key}")]
+        for key, item in value.items()
+    ]
+    # The factory of a defaultdict is code, and comes back as none.
+    return {_TAG: kind, "v": pairs}
+
+
+def decode(value: Any, tensor: Callable[[str], torch.Tensor], where: str) -> Any:
+    """The inverse of :func:`encode`; ``tensor`` gives a tensor by its key.
+
+    Raises:
+        CheckpointError: if ``value`` is nothing that :func:`encode` made.
+    """
+    try:
+        return _decode(value, tensor)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, RuntimeError) as error:
+        raise CheckpointError(f"The saved state cannot be read: {error!r}.", where=where) from error
+
+
+def _decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: _decode(item, tensor) for key, item in value.items()}
+    kind, inner = value[_TAG], value.get("v")
+    if kind in _MAPPINGS:
+        pairs = [(_decode(key, tensor), _decode(item, tensor)) for key, item in inner]
+        return defaultdict(None, pairs) if kind == "defaultdict" else _MAPPINGS[kind](dict(pairs))
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](_decode(item, tensor) for item in inner)
+    if kind == "tensor":
+        return tensor(inner)
+    if kind == "array":
+        array = tensor(inner).numpy()
+        return array.reshape(value["shape"]) if "shape" in value else array
+    if kind == "scalar":
+        dtype = np.dtype(value["dtype"])
+        if dtype.kind not in "biuf":
+            raise ValueError(f"{dtype} is no dtype of numbers")
+        return dtype.type(_decode(inner, tensor))
+    if kind == "dtype":
+        result = getattr(torch, inner)
+        if not isinstance(result, torch.dtype):
+            raise ValueError(f"{inner!r} is no dtype")
+        return result
+    return {
+        "float": float,
+        "complex": lambda v: complex(float(v[0]), float(v[1])),
+        "bytes": base64.b64decode,
+        "device": torch.device,
+    }[kind](inner)

@@ -1,0 +1,175 @@
+"""The safetensors format, read and written without torch.
+
+Eight bytes of header length (little endian), a JSON header, then the tensors' bytes one after another
+(https://github.com/huggingface/safetensors, "Format"). Headers are trusted in nothing: every size and offset is checked
+against the file before anything is read through it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from neuron_accel.checkpoint.format.files import failure
+from neuron_accel.errors import CheckpointError
+
+_MAX_HEADER = 100_000_000  # the limit of the reference implementation
+
+_DTYPES = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "complex64": ("C64", 8),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint64": ("U64", 8),
+    "uint32": ("U32", 4),
+    "uint16": ("U16", 2),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
+_NAMES = {code: name for name, (code, _) in _DTYPES.items()}
+
+
+def item_size(dtype: str) -> int:
+    """Bytes of one element of a dtype given by its torch name.
+
+    Raises:
+        CheckpointError: if the format cannot hold it.
+    """
+    if dtype not in _DTYPES:
+        raise CheckpointError(
+            f"Tensors of dtype {dtype} cannot be stored.", why="safetensors has no such dtype", fix="convert it first"
+        )
+    return _DTYPES[dtype][1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """Where a tensor lies in a file.
+
+    Args:
+        dtype: its torch name, ``"bfloat16"``.
+        shape: as stored.
+        offset: of its first byte in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * item_size(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a file says about itself."""
+
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str]
+    size: int
+    """Of the file, in bytes."""
+
+
+def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """The bytes before the first tensor.
+
+    Args:
+        tensors: key, dtype (torch's name) and shape, in the order in which their bytes will follow.
+        metadata: strings by name.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for key, dtype, shape in tensors:
+        end = offset + math.prod(shape) * item_size(dtype)
+        entries[key] = {"dtype": _DTYPES[dtype][0], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin aligned
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_header(path: Path) -> Header:
+    """Reads and checks the header of a file.
+
+    Raises:
+        CheckpointError: if it cannot be read or is no valid header of this file.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+            if not 0 <= length <= min(_MAX_HEADER, size - 8):
+                raise _invalid(path, "the length of its header is impossible")
+            text = file.read(length)
+    except OSError as error:
+        raise failure("read", path, error) from error
+    try:
+        entries = json.loads(text.decode(), object_pairs_hook=_unique)
+        if not isinstance(entries, dict):
+            raise ValueError("its header is no object")
+        metadata = entries.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+            raise ValueError("its metadata are not strings")
+        tensors = {key: _entry(value, 8 + length) for key, value in entries.items()}
+        _check_contiguous(tensors.values(), 8 + length, size)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _invalid(path, str(error) or type(error).__name__) from error
+    return Header(tensors=tensors, metadata=metadata, size=size)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key comes twice")
+    return result
+
+
+def _entry(value: Any, base: int) -> StoredTensor:
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError("an entry does not describe a tensor")
+    shape, offsets = value["shape"], value["data_offsets"]
+    numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [-1]
+    if not all(type(n) is int and n >= 0 for n in numbers) or len(offsets) != 2:
+        raise ValueError("a shape or an offset is impossible")
+    if value["dtype"] not in _NAMES:
+        raise ValueError(f"dtype {value['dtype']!r} is not known")
+    tensor = StoredTensor(dtype=_NAMES[value["dtype"]], shape=tuple(shape), offset=base + offsets[0])
+    if tensor.nbytes != offsets[1] - offsets[0]:
+        raise ValueError("a tensor's size is not that of its shape")
+    return tensor
+
+
+def _check_contiguous(tensors: Iterable[StoredTensor], begin: int, size: int) -> None:
+    for tensor in sorted(tensors, key=lambda t: (t.offset, t.nbytes)):
+        if tensor.offset != begin:
+            raise ValueError("tensors overlap or leave gaps")
+        begin += tensor.nbytes
+    if begin != size:
+        raise ValueError(f"it has {size} bytes and its header describes {begin}")
+
+
+def _invalid(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path.name!r} is no complete safetensors file: {why}.",
+        where=str(path),
+        fix="restore the file from a copy, or use another checkpoint",
+    )

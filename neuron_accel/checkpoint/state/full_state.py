@@ -1,0 +1,189 @@
+"""Full tensors from shards: what leaves a run has the names and shapes of the original model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from neuron_accel.engine.plan.mesh import AxisKind
+from neuron_accel.engine.runtime.tensors import full_tensor
+from neuron_accel.errors import UsageError
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.base import Group
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
+
+
+# ---- Full tensors from shards: what leaves a run has the names and shapes of the original model ----------------------
+def full_state_dict(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
+    """The state dict of the original model: original names and shapes; tied weights stay one tensor. Collective.
+
+    Returns:
+        On the main process all tensors, on the CPU, in memory of their own. On the others the same where nothing is
+        cut, else an empty dict: no rank but one holds the full model, and that one a tensor at a time beside it.
+    """
+    module = getattr(model.module, "_orig_mod", model.module)
+    run.backend.step_boundary()  # what is read below exists then
+    stages = stage_group(run)
+    if stages.size > 1:
+        return _state_of_stages(model, module, run, stages)
+    cut = any(record.layout.cuts for record in model.parameters)
+    keep = run.backend.rank == 0 or not cut
+    result: dict[str, torch.Tensor] = {}
+    copies: dict[torch.Tensor, torch.Tensor] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            if keep:
+                result[name] = value
+            continue
+        if value not in copies:
+            full = value.detach()
+            if name in model.parameters:
+                full = full_tensor(full, model.parameters[name].layout, run)
+            copies[value] = full.to("cpu", copy=True) if keep else torch.empty(0)
+        if keep:
+            result[name] = copies[value]
+    return result
+
+
+def full_gradients(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
+    """The reduced gradients by FQN, in the shapes of the original model, on every rank's CPU. Collective.
+
+    Meant for tests and for looking: it holds all gradients at once. Parameters without a gradient are left out.
+    """
+    from neuron_accel.engine.plan.plugin import Claim
+
+    owner = run.owner(Claim.GRADIENT_REDUCTION)
+    result = {}
+    stages = stage_group(run)
+    for record in model.parameters:
+        holder = next((indices[0] for indices in record.holders.values()), 0)
+        gradient = None
+        if stages.index == holder and record.current is not None and record.current.requires_grad:
+            gradient = owner.full_gradient(record.current, run) if owner else record.current.grad
+            if gradient is not None:
+                gradient = full_tensor(gradient, record.layout, run)
+        form = None if gradient is None else (tuple(gradient.shape), gradient.dtype)
+        form = run.backend.broadcast_object(form, stages, holder)
+        if form is not None:
+            result[record.fqn] = run.backend.to_host(_from_stage(gradient, form, run, stages, holder))
+    return result
+
+
+def stage_group(run: Run) -> Group:
+    """The ranks that hold the other layers of this rank's copy of the model."""
+    return run.group(*run.mesh.names(AxisKind.STAGE))
+
+
+def _from_stage(
+    tensor: torch.Tensor | None, form: tuple[tuple[int, ...], torch.dtype], run: Run, stages: Group, holder: int
+) -> torch.Tensor:
+    """A tensor that the rank at position ``holder`` has, on all ranks of ``stages``. It goes through the host if
+    devices are lazy, where each form of tensor would be a graph to compile."""
+    lazy = "lazy" in run.backend.capabilities
+    if stages.index != holder or tensor is None:
+        tensor = torch.empty(form[0], dtype=form[1], device="cpu" if lazy else run.device)
+    elif lazy:
+        tensor = run.backend.to_host(tensor)
+    return run.backend.broadcast(tensor, stages, holder)
+
+
+def _state_of_stages(model: PreparedModel, module: torch.nn.Module, run: Run, stages: Group) -> dict[str, torch.Tensor]:
+    """The state dict of a model whose layers lie on several stages, on the main process."""
+    local = module.state_dict(keep_vars=True)
+    records = model.parameters
+    described: dict[str, Any] = {}
+    for name, value in local.items():
+        if isinstance(value, torch.Tensor):
+            shape = records[name].layout.shape if name in records else tuple(value.shape)
+            described[name] = (tuple(shape), value.dtype)
+        else:
+            described[name] = value
+    everywhere = run.backend.all_gather_object(described, stages)
+    holder_of: dict[str, int] = {}
+    for index, names in enumerate(everywhere):
+        for name in names:
+            holder_of.setdefault(name, index)
+    places = {name: place for place, name in enumerate(n for record in records for n in record.names)}
+    result: dict[str, torch.Tensor] = {}
+    copies: dict[str, torch.Tensor] = {}
+    for name in sorted(holder_of, key=lambda name: places.get(name, len(places))):
+        form, holder = everywhere[holder_of[name]][name], holder_of[name]
+        identity = records[name].fqn if name in records else name
+        if not (isinstance(form, tuple) and isinstance(form[-1], torch.dtype)):
+            copies[identity] = form
+        elif identity not in copies:
+            full = None
+            if stages.index == holder:
+                full = local[name].detach()
+                if name in records:
+                    full = full_tensor(full, records[name].layout, run)
+            full = _from_stage(full, form, run, stages, holder)
+            copies[identity] = full.to("cpu", copy=True) if run.backend.rank == 0 else torch.empty(0)
+        result[name] = copies[identity]
+    return result if run.backend.rank == 0 else {}
+
+
+# ---- ``save_pretrained`` of a model that lies over several ranks -----------------------------------------------------
+# The method a model has of its own would write this rank's shards as if they were the model. So a divided model gets
+# another one, on the object, like the ``forward`` that Accelerate gives it: the class is the user's. It stands for
+# this model in this run only: copies, and the model after the run, refuse to be saved rather than write shards.
+_METHOD = "save_pretrained"
+
+
+class SaveNothing:
+    """In place of ``save_pretrained`` where a model holds shards and nobody can gather them."""
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            "This model holds one rank's shards of a divided model.",
+            where=_METHOD,
+            why="it is a copy of a prepared model, or its run is over; its shards would be written as if they were the "
+            "model",
+            fix="save the prepared model itself, before the run ends, or use `accelerator.get_state_dict(model)`",
+        )
+
+
+class SaveFull:
+    """In place of the ``save_pretrained`` of a divided model.
+
+    Every process calls it; the main process writes the full model, with original names and shapes, and all return once
+    the files are complete.
+
+    Args:
+        record: the prepared model.
+        run: the run.
+        save: the model's own ``save_pretrained``.
+    """
+
+    def __init__(self, record: PreparedModel, run: Run, save: Callable[..., Any]) -> None:
+        self._record, self._run, self._save = record, run, save
+
+    def __call__(
+        self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any
+    ) -> None:
+        """As in transformers; a ``state_dict`` that is given is taken for the full one."""
+        if state_dict is None:
+            state_dict = full_state_dict(self._record, self._run)
+        if self._run.backend.rank == 0:
+            self._save(save_directory, is_main_process=True, state_dict=state_dict, **options)
+        self._run.backend.barrier()
+
+    def __reduce__(self) -> tuple[type[SaveNothing], tuple[()]]:
+        return SaveNothing, ()  # of copies and pickles of the model
+
+    def remove(self) -> None:
+        """The run is over."""
+        setattr(self._record.original, _METHOD, SaveNothing())
+
+
+def save_in_full(record: PreparedModel, run: Run) -> None:
+    """Makes ``save_pretrained`` of a divided model write the full one, until the run is over."""
+    divided = any(r.layout.cuts or r.holders for r in record.parameters)
+    save = getattr(record.original, _METHOD, None)
+    if divided and save is not None:
+        replacement = SaveFull(record, run, save)
+        setattr(record.original, _METHOD, replacement)
+        record.handles.append(replacement)

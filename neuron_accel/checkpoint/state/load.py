@@ -1,0 +1,387 @@
+"""Loading a checkpoint into whatever mesh runs now.
+
+First everything is checked: the manifest, the checksum of every file (shared out over the ranks), that every tensor
+wanted is there in full, and that the other state fits the training. Only when every rank agrees is anything changed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from neuron_accel.checkpoint.format.files import in_order, number_of_blocks, threads_of
+from neuron_accel.checkpoint.format.index import (
+    Index,
+    index_checkpoint,
+    index_pretrained,
+    is_pretrained,
+    master_collection,
+    model_collection,
+)
+from neuron_accel.checkpoint.format.manifest import Manifest, check_block, check_size, locate, read_manifest
+from neuron_accel.checkpoint.format.source import Bytes, SourceTensor, words
+from neuron_accel.checkpoint.format.tensorfile import read_header
+from neuron_accel.checkpoint.state.save import STATE
+from neuron_accel.checkpoint.state.snapshot import buffers_of, pieces_of
+from neuron_accel.checkpoint.state.training import Restored, Training
+from neuron_accel.engine.runtime.run import agreed
+from neuron_accel.engine.sharding.layout import Layout
+from neuron_accel.errors import CheckpointError, did_you_mean
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.optim.twin import StatePiece
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """A tensor that this rank needs.
+
+    Args:
+        source: where it comes from.
+        layout: how it is divided here.
+        start, stop: elements of this rank's flattened shard.
+        target: is filled, converted to its dtype where that differs; may have padding at its end.
+        sink: takes what was read, flat: the target's memory, or without a target a new tensor on the CPU.
+    """
+
+    source: SourceTensor
+    layout: Layout
+    start: int
+    stop: int
+    target: torch.Tensor | None = None
+    sink: Callable[[torch.Tensor], None] | None = None
+
+    @property
+    def _direct(self) -> bool:
+        """Whether the file's bytes can go where the target lies."""
+        target = self.target
+        return (
+            target is not None
+            and target.device.type == "cpu"
+            and target.dtype == self._dtype
+            and target.numel() == self.stop - self.start
+            and target.is_contiguous()
+        )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self.source.layout.dtype)
+
+    def read(self, files: Bytes, coordinates: dict[str, int]) -> torch.Tensor:
+        """The elements, flat: in the target's own memory where they can be read there. Any thread may call it."""
+        if self._direct and self.target is not None:
+            flat = self.target.detach().reshape(-1)
+        else:
+            flat = torch.empty(self.stop - self.start, dtype=self._dtype)
+        if flat.numel():
+            size = self.source.item_size
+            out = flat.view(_WORDS[size]).numpy().view(words(size))
+            self.source.read(files, self.layout, coordinates, out, self.start, self.stop)
+        return flat
+
+    def put(self, flat: torch.Tensor) -> None:
+        """Hands over what was read."""
+        if self.sink is not None:
+            self.sink(flat)
+        elif not self._direct and self.target is not None:
+            with torch.no_grad():
+                self.target.copy_(filled_up(flat, self.target.shape))
+
+
+def filled_up(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """``flat`` in a shape that may have more elements: on lazy devices pieces of parameters end with padding."""
+    missing = math.prod(shape) - flat.numel()
+    return torch.nn.functional.pad(flat, (0, missing)).view(shape) if missing else flat.view(shape)
+
+
+def load(training: Training, folder: Path, *, verify: bool = True) -> dict[str, int]:
+    """Loads a checkpoint, or the weights of an unsharded folder of transformers. Collective.
+
+    Args:
+        training: what is given the state.
+        folder: the checkpoint.
+        verify: whether to compare all files with their checksums first.
+
+    Returns:
+        the counters of the training that was saved; empty for a folder of transformers.
+
+    Raises:
+        CheckpointError: on every rank; nothing is changed then.
+    """
+    run = training.run
+    if agreed(run, lambda: is_pretrained(folder)):
+        for _, model in training.numbered_models()[:1]:
+            load_weights(model, folder, run)
+        refresh_masters(training.optimizers, run)
+        return {}
+    manifest = agreed(run, lambda: read_manifest(folder))
+    if verify:
+        agreed(run, lambda: _check_files(folder, manifest, run))
+    index = agreed(run, lambda: index_checkpoint(folder, manifest))
+    with Bytes() as files:
+        restored = agreed(run, lambda: _restored(training, folder, manifest, files))
+        needs = agreed(run, lambda: _all_needs(training, index))
+        _reset_states(training, index, restored)
+        agreed(run, lambda: _fulfil(needs, files, run))
+    refresh_masters(training.optimizers, run, index)
+    restored.apply()
+    return restored.counters
+
+
+def load_weights(model: PreparedModel, folder: Path, run: Run, number: int = 0) -> None:
+    """Loads the weights of one model from a checkpoint or a folder of transformers. Collective.
+
+    Parameters that a strategy added to the model keep their values where there are none for them.
+
+    Raises:
+        CheckpointError: on every rank; nothing is changed then.
+    """
+
+    def indexed() -> Index:
+        if is_pretrained(folder):
+            return named_as(index_pretrained(folder), model)
+        manifest = read_manifest(folder)
+        _check_files(folder, manifest, run)
+        return index_checkpoint(folder, manifest, ("model",))
+
+    index = agreed(run, indexed)
+    needs = agreed(run, lambda: list(_model_needs(model, index, number, may_lack_added=True)))
+    with Bytes() as files:
+        agreed(run, lambda: _fulfil(needs, files, run))
+
+
+def _check_files(folder: Path, manifest: Manifest, run: Run) -> None:
+    """Checks this rank's share of the files' blocks."""
+    blocks = []
+    for relative, entry in sorted(manifest.files.items()):
+        check_size(folder, relative, entry)
+        blocks += [(relative, entry, block) for block in range(number_of_blocks(entry.size))]
+    for _ in in_order(lambda b: check_block(folder, *b), blocks[run.world.index :: run.world.size], threads_of(run)):
+        pass
+
+
+def _restored(training: Training, folder: Path, manifest: Manifest, files: Bytes) -> Restored:
+    paths = manifest.of_kind("state")
+    if len(paths) != 1:
+        raise CheckpointError(f"The checkpoint names {len(paths)} files of training state.", where=str(folder))
+    path = locate(folder, paths[0])
+    header = read_header(path)
+    try:
+        state = json.loads(header.metadata[STATE])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"The training state cannot be read: {error!r}.", where=str(path)) from error
+
+    def tensor(key: str) -> torch.Tensor:
+        stored = header.tensors[key]
+        result = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        if stored.nbytes:
+            files.read(path, stored.offset, result.reshape(-1).view(torch.uint8).numpy())
+        return result
+
+    return Restored(training, state, tensor, manifest.info)
+
+
+def _fulfil(needs: list[Need], files: Bytes, run: Run) -> None:
+    for need, flat in in_order(lambda need: need.read(files, run.coordinates), needs, threads_of(run)):
+        need.put(flat)
+
+
+def _all_needs(training: Training, index: Index) -> list[Need]:
+    needs: list[Need] = []
+    for number, model in training.numbered_models():
+        needs += _model_needs(model, index, number)
+    for number, optimizer in enumerate(training.optimizers):
+        needs += _optimizer_needs(optimizer, number, index, training.run)
+    return needs
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
+def _model_needs(model: PreparedModel, index: Index, number: int, *, may_lack_added: bool = False) -> Iterator[Need]:
+    collection = model_collection(number)
+    known = {name for record in model.parameters for name in record.names}
+    strangers = [t for t in index.tensors(collection) if not t.buffer and known.isdisjoint((t.name, *t.aliases))]
+    buffers = buffers_of(model)
+    strangers = [t for t in strangers if t.name not in {name for names in buffers for name in names}]
+    if strangers:
+        raise CheckpointError(
+            f"The checkpoint has a weight {strangers[0].name!r}, the model has not.",
+            where=f"{type(model.original).__name__}; {len(strangers)} such weights",
+            why="it is the checkpoint of another model",
+            fix=did_you_mean(strangers[0].name, known),
+        )
+    for record in model.parameters:
+        lacks = may_lack_added and record.added and index.find(collection, record.names) is None
+        if record.current is not None and not lacks:
+            source = _found(index, collection, record.names, record.layout.shape)
+            yield Need(
+                source=source,
+                layout=record.layout,
+                start=0,
+                stop=record.current.numel(),
+                target=record.current.data,
+            )
+    for names, value in buffers.items():
+        source = _found(index, collection, names, tuple(value.shape))
+        yield Need(source=source, layout=Layout.of(value), start=0, stop=value.numel(), target=value.data)
+
+
+def _found(index: Index, collection: str, names: tuple[str, ...], shape: tuple[int, ...]) -> SourceTensor:
+    source = index.find(collection, names)
+    if source is None:
+        raise CheckpointError(
+            f"The checkpoint has no {names[0]!r}.",
+            where=collection,
+            why="it is the checkpoint of another model",
+            fix=did_you_mean(names[0], index.collections.get(collection, {})),
+        )
+    if source.layout.shape != shape:
+        raise CheckpointError(
+            f"{names[0]!r} has shape {source.layout.shape} in the checkpoint and {shape} in the model.",
+            where=collection,
+            fix="build the model with the configuration that it was saved with",
+        )
+    source.check()
+    return source
+
+
+# ---- optimizers ----------------------------------------------------------------------------------------------------
+def _optimizer_needs(optimizer: Any, number: int, index: Index, run: Run) -> Iterator[Need]:
+    for piece in pieces_of(optimizer, run):
+        record = piece.record
+        if piece.master:
+            master = index.find(master_collection(number), record.names)
+            if master is not None:
+                _check_shape(master, record.layout.shape, "master weight")
+                yield Need(
+                    source=master,
+                    layout=record.layout,
+                    start=piece.start,
+                    stop=piece.stop,
+                    target=piece.parameter.data,
+                )
+        yield from _state_needs(optimizer, piece, index.entries(number, record.names), run)
+
+
+def _state_needs(optimizer: Any, piece: StatePiece, entries: dict[str, SourceTensor], run: Run) -> Iterator[Need]:
+    layout, parameter = piece.record.layout, piece.parameter
+    options = optimizer.param_groups[piece.group]
+    on_device = bool(options.get("capturable") or options.get("fused"))
+
+    def put(entry: str, shape: tuple[int, ...]) -> Callable[[torch.Tensor], None]:
+        # The same rule as in torch.optim: a step counter stays on the host unless the device reads it.
+        place = "cpu" if entry == "step" and not on_device else parameter.device
+
+        def sink(flat: torch.Tensor) -> None:
+            piece.read_state(optimizer)[entry] = filled_up(flat, shape).to(place)
+
+        return sink
+
+    for entry, source in entries.items():
+        if source.form == "own":
+            source.check()
+            whole, shape = source.layout, source.layout.shape
+            yield Need(source=source, layout=whole, start=0, stop=math.prod(shape), sink=put(entry, shape))
+            continue
+        _check_shape(source, layout.shape, f"optimizer state {entry!r}")
+        if piece.whole:
+            whole, shape = Layout(shape=layout.shape, dtype=layout.dtype), layout.shape
+            yield Need(source=source, layout=whole, start=0, stop=math.prod(shape), sink=put(entry, shape))
+        else:
+            shape = tuple(parameter.shape)
+            present = _usable(piece.read_state(optimizer).get(entry), shape, source)
+            yield Need(
+                source=source,
+                layout=layout,
+                start=piece.start,
+                stop=piece.stop,
+                target=present,
+                sink=put(entry, shape),
+            )
+
+
+def _usable(present: Any, shape: tuple[int, ...], source: SourceTensor) -> torch.Tensor | None:
+    """An entry that is there already, if what is read can take its place in memory."""
+    fits = (
+        isinstance(present, torch.Tensor)
+        and present.device.type == "cpu"
+        and tuple(present.shape) == shape
+        and present.dtype == getattr(torch, source.layout.dtype)
+        and present.is_contiguous()
+    )
+    return present if fits else None
+
+
+def _reset_states(training: Training, index: Index, restored: Restored) -> None:
+    """Leaves in the optimizers what is no tensor, and room for what is."""
+    for number, optimizer in enumerate(training.optimizers):
+        values = restored.optimizers[number]["values"]
+        for piece in pieces_of(optimizer, training.run):
+            names = piece.record.names
+            mine = next((values[name] for name in names if name in values), {})
+            if mine or index.entries(number, names):
+                piece.new_state(optimizer).update(mine)
+            else:
+                piece.drop_state(optimizer)
+
+
+def _check_shape(source: SourceTensor, shape: tuple[int, ...], what: str) -> None:
+    if source.layout.shape != shape:
+        raise CheckpointError(
+            f"The {what} of {source.name!r} has shape {source.layout.shape}, the parameter {shape}.",
+            why="it is the checkpoint of another model",
+        )
+    source.check()
+
+
+def refresh_masters(optimizers: Any, run: Run, index: Index | None = None) -> None:
+    """Takes the model's weights as what optimizers update, wherever that is kept apart and was not loaded itself."""
+    for number, optimizer in enumerate(optimizers):
+        for piece in pieces_of(optimizer, run):
+            current = piece.record.current
+            if current is None or current is piece.parameter:
+                continue
+            names = piece.record.names
+            if piece.master and index is not None and index.find(master_collection(number), names) is not None:
+                continue
+            with torch.no_grad():
+                # A lazy device would make a graph of each part's own.
+                values = run.backend.to_host(current) if "lazy" in run.backend.capabilities else current.detach()
+                part = values.reshape(-1)[piece.start : piece.stop]
+                piece.parameter.copy_(filled_up(part, piece.parameter.shape))
+
+
+# ---- Names in folders of transformers that differ from the model's ---------------------------------------------------
+# The folder of a model without a head lacks the prefix that its parameters have inside one with a head, and the other
+# way round; and older folders hold tables that models now compute. transformers settles both when it loads; so do we.
+_COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.masked_bias$")
+"""Tables that every family computes now, declared or not."""
+
+
+def named_as(index: Index, model: PreparedModel) -> Index:
+    """The tensors of a folder under the names of ``model``, without those that its class declares it has no use for."""
+    module = model.original
+    known = {name for record in model.parameters for name in record.names} | set(module.state_dict(keep_vars=True))
+    prefix = f"{getattr(module, 'base_model_prefix', '')}."
+    declared = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored = [re.compile(pattern) for pattern in (*declared, *_COMPUTED)]
+    tensors = {}
+    for name, tensor in index.collections[model_collection(0)].items():
+        candidates = (name, prefix + name, name.removeprefix(prefix))
+        found = next((candidate for candidate in candidates if candidate in known), None)
+        if found is not None:
+            tensor.name = found
+            tensors[found] = tensor
+        elif not any(pattern.search(name) for pattern in ignored):
+            tensors[name] = tensor
+    return Index({model_collection(0): tensors})

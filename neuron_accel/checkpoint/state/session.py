@@ -1,0 +1,433 @@
+"""``save_state`` and ``load_state``: Accelerate's arguments, the folder, and which checkpoints are kept."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.metadata
+import logging
+import os
+import re
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from neuron_accel.checkpoint.format.files import Files, failure
+from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER, NAME, has_manifest, read_manifest
+from neuron_accel.checkpoint.state.full_state import save_in_full
+from neuron_accel.checkpoint.state.load import load, load_weights
+from neuron_accel.checkpoint.state.save import BackgroundSave, Contents, Target, save
+from neuron_accel.checkpoint.state.snapshot import written_here
+from neuron_accel.checkpoint.state.staging import HostMemory
+from neuron_accel.checkpoint.state.training import Training, capture, mesh_to
+from neuron_accel.checkpoint.tools.consolidate import checkpoint_folder
+from neuron_accel.engine.runtime.run import agreed
+from neuron_accel.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from neuron_accel.accelerator import NeuronAccelerator
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
+
+
+# ---- ``save_state`` and ``load_state`` with Accelerate's arguments, hooks and folder names ---------------------------
+_log = logging.getLogger(__name__)
+
+
+class Session:
+    """The checkpoints of one accelerator.
+
+    Args:
+        accelerator: whose objects are saved.
+        files: how files are written.
+    """
+
+    def __init__(self, accelerator: NeuronAccelerator, files: Files | None = None) -> None:
+        self._accelerator = accelerator
+        self._checkpoints = Checkpoints(accelerator.run, files)
+
+    def save(
+        self,
+        output_dir: str | os.PathLike[str] | None,
+        *,
+        safe_serialization: bool = True,
+        async_save: bool = False,
+        tokenizer: Any = None,
+        **unknown: Any,
+    ) -> str:
+        """See :meth:`NeuronAccelerator.save_state`."""
+        project = self._accelerator.project_configuration
+        if not safe_serialization:
+            raise UsageError(
+                "`safe_serialization=False` is not possible: checkpoints hold safetensors and JSON only.",
+                why="unpickling a checkpoint runs whatever code it contains",
+            )
+        if unknown:
+            raise UsageError(f"`save_state` has no option {sorted(unknown)[0]!r}.")
+        if project.save_on_each_node:
+            raise UsageError(
+                "`save_on_each_node` is not possible: a checkpoint is one folder that all machines share.",
+                why="every rank writes its own part of it",
+                fix="save to a file system that all machines see",
+            )
+        automatic = project.automatic_checkpoint_naming
+        folder = self._numbered() if automatic else self._common(_given(output_dir))
+        training = self._training(self._kept_models(folder))
+        self._checkpoints.save(
+            training,
+            folder,
+            auxiliary=lambda: self._auxiliary(tokenizer),
+            keep=project.total_limit if automatic else None,
+            background=async_save,
+        )
+        if automatic:
+            project.iteration += 1
+        return str(folder)
+
+    def load(self, input_dir: str | os.PathLike[str] | None, *, resume: str | None = None, verify: bool = True) -> bool:
+        """See :meth:`NeuronAccelerator.load_state`."""
+        if resume is not None and (input_dir is not None or resume != LATEST):
+            raise UsageError(f"`resume={resume!r}` is not possible here.", fix="use load_state(resume='latest')")
+        folder = self._found(input_dir, optional=resume is not None)
+        if folder is None:
+            return False
+        accelerator = self._accelerator
+        models = list(accelerator._models)
+        for hook in accelerator._load_model_state_pre_hook.values():
+            hook(models, str(folder))
+        left = {id(model) for model in models}
+        training = self._training([id(model) in left for model in accelerator._models])
+        counters = self._checkpoints.load(training, folder, verify=verify)
+        if not counters:
+            _log.warning("%s holds weights only: optimizers, schedulers and loaders begin anew.", folder)
+        accelerator.step = counters.get("step", accelerator.step)
+        if accelerator.project_configuration.automatic_checkpoint_naming:
+            accelerator.project_configuration.iteration = counters.get("iteration", accelerator.save_iteration - 1) + 1
+        return True
+
+    def adopt(self, record: PreparedModel) -> None:
+        """A model has been divided: it takes the weights that a plugin names, and saves itself in full. Collective.
+
+        Raises:
+            CheckpointError: if the weights are not those of this model.
+        """
+        run = self._accelerator.run
+        folders = [folder for plugin in run.plan.plugins if (folder := plugin.initial_weights()) is not None]
+        if folders and len(run.models) == 1:
+            load_weights(record, checkpoint_folder(Path(folders[-1])), run)
+        save_in_full(record, run)
+
+    def wait(self) -> None:
+        """Waits for a save in the background; raises its error on every rank. Collective."""
+        self._checkpoints.wait()
+
+    # ---- folders ---------------------------------------------------------------------------------------------------
+    def _common(self, folder: Path) -> Path:
+        """The main process's folder: others may have named a temporary one of their own."""
+        run = self._accelerator.run
+        return Path(run.backend.broadcast_object(str(folder), run.world))
+
+    def _root(self) -> Path:
+        if self._accelerator.project_dir is None:
+            raise UsageError(
+                "There is no project folder to keep checkpoints in.",
+                fix="NeuronAccelerator(project_config=ProjectConfiguration(project_dir, "
+                "automatic_checkpoint_naming=True))",
+            )
+        return Path(os.path.abspath(os.path.expanduser(self._accelerator.project_dir)), "checkpoints")
+
+    def _numbered(self) -> Path:
+        folder = self._root() / f"checkpoint_{self._accelerator.save_iteration}"
+        if self._accelerator.is_main_process and has_manifest(folder):
+            message = f"{folder} exists already."
+        else:
+            message = None
+        message = self._accelerator.run.backend.broadcast_object(message, self._accelerator.run.world)
+        if message:
+            raise UsageError(
+                message,
+                why="a new training would overwrite the checkpoints of another, one by one",
+                fix="load it first (`load_state()` goes on counting), or set "
+                "`accelerator.project_configuration.iteration`",
+            )
+        return folder
+
+    def _found(self, input_dir: str | os.PathLike[str] | None, *, optional: bool) -> Path | None:
+        if input_dir is not None:
+            return self._common(_given(input_dir))
+        if not optional and not self._accelerator.project_configuration.automatic_checkpoint_naming:
+            raise UsageError("No input_dir provided and automatic checkpoint naming is disabled.")
+        root = self._root()
+        found = self._checkpoints.latest(root)
+        if found is None and not optional:
+            raise CheckpointError(f"There is no complete checkpoint in {str(root)!r}.", where=str(root))
+        return found
+
+    # ---- contents --------------------------------------------------------------------------------------------------
+    def _kept_models(self, folder: Path) -> list[bool]:
+        """Which models are still to be saved after the hooks; a hook that saves one itself takes its weights away."""
+        accelerator = self._accelerator
+        hooks = list(accelerator._save_model_state_pre_hook.values())
+        if not hooks:
+            return [True] * len(accelerator._models)
+        if accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+        accelerator.wait_for_everyone()
+        weights = [accelerator.get_state_dict(model, unwrap=False) for model in accelerator._models]
+        all_weights = list(weights)
+        for hook in hooks:
+            hook(accelerator._models, weights, str(folder))
+        return [any(given is left for left in weights) for given in all_weights]
+
+    def _training(self, wanted: list[bool]) -> Training:
+        accelerator = self._accelerator
+        models = [
+            accelerator.run.prepared(model) if want else None
+            for model, want in zip(accelerator._models, wanted, strict=True)
+        ]
+        return Training(
+            run=accelerator.run,
+            models=models,
+            optimizers=[getattr(prepared, "optimizer", prepared) for prepared in accelerator._optimizers],
+            schedulers=accelerator._schedulers,
+            loaders=accelerator._dataloaders,
+            custom=accelerator._custom_objects,
+            scaler=accelerator.scaler,
+            counters={"step": accelerator.step, "iteration": accelerator.save_iteration},
+        )
+
+    def _auxiliary(self, tokenizer: Any) -> dict[str, bytes]:
+        models = self._accelerator.run.models
+        with tempfile.TemporaryDirectory() as staging:
+            return auxiliary_files(models[0].original if models else None, tokenizer, Path(staging))
+
+
+def _given(folder: str | os.PathLike[str] | None) -> Path:
+    if folder is None:
+        raise UsageError("`save_state` needs a folder.", fix="give `output_dir`, or use automatic checkpoint naming")
+    return Path(os.path.abspath(os.path.expanduser(folder)))
+
+
+# ---- The checkpoints of one run: what ``save_state`` and ``load_state`` of the accelerator do ------------------------
+LATEST = "latest"
+_LIBRARIES = ("neuron-accel", "torch", "accelerate", "transformers", "safetensors", "torch-xla", "torch-neuronx")
+
+
+class Checkpoints:
+    """Saves and loads, one save at a time.
+
+    Args:
+        run: the run.
+        files: how files are written.
+    """
+
+    def __init__(self, run: Run, files: Files | None = None) -> None:
+        self._run, self._files = run, files or Files()
+        self._pending: BackgroundSave | None = None
+        self._memory = HostMemory()
+
+    def save(
+        self,
+        training: Training,
+        folder: Path,
+        *,
+        auxiliary: Callable[[], Mapping[str, bytes]] = dict,
+        keep: int | None = None,
+        background: bool = False,
+    ) -> None:
+        """Saves into ``folder``. Collective.
+
+        Args:
+            training: what to save.
+            folder: is made; a checkpoint that it holds stays valid until the new one is complete.
+            auxiliary: gives further files by name; called on the main process.
+            keep: number of complete checkpoints ``checkpoint_N`` to keep beside this one, it included; None: all.
+            background: return as soon as everything is copied to host memory.
+
+        Raises:
+            CheckpointError: on every rank; also if the background save before failed.
+        """
+        self.wait()
+        run, files = self._run, self._files
+        captured = capture(training)
+        contents = Contents(
+            items=written_here(captured.items, run), state=captured.state, state_tensors=captured.tensors
+        )
+        generation = agreed(run, lambda: self._open(folder, contents, training, auxiliary))
+        generation, token = run.backend.broadcast_object((generation, uuid.uuid4().hex), run.world)
+        target = Target(folder=folder, generation=generation, token=token)
+
+        def finished() -> None:
+            if keep is not None:
+                prune(folder.parent, keep, files)
+
+        if not background:
+            save(contents, target, run, files, finished)
+            return
+        self._pending = agreed(run, lambda: BackgroundSave(contents, target, run, files, finished, self._memory))
+        atexit.register(self._at_exit)
+
+    def _open(
+        self, folder: Path, contents: Contents, training: Training, auxiliary: Callable[[], Mapping[str, bytes]]
+    ) -> int:
+        """The main process's preparations; returns the generation."""
+        if self._run.backend.rank:
+            return 0
+        for path in (folder, folder / MODEL_FOLDER, folder / "optimizer"):
+            self._files.make_folder(path)
+        contents.info = describe(training)
+        contents.auxiliary = dict(auxiliary())
+        if not has_manifest(folder):
+            return 0
+        try:
+            return read_manifest(folder).generation + 1
+        except CheckpointError:  # damaged: nothing in there can be loaded, so nothing has to be kept
+            self._files.remove(folder / NAME)
+            return 0
+
+    def wait(self) -> None:
+        """Waits for a save in the background. Collective.
+
+        Raises:
+            CheckpointError: on every rank, if it failed on any.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        atexit.unregister(self._at_exit)
+
+        def report() -> None:
+            if pending.error is not None:
+                raise pending.error
+
+        pending.join_share()
+        try:
+            agreed(self._run, report)
+        except CheckpointError:
+            pending.abandon()
+            pending.join()
+            raise
+        pending.join()
+        agreed(self._run, report)
+
+    def _at_exit(self) -> None:
+        """The interpreter ends with a save under way: a failure must not go unnoticed."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending.join()
+        if pending.error is not None:
+            print(f"neuron_accel: the last checkpoint was not saved: {pending.error}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(1)  # an exit handler has no other way to change the exit code
+
+    def load(self, training: Training, folder: Path, *, verify: bool = True) -> dict[str, int]:
+        """See :func:`neuron_accel.checkpoint.state.load.load`. Collective."""
+        self.wait()
+        return load(training, folder, verify=verify)
+
+    def latest(self, folder: Path) -> Path | None:
+        """The newest complete checkpoint ``checkpoint_N`` in ``folder``, the same on every rank. Collective."""
+        self.wait()
+        run = self._run
+        found = agreed(run, lambda: latest(folder) if run.backend.rank == 0 else None)
+        return run.backend.broadcast_object(found, run.world)
+
+
+def describe(training: Training) -> dict[str, Any]:
+    """What the manifest says about where a checkpoint comes from."""
+    run = training.run
+    plan = run.plan.to_dict()
+    return {
+        "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "world_size": run.mesh.world_size,
+        "mesh": mesh_to(run.mesh),
+        "plan": plan,
+        "fingerprint": run.plan.fingerprint(),
+        "plugins": dict(run.plan.provenance),
+        "libraries": _versions(),
+        "models": [None if m is None else {"class": type(m.original).__name__} for m in training.models],
+        "optimizers": [type(getattr(o, "optimizer", o)).__name__ for o in training.optimizers],
+        "counters": dict(training.counters),
+    }
+
+
+def _versions() -> dict[str, str]:
+    result = {}
+    for name in _LIBRARIES:
+        try:
+            result[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return result
+
+
+def auxiliary_files(model: torch.nn.Module, tokenizer: Any, staging: Path) -> dict[str, bytes]:
+    """A model's configuration and a tokenizer's files, by name.
+
+    Args:
+        model: as the user built it.
+        tokenizer: anything with ``save_pretrained``, or None.
+        staging: an empty folder for it to write into.
+    """
+    for part in (getattr(model, "config", None), getattr(model, "generation_config", None), tokenizer):
+        if hasattr(part, "save_pretrained"):
+            part.save_pretrained(staging)
+    return {
+        path.relative_to(staging).as_posix(): path.read_bytes() for path in sorted(staging.rglob("*")) if path.is_file()
+    }
+
+
+# ---- Numbered checkpoints in one folder: which is the latest, which may go -------------------------------------------
+_NAME = re.compile(r"checkpoint_(\d+)")
+
+
+def numbered(folder: Path) -> dict[int, Path]:
+    """The folders ``checkpoint_N`` by number, complete or not."""
+    try:
+        names = list(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise failure("read", folder, error) from error
+    matches = ((_NAME.fullmatch(path.name), path) for path in names)
+    return dict(sorted((int(m.group(1)), path) for m, path in matches if m and path.is_dir()))
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint in ``folder``; None if there is none.
+
+    One that was not finished is passed over; so is one whose manifest is damaged: an older one is better than none.
+    """
+    for path in reversed(numbered(folder).values()):
+        if has_manifest(path):
+            try:
+                read_manifest(path)
+            except CheckpointError:
+                continue
+            return path
+    return None
+
+
+def prune(folder: Path, keep: int, files: Files) -> list[Path]:
+    """Removes all but the newest ``keep`` complete checkpoints, and older ones that were never finished.
+
+    Call it when the newest is durable. The manifest of a checkpoint goes first, so that a crash in between leaves
+    nothing that looks complete.
+
+    Returns:
+        what was removed.
+    """
+    complete = [(number, path) for number, path in numbered(folder).items() if has_manifest(path)]
+    if not complete:
+        return []
+    newest = complete[-1][0]
+    old = [path for _, path in complete[:-keep]]
+    old += [path for number, path in numbered(folder).items() if number < newest and not has_manifest(path)]
+    for path in old:
+        files.remove(path / "manifest.json")
+        files.sync_folder(path)
+        files.remove(path)
+    return old

@@ -1,0 +1,357 @@
+"""What a rank contributes to a checkpoint: its tensors, those of them that it writes, and its files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from neuron_accel.checkpoint.format.files import Files, Written
+from neuron_accel.checkpoint.format.index import METADATA, master_collection, model_collection, state_collection
+from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER
+from neuron_accel.checkpoint.format.source import place_of
+from neuron_accel.checkpoint.format.tensorfile import encode_header, item_size
+from neuron_accel.checkpoint.state.staging import HostMemory
+from neuron_accel.engine.optim.twin import DividedOptimizer, StatePiece
+from neuron_accel.engine.plan.mesh import AxisKind, Mesh
+from neuron_accel.engine.sharding.layout import Layout
+from neuron_accel.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A tensor on this rank.
+
+    Args:
+        collection: which of the checkpoint's collections it belongs to.
+        name: FQN; together with ``aliases`` the names of one parameter.
+        layout: how the whole tensor lies over the mesh.
+        tensor: this rank's part of it.
+        start, stop: elements of the flattened shard, where it is only a run of them; else None.
+        form: ``"parameter"`` or ``"own"``, see :class:`~neuron_accel.checkpoint.format.source.SourceTensor`.
+        axes: axes along which ranks hold other parts, besides those of the layout.
+        leads: axes along which all ranks hold the same, and the first writes it.
+        buffer: whether it is a buffer: only the first of the ranks that have one is heard.
+        record: the parameter.
+    """
+
+    collection: str
+    name: str
+    aliases: tuple[str, ...]
+    layout: Layout
+    tensor: torch.Tensor
+    start: int | None = None
+    stop: int | None = None
+    form: str = "parameter"
+    axes: tuple[str, ...] = ()
+    leads: tuple[str, ...] = ()
+    buffer: bool = False
+    record: ParameterRecord | None = None
+
+    @property
+    def numel(self) -> int:
+        """How many elements are stored; what ``tensor`` has beyond them is padding of a lazy device's."""
+        if self.start is not None and self.stop is not None:
+            return self.stop - self.start
+        return math.prod(self.layout.local_shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As stored: a run of elements is flat."""
+        return tuple(self.tensor.shape) if self.tensor.numel() == self.numel else (self.numel,)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.tensor.element_size()
+
+    @property
+    def key(self) -> str:
+        """Its name in a file: the FQN in files of models."""
+        if self.collection.startswith("model."):
+            return self.name
+        return f"{self.collection}/{self.name}" + (f"@{self.start}" if self.start is not None else "")
+
+    @property
+    def kind(self) -> str:
+        return self.collection.partition(".")[0]
+
+    def describe(self, coordinates: dict[str, int]) -> dict[str, Any]:
+        """What the file says about it."""
+        result: dict[str, Any] = {
+            "collection": self.collection,
+            "name": self.name,
+            "layout": self.layout.to_dict(),
+            "at": dict(place_of(self.layout, coordinates)),
+        }
+        if self.aliases:
+            result["aliases"] = list(self.aliases)
+        if self.start is not None:
+            result["range"] = [self.start, self.stop]
+        if self.form != "parameter":
+            result["form"] = self.form
+        if self.buffer:
+            result["buffer"] = True
+        return result
+
+
+def inner_module(model: PreparedModel) -> torch.nn.Module:
+    """The module whose state dict has the original names, below a compiled one."""
+    return getattr(model.module, "_orig_mod", model.module)
+
+
+def buffers_of(model: PreparedModel) -> dict[tuple[str, ...], torch.Tensor]:
+    """Persistent buffers by their names; one that is shared has several."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, value in inner_module(model).state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and name not in model.parameters:
+            names.setdefault(value, []).append(name)
+    return {tuple(group): value for value, group in names.items()}
+
+
+def items_of_model(model: PreparedModel, index: int) -> list[Item]:
+    """Parameters and persistent buffers of one model on this rank."""
+    collection = model_collection(index)
+    items = []
+    for record in model.parameters:
+        if record.current is not None:
+            items.append(
+                Item(
+                    collection=collection,
+                    name=record.fqn,
+                    aliases=record.aliases,
+                    layout=_typed(record.layout, record.current),
+                    tensor=record.current.detach(),
+                    record=record,
+                )
+            )
+    for names, value in buffers_of(model).items():
+        items.append(
+            Item(
+                collection=collection,
+                name=names[0],
+                aliases=names[1:],
+                layout=Layout.of(value),
+                tensor=value.detach(),
+                buffer=True,
+            )
+        )
+    return items
+
+
+def pieces_of(optimizer: Any, run: Run) -> list[StatePiece]:
+    """What an optimizer, the one below Accelerate's wrapper, holds on this rank."""
+    if isinstance(optimizer, DividedOptimizer):
+        return optimizer.state_pieces()
+    pieces = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            record = run.find_parameter(parameter)
+            if record is None:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} of no prepared "
+                    "model.",
+                    where=f"param_groups[{index}]",
+                    why="its state could not be found again",
+                )
+            pieces.append(StatePiece(record=record, parameter=parameter, start=0, stop=parameter.numel(), group=index))
+    return pieces
+
+
+def items_of_optimizer(optimizer: Any, index: int, run: Run) -> tuple[list[Item], dict[str, dict[str, Any]]]:
+    """An optimizer's state on this rank.
+
+    Returns:
+        The tensors, and what is no tensor by FQN and entry.
+
+    Raises:
+        CheckpointError: if an entry has neither the shape of its parameter nor is the parameter whole.
+    """
+    items: list[Item] = []
+    values: dict[str, dict[str, Any]] = {}
+    for piece in pieces_of(optimizer, run):
+        if piece.start == piece.stop and math.prod(piece.record.layout.local_shape):
+            continue  # on lazy devices every rank has a piece of every parameter, and some are padding only
+        if piece.master:
+            items.append(_state_item(master_collection(index), piece, piece.parameter.detach(), "parameter", False))
+        for entry, value in piece.read_state(optimizer).items():
+            if isinstance(value, torch.Tensor):
+                form = form_of(value, piece)
+                if form == "own" and piece.start:
+                    continue  # the piece that begins the parameter speaks for all
+                everywhere = form == "own" or piece.whole
+                items.append(_state_item(state_collection(index, entry), piece, value.detach(), form, everywhere))
+            elif not piece.start:
+                values.setdefault(piece.record.fqn, {})[entry] = value
+    return items, values
+
+
+def form_of(value: torch.Tensor, piece: StatePiece) -> str:
+    """Whether an entry is cut like its parameter, or has a shape of its own."""
+    shape = piece.record.layout.shape if piece.whole else tuple(piece.parameter.shape)
+    if tuple(value.shape) == shape and value.dim() > 0:
+        return "parameter"
+    if value.dim() == 0 or piece.whole:
+        return "own"
+    whole = not piece.record.layout.axes and piece.stop - piece.start == math.prod(piece.record.layout.shape)
+    if not whole:
+        raise CheckpointError(
+            f"The optimizer's state of {piece.record.fqn!r} cannot be saved: an entry has shape "
+            f"{tuple(value.shape)}, the parameter's part on this rank has {tuple(piece.parameter.shape)}.",
+            where=f"a parameter that lies over {', '.join(piece.record.layout.axes) or 'data-parallel'} ranks",
+            why="nothing says how such an entry of a part belongs to the whole parameter",
+            fix="train with an optimizer whose state has the parameter's shape, or without dividing parameters",
+        )
+    return "own"
+
+
+def _state_item(collection: str, piece: StatePiece, value: torch.Tensor, form: str, everywhere: bool) -> Item:
+    """An entry; ``everywhere``: whether all ranks along the axes that cut the parameter have the same."""
+    record = piece.record
+    partial = not everywhere and piece.stop - piece.start < math.prod(record.layout.local_shape)
+    return Item(
+        collection=collection,
+        name=record.fqn,
+        aliases=record.aliases,
+        layout=Layout.of(value) if everywhere else _typed(record.layout, value),
+        tensor=value,
+        start=piece.start if partial else None,
+        stop=piece.stop if partial else None,
+        form=form,
+        axes=piece.axes,
+        leads=record.layout.axes if everywhere else (),
+        record=record,
+    )
+
+
+def _typed(layout: Layout, tensor: torch.Tensor) -> Layout:
+    return replace(layout, dtype=str(tensor.dtype).removeprefix("torch."))
+
+
+def written_here(items: Iterable[Item], run: Run) -> list[Item]:
+    """Those of ``items`` that this rank writes, such that every part is written once and the work is spread.
+
+    Every rank decides alone: ranks that hold the same parts list them in the same order. Collective where there are
+    stages.
+    """
+    items = list(items)
+    stages = run.mesh.names(AxisKind.STAGE)
+    elsewhere = _buffers_before(items, stages, run) if stages else set()
+    coordinates = run.coordinates
+    loads: dict[tuple[str, ...], list[int]] = {}
+    result = []
+    for item in sorted(items, key=lambda i: (-i.nbytes, i.collection, i.name)):
+        if (item.buffer and item.name in elsewhere) or not _speaks(item, coordinates):
+            continue
+        holders = stages if item.record is None else item.record.holders
+        apart = {*item.axes, *item.leads, *item.layout.axes, *holders}
+        axes = tuple(axis.name for axis in run.mesh.axes if axis.name not in apart)
+        load = loads.setdefault(axes, [0] * math.prod(run.mesh.degree(axis) for axis in axes))
+        writer = 0 if item.buffer else min(range(len(load)), key=lambda i: (load[i], i))
+        load[writer] += max(1, item.nbytes)
+        if writer == position_along(run.mesh, coordinates, axes):
+            result.append(item)
+    return result
+
+
+def _buffers_before(items: list[Item], stages: tuple[str, ...], run: Run) -> set[str]:
+    """Names of buffers that an earlier stage has, too: it is the one that writes them."""
+    group = run.group(*stages)
+    names = [item.name for item in items if item.buffer]
+    return {name for held in run.backend.all_gather_object(names, group)[: group.index] for name in held}
+
+
+def _speaks(item: Item, coordinates: dict[str, int]) -> bool:
+    """Whether this rank is the first, along axes that others divide, that holds this part."""
+    holders = {} if item.record is None else item.record.holders
+    if any(coordinates.get(axis, 0) != indices[0] for axis, indices in holders.items()):
+        return False
+    return not any(coordinates.get(axis, 0) for axis in item.leads) and all(
+        coordinates.get(cut.axis, 0) % cut.replicas == 0 for cut in item.layout.cuts if cut.parts > 1
+    )
+
+
+def position_along(mesh: Mesh, coordinates: dict[str, int], axes: Sequence[str]) -> int:
+    """A rank's position among those that differ from it along ``axes`` only."""
+    result = 0
+    for axis in axes:
+        result = result * mesh.degree(axis) + coordinates.get(axis, 0)
+    return result
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+def copy_to_host(items: Sequence[Item], memory: HostMemory, threads: int) -> list[Item]:
+    """The items with tensors in ``memory``, which training does not change."""
+    copies = memory.copy([item.tensor for item in items], threads)
+    return [replace(item, tensor=copy) for item, copy in zip(items, copies, strict=True)]
+
+
+def write_items(folder: Path, items: Iterable[Item], run_facts: RankFacts, generation: int, files: Files) -> FileList:
+    """Writes this rank's share of the tensors, a file for each kind; each is on disk when this returns.
+
+    Raises:
+        CheckpointError: naming the file that could not be written.
+    """
+    by_kind: dict[str, list[Item]] = {}
+    for item in items:
+        by_kind.setdefault(item.kind, []).append(item)
+    result: FileList = {}
+    for kind, members in sorted(by_kind.items()):
+        relative = f"{MODEL_FOLDER if kind == 'model' else 'optimizer'}/{run_facts.file_name(generation)}"
+        members.sort(key=lambda i: (i.collection, i.name, i.start or 0))
+        result[relative] = (kind, files.write(folder / relative, file_parts(members, run_facts.coordinates)))
+    return result
+
+
+FileList = dict[str, tuple[str, Written]]
+"""Relative path to kind and what was written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """Who writes.
+
+    Args:
+        coordinates: this rank's position along every axis of the mesh that has more than one rank.
+    """
+
+    coordinates: dict[str, int]
+
+    def file_name(self, generation: int) -> str:
+        others = [axis for axis in self.coordinates if axis not in ("tp", "pp", "dp")]
+        parts = [f"{axis}_rank_{self.coordinates.get(axis, 0):02d}" for axis in ("tp", "pp", "dp", *others)]
+        return "_".join(parts) + (f"-g{generation}" if generation else "") + ".safetensors"
+
+
+def file_parts(items: Sequence[Item], coordinates: dict[str, int]) -> Iterable[bytes | memoryview]:
+    """The bytes of a file that holds ``items``: header first, then one tensor after another."""
+    described = {item.key: item.describe(coordinates) for item in items}
+    metadata = {"format": "pt", METADATA: json.dumps({"version": 1, "tensors": described}, separators=(",", ":"))}
+    yield encode_header([(item.key, _dtype_name(item.tensor), item.shape) for item in items], metadata)
+    for item in items:
+        yield bytes_of(item.tensor)[: item.nbytes]
+
+
+def tensors_header(tensors: Iterable[tuple[str, torch.Tensor]], metadata: dict[str, str]) -> bytes:
+    return encode_header([(key, _dtype_name(tensor), tuple(tensor.shape)) for key, tensor in tensors], metadata)
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    """torch's name of its dtype. Raises CheckpointError if files cannot hold it."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    item_size(dtype)
+    return dtype
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in host memory; without a copy where it lies there contiguously."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")

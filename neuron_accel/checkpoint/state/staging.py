@@ -1,0 +1,64 @@
+"""Memory that background saves copy tensors to, kept from one save to the next.
+
+Memory that is new to a process costs more than the copy itself: the system has to find and clear every page. So there
+is one region for all tensors, of large pages where the system has them, and each save uses it again.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+from neuron_accel.checkpoint.format.files import in_order
+
+_ALIGNMENT = 64
+
+
+class HostMemory:
+    """A region that grows as needed. One save at a time may use it."""
+
+    def __init__(self) -> None:
+        self._region = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self._region.numel()
+
+    def copy(self, tensors: Sequence[torch.Tensor], threads: int) -> list[torch.Tensor]:
+        """Copies of ``tensors``, contiguous, on the host. The next call overwrites them.
+
+        Args:
+            tensors: on any device.
+            threads: how many to use where they lie on the host.
+        """
+        offsets, size = [], 0
+        for tensor in tensors:
+            offsets.append(size)
+            size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        if size > self.size:
+            self._region = torch.empty(0, dtype=torch.uint8)  # let go before there is more
+            self._region = _pages(size)
+        copies = [
+            self._region[offset : offset + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+            for tensor, offset in zip(tensors, offsets, strict=True)
+        ]
+        if any(tensor.device.type != "cpu" for tensor in tensors):
+            threads = 1  # devices belong to the thread that trains
+        for _ in in_order(_copy, zip(copies, tensors, strict=True), threads):
+            pass
+        return copies
+
+
+def _copy(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    with torch.no_grad():
+        pair[0].copy_(pair[1])
+
+
+def _pages(size: int) -> torch.Tensor:
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

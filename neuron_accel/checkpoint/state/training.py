@@ -1,0 +1,413 @@
+"""What a training consists of, beside its tensors: taken when a checkpoint is saved, given back when it is loaded."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from neuron_accel.checkpoint.format.files import checksums_of
+from neuron_accel.checkpoint.format.plain_state import decode, encode
+from neuron_accel.checkpoint.state.snapshot import (
+    Item,
+    buffers_of,
+    bytes_of,
+    items_of_model,
+    items_of_optimizer,
+    position_along,
+)
+from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
+from neuron_accel.engine.runtime.run import agreed
+from neuron_accel.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.randomness import DeviceGenerator
+    from neuron_accel.engine.plan.mesh import Mesh
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Training:
+    """The objects that a checkpoint covers.
+
+    Args:
+        run: the run.
+        models: prepared models; None for one that somebody else takes care of.
+        optimizers: as the plugins made them, below Accelerate's wrapper.
+        schedulers, loaders, custom: with ``state_dict`` and ``load_state_dict``; loaders with ``position``.
+        scaler: of fp16 training, or None.
+        counters: numbers to keep: the accumulation step, the number of the next checkpoint.
+    """
+
+    run: Run
+    models: Sequence[PreparedModel | None]
+    optimizers: Sequence[Any] = ()
+    schedulers: Sequence[Any] = ()
+    loaders: Sequence[Any] = ()
+    custom: Sequence[Any] = ()
+    scaler: Any = None
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+    def numbered_models(self) -> list[tuple[int, PreparedModel]]:
+        return [(index, model) for index, model in enumerate(self.models) if model is not None]
+
+
+@dataclass(kw_only=True)
+class Captured:
+    """This rank's view of a training at one moment.
+
+    Args:
+        items: all tensors of models and optimizers on this rank.
+        state: everything else, encoded; complete on the main process only.
+        tensors: those that ``state`` refers to.
+    """
+
+    items: list[Item]
+    state: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+
+def capture(training: Training) -> Captured:
+    """Collective: the main process gets what the others know.
+
+    Raises:
+        CheckpointError: on every rank, if the state of some object cannot be stored.
+    """
+    run = training.run
+    run.backend.step_boundary()  # a lazy device computes what is saved
+    items, facts = agreed(run, lambda: _local(training))
+    facts["buffers"] = own_buffers(training)
+    everyone = run.backend.all_gather_object(facts, run.world)
+    tensors: dict[str, torch.Tensor] = {}
+    state = agreed(run, lambda: _state(training, everyone, tensors) if run.backend.rank == 0 else {})
+    return Captured(items=items, state=state, tensors=tensors)
+
+
+def _local(training: Training) -> tuple[list[Item], dict[str, Any]]:
+    items = [item for index, model in training.numbered_models() for item in items_of_model(model, index)]
+    values = []
+    for index, optimizer in enumerate(training.optimizers):
+        mine, rest = items_of_optimizer(optimizer, index, training.run)
+        items += mine
+        values.append(rest)
+    facts = {"random": random_state(training.run.backend.generator), "values": values, "names": _group_names(training)}
+    facts["plugins"] = _plugin_states(training.run)
+    return items, facts
+
+
+def _state(training: Training, everyone: list[dict[str, Any]], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {
+        "counters": dict(training.counters),
+        "optimizers": [_optimizer(training, index, everyone, tensors) for index in range(len(training.optimizers))],
+        "schedulers": _states(training.schedulers, "scheduler", tensors),
+        "custom": _states(training.custom, "custom object", tensors),
+        "loaders": [encode(position_of(loader), tensors, f"loader {i}") for i, loader in enumerate(training.loaders)],
+        "scaler": encode(training.scaler.state_dict(), tensors, "scaler") if training.scaler is not None else None,
+        "random": [encode(one["random"], tensors, f"random {rank}") for rank, one in enumerate(everyone)],
+        "buffers": [encode(one["buffers"], tensors, f"buffers {rank}") for rank, one in enumerate(everyone)],
+        "plugins": {
+            name: encode(state, tensors, f"plugin {name}") for name, state in sorted(everyone[0]["plugins"].items())
+        },
+    }
+
+
+def _plugin_states(run: Run) -> dict[str, Any]:
+    states = {plugin.spec.name: plugin.checkpoint_state(run) for plugin in run.plan.plugins}
+    return {
+        name: {key: v.detach().cpu() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
+        for name, state in states.items()
+        if state
+    }
+
+
+def position_of(loader: Any) -> Any:
+    return loader.position() if hasattr(loader, "position") else None
+
+
+def _states(objects: Sequence[Any], kind: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
+    return [
+        {"class": type(o).__name__, "state": encode(o.state_dict(), tensors, f"{kind} {i} ({type(o).__name__})")}
+        for i, o in enumerate(objects)
+    ]
+
+
+def _group_names(training: Training) -> list[list[list[str]]] | None:
+    """FQNs by optimizer and group; only from one rank of each stage, the others would repeat it."""
+    run = training.run
+    stages = run.mesh.names(AxisKind.STAGE)
+    if any(index for axis, index in run.coordinates.items() if axis not in stages):
+        return None
+    return [
+        [
+            [record.fqn for p in group["params"] if (record := run.find_parameter(p)) is not None]
+            for group in optimizer.param_groups
+        ]
+        for optimizer in training.optimizers
+    ]
+
+
+def _optimizer(
+    training: Training, index: int, everyone: list[dict[str, Any]], tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    optimizer = training.optimizers[index]
+    names = [one["names"][index] for one in everyone if one["names"] is not None]
+    values: dict[str, Any] = {}
+    for one in everyone:
+        values.update(one["values"][index])
+    where = f"optimizer {index}"
+    return {
+        "class": type(getattr(optimizer, "optimizer", optimizer)).__name__,
+        "groups": [
+            {
+                "names": list(dict.fromkeys(name for stage in names for name in stage[i])),
+                "options": encode({k: v for k, v in group.items() if k != "params"}, tensors, f"{where} group {i}"),
+            }
+            for i, group in enumerate(optimizer.param_groups)
+        ],
+        "values": encode(values, tensors, f"{where} values"),
+    }
+
+
+# ---- back ----------------------------------------------------------------------------------------------------------
+class Restored:
+    """The state of a checkpoint, decoded and checked against a training; nothing is changed before :meth:`apply`.
+
+    Args:
+        training: what is to be given the state.
+        state: as :func:`capture` made it.
+        tensor: gives one of its tensors.
+        info: the manifest's.
+
+    Raises:
+        CheckpointError: if it does not fit the training.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        state: Mapping[str, Any],
+        tensor: Callable[[str], torch.Tensor],
+        info: Mapping[str, Any],
+    ) -> None:
+        self._training = training
+        try:
+            self.counters: dict[str, int] = dict(state["counters"])
+            self.optimizers = [self._decoded_optimizer(o, tensor, i) for i, o in enumerate(state["optimizers"])]
+            self._states = {
+                kind: [decode(o["state"], tensor, f"{kind} {i}") for i, o in enumerate(state[kind])]
+                for kind in ("schedulers", "custom")
+            }
+            self._loaders = [decode(o, tensor, f"loader {i}") for i, o in enumerate(state["loaders"])]
+            self._scaler = decode(state["scaler"], tensor, "scaler")
+            self._plugins = {name: decode(o, tensor, f"plugin {name}") for name, o in state.get("plugins", {}).items()}
+            random = [decode(o, tensor, f"random {i}") for i, o in enumerate(state["random"])]
+            saved = mesh_from(info["mesh"])
+            own = state["buffers"][training.run.backend.rank] if saved == training.run.mesh else {}
+            self._buffers = decode(own, tensor, "buffers")
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"The saved training state cannot be read: {error!r}.") from error
+        self._random = state_for(random, saved, training.run.mesh, training.run.backend.rank)
+        for kind, mine, theirs in (
+            ("optimizers", training.optimizers, self.optimizers),
+            ("schedulers", training.schedulers, self._states["schedulers"]),
+            ("loaders", training.loaders, self._loaders),
+        ):
+            if len(mine) > len(theirs):
+                raise _wrong_count(kind, len(theirs), len(mine))
+        if len(training.custom) != len(self._states["custom"]):
+            raise _wrong_count(
+                "objects registered for checkpointing", len(self._states["custom"]), len(training.custom)
+            )
+        for loader, position in zip(training.loaders, self._loaders, strict=False):
+            if position is not None and hasattr(loader, "check_position"):
+                loader.check_position(position)
+        for index, optimizer in enumerate(training.optimizers):
+            self._check_groups(optimizer, index)
+
+    def _decoded_optimizer(self, data: Mapping[str, Any], tensor: Any, index: int) -> dict[str, Any]:
+        return {
+            "groups": [
+                {"names": set(g["names"]), "options": decode(g["options"], tensor, f"optimizer {index}")}
+                for g in data["groups"]
+            ],
+            "values": decode(data["values"], tensor, f"optimizer {index}"),
+        }
+
+    def _check_groups(self, optimizer: Any, index: int) -> None:
+        groups = self.optimizers[index]["groups"]
+        where = f"optimizer {index} ({type(getattr(optimizer, 'optimizer', optimizer)).__name__})"
+        if len(groups) != len(optimizer.param_groups):
+            raise CheckpointError(
+                f"The checkpoint's optimizer has {len(groups)} groups, this one has {len(optimizer.param_groups)}.",
+                where=where,
+                fix="build the optimizer as it was when the checkpoint was saved",
+            )
+        for i, (saved, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+            for parameter in group["params"]:
+                record = self._training.run.find_parameter(parameter)
+                if record is None or saved["names"].isdisjoint(record.names):
+                    name = "a parameter of no prepared model" if record is None else repr(record.fqn)
+                    raise CheckpointError(
+                        f"{name} is not in this group of the checkpoint's optimizer.",
+                        where=f"{where}, group {i}",
+                        why="its learning rate and other options would be those of other parameters",
+                        fix="build the optimizer's groups as they were when the checkpoint was saved",
+                    )
+
+    def apply(self) -> None:
+        """Gives everything but tensors of models and optimizers back."""
+        training = self._training
+        set_own_buffers(training, self._buffers)
+        for optimizer, saved in zip(training.optimizers, self.optimizers, strict=False):
+            for group, theirs in zip(optimizer.param_groups, saved["groups"], strict=True):
+                _set_options(group, theirs["options"])
+        for scheduler, state in zip(training.schedulers, self._states["schedulers"], strict=False):
+            scheduler.load_state_dict(state)
+        for loader, position in zip(training.loaders, self._loaders, strict=False):
+            if position is not None and hasattr(loader, "set_position"):
+                loader.set_position(position)
+        for custom, state in zip(training.custom, self._states["custom"], strict=True):
+            custom.load_state_dict(state)
+        if training.scaler is not None and self._scaler is not None:
+            training.scaler.load_state_dict(self._scaler)
+        plugins = {plugin.spec.name: plugin for plugin in training.run.plan.plugins}
+        for name, state in self._plugins.items():
+            if name in plugins:
+                plugins[name].load_checkpoint_state(state, training.run)
+            else:
+                _log.warning("The checkpoint has state of a plugin %r, which this run has not; it is left out.", name)
+        state, newcomer = self._random
+        # A lazy device puts what was loaded in its place, so that the next step's graph is like any other. It moves its
+        # random numbers on when it does so.
+        training.run.backend.step_boundary()
+        generator = training.run.backend.generator
+        set_random_state(state, generator)
+        if newcomer is not None:
+            reseed(newcomer, generator)
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        present = group.get(name)
+        if isinstance(present, torch.Tensor):
+            with torch.no_grad():
+                present.fill_(float(value)) if present.dim() == 0 else present.copy_(value)
+        else:
+            group[name] = value
+
+
+def _wrong_count(kind: str, saved: int, present: int) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint has {saved} {kind}, this training has {present}.",
+        why="objects are told apart by the order in which they were prepared or registered",
+        fix="prepare and register the same objects as when the checkpoint was saved",
+    )
+
+
+def mesh_to(mesh: Mesh) -> list[dict[str, Any]]:
+    """A mesh as plain data."""
+    return [{"name": axis.name, "degree": axis.degree, "kind": axis.kind.value} for axis in mesh.axes]
+
+
+def mesh_from(data: Sequence[Mapping[str, Any]]) -> Mesh:
+    """The inverse of :func:`mesh_to`."""
+    axes = (AxisSpec(name=a["name"], degree=a["degree"], kind=AxisKind(a["kind"])) for a in data)
+    return Mesh(tuple(axes))
+
+
+# ---- Random numbers of every kind, taken and given back --------------------------------------------------------------
+_ODD = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: neighbouring numbers become seeds far apart
+
+
+def random_state(device: DeviceGenerator) -> dict[str, Any]:
+    """The state of Python's, numpy's and torch's default generators, and of the device's own."""
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if device.apart:
+        state["device"] = device.get_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: DeviceGenerator) -> None:
+    """The inverse of :func:`random_state`. A device of its own that the saved training did not have gets a seed that
+    follows from the rest of the state."""
+    version, words, extra = state["python"]
+    random.setstate((version, tuple(words), extra))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if device.apart:
+        if "device" in state:
+            device.set_state(state["device"])
+        else:
+            device.seed(_seed())
+            torch.set_rng_state(state["torch"])
+
+
+def state_for(states: list[dict[str, Any]], saved: Mesh, mesh: Mesh, rank: int) -> tuple[dict[str, Any], int | None]:
+    """The saved state that a rank of another mesh goes on with.
+
+    On an equal mesh every rank gets its own. On another, ranks that share data must draw the same numbers, so the state
+    comes from the saved ranks that were first along all axes but the data's.
+
+    Returns:
+        The state, and the number of a data-parallel rank that the saved mesh did not have: it makes itself a seed from
+        the state and this number, so that it does not draw what another rank does.
+    """
+    if saved == mesh:
+        return states[rank], None
+    index = position_along(mesh, mesh.coordinates(rank), mesh.data_axes)
+    rows = saved.groups(*saved.data_axes)[0]
+    return states[rows[index % len(rows)]], index if index >= len(rows) else None
+
+
+def reseed(index: int, device: DeviceGenerator) -> None:
+    """Gives a rank without a saved state its own: a function of the one it was given and its number."""
+    seed = (_seed() + index * _ODD) % 2**63
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    if device.apart:
+        device.seed(seed)
+
+
+def _seed() -> int:
+    return int(torch.randint(2**62, (), dtype=torch.int64))
+
+
+# ---- Buffers that ranks have different values of ---------------------------------------------------------------------
+# A buffer is stored once, with the first rank's values, and any mesh loads these. But ranks see different samples,
+# and until somebody makes them alike have running statistics of their own. Those are stored besides, so that the same
+# mesh goes on exactly.
+def _buffers(training: Training) -> dict[str, torch.Tensor]:
+    return {
+        f"{index}/{names[0]}": value.detach()
+        for index, model in training.numbered_models()
+        for names, value in buffers_of(model).items()
+    }
+
+
+def own_buffers(training: Training) -> dict[str, torch.Tensor]:
+    """This rank's buffers whose values are not those of the first rank that has them, on the host. Collective."""
+    run = training.run
+    mine = {name: value.to("cpu", copy=True) for name, value in _buffers(training).items()}
+    sums = {name: checksums_of(bytes(bytes_of(value))) for name, value in mine.items()}
+    first: dict[str, tuple[str, ...]] = {}
+    for theirs in run.backend.all_gather_object(sums, run.world):
+        first = theirs | first
+    return {name: value for name, value in mine.items() if sums[name] != first[name]}
+
+
+def set_own_buffers(training: Training, values: dict[str, torch.Tensor]) -> None:
+    """The inverse, after all buffers were loaded."""
+    buffers = _buffers(training)
+    with torch.no_grad():
+        for name, value in values.items():
+            if name in buffers and buffers[name].shape == value.shape:
+                buffers[name].copy_(value)

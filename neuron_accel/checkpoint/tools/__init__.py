@@ -1,0 +1,1 @@
+"""Consolidate, reshard, inspect and verify: without a process group or an accelerator."""

@@ -1,0 +1,262 @@
+"""From a checkpoint of any mesh to a standard folder of transformers, a few megabytes at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from neuron_accel.checkpoint.format.files import Extent, Files
+from neuron_accel.checkpoint.format.index import index_checkpoint, model_collection
+from neuron_accel.checkpoint.format.manifest import (
+    MODEL_FOLDER,
+    Manifest,
+    check_file,
+    has_manifest,
+    locate,
+    read_manifest,
+)
+from neuron_accel.checkpoint.format.source import Bytes, SourceTensor, words
+from neuron_accel.checkpoint.format.tensorfile import encode_header, read_header
+from neuron_accel.engine.sharding.layout import Layout
+from neuron_accel.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+_BLOCK = 1 << 20  # fits into a core's cache, where it is read, compared and written
+_SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
+
+
+def checkpoint_folder(given: Path) -> Path:
+    """The checkpoint that a user means: its folder, or the one of its model's shards."""
+    given = given.resolve()
+    if given.name == MODEL_FOLDER and not has_manifest(given) and has_manifest(given.parent):
+        return given.parent
+    return given
+
+
+def parse_size(text: str) -> int:
+    """Bytes from ``"5GB"``, ``"500MB"``, ``"2GiB"`` or a number.
+
+    Raises:
+        CheckpointError: if ``text`` is no positive size.
+    """
+    stripped = text.strip().upper()
+    unit = next((u for u in sorted(_SIZES, key=len, reverse=True) if stripped.endswith(u)), "")
+    try:
+        size = int(float(stripped.removesuffix(unit)) * _SIZES.get(unit, 1))
+    except (ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise CheckpointError(f"{text!r} is no size.", fix="give one like 5GB or 500MB")
+    return size
+
+
+def consolidate(
+    folder: Path,
+    output: Path,
+    *,
+    form: str = "safetensors",
+    max_shard_size: int = 5 * 10**9,
+    verify: bool = True,
+    progress: Progress = lambda done, total: None,
+    files: Files | None = None,
+) -> list[Path]:
+    """Writes the model of a checkpoint with its original names and shapes. Ties and padding are undone.
+
+    Args:
+        folder: the checkpoint, or the folder of its model's shards.
+        output: is made; must hold no weights.
+        form: ``"safetensors"`` or ``"pytorch"``.
+        max_shard_size: of a file of weights, in bytes; a larger tensor has a file of its own.
+        verify: whether to compare the model's files with their checksums; if they differ, nothing is left.
+        progress: is told how far it is.
+        files: how files are written.
+
+    Returns:
+        the files of weights.
+
+    Raises:
+        CheckpointError: if the checkpoint is incomplete or damaged, or the output cannot be written.
+    """
+    files = files or Files()
+    folder = checkpoint_folder(folder)
+    manifest = read_manifest(folder)
+    for relative in manifest.of_kind("auxiliary"):
+        check_file(folder, relative, manifest.files[relative])
+    index = index_checkpoint(folder, manifest, ("model",))
+    tensors = sorted(index.tensors(model_collection(0)), key=lambda tensor: tensor.name)
+    for tensor in tensors:
+        tensor.check()
+    if not tensors:
+        raise CheckpointError("The checkpoint holds no model.", where=str(folder))
+    held = [path.name for pattern in ("*.safetensors*", "*.bin*") for path in output.glob(pattern)]
+    if held:
+        raise CheckpointError(
+            f"{str(output)!r} holds weights already: {held[0]}.", where=str(output), fix="name a new folder"
+        )
+    files.make_folder(output)
+    shards = split_by_size(tensors, max_shard_size)
+    with checked_meanwhile(folder, manifest, ("model",) if verify else ()) as check:
+        written: list[Path] = []
+        try:
+            paths = _write_shards(shards, output, form, progress, files, written)
+            check()
+        except BaseException:
+            for path in written:  # what was read may be damaged
+                path.unlink(missing_ok=True)
+            raise
+    for relative in manifest.of_kind("auxiliary"):  # last: a folder without configuration does not load
+        path = output / relative
+        if path.parent != output:
+            files.make_folder(path.parent)
+        files.write(path, [locate(folder, relative).read_bytes()])
+    files.sync_folder(output)
+    return paths
+
+
+@contextmanager
+def checked_meanwhile(folder: Path, manifest: Manifest, kinds: tuple[str, ...]) -> Iterator[Callable[[], None]]:
+    """Compares files with their checksums while something else is done with them. The result waits until all are
+    compared, and raises CheckpointError if one is damaged."""
+    relatives = [relative for kind in kinds for relative in manifest.of_kind(kind)]
+    with ThreadPoolExecutor(1, thread_name_prefix="neuron_accel-check") as pool:
+        checks = [pool.submit(check_file, folder, relative, manifest.files[relative]) for relative in relatives]
+
+        def check() -> None:
+            for each in checks:
+                each.result()
+
+        try:
+            yield check
+        finally:
+            for each in checks:
+                each.cancel()
+
+
+def split_by_size(tensors: list[SourceTensor], limit: int) -> list[list[SourceTensor]]:
+    """Runs of tensors of ``limit`` bytes at most; at least one tensor each."""
+    shards: list[list[SourceTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def _write_shards(
+    shards: list[list[SourceTensor]], output: Path, form: str, progress: Progress, files: Files, written: list[Path]
+) -> list[Path]:
+    """Writes the files of weights, and their index if there are several; ``written`` gets each before it is begun."""
+    stem, suffix = {"safetensors": ("model", ".safetensors"), "pytorch": ("pytorch_model", ".bin")}[form]
+    total = sum(tensor.nbytes for shard in shards for tensor in shard)
+    done = 0
+
+    def count(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(done, total)
+
+    weight_map, paths = {}, []
+    for number, shard in enumerate(shards, 1):
+        name = stem + (f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else "") + suffix
+        path = output / name
+        written.append(path)
+        if form == "safetensors":
+            files.assemble(path, _parts(shard, count))
+        else:
+            _write_pickled(path, shard, count, files)
+        weight_map |= {tensor.name: name for tensor in shard}
+        paths.append(path)
+    if len(shards) > 1:
+        listing = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        written.append(output / f"{stem}{suffix}.index.json")
+        files.write(written[-1], [json.dumps(listing, indent=2).encode()])
+    return paths
+
+
+def _parts(tensors: list[SourceTensor], count: Callable[[int], None]) -> Iterator[bytes | memoryview | Extent]:
+    """The bytes of a file of safetensors."""
+    yield encode_header([(t.name, t.layout.dtype, t.layout.shape) for t in tensors], {"format": "pt"})
+    with Bytes() as source:
+        for tensor in tensors:
+            extents = tensor.extents()
+            for part in blocks_of(tensor, source) if extents is None else extents:
+                yield part
+                count(part.size if isinstance(part, Extent) else len(part))
+
+
+def blocks_of(
+    tensor: SourceTensor,
+    source: Bytes,
+    layout: Layout | None = None,
+    at: Mapping[str, int] | None = None,
+    start: int = 0,
+    stop: int | None = None,
+) -> Iterator[memoryview]:
+    """The bytes of a tensor in order, a few megabytes at a time; each block is overwritten by the next.
+
+    Args:
+        tensor: what is read.
+        source: open files.
+        layout, at: which shard; by default the whole tensor.
+        start, stop: which of its elements; by default all.
+    """
+    import numpy as np
+
+    layout = layout or Layout(shape=tensor.layout.shape, dtype=tensor.layout.dtype)
+    stop = math.prod(layout.local_shape) if stop is None else stop
+    row = max(1, math.prod(layout.local_shape[1:]))
+    # Whole rows, as long as a row is not large: then a block is read from each shard at once.
+    step = max(1, _BLOCK // (row * tensor.item_size)) * row
+    buffer = np.empty(min(step, stop - start), dtype=words(tensor.item_size))
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        out = buffer[: end - begin]
+        tensor.read(source, layout, at or {}, out, begin, end)
+        yield memoryview(out).cast("B")
+
+
+def _write_pickled(path: Path, tensors: list[SourceTensor], count: Callable[[int], None], files: Files) -> None:
+    """A file for ``torch.load``. torch writes it from a mapped file, so that memory stays free for others."""
+    import torch
+
+    temporary = path.with_name(f".{path.name}.tensors")
+    try:
+        files.assemble(temporary, _parts(tensors, count))
+        header = read_header(temporary)
+        state = {}
+        for name, stored in header.tensors.items():
+            # Its own mapping for each: torch saves whole storages.
+            bytes_ = _mapped(temporary, stored.offset, stored.nbytes)
+            state[name] = bytes_.view(getattr(torch, stored.dtype)).view(stored.shape)
+        files.operation("write", path)
+        try:
+            torch.save(state, path)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{path.name!r} could not be written: {error}.", where=str(path)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _mapped(path: Path, offset: int, size: int) -> torch.Tensor:
+    import mmap
+
+    import torch
+
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    page = offset - offset % mmap.ALLOCATIONGRANULARITY
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), offset - page + size, access=mmap.ACCESS_COPY, offset=page)
+    return torch.frombuffer(mapped, dtype=torch.uint8, offset=offset - page, count=size)

@@ -1,0 +1,134 @@
+"""Looking at a checkpoint: what it holds, and whether it is whole. Needs neither torch nor numpy."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from neuron_accel.checkpoint.format.index import Index, index_checkpoint, model_collection
+from neuron_accel.checkpoint.format.manifest import Manifest, check_file, locate, read_manifest
+from neuron_accel.checkpoint.format.source import SourceTensor
+from neuron_accel.errors import CheckpointError, NeuronAccelError
+
+
+def inspect(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds, as plain data. Reads the manifest and headers only.
+
+    Raises:
+        CheckpointError: if it is incomplete or a header is damaged.
+    """
+    manifest = read_manifest(folder)
+    index = index_checkpoint(folder, manifest)
+    info = manifest.info
+    return {
+        "folder": str(folder),
+        "saved": info.get("saved"),
+        "mesh": {axis["name"]: axis["degree"] for axis in info.get("mesh", [])},
+        "world_size": info.get("world_size"),
+        "plugins": info.get("plugins", {}),
+        "libraries": info.get("libraries", {}),
+        "models": info.get("models", []),
+        "optimizers": info.get("optimizers", []),
+        "counters": info.get("counters", {}),
+        "files": {
+            path: {"size": entry.size, "kind": entry.kind, "checksums": list(entry.checksums)}
+            for path, entry in manifest.files.items()
+        },
+        "collections": {
+            collection: [_tensor(tensor) for tensor in index.tensors(collection)]
+            for collection in sorted(index.collections)
+        },
+    }
+
+
+def _tensor(tensor: SourceTensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "aliases": list(tensor.aliases),
+        "shape": list(tensor.layout.shape),
+        "dtype": tensor.layout.dtype,
+        "bytes": tensor.nbytes,
+        "cuts": [
+            {"dim": cut.dim, "axis": cut.axis, "degree": cut.degree, "blocks": list(cut.blocks), "padded": cut.padded}
+            for cut in tensor.layout.cuts
+        ],
+        "pieces": sum(len(chunks) for chunks in tensor.parts.values()),
+    }
+
+
+def verify(folder: Path, progress: Callable[[str], None] = lambda path: None) -> list[str]:
+    """Everything that is wrong with a checkpoint; empty if nothing is.
+
+    Compares every file with its checksum, checks that the parts of every tensor are there without gaps, and that the
+    weights have the shapes that the configuration beside them says.
+
+    Args:
+        folder: the checkpoint.
+        progress: is told every file before it is read.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    wrong = []
+    for relative, entry in sorted(manifest.files.items()):
+        progress(relative)
+        try:
+            check_file(folder, relative, entry)
+        except CheckpointError as error:
+            wrong.append(str(error))
+    if wrong:  # what damaged files say about their tensors tells nothing more
+        return wrong
+    try:
+        index = index_checkpoint(folder, manifest)
+    except NeuronAccelError as error:
+        return [str(error)]
+    for collection in index.collections:
+        for tensor in index.tensors(collection):
+            try:
+                tensor.check()
+            except CheckpointError as error:
+                wrong.append(str(error))
+    return wrong + _against_model(index) + _against_config(folder, manifest, index)
+
+
+def _against_model(index: Index) -> list[str]:
+    """The optimizer's state belongs to parameters of the models."""
+    names = {name for c, tensors in index.collections.items() if c.startswith("model.") for name in tensors}
+    return [
+        f"{collection} holds an entry for {tensor.name!r}, which no model has."
+        for collection in index.collections
+        if collection.startswith("optimizer.")
+        for tensor in index.tensors(collection)
+        if tensor.name not in names
+    ]
+
+
+_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight$")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
+
+
+def _against_config(folder: Path, manifest: Manifest, index: Index) -> list[str]:
+    """What a configuration of transformers says about shapes, in the words that its decoders use."""
+    if "config.json" not in manifest.of_kind("auxiliary"):
+        return []
+    try:
+        config = json.loads(locate(folder, "config.json").read_text())
+        if not isinstance(config, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError, RecursionError) as error:
+        return [f"config.json cannot be read: {error}"]
+    tensors = index.tensors(model_collection(0))
+    wrong = []
+    expected = (config.get("vocab_size"), config.get("hidden_size", config.get("n_embd")))
+    for tensor in tensors:
+        if _EMBEDDINGS.search(tensor.name) and None not in expected and tensor.layout.shape != expected:
+            wrong.append(f"{tensor.name!r} has shape {tensor.layout.shape}; config.json says {expected}.")
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    found = {int(match.group(1)) for t in tensors if (match := _LAYER.search(t.name))}
+    if isinstance(layers, int) and found and found != set(range(layers)):
+        wrong.append(f"There are weights of the layers {sorted(found)}; config.json says {layers} layers.")
+    return wrong

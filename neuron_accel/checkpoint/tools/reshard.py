@@ -1,0 +1,200 @@
+"""A checkpoint divided for another mesh: each of its ranks then reads files of its own. Optimizer included; streaming.
+
+Loading never needs this: any mesh loads any checkpoint. It saves reading across files where many ranks load often, or
+from a slow file system.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from neuron_accel.checkpoint.format.files import Files, Written
+from neuron_accel.checkpoint.format.index import METADATA, Index, index_checkpoint
+from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER, NAME, FileEntry, check_file, locate, read_manifest
+from neuron_accel.checkpoint.format.source import Bytes, SourceTensor
+from neuron_accel.checkpoint.format.tensorfile import encode_header
+from neuron_accel.checkpoint.state.snapshot import Item, RankFacts
+from neuron_accel.checkpoint.tools.consolidate import Progress, blocks_of, checkpoint_folder
+from neuron_accel.engine.sharding.layout import Layout
+from neuron_accel.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """How the ranks of a mesh divide a model and its optimizer.
+
+    Args:
+        tensor_parallel, pipeline_parallel, data_parallel: degrees of the mesh.
+        layouts: how parameters lie over axis ``tp``, by FQN; those left out are whole.
+        stages: index along axis ``pp`` of the first rank that holds a parameter or buffer, by FQN; by default 0.
+        divide_optimizer: whether the optimizer's state is divided over data-parallel ranks, as under ZeRO-1.
+    """
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    stages: Mapping[str, int] = field(default_factory=dict)
+    divide_optimizer: bool = False
+
+    def degrees(self) -> dict[str, int]:
+        return {"pp": self.pipeline_parallel, "dp": self.data_parallel, "tp": self.tensor_parallel}
+
+    def layout_of(self, source: SourceTensor) -> Layout:
+        whole = Layout(shape=source.layout.shape, dtype=source.layout.dtype)
+        wanted = next((self.layouts[name] for name in _names(source) if name in self.layouts), None)
+        if wanted is None or source.form != "parameter":
+            return whole
+        if wanted.shape != whole.shape:
+            raise CheckpointError(
+                f"{source.name!r} has shape {whole.shape} in the checkpoint and {wanted.shape} in the model.",
+                why="the configuration beside the checkpoint is that of another model",
+            )
+        return replace(wanted, dtype=whole.dtype)
+
+    def stage_of(self, source: SourceTensor) -> int:
+        return min((self.stages[name] for name in _names(source) if name in self.stages), default=0)
+
+
+def _names(source: SourceTensor) -> tuple[str, ...]:
+    return (source.name, *source.aliases)
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What a file will hold of a tensor."""
+
+    source: SourceTensor
+    item: Item
+
+
+Rank = tuple[int, int, int]
+"""Indices along pp, tp and dp."""
+
+
+def reshard(
+    folder: Path,
+    output: Path,
+    division: Division,
+    *,
+    progress: Progress = lambda done, total: None,
+    files: Files | None = None,
+) -> None:
+    """Writes a checkpoint as the ranks of another mesh would have saved it.
+
+    Args:
+        folder: the checkpoint.
+        output: is made; must be empty.
+        division: the mesh, and what its ranks hold.
+        progress: is told how far it is.
+        files: how files are written.
+
+    Raises:
+        CheckpointError: if the checkpoint is damaged, or the output is not empty.
+    """
+    files = files or Files()
+    folder = checkpoint_folder(folder)
+    manifest = read_manifest(folder)
+    for relative, entry in manifest.files.items():
+        check_file(folder, relative, entry)
+    if output.exists() and any(output.iterdir()):
+        raise CheckpointError(f"{str(output)!r} is not empty.", where=str(output), fix="name a new folder")
+    index = index_checkpoint(folder, manifest)
+    shares = _shares(index, division)
+    for path in (output, output / MODEL_FOLDER, output / "optimizer"):
+        files.make_folder(path)
+    count = _counter(index, progress)
+    entries: dict[str, FileEntry] = {}
+    for (kind, (pp, tp, dp)), portions in sorted(shares.items()):
+        at = {axis: i for axis, i in (("pp", pp), ("tp", tp), ("dp", dp)) if division.degrees()[axis] > 1}
+        relative = f"{MODEL_FOLDER if kind == 'model' else 'optimizer'}/{RankFacts(coordinates=at).file_name(0)}"
+        written = files.write(output / relative, _parts(portions, {"tp": tp}, count))
+        entries[relative] = FileEntry(size=written.size, checksums=written.checksums, kind=kind)
+    for relative, entry in manifest.files.items():
+        if entry.kind not in ("model", "optimizer"):
+            copied: Written = files.write(output / relative, [locate(folder, relative).read_bytes()])
+            entries[relative] = FileEntry(size=copied.size, checksums=copied.checksums, kind=entry.kind)
+    for path in (output / MODEL_FOLDER, output / "optimizer", output):
+        files.sync_folder(path)
+    made = replace(manifest, files=entries, generation=0, info={**manifest.info, "resharded": division.degrees()})
+    files.replace(output / NAME, made.to_bytes())
+
+
+def _shares(index: Index, division: Division) -> dict[tuple[str, Rank], list[Portion]]:
+    """What each rank's files hold, by kind and rank; data-parallel ranks share the work."""
+    shares: dict[tuple[str, Rank], list[Portion]] = {}
+    loads: dict[Rank, int] = {}
+    for collection in sorted(index.collections):
+        kind = collection.partition(".")[0]
+        for source in sorted(index.tensors(collection), key=lambda s: (-s.nbytes, s.name)):
+            source.check()
+            for rank, portion in _portions(source, collection, division, loads):
+                shares.setdefault((kind, rank), []).append(portion)
+    return shares
+
+
+def _portions(
+    source: SourceTensor, collection: str, division: Division, loads: dict[Rank, int]
+) -> Iterator[tuple[Rank, Portion]]:
+    """Which ranks write which parts of one tensor. ``loads``: how much each has to write already."""
+    layout, stage, ranks = division.layout_of(source), division.stage_of(source), division.data_parallel
+    item = Item(
+        collection=collection,
+        name=source.name,
+        aliases=source.aliases,
+        layout=layout,
+        tensor=torch.empty(0, device="meta"),
+        form=source.form,
+        buffer=source.buffer,
+    )
+    numel = math.prod(layout.local_shape)
+    divided = division.divide_optimizer and item.kind == "optimizer" and source.form == "parameter" and numel >= ranks
+    places = range(0, division.tensor_parallel, layout.cuts[0].replicas) if layout.cuts else [None]
+    for place in places:
+        if divided:
+            bounds = [numel * index // ranks for index in range(ranks + 1)]
+            for index in range(ranks):
+                run = replace(item, start=bounds[index], stop=bounds[index + 1])
+                yield (stage, place or 0, index), Portion(source, run)
+            continue
+        holders = range(division.tensor_parallel) if place is None else [place]
+        rank = min(
+            ((stage, tp, dp) for tp in holders for dp in range(ranks)), key=lambda rank: (loads.get(rank, 0), rank)
+        )
+        loads[rank] = loads.get(rank, 0) + source.nbytes + 1
+        yield rank, Portion(source, item)
+
+
+def _parts(portions: list[Portion], at: dict[str, int], count: Callable[[int], None]) -> Iterator[bytes | memoryview]:
+    described, header = {}, []
+    for portion in portions:
+        item = portion.item
+        shape = item.layout.local_shape if item.start is None else ((item.stop or 0) - item.start,)
+        header.append((item.key, item.layout.dtype, shape))
+        described[item.key] = item.describe(at)
+    metadata = {"format": "pt", METADATA: json.dumps({"version": 1, "tensors": described}, separators=(",", ":"))}
+    yield encode_header(header, metadata)
+    with Bytes() as source:
+        for portion in portions:
+            item = portion.item
+            for block in blocks_of(portion.source, source, item.layout, at, item.start or 0, item.stop):
+                yield block
+                count(len(block))
+
+
+def _counter(index: Index, progress: Progress) -> Callable[[int], None]:
+    total = sum(tensor.nbytes for collection in index.collections for tensor in index.tensors(collection))
+    done = 0
+
+    def count(size: int) -> None:
+        nonlocal done
+        done = min(total, done + size)  # padding and replicas come on top
+        progress(done, total)
+
+    return count

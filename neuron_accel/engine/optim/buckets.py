@@ -1,0 +1,308 @@
+"""Gradients, bucket by bucket, while the backward pass still runs.
+
+Whoever owns gradient reduction gets its parameters as buckets and is told when the gradients of a bucket are complete,
+always in the same order on every rank, so that the collectives it starts match. A parameter that takes no part in a
+backward pass holds nothing up: its bucket follows when the pass ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from neuron_accel.errors import UsageError
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.base import Group
+    from neuron_accel.engine.runtime.join import Action
+    from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients travel together: one dtype, one set of axes to sum over.
+
+    Args:
+        records: in the order in which backward is expected to reach them.
+        parameters: the parameters of these records.
+        dtype: of the gradients.
+        partial_axes: axes over which the gradients are partial sums, beside the mesh's gradient axes.
+    """
+
+    records: tuple[ParameterRecord, ...]
+    parameters: tuple[nn.Parameter, ...]
+    dtype: torch.dtype
+    partial_axes: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel() for p in self.parameters)
+
+
+def make_buckets(records: Iterable[ParameterRecord], cap_bytes: int) -> list[Bucket]:
+    """Buckets of about ``cap_bytes`` in the reverse order of ``records``, since backward reaches the last layers first.
+
+    A parameter larger than the cap gets a bucket of its own.
+    """
+    open_buckets: dict[tuple[torch.dtype, tuple[str, ...]], list[ParameterRecord]] = {}
+    sizes: dict[tuple[torch.dtype, tuple[str, ...]], int] = {}
+    closed: list[Bucket] = []
+
+    def close(key: tuple[torch.dtype, tuple[str, ...]]) -> None:
+        members = tuple(open_buckets.pop(key))
+        parameters = tuple(r.current for r in members if r.current is not None)
+        closed.append(Bucket(records=members, parameters=parameters, dtype=key[0], partial_axes=key[1]))
+
+    for record in reversed(list(records)):
+        parameter = record.current
+        assert parameter is not None
+        key = (parameter.dtype, tuple(sorted(record.partial_axes)))
+        size = parameter.numel() * parameter.element_size()
+        if key in open_buckets and sizes[key] + size > cap_bytes:
+            close(key)
+        if key not in open_buckets:
+            open_buckets[key], sizes[key] = [], 0
+        open_buckets[key].append(record)
+        sizes[key] += size
+    for key in list(open_buckets):
+        close(key)
+    return closed
+
+
+class BackwardWatcher:
+    """Follows backward passes over a list of buckets.
+
+    Args:
+        buckets: what to watch; every parameter requires a gradient.
+        synchronises: whether gradients that arrive now are to be announced, or only accumulate.
+        driven: whether whoever runs the backward pass will call :meth:`finish`; else autograd does at its end.
+        ready: called with a bucket's index once its gradients are complete; in ascending order, each once per pass.
+        done: called at the end of a pass, after every bucket was ready.
+        overlap: whether buckets are announced while the pass still runs, or all at its end.
+        action: the reduction as others can take part in it that have run out of data.
+        take: called with a bucket's index and a parameter's position in it when a gradient arrives that will be
+            announced while the pass still runs.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        synchronises: Callable[[], bool],
+        driven: Callable[[], bool],
+        ready: Callable[[int], None],
+        done: Callable[[], None],
+        overlap: bool = True,
+        action: Action | None = None,
+        take: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._action, self._take = action, take
+        self._buckets, self._ready, self._done = buckets, ready, done
+        self._synchronises, self._driven, self._overlap = synchronises, driven, overlap
+        # By number of the parameter: a hook costs microseconds, and looking a tensor up in a dict is a call, too.
+        self._where = [index for index, bucket in enumerate(buckets) for _ in bucket.parameters]
+        self._position = [position for bucket in buckets for position, _ in enumerate(bucket.parameters)]
+        self._records = [record for bucket in buckets for record in bucket.records]
+        self._late = [record.completed_late for record in self._records]
+        self._seen = bytearray(len(self._where))
+        self._missing: list[int] = []
+        self._next = 0
+        self._running = False
+        self.unsynchronised = False
+        """Whether gradients have arrived that were not announced through ``ready`` yet."""
+        parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
+            for number, parameter in enumerate(parameters)
+        ]
+
+    def _arrived(self, number: int, _: torch.Tensor) -> None:
+        if not self._synchronises():
+            self.unsynchronised = True
+            return
+        if not self._running:
+            self._begin()
+            if not self._driven():
+                # A plain loss.backward(): autograd itself tells when it is through.
+                torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        if self._late[number]:
+            return  # goes with its bucket at the end
+        index = self._where[number]
+        if self._seen[number]:
+            if index < self._next:
+                raise UsageError(
+                    f"The gradient of {self._records[number].fqn!r} arrived twice in one backward pass, the second "
+                    "time after it had been sent.",
+                    why="re-entrant activation checkpointing runs a backward pass inside the backward pass",
+                    fix="use the non-re-entrant variant: gradient_checkpointing_kwargs={'use_reentrant': False}",
+                )
+        else:
+            self._seen[number] = 1
+            self._missing[index] -= 1
+        if not self._overlap or (self._action and self._action.announced):
+            return
+        if self._take:
+            self._take(index, self._position[number])
+        if self._missing[index] == 0:
+            self._advance()
+
+    def _begin(self) -> None:
+        self._running = True
+        self._next = 0
+        self._seen = bytearray(len(self._where))
+        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+
+    def _advance(self, *, everything: bool = False) -> None:
+        while self._next < len(self._buckets) and (everything or self._missing[self._next] == 0):
+            self._next += 1
+            self._ready(self._next - 1)
+
+    def finish(self) -> None:
+        """The backward pass is over: announces what is left. Does nothing between passes."""
+        if not self._running:
+            return
+        if self._action:
+            self._action()
+        self._advance(everything=True)
+        self._running = False
+        self.unsynchronised = False
+        self._done()
+
+    def flush(self) -> None:
+        """Announces gradients that arrived in passes that did not synchronise, if there are any."""
+        self.finish()
+        if self.unsynchronised:
+            self._begin()
+            self.finish()
+
+    def take_part(self) -> None:
+        """A pass without one: this rank has no data, and contributes what gradients it has, or zeros."""
+        self._begin()
+        self.finish()
+
+    def close(self) -> None:
+        """Stops watching."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def used_anywhere(local: list[bool], run: Run, group: Group) -> list[bool]:
+    """Which parameters got a gradient on any rank of ``group``, so that one without stays without, as in one process.
+
+    Where reading a value would stall the device, what this rank knows is taken for all: ranks of such devices run the
+    same graph.
+
+    Args:
+        local: for each parameter, whether this rank has a gradient.
+    """
+    if group.size == 1 or "host-reads" not in run.backend.capabilities:
+        return local
+    flags = torch.tensor(local, dtype=torch.int32, device=run.device)
+    return [flag > 0 for flag in run.backend.all_reduce(flags, group).tolist()]
+
+
+class FlatGradients:
+    """Memory that the gradients of a bucket keep from pass to pass, so that it is not faulted in anew every step.
+
+    Gradients are moved here as they arrive, while they are in the cache, and scaled on the way, which then costs no
+    pass over memory of its own.
+
+    Args:
+        bucket: the parameters.
+        flags: whether a one or zero for each parameter follows the gradients: whether it has one. Summed along with
+            them, they say whether any rank has, without a message of their own.
+    """
+
+    def __init__(self, bucket: Bucket, *, flags: bool = False) -> None:
+        self._bucket, self._flags = bucket, flags
+        self._flat: torch.Tensor | None = None
+        self._slots: list[torch.Tensor] = []
+        self._taken = [False] * len(bucket.parameters)
+
+    def take(self, index: int, scale: float) -> None:
+        """Moves a parameter's gradient here, multiplied by ``scale``; one that comes after it is added."""
+        parameter = self._bucket.parameters[index]
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        check_dense(gradient, self._bucket.records[index])
+        if self._flat is None:
+            self._allocate()
+        slot = self._slots[index]
+        if self._taken[index]:
+            slot.add_(gradient.detach(), alpha=scale)
+        else:
+            torch.mul(gradient.detach(), scale, out=slot)  # it may be the slot itself, where a loop keeps gradients
+        self._taken[index] = True
+        parameter.grad = None
+
+    def collect(self, scale: float) -> tuple[torch.Tensor, list[bool]]:
+        """The gradients one after another, and the flags, zeros for those that have none; and which have one."""
+        for index in range(len(self._taken)):
+            self.take(index, scale)
+        flat = self._flat if self._flat is not None else self._allocate()
+        used, self._taken = self._taken, [False] * len(self._taken)
+        missing = [index for index, is_used in enumerate(used) if not is_used]
+        for index in missing:
+            self._slots[index].zero_()
+        if self._flags:
+            flags = flat[self._bucket.numel :].fill_(1)
+            if missing:
+                flags[missing] = 0
+        return flat, used
+
+    def _allocate(self) -> torch.Tensor:
+        parameters, numel = self._bucket.parameters, self._bucket.numel
+        length = numel + len(parameters) if self._flags else numel
+        self._flat = torch.empty(length, dtype=self._bucket.dtype, device=parameters[0].device)
+        self._slots = split_like(self._flat, parameters)
+        return self._flat
+
+    def parts(self, reduced: torch.Tensor) -> list[torch.Tensor]:
+        """The gradients in what :meth:`collect` has become, in the shapes of the parameters; the same tensors every
+        time where it was reduced in place."""
+        if self._flat is not None and reduced.data_ptr() == self._flat.data_ptr():
+            return self._slots
+        return split_like(reduced, self._bucket.parameters)
+
+    def used_anywhere(self, reduced: torch.Tensor, local: Sequence[bool]) -> list[bool]:
+        """Which parameters have a gradient on any rank.
+
+        Args:
+            reduced: the sum over ranks of what :meth:`collect` gave.
+            local: which have one on this rank.
+        """
+        if not self._flags or all(local):
+            return list(local)
+        return [flag > 0 for flag in reduced[self._bucket.numel :].tolist()]
+
+
+def check_dense(gradient: torch.Tensor, record: ParameterRecord) -> None:
+    """Refuses a sparse gradient.
+
+    Raises:
+        UsageError: naming the parameter.
+    """
+    if gradient.is_sparse:
+        raise UsageError(
+            f"The gradient of {record.fqn!r} is sparse.",
+            why="gradients travel in dense buckets",
+            fix="build the embedding with sparse=False",
+        )
+
+
+def split_like(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Consecutive views of ``flat`` with the shapes of ``parameters``."""
+    views, begin = [], 0
+    for parameter in parameters:
+        end = begin + parameter.numel()
+        views.append(flat[begin:end].view(parameter.shape))
+        begin = end
+    return views

@@ -1,0 +1,167 @@
+"""Exact steps of optimizers that look at whole parameters, where ranks hold only parts of them.
+
+LAMB scales by a parameter's norm, Adafactor factors its rows and columns, Muon orthogonalises the matrix: applied to a
+shard, each computes something else, and says nothing. So for the length of a step a rank puts its parameters together,
+updates them whole, as its peers along the cut axes do, and keeps its own part.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.optim.elementwise import is_elementwise
+from neuron_accel.engine.optim.twin import StatePiece, copy_options, recipe_of, twin
+from neuron_accel.engine.plan.plugin import Claim
+from neuron_accel.engine.runtime.tensors import full_tensor
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.engine.sharding.layout import Layout
+
+
+def stepping_on_wholes(optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
+    """``optimizer``, or what makes it exact where it looks at whole parameters and ranks hold parts of some.
+
+    Whoever owns the optimizer's state sees to that itself.
+    """
+    if run.owner(Claim.OPTIMIZER_STATE) is not None:
+        return optimizer
+    records = {p: run.find_parameter(p) for group in optimizer.param_groups for p in group["params"]}
+    layouts = {p: record.layout for p, record in records.items() if record is not None and record.layout.axes}
+    if not layouts or is_elementwise(optimizer):
+        return optimizer
+    return WholeParameters(optimizer, layouts, run)
+
+
+class WholeParameters(torch.optim.Optimizer):
+    """An optimizer of parts that steps on wholes.
+
+    Every rank along an axis that cuts a parameter holds the optimizer's state for all of it.
+
+    Args:
+        optimizer: holds the parts, and has no state yet.
+        layout_of: how a part's whole lies over the mesh.
+        run: the run.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        layout_of: Mapping[nn.Parameter, Layout],
+        run: Run,
+    ) -> None:
+        # An optimizer by interface only, like Accelerate's wrapper: see Zero1Optimizer.
+        self.optimizer = optimizer
+        self._layout_of, self._run = layout_of, run
+        self._wholes: dict[nn.Parameter, nn.Parameter] = {}
+        if recipe_of(optimizer) is not None:  # its constructor wants to see what it will update
+            self._put_together()
+        self.inner = twin(optimizer, [self._inner_group(group) for group in optimizer.param_groups])
+        self._let_go()
+        if recipe_of(optimizer) is not None:
+            del optimizer._neuron_accel_recipe  # type: ignore[attr-defined]
+
+    def _whole(self, part: nn.Parameter) -> nn.Parameter:
+        layout = self._layout_of.get(part)
+        if layout is None or not layout.axes:
+            return part
+        if part not in self._wholes:
+            self._wholes[part] = nn.Parameter(part.new_empty(0), requires_grad=part.requires_grad)
+        return self._wholes[part]
+
+    def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {**group, "params": [self._whole(part) for part in group["params"]]}
+
+    def _put_together(self) -> None:
+        for group in self.optimizer.param_groups:
+            for part in group["params"]:
+                whole = self._whole(part)
+                if whole is not part:
+                    layout = self._layout_of[part]
+                    whole.data = full_tensor(part.detach(), layout, self._run)
+                    whole.grad = None if part.grad is None else full_tensor(part.grad, layout, self._run)
+
+    def _let_go(self) -> None:
+        for whole in self._wholes.values():
+            whole.data, whole.grad = whole.new_empty(0), None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, Any]]:  # type: ignore[override]
+        """State by part; it is that of the whole."""
+        parts = [part for group in self.param_groups for part in group["params"]]
+        state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        state.update({p: self.inner.state[self._whole(p)] for p in parts if self._whole(p) in self.inner.state})
+        return state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+        self.inner.add_param_group(self._inner_group(self.optimizer.param_groups[-1]))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step on whole parameters; collective along the axes that cut them."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._put_together()
+        copy_options(self.optimizer, self.inner)
+        self.inner.step()
+        copy_options(self.inner, self.optimizer)
+        for part, whole in self._wholes.items():
+            part.copy_(self._layout_of[part].shard(whole.detach(), self._run.coordinates))
+        self._let_go()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks at it
+        return loss
+
+    def place_of_state(self, part: nn.Parameter) -> tuple[MutableMapping[torch.Tensor, dict[str, Any]], nn.Parameter]:
+        """Where the state for a part lies: a mapping and the key in it."""
+        return self.inner.state, self._whole(part)
+
+    def state_pieces(self) -> list[StatePiece]:
+        """What this rank holds, in terms of the original model's parameters."""
+        pieces = []
+        for index, group in enumerate(self.param_groups):
+            for part in group["params"]:
+                record, (store, key) = self._run.find_parameter(part), self.place_of_state(part)
+                if record is not None:
+                    pieces.append(
+                        StatePiece(
+                            record=record,
+                            parameter=part,
+                            start=0,
+                            stop=part.numel(),
+                            group=index,
+                            whole=key is not part,
+                            key=key,
+                            store=store,
+                        )
+                    )
+        return pieces
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """State of the wholes, as on every rank along the cut axes."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+        copy_options(self.inner, self.optimizer)
+
+    def __repr__(self) -> str:
+        return f"WholeParameters({self.optimizer!r})"

@@ -1,0 +1,91 @@
+"""The norm of gradients that are spread over ranks, every element of the original parameters counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.runtime.run import Run
+
+
+@dataclass(frozen=True)
+class GradientPart:
+    """A piece of a gradient on this rank.
+
+    Args:
+        tensor: the piece, any shape; None if this rank holds no piece of the gradient but others do.
+        axes: axes whose ranks hold other pieces of the same gradient.
+        replicas: how many ranks along these axes hold this very piece.
+    """
+
+    tensor: torch.Tensor | None
+    axes: tuple[str, ...]
+    replicas: int = 1
+
+
+def whole_gradients(parameters: Iterable[torch.Tensor], run: Run) -> list[GradientPart]:
+    """The gradients that lie with their parameters, ``parameter.grad``, as parts."""
+    parts = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            record = run.find_parameter(parameter)
+            axes, replicas = (record.axes, record.replicas) if record else ((), 1)
+            parts.append(GradientPart(parameter.grad, axes, replicas))
+    return [*parts, *elsewhere(run)]
+
+
+def elsewhere(run: Run, axes: Iterable[str] = ()) -> list[GradientPart]:
+    """An empty part for every gradient that only some ranks along an axis have, so that all take part in the same
+    reductions; ``axes`` are divided over besides."""
+    records = (record for model in run.models for record in model.parameters if record.holders)
+    return [GradientPart(None, (*record.axes, *axes), record.replicas) for record in records]
+
+
+def global_norm(parts: Iterable[GradientPart], run: Run, norm_type: float = 2.0) -> torch.Tensor:
+    """The ``norm_type``-norm over all parts of all ranks; 0-dim, fp32, equal on every rank.
+
+    Collective: every rank names the same gradients, with an empty part where it holds none, so that all take part in
+    the same reductions.
+    """
+    by_axes: dict[tuple[str, ...], dict[int, list[torch.Tensor]]] = {}
+    for part in parts:
+        tensors = by_axes.setdefault(tuple(sorted(part.axes)), {}).setdefault(part.replicas, [])
+        if part.tensor is not None:
+            tensors.append(part.tensor)
+    infinite = norm_type == float("inf")
+    totals = []
+    for axes in sorted(by_axes):
+        total = _local(by_axes[axes], run, norm_type)
+        group = run.group(*axes)
+        if group.size > 1:
+            total = run.backend.all_reduce(total, group, "max" if infinite else "sum")
+        totals.append(total)
+    if not totals:
+        return torch.zeros((), device=run.device)
+    stacked = torch.stack(totals)
+    return stacked.max() if infinite else stacked.sum() ** (1.0 / norm_type)
+
+
+def _local(by_replicas: dict[int, list[torch.Tensor]], run: Run, norm_type: float) -> torch.Tensor:
+    """Sum of p-th powers of this rank's elements (their maximum for the infinity norm), replicas shared out."""
+    if norm_type == float("inf"):
+        norms = [torch.linalg.vector_norm(t, norm_type) for tensors in by_replicas.values() for t in tensors]
+        return torch.stack([n.float() for n in norms]).max() if norms else torch.zeros((), device=run.device)
+    total = torch.zeros((), dtype=torch.float32, device=run.device)
+    for replicas, tensors in by_replicas.items():
+        if tensors and norm_type == 2 and "lazy" in run.backend.capabilities:  # fewer operations to compile
+            total = total + torch.stack([(t.float() * t.float()).sum() for t in tensors]).sum() / replicas
+        elif tensors:
+            each = torch.stack(torch._foreach_norm([t.float() for t in tensors], norm_type))
+            total = total + (each**norm_type).sum() / replicas
+    return total
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What gradients are multiplied by to bring their norm to ``max_norm`` at most; 0-dim. The same small constant as
+    in ``torch.nn.utils.clip_grad_norm_``, so that both agree."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,0 +1,319 @@
+"""From plain data to the type that a dataclass annotation asks for: strictly, and with errors that name the place.
+
+A boolean is no number and a number no boolean; a whole number is accepted where a number is asked for. Nothing is
+dropped and nothing guessed.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import inspect
+import math
+import os
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from neuron_accel.engine.plan.source import Location
+from neuron_accel.errors import ConfigurationError, NeuronAccelError, PluginError, did_you_mean
+
+T = TypeVar("T")
+
+_SCALARS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_LISTS: dict[Any, Any] = {
+    list: list,
+    collections.abc.Sequence: tuple,
+    collections.abc.Iterable: tuple,
+    set: set,
+    frozenset: frozenset,
+    collections.abc.Set: frozenset,
+}
+_MAPPINGS = (dict, collections.abc.Mapping)
+
+
+def build(cls: type[T], options: Any, at: Location, subject: str) -> T:
+    """An object of a dataclass from a mapping of its fields.
+
+    Args:
+        cls: the dataclass.
+        options: what was given for its fields; null stands for none.
+        at: where that was.
+        subject: what the object is, in messages: ``"plugin 'zero1'"``.
+
+    Raises:
+        ConfigurationError: for an unknown or missing field, a wrong type, or a value that the class itself refuses.
+    """
+    options = {} if options is None else options
+    if not isinstance(options, Mapping):
+        raise at.error(f"Options of {subject} are a mapping, not {_shown(options)}.", fix="write {name: value, ...}")
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    for key in options:
+        if key not in fields:
+            raise (at / key).error(f"{key!r} is no option of {subject}.", fix=did_you_mean(str(key), fields))
+    required = [f.name for f in fields.values() if _is_required(f) and f.name not in options]
+    if required:
+        raise at.error(
+            f"{subject[0].upper()}{subject[1:]} needs a value for {', '.join(map(repr, required))}.",
+            why="there is no default",
+            fix=f"add '{required[0]}: ...'",
+        )
+    values = {key: convert(value, field_type(cls, fields[key]), at / key) for key, value in options.items()}
+    try:
+        return cls(**values)
+    except NeuronAccelError as error:
+        where = str(at) if error.where is None else f"{at}: {error.where}"
+        raise ConfigurationError(error.what, where=where, why=error.why, fix=error.fix) from error
+    except (ValueError, TypeError) as error:
+        raise at.error(f"{subject[0].upper()}{subject[1:]} refuses these options.", why=str(error)) from error
+
+
+def _is_required(f: dataclasses.Field) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def field_type(cls: type, f: dataclasses.Field) -> Any:
+    """The annotation of a field, resolved; ``torch`` need not have been imported where the class is defined.
+
+    Raises:
+        PluginError: if it refers to a name that does not exist at run time.
+    """
+    if not isinstance(f.type, str):
+        return f.type
+    owner = next(base for base in cls.__mro__ if f.name in inspect.get_annotations(base))
+    holder = types.SimpleNamespace(__annotations__={f.name: f.type})
+    try:
+        names = dict(vars(sys.modules[owner.__module__]))
+        try:
+            return typing.get_type_hints(holder, dict(vars(owner)), names)[f.name]
+        except NameError:
+            import torch
+
+            return typing.get_type_hints(holder, dict(vars(owner)), names | {"torch": torch})[f.name]
+    except Exception as error:
+        raise PluginError(
+            f"The type {f.type!r} of option {f.name!r} is not known at run time.",
+            where=f"{owner.__module__}:{owner.__qualname__}",
+            why=f"{type(error).__name__}: {error}",
+            fix="import it outside of 'if TYPE_CHECKING'",
+        ) from error
+
+
+def convert(value: Any, hint: Any, at: Location) -> Any:
+    """``value`` as the annotation ``hint`` asks for.
+
+    Raises:
+        ConfigurationError: if it is not of that type.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint in (Any, object):
+        return value
+    if origin is Annotated:
+        return convert(value, arguments[0], at)
+    if origin in (Union, types.UnionType):
+        return _to_union(value, hint, arguments, at)
+    if hint is None or hint is type(None):
+        return value if value is None else _refuse(value, hint, at)
+    if origin is Literal:
+        known = any(type(value) is type(member) and value == member for member in arguments)
+        return value if known else _refuse(value, hint, at)
+    if hint in _SCALARS:
+        return _to_scalar(value, hint, at)
+    if _is_dtype_hint(hint):
+        return _to_dtype(value, hint, at)
+    base = origin or hint
+    if base in _LISTS:
+        return _LISTS[base](_items(value, hint, arguments, at))
+    if base is tuple:
+        return tuple(_items(value, hint, arguments, at))
+    if base in _MAPPINGS:
+        return _to_mapping(value, hint, arguments, at)
+    if isinstance(base, type):
+        return _to_class(value, base, at)
+    raise _unwritable(hint, at)
+
+
+def _to_union(value: Any, hint: Any, members: tuple[Any, ...], at: Location) -> Any:
+    failures = []
+    for member in members:
+        try:
+            return convert(value, member, at)
+        except ConfigurationError as error:
+            failures.append((member, error))
+    real = [(member, error) for member, error in failures if member is not type(None)]
+    if len(real) == 1 and real[0][1].what != _wrong_type(value, real[0][0], at).what:
+        raise real[0][1]  # the one alternative to null has more to say than that this is neither
+    return _refuse(value, hint, at)
+
+
+def _to_scalar(value: Any, hint: type, at: Location) -> Any:
+    if type(value) is hint or (hint is str and isinstance(value, str) and not isinstance(value, Enum)):
+        return value
+    if hint is float and type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:
+            raise at.error(f"{_name(at)} is too large: {value}.") from None
+    return _refuse(value, hint, at)
+
+
+def _items(value: Any, hint: Any, arguments: tuple[Any, ...], at: Location) -> list[Any]:
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        _refuse(value, hint, at)
+    items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else list(value)
+    if (get_origin(hint) or hint) is tuple and arguments and arguments[-1] is not Ellipsis:
+        arguments = () if arguments == ((),) else arguments
+        if len(items) != len(arguments):
+            raise at.error(f"{_name(at)} must be a list of {len(arguments)}, not of {len(items)}.")
+        return [convert(item, kind, at / i) for i, (item, kind) in enumerate(zip(items, arguments, strict=True))]
+    kind = arguments[0] if arguments else Any
+    return [convert(item, kind, at / index) for index, item in enumerate(items)]
+
+
+def _to_mapping(value: Any, hint: Any, arguments: tuple[Any, ...], at: Location) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        _refuse(value, hint, at)
+    key_kind, kind = arguments or (Any, Any)
+    return {convert(key, key_kind, at / key): convert(item, kind, at / key) for key, item in value.items()}
+
+
+def _to_class(value: Any, cls: type, at: Location) -> Any:
+    if isinstance(value, cls):
+        return value
+    if issubclass(cls, Enum):
+        for member in cls:
+            if type(value) is type(member.value) and value == member.value:
+                return member
+        return _refuse(value, cls, at)
+    if cls is Path or cls is os.PathLike:
+        return Path(value) if isinstance(value, str) else _refuse(value, cls, at)
+    if dataclasses.is_dataclass(cls):
+        if not isinstance(value, Mapping):
+            _refuse(value, cls, at)
+        return build(cls, value, at, f"{at.path[-1]!r}" if at.path else cls.__name__)
+    raise _unwritable(cls, at)
+
+
+def _is_dtype_hint(hint: Any) -> bool:
+    return getattr(hint, "__module__", None) == "torch" and getattr(hint, "__name__", None) == "dtype"
+
+
+def _to_dtype(value: Any, hint: Any, at: Location) -> Any:
+    import torch
+
+    if isinstance(value, torch.dtype):
+        return value
+    if not isinstance(value, str):
+        return _refuse(value, hint, at)
+    found = getattr(torch, value.removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else _refuse(value, hint, at)
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+def _name(at: Location) -> str:
+    """The last key, and the indices below it."""
+    path = at.path
+    while len(path) > 1 and type(path[-1]) is int:
+        path = path[:-1]
+    return repr(Location(path=at.path[len(path) - 1 :]).key_path) if path else "this"
+
+
+def _unwritable(hint: Any, at: Location) -> ConfigurationError:
+    return at.error(
+        f"{_name(at)} cannot be given in a configuration.",
+        why=f"its type is {_expected(hint)}, which has no written form",
+        fix="leave it out here and give the plugin as an object in Python",
+    )
+
+
+def _refuse(value: Any, hint: Any, at: Location) -> typing.NoReturn:
+    raise _wrong_type(value, hint, at)
+
+
+def _wrong_type(value: Any, hint: Any, at: Location) -> ConfigurationError:
+    return at.error(f"{_name(at)} must be {_expected(hint)}, not {_shown(value)}.", fix=_advice(value, hint))
+
+
+def _expected(hint: Any) -> str:
+    """What an annotation asks for, in words."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    base = origin or hint
+    if origin in (Union, types.UnionType):
+        return " or ".join(_expected(member) for member in arguments)
+    if origin is Literal:
+        return _one_of(arguments)
+    if hint is None or hint is type(None):
+        return "null"
+    if hint in _SCALARS:
+        return _SCALARS[hint]
+    if _is_dtype_hint(hint):
+        return "the name of a dtype"
+    if base in _LISTS or base is tuple:
+        return "a list"
+    if base in _MAPPINGS or dataclasses.is_dataclass(base):
+        return "a mapping"
+    if isinstance(base, type) and issubclass(base, Enum):
+        return _one_of([member.value for member in base])
+    if base is Path or base is os.PathLike:
+        return "a path"
+    return getattr(hint, "__name__", str(hint))
+
+
+def _one_of(values: Any) -> str:
+    return f"one of {', '.join(_shown(value) for value in values)}"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    return repr(value)
+
+
+def _advice(value: Any, hint: Any) -> str | None:
+    """What to do about the mistakes that YAML invites."""
+    alternatives = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    words = [word for kind in alternatives if get_origin(kind) is Literal for word in get_args(kind)]
+    words += [m.value for kind in alternatives if isinstance(kind, type) and issubclass(kind, Enum) for m in kind]
+    texts = [word for word in words if isinstance(word, str)]
+    if isinstance(value, bool) and (texts or str in alternatives):
+        meant = "no" if value is False else "yes"
+        return f'put it in quotes, "{meant}" for one: YAML reads yes, no, on and off as true and false'
+    if isinstance(value, str) and texts:
+        return did_you_mean(value, texts)
+    if isinstance(value, str) and any(_is_dtype_hint(kind) for kind in alternatives):
+        import torch
+
+        dtypes = {
+            str(kind) for kind in vars(torch).values() if isinstance(kind, torch.dtype) and kind.is_floating_point
+        }
+        return did_you_mean(value, {name.removeprefix("torch.") for name in dtypes})
+    if isinstance(value, str) and bool in alternatives and value.lower() in ("true", "false"):
+        return "leave the quotes out"
+    if isinstance(value, str) and {int, float} & set(alternatives):
+        return _advice_on_number(value)
+    return None
+
+
+def _advice_on_number(text: str) -> str | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    if not math.isfinite(number):
+        return "YAML writes .inf, -.inf and .nan"
+    if "e" in text.lower():
+        mantissa, exponent = text.lower().split("e")
+        mantissa += "" if "." in mantissa else ".0"
+        exponent = exponent if exponent.startswith(("-", "+")) else f"+{exponent}"
+        return f"write {mantissa}e{exponent} without quotes: YAML takes 1e-5 or 1.0e5 for text"
+    return "leave the quotes out"

@@ -1,0 +1,183 @@
+"""The configuration of a run, from a YAML file or a mapping.
+
+    mixed_precision: "no"
+    gradient_accumulation_steps: 2
+    dataloader: {even_batches: false}
+    plugins:
+      - some_strategy: {degree: 2}
+      - another_strategy
+      - my_package.my_module:MyStrategy: {strength: 0.5}
+
+Plugins stand in any order. Keys other than ``plugins``, ``dataloader`` and ``backend`` are arguments of
+``accelerate.Accelerator`` of the same name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from neuron_accel.engine.plan.coerce import build
+from neuron_accel.engine.plan.plugin import StrategyPlugin
+from neuron_accel.engine.plan.registry import Registry, default_registry
+from neuron_accel.engine.plan.serialize import to_plain
+from neuron_accel.engine.plan.source import Location, open_document
+from neuron_accel.errors import ConfigurationError, PluginError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What a configuration says.
+
+    Args:
+        plugins: the strategies, configured.
+        accelerate: arguments for ``accelerate.Accelerator``; only those that were given.
+        dataloader: arguments for ``accelerate.utils.DataLoaderConfiguration``; only those that were given.
+        backend: name of the backend, None to choose by what is found.
+    """
+
+    plugins: tuple[StrategyPlugin, ...] = ()
+    accelerate: Mapping[str, Any] = field(default_factory=dict)
+    dataloader: Mapping[str, Any] = field(default_factory=dict)
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "accelerate", MappingProxyType(dict(self.accelerate)))
+        object.__setattr__(self, "dataloader", MappingProxyType(dict(self.dataloader)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DataLoaderKeys:
+    """The keys under ``dataloader``; defaults only mark what was not given."""
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Keys:
+    """The keys at the top; defaults only mark what was not given."""
+
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None
+    gradient_accumulation_steps: int = 1
+    cpu: bool = False
+    device_placement: bool = True
+    step_scheduler_with_optimizer: bool = True
+    rng_types: list[str] | None = None
+    log_with: str | list[str] | None = None
+    project_dir: str | None = None
+    backend: str | None = None
+    dataloader: _DataLoaderKeys = field(default_factory=_DataLoaderKeys)
+    plugins: list[Any] = field(default_factory=list)
+
+
+def load_config(source: str | os.PathLike[str] | Mapping[str, Any], *, registry: Registry | None = None) -> RunConfig:
+    """Reads and checks a configuration.
+
+    Args:
+        source: the path of a YAML file, or a mapping of the same form.
+        registry: where plugins are looked up; by default what is installed and registered in this process.
+
+    Raises:
+        ConfigurationError: for a key, type or value that is not usable; it names file, line, key and what would be.
+        PluginError: if a plugin cannot be loaded.
+    """
+    data, root = open_document(source)
+    if not isinstance(data, Mapping):
+        raise root.error("A configuration is a mapping of keys to values.", fix="write 'plugins:' and a list below it")
+    if isinstance(data.get("plugins"), Mapping):
+        raise (root / "plugins").error("'plugins' is a list, not a mapping.", fix="begin each plugin with a dash")
+    keys = build(_Keys, data, root, "the configuration")
+    if keys.gradient_accumulation_steps < 1:
+        raise (root / "gradient_accumulation_steps").error(
+            f"'gradient_accumulation_steps' is {keys.gradient_accumulation_steps}.",
+            why="an optimizer step needs at least one micro-batch",
+            fix="give a whole number of at least 1",
+        )
+    registry = default_registry() if registry is None else registry
+    plugins = [_plugin(entry, root / "plugins" / index, registry) for index, entry in enumerate(keys.plugins)]
+    elsewhere = {"plugins", "dataloader", "backend"}
+    return RunConfig(
+        plugins=tuple(plugins),
+        accelerate={name: getattr(keys, name) for name in data if name not in elsewhere},
+        dataloader={name: getattr(keys.dataloader, name) for name in data.get("dataloader", ())},
+        backend=keys.backend,
+    )
+
+
+def _plugin(entry: Any, at: Location, registry: Registry) -> StrategyPlugin:
+    """The plugin of one item of the list: ``name`` or ``{name: options}``."""
+    name, options = _name_and_options(entry, at)
+    at = at / name
+    try:
+        cls = registry.get(name)
+    except PluginError as error:
+        where = f"{at}: {error.where}" if error.where else str(at)
+        raise type(error)(error.what, where=where, why=error.why, fix=error.fix) from error
+    return build(cls, options, at, f"plugin {name!r}")
+
+
+def _name_and_options(entry: Any, at: Location) -> tuple[str, Any]:
+    if isinstance(entry, str):
+        return entry, None
+    if isinstance(entry, Mapping) and len(entry) == 1:
+        ((name, options),) = entry.items()
+        if isinstance(name, str):
+            return name, options
+    if isinstance(entry, StrategyPlugin):
+        raise at.error("A plugin object is no part of a configuration.", fix="give it in the argument 'plugins'")
+    if isinstance(entry, Mapping) and len(entry) > 1:
+        raise at.error(
+            f"One item of 'plugins' has the keys {', '.join(map(repr, entry))}.",
+            why="an item is one plugin: 'name', or 'name: {option: value, ...}'",
+            fix="begin each plugin with a dash of its own, and indent its options below its name",
+        )
+    raise at.error(f"{entry!r} is no plugin.", fix="write 'name', or 'name: {option: value, ...}'")
+
+
+def to_config(plugins: Iterable[StrategyPlugin], *, registry: Registry | None = None) -> dict[str, Any]:
+    """The inverse of :func:`load_config` for plugins: plain data that reads back as equal ones.
+
+    Every option is written out, so that the result means the same when a default changes. A plugin whose class is not
+    what its name stands for in ``registry`` is named by its class.
+
+    Raises:
+        ConfigurationError: if an option has a value that a configuration cannot hold.
+    """
+    registry = default_registry() if registry is None else registry
+    return {"plugins": [{_config_name(type(plugin), registry): _options(plugin)} for plugin in plugins]}
+
+
+def _config_name(cls: type[StrategyPlugin], registry: Registry) -> str:
+    entries = [entry for entry in registry.entries() if entry.name == cls.spec.name]
+    if len(entries) == 1 and entries[0].stands_for(cls):
+        return cls.spec.name
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _options(plugin: StrategyPlugin) -> dict[str, Any]:
+    options = {}
+    for f in dataclasses.fields(plugin):
+        if f.init:
+            value = getattr(plugin, f.name)
+            try:
+                options[f.name] = to_plain(value)
+            except TypeError as error:
+                if f.default is not dataclasses.MISSING and value == f.default:
+                    continue
+                raise ConfigurationError(
+                    f"Option {f.name!r} of plugin {plugin.spec.name!r} cannot be written into a configuration.",
+                    where=f"{type(plugin).__module__}:{type(plugin).__qualname__}",
+                    why=str(error),
+                    fix="give this plugin as an object in Python",
+                ) from error
+    return options

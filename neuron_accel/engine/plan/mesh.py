@@ -1,0 +1,172 @@
+"""The mesh of ranks: pure arithmetic from axes to rank groups.
+
+Ranks are laid out row-major over the axes, outer to inner: stages, data, sequence, model (pp, dp, cp, tp), so that the
+axis that talks most has neighbouring ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from neuron_accel.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisSpec:
+    """One axis of the mesh that a plugin brings.
+
+    Args:
+        name: the field's usual short name: ``pp``, ``dp``, ``cp``, ``tp``.
+        degree: number of ranks along it; 1 is allowed and means that the axis is not there.
+        kind: what differs between these ranks.
+    """
+
+    name: str
+    degree: int
+    kind: AxisKind
+
+
+class AxisKind(Enum):
+    """What differs between the ranks along an axis. The order is the mesh's, outer to inner."""
+
+    STAGE = "stage"
+    """Other layers, same data."""
+    DATA = "data"
+    """Other samples, same parameters: these ranks sum gradients, and loaders count them."""
+    SEQUENCE = "sequence"
+    """Other positions of the same samples, same parameters: these ranks sum gradients."""
+    MODEL = "model"
+    """Other parts of the same parameters, same data."""
+
+    @property
+    def order(self) -> int:
+        return list(AxisKind).index(self)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """An immutable mesh.
+
+    Args:
+        axes: outer to inner; their degrees multiply to the number of ranks.
+    """
+
+    axes: tuple[AxisSpec, ...]
+
+    @classmethod
+    def build(cls, axes: Iterable[AxisSpec], world_size: int) -> Mesh:
+        """The mesh of ``world_size`` ranks with ``axes`` and, for the ranks that are left over, the data axis ``dp``.
+
+        Raises:
+            PlanError: if a degree is impossible, an axis comes twice, or the ranks cannot be divided.
+        """
+        axes = list(axes)
+        names = [axis.name for axis in axes]
+        if type(world_size) is not int or world_size < 1:
+            raise PlanError(f"There are {world_size!r} ranks.", where="world size", fix="start at least one rank")
+        for axis in axes:
+            if type(axis.degree) is not int or axis.degree < 1:
+                raise PlanError(
+                    f"Axis {axis.name!r} has degree {axis.degree!r}.",
+                    where=f"axis {axis.name!r}",
+                    why="a degree is a number of ranks",
+                    fix="give a whole number of at least 1",
+                )
+            if names.count(axis.name) > 1:
+                raise PlanError(
+                    f"Axis {axis.name!r} is brought more than once.",
+                    where=f"axis {axis.name!r}",
+                    why="an axis has one degree and one meaning",
+                    fix="keep one of the plugins that bring it",
+                )
+        needed = math.prod(axis.degree for axis in axes)
+        if world_size % needed:
+            product = " x ".join(f"{axis.name} {axis.degree}" for axis in axes)
+            below = world_size // needed * needed
+            legal = [n for n in (below, below + needed) if n > 0]
+            nearest = min(legal, key=lambda n: (abs(n - world_size), n))
+            raise PlanError(
+                f"{world_size} ranks cannot be divided into groups of {needed} ({product}).",
+                where=f"{world_size} ranks",
+                why="the number of ranks is a multiple of the product of all degrees; the rest is data parallel",
+                fix=f"start {nearest} ranks, or choose degrees whose product divides {world_size}",
+            )
+        if "dp" not in names:
+            axes.append(AxisSpec(name="dp", degree=world_size // needed, kind=AxisKind.DATA))
+        elif needed != world_size:
+            raise PlanError(
+                f"The degrees multiply to {needed}, but there are {world_size} ranks.",
+                where=f"{world_size} ranks",
+                why="with a degree of axis 'dp' given, no rank may be left over",
+                fix=f"start {needed} ranks, or leave the degree of axis 'dp' out",
+            )
+        return cls(tuple(sorted(axes, key=lambda axis: (axis.kind.order, axis.name))))
+
+    @cached_property
+    def world_size(self) -> int:
+        return math.prod(axis.degree for axis in self.axes)
+
+    def degree(self, axis: str) -> int:
+        """The degree of ``axis``; 1 if the mesh has none of that name."""
+        return next((a.degree for a in self.axes if a.name == axis), 1)
+
+    def names(self, *kinds: AxisKind) -> tuple[str, ...]:
+        """Names of the axes of these kinds that have more than one rank, outer to inner."""
+        return tuple(axis.name for axis in self.axes if axis.kind in kinds and axis.degree > 1)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks see different samples: what loaders, schedulers and gathers of metrics count."""
+        return self.names(AxisKind.DATA)
+
+    @property
+    def gradient_axes(self) -> tuple[str, ...]:
+        """Axes over which every gradient is averaged."""
+        return self.names(AxisKind.DATA, AxisKind.SEQUENCE)
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks hold different parts of the model."""
+        return self.names(AxisKind.STAGE, AxisKind.MODEL)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of a global rank along every axis."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not in a mesh of {self.world_size}")
+        result = {}
+        for axis in reversed(self.axes):
+            rank, result[axis.name] = divmod(rank, axis.degree)
+        return {axis.name: result[axis.name] for axis in self.axes}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """Inverse of :meth:`coordinates`; axes left out count as 0, and any axis that is not there has only 0."""
+        for name, index in coordinates.items():
+            if not 0 <= index < self.degree(name):
+                raise ValueError(f"index {index} is not on axis {name!r} of degree {self.degree(name)}")
+        rank = 0
+        for axis in self.axes:
+            rank = rank * axis.degree + coordinates.get(axis.name, 0)
+        return rank
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """The partition of all ranks into groups that differ only along ``axes``; ranks ascend in each group."""
+        inner = [axis for axis in self.axes if axis.name in axes]
+        outer = [axis for axis in self.axes if axis.name not in axes]
+        result = []
+        for fixed in itertools.product(*(range(axis.degree) for axis in outer)):
+            base = dict(zip((axis.name for axis in outer), fixed, strict=True))
+            group = (
+                self.rank(base | dict(zip((axis.name for axis in inner), moving, strict=True)))
+                for moving in itertools.product(*(range(axis.degree) for axis in inner))
+            )
+            result.append(tuple(sorted(group)))
+        return tuple(sorted(result))
+
+    def __str__(self) -> str:
+        present = [f"{axis.name} {axis.degree}" for axis in self.axes if axis.degree > 1]
+        return " x ".join(present) if present else "one rank"

@@ -1,0 +1,191 @@
+"""The resolved, immutable, printable decision of what runs, in which order, over which mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from neuron_accel.engine.plan.mesh import Mesh
+from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
+from neuron_accel.engine.plan.serialize import to_plain
+from neuron_accel.errors import DesyncError, PlanError, PluginError, did_you_mean
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.base import Backend
+
+
+ABSENT = "<absent>"
+"""Stands for a missing value in a :class:`Difference`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What was decided. Made by :func:`~neuron_accel.engine.plan.planner.make_plan`.
+
+    Args:
+        mesh: the mesh of ranks.
+        plugins: in the order in which they act.
+        owners: duty to the name of the plugin that performs it.
+        capabilities: what plugins and backend offer together.
+        reasons: why: ``"plugins.NAME"`` for a plugin's place, ``"owners.CLAIM"`` for a duty's owner.
+        provenance: plugin name to the distribution and version, or the module, that it comes from.
+    """
+
+    mesh: Mesh
+    plugins: tuple[StrategyPlugin, ...]
+    owners: Mapping[Claim, str] = field(hash=False)
+    capabilities: frozenset[str] = frozenset()
+    reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
+    provenance: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for name in ("owners", "reasons", "provenance"):
+            object.__setattr__(self, name, MappingProxyType(dict(sorted(getattr(self, name).items()))))
+
+    def __reduce__(self):  # a mapping proxy cannot be pickled or copied
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return _rebuild, ({name: dict(v) if isinstance(v, MappingProxyType) else v for name, v in values.items()},)
+
+    def plugin(self, name: str) -> StrategyPlugin:
+        """The plugin of that name.
+
+        Raises:
+            PlanError: if the plan has none.
+        """
+        for plugin in self.plugins:
+            if plugin.spec.name == name:
+                return plugin
+        names = [plugin.spec.name for plugin in self.plugins]
+        raise PlanError(
+            f"This plan has no plugin {name!r}.", where=f"plan over {self.mesh}", fix=did_you_mean(name, names)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data: equal on two ranks exactly if they decided the same. Reasons are left out.
+
+        Raises:
+            PluginError: if a plugin's configuration has no plain form.
+        """
+        return {
+            "world_size": self.mesh.world_size,
+            "mesh": {axis.name: {"degree": axis.degree, "kind": axis.kind.value} for axis in self.mesh.axes},
+            "mesh_order": [axis.name for axis in self.mesh.axes],
+            "order": [plugin.spec.name for plugin in self.plugins],
+            "plugins": {plugin.spec.name: self._plugin_dict(plugin) for plugin in self.plugins},
+            "owners": {claim.value: name for claim, name in self.owners.items()},
+            "capabilities": sorted(self.capabilities),
+        }
+
+    def _plugin_dict(self, plugin: StrategyPlugin) -> dict[str, Any]:
+        name, cls = plugin.spec.name, type(plugin)
+        config = {}
+        for key, value in plugin.config_dict().items():
+            try:
+                config[key] = to_plain(value, _reference)
+            except TypeError as error:
+                raise PluginError(
+                    f"Option {key!r} of plugin {name!r} cannot become part of the plan's fingerprint.",
+                    where=self.provenance.get(name, cls.__module__),
+                    why=str(error),
+                    fix="give the field metadata={'in_plan': False} if ranks may differ in it, or override config_dict",
+                ) from error
+        return {
+            "class": f"{cls.__module__}:{cls.__qualname__}",
+            "provenance": self.provenance.get(name),
+            "config": config,
+        }
+
+    def fingerprint(self) -> str:
+        """SHA-256 over :meth:`to_dict` as canonical JSON, in hexadecimal; ranks compare it before touching a model."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def explain(self) -> str:
+        """A readable account of the mesh, the plugins in order, the owners of duties, and why."""
+        from neuron_accel.engine.plan.explain import explain
+
+        return explain(self)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+
+def _rebuild(values: dict[str, Any]) -> Plan:
+    return Plan(**values)
+
+
+def _reference(value: Any) -> str:
+    """A function or class by its name, a device by its type: both the same on every rank."""
+    if type(value).__module__ == "torch" and type(value).__name__ == "device":
+        return value.type
+    if hasattr(value, "__module__") and hasattr(value, "__qualname__"):
+        return f"{value.__module__}:{value.__qualname__}"
+    raise TypeError(f"a value of type {type(value).__name__} has no form that is the same on every rank")
+
+
+class Difference(NamedTuple):
+    """One value in which two plans differ; :data:`ABSENT` where one of them has none."""
+
+    path: str
+    left: Any
+    right: Any
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.left!r} against {self.right!r}"
+
+
+def difference(a: Any, b: Any, path: str = "") -> list[Difference]:
+    """Where two results of :meth:`Plan.to_dict` differ, as dotted paths with both values."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        result = []
+        for key in sorted({*a, *b}):
+            below = f"{path}.{key}" if path else str(key)
+            result += difference(a.get(key, ABSENT), b.get(key, ABSENT), below)
+        return result
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return [item for i in range(len(a)) for item in difference(a[i], b[i], f"{path}[{i}]")]
+    return [] if json.dumps(a) == json.dumps(b) else [Difference(path, a, b)]
+
+
+# ---- The start of a run: every rank plans for itself, and all find out whether they agree before a model is touched
+def agree_on_plan(decide: Callable[[], Plan], backend: Backend) -> Plan:
+    """The plan of this rank, if it is that of every rank. Collective, also where deciding fails.
+
+    Args:
+        decide: makes this rank's plan.
+
+    Raises:
+        DesyncError: on every rank, naming what differs, or the rank that could not decide.
+        NeuronAccelError: whatever ``decide`` raises, on the rank where it does.
+    """
+    plan: Plan | None = None
+    failure: Exception | None = None
+    try:
+        plan = decide()
+        mine: Any = (plan.to_dict(), None)
+    except Exception as error:
+        failure, mine = error, (None, f"{type(error).__name__}: {error}")
+    world = backend.new_group([range(backend.world_size)], "world")
+    everyone = backend.all_gather_object(mine, world)
+    if failure is not None:
+        raise failure
+    assert plan is not None
+    for rank, (_, message) in enumerate(everyone):
+        if message is not None:
+            raise DesyncError(f"Rank {rank} cannot run.", where=f"rank {rank} of {backend.world_size}", why=message)
+    reference = everyone[0][0]
+    for rank, (theirs, _) in enumerate(everyone):
+        parts = difference(reference, theirs)
+        if parts:
+            raise DesyncError(
+                f"Rank {rank} has another configuration than rank 0.",
+                where="; ".join(f"{p.path}: {p.left!r} on rank 0, {p.right!r} on rank {rank}" for p in parts[:5]),
+                why="ranks that follow different plans wait for each other for ever",
+                fix="give every rank the same plugins and options",
+            )
+    return plan

@@ -1,0 +1,370 @@
+"""Where plugins are found: entry points, classes registered in this process, and ``"package.module:Class"``.
+
+Entry points are read at once and loaded only when named, so a plugin that is installed but not used costs nothing, and
+one that cannot be imported breaks nobody else. The built-in plugins are found in the same way as everybody's; all that
+sets them apart is that a distribution that is merely installed cannot take their names and duties.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint
+from typing import Any
+
+from neuron_accel.engine.plan.planner import module_of
+from neuron_accel.engine.plan.plugin import Claim, PluginSpec, StrategyPlugin, check_contract
+from neuron_accel.errors import PluginError, did_you_mean
+
+PLUGIN_GROUP = "neuron_accel.plugins"
+"""Entry points of this group name plugin classes; the name is that of the plugin's spec."""
+
+DEFAULT_OWNER_GROUP = "neuron_accel.default_owners"
+"""Entry points of this group name who performs a duty that nobody claims; the name is that of the claim."""
+
+DISABLE_VARIABLE = "NEURON_ACCEL_DISABLE_PLUGINS"
+"""Environment variable: names of plugins, separated by commas, that must not be used."""
+
+IN_PROCESS = "registered in this process"
+
+OWN_DISTRIBUTION = "neuron-accel"
+"""Its plugins keep their names and default duties whatever else is installed."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginEntry:
+    """A plugin that could be used.
+
+    Args:
+        name: what it is called in configuration files.
+        value: ``"package.module:Class"``.
+        distribution: the installed distribution that brings it; None if it was registered in this process.
+        version: that distribution's version.
+        disabled: whether the environment forbids its use.
+    """
+
+    name: str
+    value: str
+    distribution: str | None
+    version: str | None
+    disabled: bool = False
+    loaded: type[StrategyPlugin] | None = field(default=None, repr=False)
+
+    @property
+    def source(self) -> str:
+        """Distribution and version, for messages."""
+        if self.distribution is None:
+            return f"{self.value} ({IN_PROCESS})"
+        return f"{self.distribution} {self.version}"
+
+    @property
+    def built_in(self) -> bool:
+        return self.distribution == OWN_DISTRIBUTION
+
+    def stands_for(self, cls: type) -> bool:
+        """Whether ``cls`` is the class of this entry, also under a name that a package gives it; imports nothing."""
+        if self.value == _value(cls):
+            return True
+        module, _, path = self.value.partition(":")
+        try:
+            return module in sys.modules and _attribute(sys.modules[module], path) is cls
+        except AttributeError:
+            return False
+
+    def load(self) -> type[StrategyPlugin]:
+        """Imports the class.
+
+        Raises:
+            PluginError: if that fails, or what is found there is no plugin of this name.
+        """
+        if self.loaded is not None:
+            return self.loaded
+        cls = _import(self.value, f"plugin {self.name!r} of {self.source}")
+        check_contract(cls, self.source)
+        if cls.spec.name != self.name:
+            raise PluginError(
+                f"Plugin {self.name!r} calls itself {cls.spec.name!r}.",
+                where=f"{self.value} of {self.source}",
+                why="configuration files and messages use one name for a plugin",
+                fix="the name of its entry point and of its spec must be the same; report it to its authors",
+            )
+        return cls
+
+
+class Registry:
+    """The plugins known in a process.
+
+    Args:
+        entry_points: what is installed; groups other than this project's are ignored.
+        disabled: names that must not be used.
+    """
+
+    def __init__(self, entry_points: Iterable[EntryPoint] = (), disabled: Iterable[str] = ()) -> None:
+        self._disabled = frozenset(disabled)
+        self._registered: dict[str, type[StrategyPlugin]] = {}
+        points = list(entry_points)
+        found = [self._entry(point) for point in points if point.group == PLUGIN_GROUP]
+        names = {entry.name for entry in found if entry.built_in}
+        self._installed = tuple(entry for entry in found if entry.built_in or entry.name not in names)
+        self._hidden = tuple(entry for entry in found if entry not in self._installed)
+        self._default_owners = tuple(self._entry(point) for point in points if point.group == DEFAULT_OWNER_GROUP)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Registry:
+        """What is installed, less what :data:`DISABLE_VARIABLE` in ``environ`` (by default the process's) forbids."""
+        value = (os.environ if environ is None else environ).get(DISABLE_VARIABLE, "")
+        points = [
+            p for group in (PLUGIN_GROUP, DEFAULT_OWNER_GROUP) for p in importlib.metadata.entry_points(group=group)
+        ]
+        return cls(points, disabled=[name.strip() for name in value.split(",") if name.strip()])
+
+    def _entry(self, point: EntryPoint) -> PluginEntry:
+        name, version = _distribution(point)
+        return PluginEntry(
+            name=point.name,
+            value=point.value.partition("[")[0].replace(" ", ""),
+            distribution=name,
+            version=version,
+            disabled=point.name in self._disabled,
+        )
+
+    def register(self, cls: type[StrategyPlugin], *, override: bool = False) -> type[StrategyPlugin]:
+        """Makes a class known by its spec's name, in this process only; returns it.
+
+        Args:
+            override: whether it may take the place of another plugin of that name.
+
+        Raises:
+            PluginError: if it is no plugin class, or the name is taken.
+        """
+        check_contract(cls, module_of(cls) if isinstance(cls, type) else IN_PROCESS)
+        name = cls.spec.name
+        others = [entry for entry in self.entries() if entry.name == name and not entry.stands_for(cls)]
+        if others and not override:
+            raise PluginError(
+                f"There is a plugin {name!r} already.",
+                where=", ".join(entry.source for entry in others),
+                why=f"one name stands for one plugin; {_value(cls)} would take its place",
+                fix="choose another name, or say override=True",
+            )
+        self._registered[name] = cls
+        return cls
+
+    def entries(self) -> list[PluginEntry]:
+        """Every plugin known, by name; nothing is imported. A class registered here replaces installed ones."""
+        registered = [
+            PluginEntry(
+                name=name,
+                value=_value(cls),
+                distribution=None,
+                version=None,
+                disabled=name in self._disabled,
+                loaded=cls,
+            )
+            for name, cls in self._registered.items()
+        ]
+        installed = [entry for entry in self._installed if entry.name not in self._registered]
+        return sorted([*registered, *installed], key=lambda entry: (entry.name, entry.source))
+
+    def problems(self) -> list[PluginError]:
+        """What is installed and cannot act as it wants to, though it disturbs no run that does not ask for it.
+
+        Nothing is imported but default owners."""
+        known = {entry.name for entry in self.entries()}
+        return [
+            *(_taken(entry) for entry in self._hidden),
+            *self._default_owners_and_problems()[1],
+            *(
+                PluginError(
+                    f"{DISABLE_VARIABLE} names {name!r}, and there is no such plugin.",
+                    fix=did_you_mean(name, known),
+                )
+                for name in sorted(self._disabled - known)
+            ),
+        ]
+
+    def get(self, name: str) -> type[StrategyPlugin]:
+        """The plugin class that ``name`` stands for: a known name, or ``"package.module:Class"``.
+
+        Raises:
+            PluginError: if it is unknown, ambiguous, disabled, or cannot be loaded.
+        """
+        if ":" in name:
+            cls = _import(name, f"plugin {name!r}")
+            check_contract(cls, name)
+            self._refuse_disabled(cls.spec.name, name)
+            return cls
+        entries = [entry for entry in self.entries() if entry.name == name]
+        if not entries:
+            raise PluginError(
+                f"There is no plugin {name!r}.",
+                why="no installed distribution brings it, and it was not registered in this process",
+                fix=did_you_mean(name, {entry.name for entry in self.entries()})
+                + " A class of your own goes by 'package.module:Class'.",
+            )
+        self._refuse_disabled(name, entries[0].source)
+        if len(entries) > 1:
+            raise _ambiguous(f"plugins {name!r}", entries)
+        return entries[0].load()
+
+    def refuse_disabled(self, cls: type[StrategyPlugin]) -> None:
+        """Raises PluginError if plugins of a class must not be used; what is no plugin class is not judged here."""
+        if isinstance(getattr(cls, "spec", None), PluginSpec):
+            self._refuse_disabled(cls.spec.name, self.provenance(cls))
+
+    def _refuse_disabled(self, name: str, source: str) -> None:
+        if name in self._disabled:
+            raise PluginError(
+                f"Plugin {name!r} is disabled.",
+                where=source,
+                why=f"the environment variable {DISABLE_VARIABLE} names it",
+                fix=f"take it out of {DISABLE_VARIABLE}, or out of the configuration",
+            )
+
+    def default_owners(self) -> dict[Claim, StrategyPlugin]:
+        """Who performs a duty that no plugin claims, with default options. A disabled plugin is nobody's default.
+
+        Other distributions may bring default owners, too, where the built-in ones leave a duty alone. One that cannot
+        act (it cannot be loaded, two want the same duty) is left out with a warning that names its distribution.
+
+        Raises:
+            PluginError: if a built-in one cannot be loaded.
+        """
+        owners, problems = self._default_owners_and_problems()
+        for problem in problems:
+            _log.warning("%s", problem)
+        return owners
+
+    def _default_owners_and_problems(self) -> tuple[dict[Claim, StrategyPlugin], list[PluginError]]:
+        owners: dict[Claim, StrategyPlugin] = {}
+        by_class: dict[type[StrategyPlugin], StrategyPlugin] = {}
+        problems: list[PluginError] = []
+        for entry in sorted(self._default_owners, key=lambda entry: not entry.built_in):
+            try:
+                claim, cls = self._default_owner(entry)
+                if cls.spec.name in self._disabled:
+                    continue
+                if cls not in by_class:
+                    by_class[cls] = _with_defaults(cls, entry)
+            except PluginError as error:
+                if entry.built_in:
+                    raise
+                problems.append(error)
+                continue
+            owners[claim] = by_class[cls]
+        return owners, problems
+
+    def _default_owner(self, entry: PluginEntry) -> tuple[Claim, type[StrategyPlugin]]:
+        known = {claim.value: claim for claim in Claim}
+        if entry.name not in known:
+            raise PluginError(
+                f"{entry.name!r} is no duty that could have a default owner.",
+                where=f"entry point of {entry.source} in {DEFAULT_OWNER_GROUP}",
+                fix=did_you_mean(entry.name, known),
+            )
+        rivals = [other for other in self._default_owners if other.name == entry.name]
+        if any(rival.built_in for rival in rivals) and not entry.built_in:
+            raise _taken(entry)
+        if len(rivals) > 1 and not entry.built_in:
+            raise _ambiguous(f"default owners of {entry.name}", rivals)
+        cls = _import(entry.value, f"default owner of {entry.name} of {entry.source}")
+        check_contract(cls, entry.source)
+        return known[entry.name], cls
+
+    def provenance(self, cls: type[StrategyPlugin]) -> str:
+        """The distribution and version that a plugin class comes from, or its module; imports nothing."""
+        entry = next((e for e in (*self._installed, *self._default_owners) if e.stands_for(cls)), None)
+        return entry.source if entry else module_of(cls)
+
+
+@functools.cache
+def default_registry() -> Registry:
+    """The registry of this process, made at the first call.
+
+    It is the one object that the engine shares process-wide, because that is what registering a class means.
+    """
+    return Registry.from_environment()
+
+
+def register_plugin(cls: type[StrategyPlugin], *, override: bool = False) -> type[StrategyPlugin]:
+    """Makes a plugin class known by name in this process, without an installed entry point. Usable as a decorator.
+
+    Args:
+        cls: the class; its spec has the name.
+        override: whether it may take the place of another plugin of that name.
+
+    Raises:
+        PluginError: if it is no plugin class, or the name is taken.
+    """
+    return default_registry().register(cls, override=override)
+
+
+def _value(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _distribution(point: EntryPoint) -> tuple[str, str]:
+    """Name and version of what brings an entry point; metadata may be damaged."""
+    try:
+        name, version = (point.dist.name, point.dist.version) if point.dist else (None, None)
+    except Exception:  # whatever a parser makes of it
+        name, version = None, None
+    return name or "an unnamed distribution", version or "of unknown version"
+
+
+def _attribute(module: Any, path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), module)
+
+
+def _import(value: str, what: str) -> type[StrategyPlugin]:
+    module, _, path = value.partition(":")
+    try:
+        return _attribute(importlib.import_module(module), path)
+    except (Exception, SystemExit) as error:  # a module may fail in any way while it is imported
+        raise PluginError(
+            f"Could not load {what}.",
+            where=value,
+            why=f"{type(error).__name__}: {error}",
+            fix="install what it needs, or check the name"
+            if isinstance(error, ImportError)
+            else "report it to its authors",
+        ) from error
+
+
+def _with_defaults(cls: type[StrategyPlugin], entry: PluginEntry) -> StrategyPlugin:
+    try:
+        return cls()
+    except Exception as error:
+        raise PluginError(
+            f"The default owner of {entry.name} cannot be made without options.",
+            where=f"{entry.value} of {entry.source}",
+            why=f"{type(error).__name__}: {error}",
+            fix="give every option of a default owner a default; report it to its authors",
+        ) from error
+
+
+def _ambiguous(what: str, entries: Iterable[PluginEntry]) -> PluginError:
+    sources = sorted({f"{entry.value} of {entry.source}" for entry in entries})
+    return PluginError(
+        f"There are several {what}.",
+        where="; ".join(sources),
+        why="one name stands for one plugin",
+        fix="uninstall one of these distributions, or name the class as 'package.module:Class'",
+    )
+
+
+def _taken(entry: PluginEntry) -> PluginError:
+    return PluginError(
+        f"{entry.name!r} of {entry.source} is left out: {OWN_DISTRIBUTION} has one of that name.",
+        where=f"{entry.value} of {entry.source}",
+        why="what is merely installed does not change what runs mean that never asked for it",
+        fix="name the class as 'package.module:Class'; its authors should choose another name",
+    )

@@ -1,0 +1,1 @@
+"""The state of one run, and what ranks do together."""

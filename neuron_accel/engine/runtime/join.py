@@ -1,0 +1,138 @@
+"""What ranks that see different data do together, so that one that has run out of data can do its part of it.
+
+A data-parallel step is a sequence of collectives in which every rank takes part. A rank whose epoch ended earlier would
+leave its peers waiting. While inputs may be uneven, ranks therefore announce each piece of such a sequence before they
+start it; one that is through listens, and performs the same pieces without data of its own: it contributes zeros to
+sums, takes the same optimizer steps, and stays equal to the others. The idea is that of torch's ``Join``, with which a
+joined rank is not kept up to date but overwritten at the end.
+
+Nothing is announced, and nothing sent, outside :meth:`Company.uneven`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from neuron_accel.errors import DesyncError, UsageError
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.runtime.run import Run
+
+
+@dataclass(frozen=True, eq=False)
+class Action:
+    """A piece of a step that ranks do together. Call it with the arguments of ``perform`` to announce it.
+
+    Args:
+        company: the ranks.
+        name: for messages.
+        perform: what a rank without data does.
+        settle: completes what waits to be reduced; done before others that ``settles``.
+        settles: whether gradients that wait to be reduced are reduced before it.
+    """
+
+    company: Company
+    name: str
+    perform: Callable[..., Any]
+    settle: Callable[[], None] | None = None
+    settles: bool = False
+
+    @property
+    def announced(self) -> bool:
+        """Whether announcing does anything now."""
+        return self.company.is_uneven
+
+    def __call__(self, *arguments: Any) -> None:
+        if self.company.is_uneven:
+            self.company.announce(self, *arguments)
+
+
+class Company:
+    """The ranks that sum gradients with this one.
+
+    Attributes:
+        leader: position in their group of the first rank that still has (or was the last to have) data.
+        has_parted: whether some rank has run out of data before others since inputs became uneven.
+        is_uneven: whether actions are announced: inputs may be uneven, and this rank has data.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._actions: list[Action] = []
+        self.is_uneven = False
+        self.leader = 0
+        self.has_parted = False
+        self._together_only = self.register("a collective of the loop", _refuse)
+
+    def register(self, name: str, perform: Callable[..., Any], **options: Any) -> Action:
+        """A new action; see :class:`Action`. Every rank registers the same ones in the same order."""
+        action = Action(self, name, perform, **options)
+        self._actions.append(action)
+        return action
+
+    def forget(self) -> None:
+        """Lets go of everything that was registered."""
+        self._actions = [self._together_only]
+
+    def announce(self, action: Action, *arguments: Any) -> None:
+        """Tells ranks without data what comes next, and waits for them. Collective.
+
+        Raises:
+            DesyncError: on every rank, if ranks with data are about to do different things.
+        """
+        if action.settles:
+            for other in self._actions:
+                if other.settle is not None:
+                    other.settle()
+        self._exchange((self._actions.index(action), arguments))
+
+    def together_only(self, what: str) -> None:
+        """Raises UsageError on every rank if one of them has run out of data; what follows needs all of them."""
+        self._together_only(what)
+        self._run.backend.announce(what.strip("`"), self._run.world)
+        if self.is_uneven and self.has_parted:
+            _refuse(what)
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Ranks may leave the context at different times; those that are through keep the others company."""
+        self.is_uneven, self.has_parted, self.leader = True, False, 0
+        try:
+            yield
+            self.is_uneven = False  # what this rank does from here on, others have announced
+            while (announced := self._exchange(None)) is not None:
+                index, arguments = announced
+                self._actions[index].perform(*arguments)
+        finally:
+            self.is_uneven = False
+
+    def _exchange(self, mine: tuple[int, tuple[Any, ...]] | None) -> tuple[int, tuple[Any, ...]] | None:
+        """What ranks with data announce; None if there is no such rank any more."""
+        everyone = self._run.backend.all_gather_object(mine, self._run.group(*self._run.mesh.gradient_axes))
+        busy = {position: announced for position, announced in enumerate(everyone) if announced is not None}
+        if not busy:
+            return None
+        self.leader = min(busy)
+        self.has_parted = len(busy) < len(everyone)
+        wanted = {index for index, _ in busy.values()}
+        if len(wanted) > 1:
+            names = {position: self._actions[index].name for position, (index, _) in busy.items()}
+            raise DesyncError(
+                "Ranks with data are about to do different things.",
+                where="; ".join(f"data-parallel rank {position}: {name}" for position, name in names.items()),
+                why="each would wait for the others for ever",
+                fix="let every rank run the same loop: the same accumulation, the same number of steps per batch",
+            )
+        return busy[self.leader]
+
+
+def _refuse(what: str) -> None:
+    raise UsageError(
+        f"{what} is not possible while some ranks have run out of data.",
+        where="inside `join_uneven_inputs`",
+        why="it needs a value from every rank, and those that are through have none",
+        fix="do it after the loop, or train with even_batches=True",
+    )

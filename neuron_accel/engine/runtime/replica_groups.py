@@ -1,0 +1,86 @@
+"""In how many ways one graph divides the ranks into groups, also for groups that plugins make themselves.
+
+The planner counts what the mesh will need (:meth:`Hardware.check_mesh`), before anything is built. Which further groups
+a plugin makes, and whether they come into the same graph, shows only when it uses them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from neuron_accel.backends.base import CollectiveObserver
+from neuron_accel.errors import PlanError
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.base import Group
+
+_PACKAGE = str(Path(__file__).resolve().parents[2])
+_PASSED_THROUGH = tuple(
+    folder + os.sep
+    for folder in (
+        os.path.join(_PACKAGE, "engine"),
+        os.path.join(_PACKAGE, "backends"),
+        os.path.dirname(torch.__file__),
+    )
+)
+
+
+class PartitionLimit(CollectiveObserver):
+    """Refuses the collective by which a graph would divide the ranks in more ways than the hardware allows.
+
+    All ranks build the same graph, so all of them are refused in the same place, and none waits for another. What is
+    executed without a graph (eager devices, objects) is not counted: each is a program of its own.
+
+    Args:
+        most: how many ways one graph may have.
+        hardware: name of the machine, for messages.
+    """
+
+    def __init__(self, most: int, hardware: str) -> None:
+        self._most, self._hardware = most, hardware
+        self._ways: dict[tuple[tuple[int, ...], ...], str] = {}
+
+    def issued(self, op: str, group: Group, sent: int, *, deferred: bool) -> None:
+        """See :class:`CollectiveObserver`.
+
+        Raises:
+            PlanError: naming this collective and the ways that the graph has already, each with who asked for it first.
+        """
+        if not deferred or group.partition in self._ways:
+            return
+        asked = f"{group.name!r} ({op} in {_who_asks()})"
+        if len(self._ways) == self._most:
+            raise PlanError(
+                f"A graph would divide the ranks into groups in more than {self._most} ways, all that "
+                f"{self._hardware} allows: {asked} is one too many.",
+                where=f"hardware {self._hardware}, groups {_listing(group.partition)}",
+                why="each way needs communicators of its own, whose number in one compiled graph is limited; it has "
+                + "; ".join(self._ways.values()),
+                fix="leave out a plugin that makes groups of its own, let it use groups of the mesh (run.group), or "
+                "let it end the graph before (run.backend.step_boundary())",
+            )
+        self._ways[group.partition] = asked
+
+    def executing(self, ranks: tuple[int, ...]) -> None:
+        self._ways.clear()
+
+
+def _who_asks() -> str:
+    """``"neuron_accel_lora/layers.py:87"``: the innermost frame that only uses engine and backends."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((*_PASSED_THROUGH, "<")):
+            return f"{os.path.basename(os.path.dirname(path))}/{os.path.basename(path)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "a backward pass"
+
+
+def _listing(partition: tuple[tuple[int, ...], ...]) -> str:
+    shown = [str(list(ranks)) for ranks in partition[:4]]
+    return ", ".join([*shown, "..."] if len(partition) > 4 else shown)

@@ -1,0 +1,187 @@
+"""The state of one run: what a plan became once ranks and devices exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from neuron_accel.backends.randomness import RankRandomness
+from neuron_accel.engine.runtime.join import Company
+from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
+from neuron_accel.errors import CheckpointError, NeuronAccelError
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.base import Backend, Group
+    from neuron_accel.engine.plan.plan import Plan
+    from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
+
+
+@dataclass
+class PreparedModel:
+    """A model and the map of its parameters.
+
+    Args:
+        original: the object the user passed.
+        module: the object that trains.
+        optimizable: whether it was prepared for training.
+    """
+
+    original: nn.Module
+    module: nn.Module
+    parameters: ParameterMap
+    optimizable: bool = True
+    sync_enabled: bool = True
+    """False inside ``no_sync``."""
+    synchronises: bool = True
+    """Whether the next backward pass sums gradients over ranks; settled by the forward pass, as users of
+    DistributedDataParallel expect."""
+    in_backward: bool = False
+    """Whether the run itself drives the backward pass, and will say when it ends."""
+
+    handles: list[Any] = field(default_factory=list)
+    """Hooks to be removed when the run lets go of the model."""
+
+    def settle_synchronisation(self, *_: Any) -> None:
+        """A forward pass begins, for which a backward pass will follow."""
+        if torch.is_grad_enabled():
+            self.synchronises = self.sync_enabled
+
+
+@dataclass
+class Run:
+    """The explicit state of a run. Plugins get it in every hook and keep their own state in :meth:`state`.
+
+    Args:
+        plan: what was decided.
+        backend: how it is done.
+    """
+
+    plan: Plan
+    backend: Backend
+    models: list[PreparedModel] = field(default_factory=list)
+    backward_scale: Callable[[], float] = lambda: 1.0
+    """What a loss is multiplied by before its backward pass: one over the number of accumulated micro-batches. For who
+    runs backward passes before the loss is returned."""
+    company: Company = field(init=False)
+    """How a rank that ran out of data keeps up with the others."""
+    _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
+    _state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _randomness: dict[str, RankRandomness] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.company = Company(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy for another process: who is where, and nothing that was prepared."""
+        return {"plan": self.plan, "backend": self.backend, "_groups": self._groups}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["plan"], state["backend"])  # type: ignore[misc]
+        self._groups = state["_groups"]
+
+    @property
+    def mesh(self):
+        return self.plan.mesh
+
+    @property
+    def device(self) -> torch.device:
+        return self.backend.device
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's position along every axis."""
+        return self.mesh.coordinates(self.backend.rank)
+
+    def group(self, *axes: str) -> Group:
+        """The group of ranks that differ from this one only along ``axes``. Made at the first request, collectively:
+        every rank asks for the same groups in the same order."""
+        key = tuple(axis.name for axis in self.mesh.axes if axis.name in axes and axis.degree > 1)
+        if key not in self._groups:
+            self._groups[key] = self.backend.new_group(self.mesh.groups(*key), " x ".join(key) or "self")
+        return self._groups[key]
+
+    def set_known_groups(self, other: Run) -> None:
+        """Takes over the groups that another run has made."""
+        self._groups = dict(other._groups)
+
+    def set_groups(self, axes: Sequence[str], partition: Sequence[Sequence[int]]) -> None:
+        """Uses these groups of ranks for ``axes`` instead of the mesh's own; collective, before they are asked for."""
+        key = tuple(axis.name for axis in self.mesh.axes if axis.name in axes and axis.degree > 1)
+        if len(key) == len(axes):
+            self._groups[key] = self.backend.new_group(partition, " x ".join(key))
+
+    def randomness(self, axis: str) -> RankRandomness:
+        """What ranks along ``axis`` draw from: alike, or each its own numbers. Where a strategy lets them differ for a
+        while, others that draw there decide with it whether theirs do."""
+        if axis not in self._randomness:
+            index = self.group(axis).index
+            self._randomness[axis] = RankRandomness(self.device, index, self.backend.generator)
+        return self._randomness[axis]
+
+    @property
+    def world(self) -> Group:
+        return self.group(*(axis.name for axis in self.mesh.axes))
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks that see different samples."""
+        return self.group(*self.mesh.data_axes).size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.group(*self.mesh.data_axes).index
+
+    def owner(self, claim: Claim) -> StrategyPlugin | None:
+        """The plugin that performs a duty."""
+        name = self.plan.owners.get(claim)
+        return None if name is None else self.plan.plugin(name)
+
+    def state(self, plugin: StrategyPlugin) -> dict[str, Any]:
+        """A dict for the run-time state of one plugin."""
+        return self._state.setdefault(plugin.spec.name, {})
+
+    def prepared(self, model: nn.Module) -> PreparedModel | None:
+        """The record of a model, by the object the user passed or the one that trains."""
+        return next((m for m in self.models if model is m.module or model is m.original), None)
+
+    def find_parameter(self, parameter: torch.Tensor) -> ParameterRecord | None:
+        """The record of a parameter of any prepared model."""
+        return next((r for r in (m.parameters.find(parameter) for m in self.models) if r is not None), None)
+
+    @contextmanager
+    def driving_backward(self) -> Iterator[None]:
+        """Marks a backward pass whose end the run announces to the plugins itself."""
+        for model in self.models:
+            model.in_backward = True
+        try:
+            yield
+        finally:
+            for model in self.models:
+                model.in_backward = False
+
+
+# ---- Ranks that fail together: what one cannot do, none goes on from -------------------------------------------------
+T = TypeVar("T")
+
+
+def agreed(run: Run, work: Callable[[], T]) -> T:
+    """``work()``, if it succeeds on every rank; its first error otherwise, on every rank. Collective."""
+    result: Any = None
+    error: NeuronAccelError | None = None
+    try:
+        result = work()
+    except NeuronAccelError as e:
+        error = e
+    except Exception as e:
+        error = CheckpointError(f"Unexpected: {e!r}", where=f"rank {run.backend.rank}")
+        error.__cause__ = e
+    errors = run.backend.all_gather_object(error, run.world) if run.world.size > 1 else [error]
+    first = next((e for e in errors if e is not None), None)
+    if first is not None:
+        raise error if error is not None else first
+    return result

@@ -1,0 +1,113 @@
+"""Tensors on several ranks: gathered in full, broadcast before anything is sharded, placed on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.base import Group
+    from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.engine.sharding.layout import Layout
+    from neuron_accel.engine.sharding.parameters import ParameterMap
+
+
+# ---- A whole tensor from the shards of several ranks -----------------------------------------------------------------
+def full_tensor(local: torch.Tensor, layout: Layout, run: Run) -> torch.Tensor:
+    """The whole of a tensor of which every rank holds the shard that ``layout`` says; collective over the cut axes.
+
+    Returns:
+        a tensor of ``layout.shape`` on the device of ``local``, or the CPU if that device is lazy: ``local`` itself
+        where nothing is cut.
+    """
+    if not layout.cuts:
+        return local
+    group = run.group(*(cut.axis for cut in layout.cuts))
+    shards = run.backend.all_gather(local.detach().contiguous().unsqueeze(0), group)
+    if "lazy" in run.backend.capabilities:
+        shards = run.backend.to_host(shards)  # put together on the host: no work for a compiler
+    full = torch.empty(layout.shape, dtype=local.dtype, device=shards.device)
+    for rank, shard in zip(group.ranks, shards, strict=True):
+        layout.write(shard, full, run.mesh.coordinates(rank))
+    return full
+
+
+# ---- Equal weights on every rank before anything is cut --------------------------------------------------------------
+_CHUNK_BYTES = 8 << 20
+
+
+def broadcast_tensors(tensors: Iterable[torch.Tensor], run: Run, group: Group, source: int = 0) -> None:
+    """Gives every rank of ``group`` the values of the one at position ``source``, in place, a few large messages at a
+    time."""
+    if group.size == 1:
+        return
+    with torch.no_grad():
+        for batch in _batches(tensors):
+            flat = torch.cat([t.reshape(-1) for t in batch])
+            flat = run.backend.broadcast(flat, group, source)
+            for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for members in by_dtype.values():
+        batch: list[torch.Tensor] = []
+        size = 0
+        for tensor in members:
+            batch.append(tensor)
+            size += tensor.numel() * tensor.element_size()
+            if size >= _CHUNK_BYTES:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+
+def state_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters and persistent buffers, each once; what a state dict holds. Tensors without storage are left out."""
+    seen: dict[torch.Tensor, None] = {}
+    for value in model.state_dict(keep_vars=True).values():
+        if isinstance(value, torch.Tensor) and value.device.type != "meta":
+            seen.setdefault(value)
+    return [tensor.detach() for tensor in seen]
+
+
+# ---- Moving a model to its device without losing what its parameters are ---------------------------------------------
+def place(model: nn.Module, device: torch.device, parameters: ParameterMap) -> None:
+    """Moves ``model`` in place; weights that were tied stay tied.
+
+    Between some devices torch makes new parameters, one for each name, and a tied weight would become two.
+
+    Args:
+        parameters: of ``model``; it follows the move.
+    """
+    if all(_same(tensor.device, device) for tensor in (*model.parameters(), *model.buffers())):
+        return
+    model.to(device)
+    for record in parameters:
+        if record.current is None:
+            continue
+        names = [name for name in record.names if _holds(model, name)]
+        for name in names[1:]:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, model.get_parameter(names[0]))
+    parameters.follow(model)
+
+
+def _same(one: torch.device, other: torch.device) -> bool:
+    # There is one host, with and without a number, but torch copies from the one to the other.
+    return one == other or one.type == other.type == "cpu"
+
+
+def _holds(model: nn.Module, name: str) -> bool:
+    owner, _, attribute = name.rpartition(".")
+    try:
+        return attribute in model.get_submodule(owner)._parameters
+    except AttributeError:  # on another rank
+        return False

@@ -1,0 +1,1 @@
+"""What a tensor of the original model is on this rank."""

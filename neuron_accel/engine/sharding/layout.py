@@ -1,0 +1,263 @@
+"""How one tensor of the original model lies over the mesh.
+
+A :class:`Layout` is pure data: a global shape, a dtype name, and one :class:`Cut` per dim that is divided. It maps
+forward (which global elements a rank holds, as slices) and back (where a rank's elements go), and it serialises. This
+one description serves loading, rewriting, gradient norms, ZeRO, checkpoints, resharding and ``explain``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from neuron_accel.errors import LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A run of consecutive indices along one dim: ``global[start:stop]`` lies at ``local[local_start:...]``."""
+
+    start: int
+    stop: int
+    local_start: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def local_stop(self) -> int:
+        return self.local_start + self.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """The division of one dim of a tensor along one axis of the mesh.
+
+    Args:
+        dim: the tensor's dim, non-negative.
+        axis: the mesh axis whose ranks hold the parts.
+        degree: number of ranks along ``axis``.
+        size: global size of the dim.
+        blocks: sizes of the independently cut blocks that the dim consists of, for weights that fuse several
+            (query, key and value side by side, say); one block when empty. Each part holds its share of every block.
+        unit: a cut falls only on multiples of this many indices of a block (a head's size).
+        replicas: number of neighbouring ranks that hold the same part (more ranks than key/value heads).
+        padded: whether a block whose units do not divide evenly is padded at its end. Padding exists only in shards.
+
+    Raises:
+        LayoutError: if the cut cannot be made.
+    """
+
+    dim: int
+    axis: str
+    degree: int
+    size: int
+    blocks: tuple[int, ...] = ()
+    unit: int = 1
+    replicas: int = 1
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(self.blocks) or (self.size,))
+        if sum(self.blocks) != self.size or min(self.blocks) < 0:
+            raise LayoutError(f"Blocks {self.blocks} do not add up to the size {self.size} of dim {self.dim}.")
+        if self.degree < 1 or self.unit < 1 or self.replicas < 1 or self.degree % self.replicas:
+            raise LayoutError(
+                f"Dim {self.dim} cannot be cut over {self.degree} ranks of axis {self.axis!r} with {self.replicas} "
+                f"replicas of units of {self.unit}.",
+                why="degree, unit and replicas are at least 1, and replicas divides degree",
+            )
+        for block in self.blocks:
+            if block % self.unit:
+                raise LayoutError(
+                    f"A block of {block} along dim {self.dim} is no whole number of units of {self.unit}.",
+                    why="a cut falls only between units",
+                )
+            if not self.padded and (block // self.unit) % self.parts:
+                what = f"{block // self.unit} units of {self.unit}" if self.unit > 1 else f"{block} elements"
+                raise LayoutError(
+                    f"{what} along dim {self.dim} do not divide evenly over {self.parts} parts of axis {self.axis!r}.",
+                    why="the shards of a tensor have equal shapes on all ranks",
+                    fix=f"choose a degree of axis {self.axis!r} that divides {block // self.unit}, or allow padding",
+                )
+
+    @property
+    def parts(self) -> int:
+        """Number of different parts."""
+        return self.degree // self.replicas
+
+    @property
+    def local_blocks(self) -> tuple[int, ...]:
+        """Size of each block in a shard, padding included."""
+        return tuple(-(-block // (self.unit * self.parts)) * self.unit for block in self.blocks)
+
+    @property
+    def local_size(self) -> int:
+        """Size of the dim in a shard, padding included."""
+        return sum(self.local_blocks)
+
+    def segments(self, index: int) -> tuple[Segment, ...]:
+        """What the rank at ``index`` along the axis holds; padding is what no segment covers."""
+        if not 0 <= index < self.degree:
+            raise ValueError(f"index {index} is not on axis {self.axis!r} of degree {self.degree}")
+        part = index // self.replicas
+        segments = []
+        global_start = local_start = 0
+        for block, local in zip(self.blocks, self.local_blocks, strict=True):
+            start, stop = min(part * local, block), min((part + 1) * local, block)
+            if stop > start:
+                segments.append(Segment(start=global_start + start, stop=global_start + stop, local_start=local_start))
+            global_start += block
+            local_start += local
+        return tuple(segments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A box of a tensor: where it lies in the original and where in a rank's shard."""
+
+    global_slices: tuple[slice, ...]
+    local_slices: tuple[slice, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How one tensor of the original model lies over the mesh.
+
+    Args:
+        shape: global shape, as in the original model.
+        dtype: name of the dtype without prefix, ``"float32"``.
+        cuts: at most one per dim and per axis; an uncut tensor is whole on every rank.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    cuts: tuple[Cut, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "cuts", tuple(sorted(self.cuts, key=lambda cut: cut.dim)))
+        if not all(isinstance(size, int) and size >= 0 for size in self.shape):
+            raise LayoutError(f"{self.shape} is no shape of a tensor.")
+        dims, axes = [cut.dim for cut in self.cuts], [cut.axis for cut in self.cuts]
+        if len(set(dims)) < len(dims) or len(set(axes)) < len(axes):
+            raise LayoutError(f"A tensor of shape {self.shape} is cut twice along one dim or axis: {self.cuts}.")
+        for cut in self.cuts:
+            if not 0 <= cut.dim < len(self.shape) or self.shape[cut.dim] != cut.size:
+                raise LayoutError(f"{cut} does not fit a tensor of shape {self.shape}.")
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """The layout of a tensor that is whole on every rank."""
+        return cls(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes along which ranks hold different parts."""
+        return tuple(cut.axis for cut in self.cuts if cut.parts > 1)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of a shard, the same on every rank."""
+        shape = list(self.shape)
+        for cut in self.cuts:
+            shape[cut.dim] = cut.local_size
+        return tuple(shape)
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks along the cut axes hold each element."""
+        return math.prod(cut.replicas for cut in self.cuts)
+
+    @property
+    def padded(self) -> bool:
+        """Whether some rank's shard holds elements that are not in the original."""
+        return any(cut.local_size * cut.parts != cut.size for cut in self.cuts)
+
+    def is_primary(self, coordinates: Mapping[str, int]) -> bool:
+        """Whether a rank is the first of those that hold the same part."""
+        return all(coordinates.get(cut.axis, 0) % cut.replicas == 0 for cut in self.cuts)
+
+    def pieces(self, coordinates: Mapping[str, int]) -> tuple[Piece, ...]:
+        """The boxes that the rank at ``coordinates`` (axis to index) holds."""
+        per_dim: list[Sequence[Segment]] = [
+            (Segment(start=0, stop=size, local_start=0),) if size else () for size in self.shape
+        ]
+        for cut in self.cuts:
+            per_dim[cut.dim] = cut.segments(coordinates.get(cut.axis, 0))
+        return tuple(
+            Piece(
+                global_slices=tuple(slice(segment.start, segment.stop) for segment in box),
+                local_slices=tuple(slice(segment.local_start, segment.local_stop) for segment in box),
+            )
+            for box in itertools.product(*per_dim)
+        )
+
+    def shard(self, full: Any, coordinates: Mapping[str, int]) -> torch.Tensor:
+        """This rank's shard of ``full``: anything of the global shape that can be sliced, a safetensors slice too.
+
+        Padding is zero. The result has the dtype and device of ``full``, is contiguous, owns its memory and is no part
+        of an autograd graph.
+        """
+        import torch
+
+        # A slice of a safetensors file is a view of the whole mapped tensor, hence copies throughout.
+        parts = [
+            (piece.local_slices, torch.as_tensor(full[piece.global_slices or ...]).detach())
+            for piece in self.pieces(coordinates)
+        ]
+        if len(parts) == 1 and not self.padded:
+            return parts[0][1].clone(memory_format=torch.contiguous_format)
+        like = parts[0][1] if parts else torch.as_tensor(full[...])
+        local = torch.zeros(self.local_shape, dtype=like.dtype, device=like.device)
+        for local_slices, part in parts:
+            local[local_slices] = part
+        return local
+
+    def write(self, local: torch.Tensor, full: torch.Tensor, coordinates: Mapping[str, int]) -> None:
+        """Puts the shard of the rank at ``coordinates`` where it belongs in ``full``; padding is dropped.
+
+        Values only: neither tensor becomes part of an autograd graph.
+        """
+        full, local = full.detach(), local.detach()
+        for piece in self.pieces(coordinates):
+            full[piece.global_slices] = local[piece.local_slices]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        cuts = [
+            {name: getattr(cut, name) for name in Cut.__dataclass_fields__} | {"blocks": list(cut.blocks)}
+            for cut in self.cuts
+        ]
+        return {"shape": list(self.shape), "dtype": self.dtype, "cuts": cuts}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Layout:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            LayoutError: if ``data`` describes no layout.
+        """
+        try:
+            return cls(
+                shape=tuple(map(operator.index, data["shape"])),  # which takes no float, also not 1.0 or infinity
+                dtype=data["dtype"],
+                cuts=tuple(
+                    Cut(
+                        **cut
+                        | {name: operator.index(cut[name]) for name in ("dim", "degree", "size", "unit", "replicas")}
+                        | {"blocks": tuple(map(operator.index, cut["blocks"]))}
+                    )
+                    for cut in data["cuts"]
+                ),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise LayoutError(f"This describes no layout: {data!r}", why=str(error)) from error

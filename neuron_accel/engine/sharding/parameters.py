@@ -1,0 +1,220 @@
+"""Parameters by their name in the original model.
+
+An FQN of the original model is the only identity a parameter has. A :class:`ParameterMap` is taken before anything is
+rewritten; it remembers which parameter objects an optimizer built earlier holds, follows every rewrite, and is the one
+place where an optimizer is rebound to the rewritten parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.sharding.layout import Layout
+from neuron_accel.errors import ParameterError
+
+
+@dataclass
+class ParameterRecord:
+    """One parameter of the original model; tied weights are one parameter.
+
+    Args:
+        fqn: its first name.
+        aliases: further names that are tied to it.
+        layout: how it lies over the mesh.
+        current: the object that trains now; None where this rank holds no part of it.
+        partial_axes: axes over which the gradient that autograd computes is a partial sum. It is summed over them, and
+            then averaged over the mesh's gradient axes.
+        rule: by which rule of a plan it is divided, for people; empty if none concerns it.
+        holders: for axes along which not every rank holds the parameter, the indices of those that do, ascending; all
+            of them hold the same.
+        added: whether a strategy added it to the model; weights from before that know nothing of it.
+    """
+
+    fqn: str
+    layout: Layout
+    current: nn.Parameter | None
+    aliases: tuple[str, ...] = ()
+    partial_axes: tuple[str, ...] = ()
+    rule: str = ""
+    holders: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    added: bool = False
+    _known: list[nn.Parameter] = field(default_factory=list, repr=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.fqn, *self.aliases)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes along which ranks hold different parts of the parameter, or none of it."""
+        return (*self.layout.axes, *self.holders)
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks along :attr:`axes` hold each element."""
+        return self.layout.replicas * math.prod(len(indices) for indices in self.holders.values())
+
+    @property
+    def completed_late(self) -> bool:
+        """Whether the gradient is complete only when the whole backward pass is over, because whoever lets several
+        ranks along an axis hold the parameter adds up their gradients then."""
+        return any(len(indices) > 1 for indices in self.holders.values())
+
+
+class ParameterMap:
+    """The parameters of one model, by FQN.
+
+    Args:
+        model: the model as the user built it, or its parameters with their names.
+    """
+
+    def __init__(self, model: nn.Module | Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._records: dict[str, ParameterRecord] = {}
+        self._by_name: dict[str, ParameterRecord] = {}
+        self._by_object: dict[nn.Parameter, ParameterRecord] = {}
+        named = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else model
+        for name, parameter in named:
+            self._add(name, parameter)
+
+    def _add(self, name: str, parameter: nn.Parameter, *, added: bool = False) -> None:
+        record = self._by_object.get(parameter)
+        if record is None:
+            record = ParameterRecord(
+                fqn=name, layout=Layout.of(parameter), current=parameter, added=added, _known=[parameter]
+            )
+            self._records[name] = self._by_object[parameter] = record
+        else:
+            record.aliases += (name,)
+        self._by_name[name] = record
+
+    def __iter__(self) -> Iterator[ParameterRecord]:
+        return iter(self._records.values())
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def __getitem__(self, name: str) -> ParameterRecord:
+        """The record of a parameter by any of its names."""
+        return self._by_name[name]
+
+    def find(self, parameter: torch.Tensor) -> ParameterRecord | None:
+        """The record of a parameter object, original or rewritten; None if it is not of this model."""
+        return self._by_object.get(parameter)  # type: ignore[call-overload]  # keys hash by identity
+
+    def set_layout(self, name: str, layout: Layout) -> None:
+        """Says how a parameter lies over the mesh from now on."""
+        self._by_name[name].layout = layout
+
+    def add_partial_axis(self, name: str, axis: str) -> None:
+        """Says that the gradient autograd computes for a parameter is a partial sum over ``axis``."""
+        record = self._by_name[name]
+        if axis not in record.partial_axes:
+            record.partial_axes += (axis,)
+
+    def set_holders(self, name: str, axis: str, indices: Iterable[int]) -> None:
+        """Says which ranks along ``axis`` hold a parameter. Whoever says so adds up the gradients of several."""
+        self._by_name[name].holders[axis] = tuple(sorted(indices))
+
+    def follow(self, model: nn.Module, absent: Iterable[str] = ()) -> None:
+        """Takes note of what a rewrite made of the parameters.
+
+        Args:
+            model: the rewritten model.
+            absent: FQNs that this rank holds no part of any more.
+
+        Raises:
+            ParameterError: if a parameter vanished, or its shape is not that of its layout.
+        """
+        absent = set(absent)
+        found = dict(model.named_parameters(remove_duplicate=False))
+        for record in self:
+            present = [name for name in record.names if name in found]
+            if not present:
+                if record.current is not None and not absent.intersection(record.names):
+                    raise ParameterError(
+                        f"Parameter {record.fqn!r} is no longer in the model.",
+                        why="a strategy that rewrites a model keeps the names of its parameters",
+                    )
+                record.current = None
+                for parameter in record._known:  # an optimizer may hold it; its memory is not needed any more
+                    parameter.data = parameter.data.new_empty(0)
+                continue
+            parameter = found[present[0]]
+            for name in present[1:]:
+                if found[name] is not parameter:
+                    raise ParameterError(
+                        f"{name!r} was tied to {record.fqn!r} and is not any more.",
+                        why="a tied weight is one parameter; rewritten apart, its two copies would drift",
+                    )
+            if tuple(parameter.shape) != record.layout.local_shape:
+                raise ParameterError(
+                    f"Parameter {record.fqn!r} has shape {tuple(parameter.shape)}, but its layout says "
+                    f"{record.layout.local_shape}.",
+                    why="whoever changes a parameter's shape sets its layout",
+                )
+            record.current = parameter
+            if parameter not in self._by_object:
+                record._known.append(parameter)
+                self._by_object[parameter] = record
+        for name, parameter in found.items():
+            if name not in self._by_name:
+                self._add(name, parameter, added=True)
+
+
+def rebind(optimizer: torch.optim.Optimizer, maps: Iterable[ParameterMap], coordinates: Mapping[str, int]) -> None:
+    """Makes ``optimizer`` hold the current parameters in place of those it was built with.
+
+    Groups, their order and hyper-parameters stay. Parameters that this rank holds no part of leave their group. State
+    that the optimizer has already is cut like the parameter.
+
+    Args:
+        optimizer: it is changed in place.
+        maps: the parameters of all prepared models.
+        coordinates: this rank's position in the mesh.
+
+    Raises:
+        ParameterError: if the optimizer holds a parameter of no prepared model, or state that cannot be cut.
+    """
+    maps = list(maps)
+    for index, group in enumerate(optimizer.param_groups):
+        parameters: list[nn.Parameter] = []
+        for position, parameter in enumerate(group["params"]):
+            record = next((r for r in (m.find(parameter) for m in maps) if r is not None), None)
+            if record is None:
+                raise ParameterError(
+                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that no "
+                    "prepared model has.",
+                    where=f"param_groups[{index}]['params'][{position}]",
+                    why="it would never be synchronised, sharded or saved",
+                    fix="build the optimizer from the parameters of the model that is prepared with it or was before",
+                )
+            state = optimizer.state.pop(parameter, None) if parameter is not record.current else None
+            if record.current is None:
+                continue
+            if state:
+                optimizer.state[record.current] = {
+                    name: _cut_state(value, record, name, coordinates) for name, value in state.items()
+                }
+            parameters.append(record.current)
+        group["params"] = parameters
+
+
+def _cut_state(value: Any, record: ParameterRecord, name: str, coordinates: Mapping[str, int]) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or not record.layout.cuts:
+        return value
+    if tuple(value.shape) == record.layout.shape:
+        return record.layout.shard(value, coordinates)
+    raise ParameterError(
+        f"The optimizer's state {name!r} for {record.fqn!r} has shape {tuple(value.shape)} and cannot be cut.",
+        why=f"the parameter has shape {record.layout.shape} and is divided over ranks",
+        fix="prepare the optimizer before its first step",
+    )

@@ -1,0 +1,55 @@
+"""Loops in which ranks have different numbers of batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from accelerate.data_loader import DataLoaderDispatcher
+
+from neuron_accel.engine.runtime.tensors import broadcast_tensors, state_tensors
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.runtime.run import Run
+
+
+@contextmanager
+def join_uneven_inputs(run: Run) -> Iterator[None]:
+    """Ranks may leave the context after different numbers of steps, and leave it with equal weights.
+
+    A rank that is through performs the backward passes, clipping, optimizer and scheduler steps of the others with no
+    samples of its own: gradients are still divided by the number of all ranks, as under torch's ``Join``.
+    """
+    with run.company.uneven():
+        yield
+    if not run.company.has_parted:
+        return
+    # Weights are equal unless the loop itself changed gradients in a way nobody announced; buffers may differ.
+    group = run.group(*run.mesh.gradient_axes)
+    for model in run.models:
+        broadcast_tensors(state_tensors(model.module), run, group, run.company.leader)
+
+
+@contextmanager
+def even_batches_as(value: bool | None, loaders: Iterable[Any]) -> Iterator[None]:
+    """Overrides ``even_batches`` of prepared loaders; None leaves them as they are."""
+    changed = []
+    if value is not None:
+        for loader in loaders:
+            sampler = getattr(loader, "batch_sampler", None)
+            if isinstance(loader, DataLoaderDispatcher) or not hasattr(sampler, "even_batches"):
+                warnings.warn(
+                    "Overriding even_batches is only supported for map-style datasets; an iterable one is left as it "
+                    "is.",
+                    stacklevel=4,
+                )
+                continue
+            changed.append((sampler, sampler.even_batches))
+            sampler.even_batches = value
+    try:
+        yield
+    finally:
+        for sampler, previous in changed:
+            sampler.even_batches = previous

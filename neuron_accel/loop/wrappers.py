@@ -1,0 +1,229 @@
+"""What ``prepare`` returns in place of optimizers and schedulers: Accelerate's own wrappers, told about the run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType
+
+from neuron_accel.engine.optim.lazy_hyperparameters import as_device_data
+from neuron_accel.errors import ParameterError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from neuron_accel.backends.base import Backend
+    from neuron_accel.engine.runtime.run import Run
+
+
+# ---- What ``prepare`` returns in place of optimizers and schedulers: Accelerate's own wrappers, told about the run ---
+class PreparedOptimizer(AcceleratedOptimizer):
+    """An optimizer that tells the run's plugins before and after it updates weights.
+
+    Accelerate's own reduces gradients over the world on XLA devices at every call, accumulating or not; here reduction
+    has an owner in the plan, and the wrapper leaves it alone.
+
+    Args:
+        optimizer: what the plugins made of the user's optimizer.
+        run: the run.
+        scaler: the gradient scaler of fp16 training, or None.
+        peers: every prepared optimizer of the run, this one included once it is there.
+        gradients_complete: called before gradients are used; collective.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        run: Run,
+        scaler: Any = None,
+        *,
+        peers: list[PreparedOptimizer],
+        gradients_complete: Callable[[], None],
+    ) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=scaler)
+        self._run, self._peers, self._gradients_complete = run, peers, gradients_complete
+        self._has_stepped = False
+        # What Accelerate finds out anew at every step. LOMO optimizers update weights in the backward pass.
+        self._is_plain = scaler is None and self.accelerator_state.distributed_type != DistributedType.XLA
+        self._is_lomo = type(optimizer).__module__.partition(".")[0] == "lomo_optim"
+        self._can_set_to_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
+        self.blank = BlankGradients(run.backend, lambda: self.gradient_state.num_steps > 1)
+        self._stepping = run.company.register("an optimizer step", self._step_along, settles=True)
+        self._zeroing = run.company.register("zeroing gradients", self.optimizer.zero_grad)
+
+    def step(self, closure: Any = None) -> None:
+        self.gradient_state.is_xla_gradients_synced = True
+        if not self.gradient_state.sync_gradients:
+            return
+        if not self._has_stepped:
+            check_every_parameter_is_held(self, self._peers, self._run)
+            self._has_stepped = True
+        if closure is not None and self._stepping.announced:
+            raise UsageError(
+                "An optimizer step with a closure is not possible here.",
+                where="inside `join_uneven_inputs`",
+                why="a rank without data cannot run the closure",
+                fix="run forward and backward before `step()`",
+            )
+        self._gradients_complete()
+        self._stepping()
+        for plugin in self._run.plan.plugins:
+            plugin.before_step(self.optimizer, self._run)
+        with as_device_data(self.optimizer, self._run.backend):
+            self._update(closure)
+        for plugin in self._run.plan.plugins:
+            plugin.after_step(self.optimizer, self._run)
+        self.blank.prepare()
+        self._run.backend.step_boundary()
+        for plugin in self._run.plan.plugins:
+            plugin.after_boundary(self._run)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        if self.gradient_state.sync_gradients:
+            self._zeroing()
+            if set_to_none is None and self._can_set_to_none:
+                self.optimizer.zero_grad(set_to_none=True)
+            else:
+                super().zero_grad(set_to_none)
+        if self.gradient_state.sync_gradients:
+            self.blank.begin()
+
+    def _update(self, closure: Any) -> None:
+        if not self._is_plain:
+            super().step(closure)
+        elif not self._is_lomo:
+            self.optimizer.step(closure)
+
+    def _step_along(self) -> None:
+        """A step of the others, on a rank without data. Their loop has its own way to drop gradients; here nobody else
+        does."""
+        self.gradient_state._set_sync_gradients(True)
+        self.step()
+        self.optimizer.zero_grad()
+
+
+class PreparedScheduler(AcceleratedScheduler):
+    """A scheduler that advances by the number of ranks that see different data, not by the number of processes.
+
+    Accelerate's convention: a schedule is written for one process, whose loader yields ``data_parallel_size`` times as
+    many batches; so each step of the optimizer counts for that many.
+    """
+
+    def __init__(self, scheduler: Any, optimizers: Any, run: Run, **kwargs: Any) -> None:
+        super().__init__(scheduler, optimizers, **kwargs)
+        self._run = run
+        self._stepping = run.company.register("a scheduler step", self._step_along)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if not self.step_with_optimizer or self.gradient_state.sync_gradients:
+            self._stepping(args, kwargs)
+        if not self.step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        if not self.gradient_state.sync_gradients:
+            if self.gradient_state.adjust_scheduler:
+                self.scheduler._step_count += 1
+            return
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return
+        for _ in range(1 if self.split_batches else self._run.data_parallel_size):
+            # A one-cycle schedule refuses to go past its end, which a ragged last batch can make it do.
+            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", float("inf")):
+                self.scheduler.step(*args, **kwargs)
+
+    def _step_along(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.gradient_state._set_sync_gradients(True)
+        self.step(*args, **kwargs)
+
+
+# ---- Gradients that begin as zeros, where micro-batches accumulate on a device that compiles -------------------------
+# The first micro-batch of a step finds no gradients and the second finds some: two graphs, and another for the step
+# at the end of an epoch that consists of one micro-batch. With zeros in their place every micro-batch adds to what is
+# there, and all are one graph. The zeros of a step are made in the graph of the step before, so they cost no
+# execution; only the first ones are sent to the device.
+class BlankGradients:
+    """Zeros for the parameters of one optimizer. Does nothing on eager devices, and without accumulation.
+
+    Args:
+        backend: of the run.
+        accumulates: says whether steps consist of several micro-batches.
+    """
+
+    def __init__(self, backend: Backend, accumulates: Callable[[], bool]) -> None:
+        self._lazy, self._accumulates = "lazy" in backend.capabilities, accumulates
+        self._zeros: dict[nn.Parameter, torch.Tensor] = {}
+        self._arrived: set[torch.Tensor] = set()
+        self._watched: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
+
+    def first(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Before a backward pass: those that have no gradient and never had zeros get some."""
+        if not self._on:
+            return
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._watched:
+                self._watched[parameter] = parameter.register_post_accumulate_grad_hook(self._arrived.add)
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype).to(parameter.device)
+
+    def complete(self) -> None:
+        """After a backward pass: a parameter that was not used has no gradient, rather than zeros."""
+        for parameter in self._watched:
+            if parameter not in self._arrived:
+                parameter.grad = None
+
+    def prepare(self) -> None:
+        """At the end of a step, before its graph is executed: zeros for the next one."""
+        if self._on:
+            self._zeros = {p: torch.zeros_like(p, requires_grad=False) for p in self._watched}
+
+    def begin(self) -> None:
+        """Gradients were dropped."""
+        for parameter, zeros in self._zeros.items():
+            parameter.grad = zeros
+        self._zeros = {}
+        self._arrived.clear()
+
+    def close(self) -> None:
+        for handle in self._watched.values():
+            handle.remove()
+        self._watched.clear()
+
+    @property
+    def _on(self) -> bool:
+        return self._lazy and self._accumulates()
+
+
+# ---- Parameters that train and that no optimizer holds: they would receive gradients for ever and never change -------
+def check_every_parameter_is_held(
+    optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.Optimizer], run: Run
+) -> None:
+    """Checks the models that ``optimizer`` trains, at its first step, when every optimizer of the run is known.
+
+    Frozen parameters (``requires_grad=False``) need no optimizer, and models of which an optimizer holds nothing are
+    nobody's business.
+
+    Raises:
+        ParameterError: if one of these models has a trainable parameter that no prepared optimizer holds.
+    """
+    held = {p for each in (optimizer, *others) for group in each.param_groups for p in group["params"]}
+    mine = {p for group in optimizer.param_groups for p in group["params"]}
+    for model in run.models:
+        records = [r for r in model.parameters if r.current is not None]
+        if not any(r.current in mine for r in records):
+            continue
+        orphans = [r.fqn for r in records if r.current.requires_grad and r.current not in held]
+        if orphans:
+            shown = ", ".join(orphans[:3]) + (f" and {len(orphans) - 3} more" if len(orphans) > 3 else "")
+            raise ParameterError(
+                f"No optimizer holds {shown}.",
+                where=f"{type(model.original).__name__}, first step of an optimizer",
+                why="they require gradients, which would be computed and sent at every step and never used",
+                fix="give them to an optimizer, prepare that optimizer before the first step, or freeze them with "
+                "requires_grad_(False)",
+            )

@@ -1,0 +1,165 @@
+"""How stages pass activations and gradients: messages between neighbours, or all ranks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from neuron_accel.backends import payload
+from neuron_accel.backends.base import Done
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.base import Backend, Group, Pending
+
+
+# ---- Messages between neighbouring stages ----------------------------------------------------------------------------
+Values = tuple[torch.Tensor | None, ...]
+"""What a stage hands on: hidden states, and what else a block returns that the next one takes."""
+Part = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of one of them."""
+_HEADER = 1024  # bytes
+
+
+@dataclass(frozen=True)
+class Form:
+    """What one stage hands on to the next.
+
+    Args:
+        parts: of the hidden states, then of the rest of what blocks return; None for what the next one does not take.
+        as_tuple: whether blocks return a tuple that begins with the hidden states.
+    """
+
+    parts: tuple[Part | None, ...]
+    as_tuple: bool
+
+    @classmethod
+    def of(cls, values: Values, as_tuple: bool) -> Form:
+        return cls(tuple(None if v is None else (tuple(v.shape), v.dtype) for v in values), as_tuple)
+
+    def __str__(self) -> str:
+        return " and ".join(f"{part[1]} {list(part[0])}" for part in self.parts if part is not None)
+
+    @property
+    def learning(self) -> tuple[Part | None, ...]:
+        """Those that have gradients."""
+        return tuple(part if part is not None and part[1].is_floating_point else None for part in self.parts)
+
+
+class Wire:
+    """Sends and receives hidden states and their gradients between the ranks of a pipeline.
+
+    The first time that a kind of batch comes by, a small header goes ahead of the activations of its first micro-batch
+    and says what they look like; from then on both ends know. A stage that failed goes on sending what its neighbours
+    wait for, without meaning, so that they come to the end of the step and hear of it there.
+
+    Args:
+        backend: sends and receives.
+        group: the ranks of the pipeline.
+    """
+
+    def __init__(self, backend: Backend, group: Group) -> None:
+        self._backend, self._group = backend, group
+        self._forms: dict[Hashable, Form] = {}
+
+    def form(self, key: Hashable) -> Form | None:
+        """What travels under ``key``, a kind of batch and an edge; None if that is not known (yet)."""
+        return self._forms.get(key)
+
+    def send(self, values: Values | None, key: Hashable, target: int, as_tuple: bool) -> list[Pending]:
+        """Sends activations to a rank; None if there are none because this stage failed."""
+        pending = []
+        if key not in self._forms:
+            form = None if values is None else Form.of(values, as_tuple)
+            header = payload.pack(payload.dump(form), _HEADER).to(self._backend.device)
+            pending.append(self._backend.start_send(header, self._group, target))
+            if form is None:
+                return pending
+            self._forms[key] = form
+        return [*pending, *self._send(values, self._forms[key].parts, target)]
+
+    def receive(self, key: Hashable, source: int) -> list[Pending | None] | None:
+        """Starts to receive activations; None if the sender failed before it knew what they look like."""
+        if key not in self._forms:
+            header = self._backend.start_receive((_HEADER,), torch.uint8, self._group, source).wait()
+            form = payload.load(payload.unpack(header, _HEADER))
+            if form is None:
+                return None
+            self._forms[key] = form
+        return self._receive(self._forms[key].parts, source)
+
+    def send_gradient(self, gradients: Values | None, key: Hashable, target: int) -> list[Pending]:
+        """Sends the gradients of what was received under ``key``."""
+        return self._send(gradients, self._forms[key].learning, target) if key in self._forms else []
+
+    def receive_gradient(self, key: Hashable, source: int) -> list[Pending | None] | None:
+        """Starts to receive the gradients of what was sent under ``key``."""
+        return self._receive(self._forms[key].learning, source) if key in self._forms else None
+
+    def _send(self, values: Values | None, parts: tuple[Part | None, ...], target: int) -> list[Pending]:
+        pending = []
+        for part, value in zip(parts, values or (None,) * len(parts), strict=True):
+            if part is not None:
+                shape, dtype = part
+                value = torch.zeros(shape, dtype=dtype, device=self._backend.device) if value is None else value
+                pending.append(self._backend.start_send(value.detach(), self._group, target))
+        return pending
+
+    def _receive(self, parts: tuple[Part | None, ...], source: int) -> list[Pending | None]:
+        return [None if part is None else self._backend.start_receive(*part, self._group, source) for part in parts]
+
+
+# ---- Hidden states and their gradients where ranks cannot send to each other: all of a pipeline hand on at once ------
+class Ring:
+    """Turns what the ranks of a pipeline have for each other by one position.
+
+    Every rank takes part in every turn, with zeros if it has nothing for anybody, so that a turn is one and the same
+    graph on all of them. What all stages hand on has therefore one form, that of the first stage's first micro-batch,
+    and everybody hears of it beside the device.
+
+    Args:
+        backend: permutes.
+        group: the ranks of the pipeline.
+        everyone: these and those of all replicas, whose turns are the same collective.
+    """
+
+    def __init__(self, backend: Backend, group: Group, everyone: Group) -> None:
+        self._backend, self._group, self._everyone = backend, group, everyone
+        self._forms: dict[Hashable, Form] = {}
+        self._nothing: dict[Part, torch.Tensor] = {}
+
+    def form(self, key: Hashable) -> Form | None:
+        """What travels for ``key``, a kind of batch; None if that is not known (yet)."""
+        return self._forms.get(key)
+
+    def learn(self, key: Hashable, mine: Form | None) -> Form | None:
+        """What travels for ``key``, from the rank of the first stage, or that of a replica if it failed. Collective.
+
+        Args:
+            mine: what that rank computed; None if it failed, and on the others.
+        """
+        told = self._backend.all_gather_object(mine, self._everyone)
+        form = next((form for form in told if form is not None), None)
+        if form is not None:
+            self._forms[key] = form
+        return form
+
+    def turn(self, values: Values | None, parts: tuple[Part | None, ...], shift: int) -> list[Pending | None]:
+        """What the rank ``shift`` positions before this one hands on; this one hands on ``values``. Collective.
+
+        Args:
+            parts: which of the values travel, and what they look like.
+        """
+        arrived: list[Pending | None] = []
+        for part, value in zip(parts, values or (None,) * len(parts), strict=True):
+            if part is None:
+                arrived.append(None)
+                continue
+            if value is None:
+                if part not in self._nothing:
+                    self._nothing[part] = torch.zeros(part[0], dtype=part[1], device=self._backend.device)
+                value = self._nothing[part]
+            arrived.append(Done(self._backend.permute(value, self._group, shift)))
+        return arrived

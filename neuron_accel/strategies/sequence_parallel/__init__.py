@@ -1,0 +1,5 @@
+"""Activations sharded along the sequence between tensor-parallel regions."""
+
+from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin
+
+__all__ = ["SequenceParallelPlugin"]

@@ -1,0 +1,183 @@
+"""Activations between tensor-parallel regions, sharded along the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from neuron_accel.engine.plan.plugin import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.engine.sharding.parameters import ParameterMap
+from neuron_accel.errors import PlanError, UnsupportedModelError
+from neuron_accel.models.architecture import Architecture, join
+from neuron_accel.strategies.tensor_parallel.linear import is_row_parallel
+from neuron_accel.strategies.tensor_parallel.regions import Dropouts, change_first, change_output, replace_hidden
+from neuron_accel.strategies.tensor_parallel.shard_plan import AXIS
+from neuron_accel.strategies.tensor_parallel.tp_region import Boundary, SequenceFlow
+
+if TYPE_CHECKING:
+    import torch
+
+    from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.engine.sharding.parameters import ParameterMap
+
+
+# ---- Activations between tensor-parallel regions divided along the sequence ------------------------------------------
+# Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.2.2.
+@dataclass(frozen=True, kw_only=True)
+class SequenceParallelPlugin(StrategyPlugin):
+    """Divides what lies between attention and feed-forward layers (residual stream, norms, dropout) along the sequence,
+    over the ranks of the tensor-parallel axis.
+
+    From the first block's input to the final norm each rank has a share of the positions, so that activations take
+    1 / degree of the memory there. Positions, rotary tables and masks are computed on whole sequences. A length that
+    does not divide is padded inside. Batch-first models: dim 1 is the sequence.
+    """
+
+    spec = PluginSpec(name="sequence_parallel", phase=Phase.ACTIVATIONS, requires=frozenset({"axis:tp"}))
+
+    def transform_model(self, model: torch.nn.Module, run: Run, parameters: ParameterMap) -> torch.nn.Module:
+        """Makes the activations of ``model``, which tensor parallelism has divided, flow in shares of the sequence.
+
+        Raises:
+            PlanError: if nothing has divided the model.
+            UnsupportedModelError: if no plan covers it.
+        """
+        from neuron_accel.strategies.tensor_parallel.tp_region import boundary_of
+
+        boundary = boundary_of(model)
+        if boundary is None or boundary.architecture is None:
+            raise PlanError(
+                f"Sequence parallelism found no tensor-parallel region in {type(model).__name__}.",
+                where="plugin sequence_parallel",
+                why="it divides what lies between such regions",
+                fix="use it together with ModelParallelismPlugin(tensor_parallel_size=...)",
+            )
+        divide_sequence(boundary.architecture, boundary, parameters)
+        return model
+
+
+# ---- Attaches a division along the sequence to a model whose weights are divided already -----------------------------
+def divide_sequence(architecture: Architecture, boundary: Boundary, parameters: ParameterMap) -> None:
+    """Makes what lies between a model's tensor-parallel regions flow in shares of the sequence, from the input of the
+    first block to the output of the final norm.
+
+    Args:
+        architecture: the model.
+        boundary: the one that its regions share.
+        parameters: learns whose gradients become sums over the axis.
+
+    Raises:
+        UnsupportedModelError: if the model has no blocks.
+    """
+    blocks = [module for _, module in architecture.blocks]
+    if not blocks:
+        raise UnsupportedModelError(f"{type(architecture.owner).__name__} has no blocks to divide the sequence for.")
+    if architecture.plan.sequence:
+        raise UnsupportedModelError(
+            f"{type(architecture.owner).__name__} cannot be divided along the sequence.",
+            where=f"the plan of model type {architecture.model_type!r}",
+            why=architecture.plan.sequence,
+            fix="leave SequenceParallelPlugin out",
+        )
+    flow = SequenceFlow(boundary.backend, boundary.group)
+    boundary.flow = flow
+    stack = _Stack(blocks, boundary, flow)
+    blocks[0].register_forward_pre_hook(stack.enter, with_kwargs=True)
+    architecture.last[1].register_forward_hook(stack.leave)
+    architecture.base.register_forward_hook(stack.ended, always_call=True)
+    change_output(architecture, "hidden_states", flow.join, keep="last_hidden_state")
+    whole = _whole(architecture)
+    for name, module in whole:
+        _keep_whole(name, module, flow)
+    for name in _on_shares(architecture, [*architecture.regions, *whole]):
+        parameters.add_partial_axis(name, AXIS)
+
+
+class _Stack:
+    """The blocks and the final norm of one model, whose activations are shares of the sequence."""
+
+    def __init__(self, blocks: list[nn.Module], boundary: Boundary, flow: SequenceFlow) -> None:
+        self._boundary, self._flow, self._dropouts = boundary, flow, Dropouts(blocks)
+        self._inside = False
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # every rank has other positions, and must drop other elements of them
+        self._inside = True
+        self._boundary.randomness.begin(self._dropouts.active)
+        return replace_hidden(args, kwargs, self._flow.split)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self._inside:  # a norm that is also applied before the blocks
+            return output
+        self._inside = False
+        self._boundary.randomness.end()
+        return change_first(output, self._flow.join)
+
+    def ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._inside = False
+        self._boundary.randomness.end()  # after an error inside
+
+
+def _whole(architecture: Architecture) -> list[tuple[str, nn.Module]]:
+    """FQN and module of the parts of blocks that no rank divides and that may look at other positions than their own:
+    all but norms."""
+    regions = [fqn for fqn, _ in architecture.regions]
+    return [
+        (join(block, name), module)
+        for block, parts in architecture.blocks
+        for name, module in _called(parts)
+        if not any(region == join(block, name) or region.startswith(join(block, name) + ".") for region in regions)
+        and "norm" not in type(module).__name__.lower()
+        and any(True for _ in module.parameters())
+        and not any(is_row_parallel(inner) for inner in module.modules())
+    ]
+
+
+def _called(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Name and module of the children of a block; instead of a list of modules, which nobody calls, what is in it."""
+    for name, child in block.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from ((f"{name}.{inner}", module) for inner, module in _called(child))
+        else:
+            yield name, child
+
+
+def _keep_whole(fqn: str, module: nn.Module, flow: SequenceFlow) -> None:
+    """Lets a module have the whole sequence, and go on with a share of what it returns. All ranks compute the same, and
+    its gradients are whole on each."""
+    if Dropouts([module]).possible:
+        raise UnsupportedModelError(
+            f"{fqn!r} is computed alike on every rank, and has dropout.",
+            why="ranks that have shares of a sequence drop different elements",
+            fix="set its dropout to zero, or leave SequenceParallelPlugin out",
+        )
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return replace_hidden(args, kwargs, flow.join)
+
+    def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return change_first(output, flow.split)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave)
+
+
+def _on_shares(architecture: Architecture, regions: list[tuple[str, nn.Module]]) -> list[str]:
+    """FQNs of the parameters that are applied to a share of the sequence: their gradients are sums over ranks.
+
+    Args:
+        regions: FQN and module of what has the whole sequence.
+    """
+    inside = set()
+    for fqn, region in regions:
+        # the bias of a row-wise projection is added behind the region's exit
+        after = {join(name, "bias") for name, module in region.named_modules() if is_row_parallel(module)}
+        inside |= {join(fqn, name) for name, _ in region.named_parameters() if name not in after}
+    for fqn, block in architecture.blocks:  # some regions end in a projection outside of the module where they begin
+        inside |= {join(fqn, join(name, "weight")) for name, module in block.named_modules() if is_row_parallel(module)}
+    outer = [*architecture.blocks, *([architecture.last] if architecture.plan.final_norm else [])]
+    names = [join(fqn, name) for fqn, module in outer for name, _ in module.named_parameters()]
+    return [name for name in names if name not in inside]

@@ -1,0 +1,273 @@
+"""This rank's share of a bucket whose parameters are views of one flat buffer, so that weights are gathered in place.
+
+Gradients are copied into a buffer as they arrive, while they are in the cache, and let go of at once. What is on its
+way is bounded: a few buffers, which buckets take in turn and which live from step to step, since memory that is new
+costs a page fault for every page.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.optim.buckets import check_dense
+from neuron_accel.errors import UsageError
+from neuron_accel.strategies.zero1.partition import Piece
+from neuron_accel.strategies.zero1.shard import BucketShard, ShardPiece
+from neuron_accel.strategies.zero1.sharded_grad import DividedGradient
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.base import Group
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
+
+
+class Buffer:
+    """Memory for a bucket's gradients on their way, and for those that other ranks send meanwhile."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.gradients = torch.empty(numel, dtype=dtype, device=device)
+        self.received = torch.empty(numel, dtype=dtype, device=device)
+        self._slots: dict[BufferShard, list[torch.Tensor]] = {}
+
+    def fits(self, numel: int, dtype: torch.dtype) -> bool:
+        return self.gradients.dtype == dtype and numel <= self.gradients.numel() <= 4 * numel
+
+    def slots(self, shard: BufferShard) -> list[torch.Tensor]:
+        """Where the gradients of a shard's parameters go."""
+        if shard not in self._slots:
+            self._slots[shard] = shard._split(self.gradients)
+        return self._slots[shard]
+
+
+class SendBuffers:
+    """Buffers that buckets take in turn, pass after pass.
+
+    Args:
+        limit: number of buckets on their way at a time; the oldest is waited for before another buffer is taken.
+    """
+
+    def __init__(self, limit: int = 2) -> None:
+        self._limit = limit
+        self._travelling: deque[tuple[BufferShard, Buffer]] = deque()
+        self._free: list[Buffer] = []
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Buffer:
+        """One for ``numel`` elements."""
+        while len(self._travelling) >= self._limit:
+            self._arrived()
+        fitting = [buffer for buffer in self._free if buffer.fits(numel, dtype)]
+        buffer = min(fitting, key=lambda b: b.gradients.numel(), default=None)
+        if buffer is None:
+            return Buffer(numel, dtype, device)
+        self._free.remove(buffer)
+        return buffer
+
+    def sent(self, shard: BufferShard, buffer: Buffer) -> None:
+        """The gradients of ``shard`` are on their way."""
+        self._travelling.append((shard, buffer))
+
+    def settle(self) -> None:
+        """Waits for all that is on its way."""
+        while self._travelling:
+            self._arrived()
+
+    def _arrived(self) -> None:
+        shard, buffer = self._travelling.popleft()
+        shard.complete()
+        self._free.append(buffer)  # of each size there are no more than were in use at once
+
+
+class BufferShard(BucketShard):
+    """The share of a bucket whose parameters are views of one flat buffer.
+
+    Args:
+        buffers: where gradients on their way are held.
+        keep_shapes: whether pieces, which then are whole parameters, keep their shape.
+    """
+
+    def __init__(self, *, buffers: SendBuffers, keep_shapes: bool = False, **common: Any) -> None:
+        super().__init__(**common)
+        self._buffers, self._keep_shapes = buffers, keep_shapes
+        with torch.no_grad():
+            self._flat = torch.zeros(self.partition.numel, dtype=self.bucket.dtype, device=self._device)
+            for parameter, view in zip(self.parameters, self._split(self._flat), strict=True):
+                view.copy_(parameter)
+                parameter.data = view
+            self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+            chunk = self.run.backend.chunk(self._flat, self.group)
+            self._chunk = chunk.to(self.optimizer_dtype, copy=True) if self.has_masters else chunk
+        self.pieces = [self._piece(place) for place in self.partition.pieces(self.group.index)]
+        self._memory: torch.Tensor | None = None  # of this rank's gradient, kept from step to step
+        self._buffer: Buffer | None = None  # that is being filled
+        self._filled: list[bool] = []
+        self._kept: list[bool] = []
+        ends = sorted((o, o + s) for o, s in zip(self.partition.offsets, self.partition.sizes, strict=True))
+        pairs = zip([(0, 0), *ends], [*ends, (self.partition.numel, 0)], strict=True)
+        self._padding = [slice(end, begin) for (_, end), (begin, _) in pairs if end < begin]
+
+    @property
+    def has_masters(self) -> bool:
+        return self.optimizer_dtype != self.bucket.dtype
+
+    @property
+    def _device(self) -> torch.device:
+        return self.parameters[0].device
+
+    def _piece(self, place: Piece) -> ShardPiece:
+        parameter = self.parameters[place.parameter]
+        view = self._chunk[place.offset : place.offset + place.length]
+        if self._keep_shapes or parameter.dim() == 0:
+            view = view.view(parameter.shape)
+        return ShardPiece(parameter=parameter, place=place, master=nn.Parameter(view))
+
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            flat[offset : offset + parameter.numel()].view(parameter.shape)
+            for offset, parameter in zip(self.partition.offsets, self.parameters, strict=True)
+        ]
+
+    def _join(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        dtype = next((value.dtype for value in values if value is not None), self.bucket.dtype)
+        flat = torch.zeros(self.partition.numel, dtype=dtype, device=self._device)
+        for value, view in zip(values, self._split(flat), strict=True):
+            if value is not None:
+                view.copy_(value)
+        return flat
+
+    # ---- gradients -------------------------------------------------------------------------------------------------
+    def take_gradient(self, index: int) -> None:
+        """Copies the gradient that a parameter has on this rank into the buffer, or adds it to what is there, and lets
+        go of it."""
+        if self._buffer is None:
+            self._buffer = self._buffers.take(self.partition.numel, self.reduce_dtype, self._device)
+            self._filled = [False] * len(self.parameters)
+            self._kept = [False] * len(self.parameters)
+        parameter = self.parameters[index]
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        parameter.grad = None
+        if isinstance(gradient, DividedGradient):
+            self._kept[index] = self._is_visible(gradient)
+            gradient = gradient.take_waiting()
+            if gradient is None:
+                return
+        check_dense(gradient, self.bucket.records[index])
+        slot = self._buffer.slots(self)[index]
+        if self._filled[index]:
+            slot.add_(gradient)
+        else:
+            slot.copy_(gradient)
+        self._filled[index] = True
+
+    def send_gradients(self) -> None:
+        for index in range(len(self.parameters)):
+            self.take_gradient(index)
+        buffer, self._buffer = self._buffer, None
+        assert buffer is not None
+        self.used = self._filled
+        if self._gradient is not None:
+            self.before_change()
+            self._forget_all_but(self._kept)
+        for slot, is_filled in zip(buffer.slots(self), self._filled, strict=True):
+            if not is_filled:
+                slot.zero_()
+        for gap in self._padding:
+            buffer.gradients[gap].zero_()
+        self._pending = self.run.backend.start_reduce_scatter_into(
+            self._room(),
+            buffer.gradients[: self.partition.numel],
+            self.group,
+            scale=1.0 if self._is_partial else 1.0 / self.group.size,
+            scratch=buffer.received[: self.partition.numel],
+        )
+        self._buffers.sent(self, buffer)
+
+    @property
+    def _is_partial(self) -> bool:
+        return self.run.group(*self.bucket.partial_axes).size > 1
+
+    def _room(self) -> torch.Tensor:
+        """Memory for this rank's share of the gradients that are sent now."""
+        if self._gradient is not None:  # of the passes before, to which they are added
+            return torch.empty_like(self._gradient)
+        if self._memory is None:
+            self._memory = torch.empty(self.partition.chunk, dtype=self.optimizer_dtype, device=self._device)
+        return self._memory
+
+    def _scaled_sum(self, scale: float, partial: Group) -> torch.Tensor:
+        self._buffers.settle()
+        self.complete()
+        reduced, self._reduced = self._reduced, None
+        assert reduced is not None
+        if self._is_partial:
+            reduced = self.run.backend.all_reduce(reduced, partial)
+            if scale != 1.0:
+                reduced.mul_(scale)
+        return reduced
+
+    def drop_gradients(self) -> None:
+        super().drop_gradients()
+        self._buffer = None  # what a pass left there that did not come to its end
+
+    def _part(self, chunk: torch.Tensor, piece: ShardPiece) -> torch.Tensor:
+        return chunk[piece.place.offset : piece.place.offset + piece.place.length].view(piece.master.shape)
+
+    # ---- weights ---------------------------------------------------------------------------------------------------
+    def send_weights(self) -> Callable[[], None]:
+        chunk = self._chunk.detach().to(self.bucket.dtype)
+        pending = self.run.backend.start_all_gather_into(
+            self._flat, chunk, self.group
+        )  # the parameters are views of it
+
+        def finish() -> None:
+            pending.wait()
+
+        return finish
+
+    def heed_weights(self) -> None:
+        """The parameters become views of the buffer again. A master keeps the digits that a weight does not have,
+        unless the weight is another now."""
+        addresses = [parameter.data_ptr() for parameter in self.parameters]
+        if addresses == self._addresses:
+            return
+        with torch.no_grad():
+            moved = [a != b for a, b in zip(addresses, self._addresses, strict=True)]
+            for index, view in enumerate(self._split(self._flat)):
+                if moved[index]:
+                    self._put_back(index, view)
+            for piece in self.pieces if self.has_masters else ():
+                if moved[piece.place.parameter]:
+                    part = piece.parameter.reshape(-1)[piece.place.start : piece.place.stop]
+                    new, master = part.view(piece.master.shape), piece.master
+                    master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
+
+    def _put_back(self, index: int, view: torch.Tensor) -> None:
+        parameter = self.parameters[index]
+        if parameter.shape != view.shape or parameter.dtype != view.dtype or parameter.device != view.device:
+            raise UsageError(
+                f"The weight {self.bucket.records[index].fqn!r} is {parameter.dtype} {tuple(parameter.shape)} on "
+                f"{parameter.device} now; it was {view.dtype} {tuple(view.shape)} on {view.device}.",
+                where="plugin 'zero1'",
+                why="its optimizer's state was divided for what it was",
+                fix="convert or move a model before `prepare`",
+            )
+        view.copy_(parameter)
+        parameter.data = view
+
+    def reload(self) -> None:
+        with torch.no_grad():
+            for piece in self.pieces:
+                flat = piece.parameter.reshape(-1)[piece.place.start : piece.place.stop]
+                piece.master.copy_(flat.view(piece.master.shape))
+
+
+def suitable_cap(records: Sequence[ParameterRecord], cap_bytes: int) -> int:
+    """The size of buckets for these parameters: at most ``cap_bytes``; less for a small model, so that reduction begins
+    early, and what is on its way stays small beside the model, but never less than messages are worth."""
+    total = sum(r.current.numel() * r.current.element_size() for r in records if r.current is not None)
+    return min(cap_bytes, max(total // 32, 1 << 20))

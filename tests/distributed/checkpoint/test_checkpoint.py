@@ -1,0 +1,50 @@
+"""What any mesh saved, any other mesh loads: weights and optimizer bit for bit, and the next loss to rounding."""
+
+from __future__ import annotations
+
+import pytest
+
+from neuron_accel.testing import run_ranks
+from tests.distributed.checkpoint.checkpoint_support import (
+    TOPOLOGIES,
+    assert_equal,
+    load_and_step,
+    load_each_and_step,
+    train_and_save,
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints by model and topology, made once."""
+    made: dict = {}
+
+    def get(model, topology):
+        if (model, topology) not in made:
+            folder = tmp_path_factory.mktemp("checkpoint") / "state"
+            ranks, plugins = TOPOLOGIES[topology]
+            contents, loss = run_ranks(train_and_save, ranks, str(folder), model, plugins)[0]
+            made[model, topology] = folder, contents, loss
+        return made[model, topology]
+
+    return get
+
+
+@pytest.mark.parametrize("into", TOPOLOGIES)
+def test_any_mesh_loads_what_any_other_saved(saved, into):
+    """One after another into the same objects, so that each also replaces what was there before."""
+    ranks, plugins = TOPOLOGIES[into]
+    expected = {out_of: saved("gpt2-tied", out_of) for out_of in TOPOLOGIES}
+    folders = [str(folder) for folder, _, _ in expected.values()]
+    found = run_ranks(load_each_and_step, ranks, folders, "gpt2-tied", plugins)[0]
+    for (out_of, (_, contents, loss)), (weights, next_loss) in zip(expected.items(), found, strict=True):
+        assert_equal(contents, weights, f"saved by {out_of}")
+        assert next_loss == pytest.approx(loss, rel=1e-5), out_of
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_the_same_mesh_goes_on_bit_for_bit(saved, topology):
+    folder, _, loss = saved("llama", topology)
+    ranks, plugins = TOPOLOGIES[topology]
+    _, next_loss = run_ranks(load_and_step, ranks, str(folder), "llama", plugins)[0]
+    assert next_loss == loss

@@ -1,0 +1,368 @@
+"""Going on from a checkpoint: N steps, save, stop, load, N more are 2N steps; loaders give each sample once."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from neuron_accel.checkpoint.state.snapshot import pieces_of
+from neuron_accel.errors import CheckpointError, UsageError
+from neuron_accel.testing import run_ranks
+from tests.distributed.checkpoint.checkpoint_support import BATCHES, TP2, Trained, assert_equal
+
+
+# ---- exactness -----------------------------------------------------------------------------------------------------
+class Noisy(nn.Module):
+    """A model with dropout, running statistics and a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(nn.functional.dropout(self.norm(self.first(x)), 0.5)).square().mean()
+
+
+class Counter:
+    """A custom object: the mean of what it has seen, and some that cannot be JSON as it is."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": tuple(self.seen), "tensor": torch.tensor(self.seen), 3: {float("inf")}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state[3] == {float("inf")}
+        assert torch.equal(state["tensor"], torch.tensor(state["seen"]))
+        self.seen = list(state["seen"])
+
+
+def _noisy_run(folder: str, plugins: list[Any], part: str, samples: int = 41) -> tuple[list[Any], dict]:
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins, "gradient_accumulation_steps": 2})
+    torch.manual_seed(7 if part != "second" else 8)
+    random.seed(accelerator.process_index)
+    np.random.seed(accelerator.process_index)
+    model = Noisy()
+    optimizer = torch.optim.AdamW(
+        [{"params": model.first.parameters(), "lr": 0.01}, {"params": model.last.parameters()}]
+    )
+    optimizer.add_param_group({"params": model.norm.parameters(), "weight_decay": 0.0})
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=200)
+    data = TensorDataset(torch.randn(samples, 4, generator=torch.Generator().manual_seed(3)))
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    epoch = 0
+    if part == "second":
+        accelerator.load_state(folder)
+        epoch = loader.iteration
+    trace: list[Any] = []
+    step = 0
+    while epoch < 2:
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                loss = model(x)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            counter.seen.append(accelerator.reduce(loss.detach(), "mean").item())
+            trace.append(
+                (epoch, loss.item(), x.sum().item(), random.random(), np.random.rand(), scheduler.get_last_lr())
+            )
+            step += 1
+            if part == "first" and step == 4:
+                accelerator.save_state(folder)
+                return trace, {}
+        epoch += 1
+    # Running statistics of this rank, which evaluation on it sees; ranks may have different ones.
+    statistics = [accelerator.run.backend.to_host(b).tolist() for b in model.buffers()]
+    state = accelerator.get_state_dict(model)
+    return [*trace, tuple(counter.seen), statistics], state
+
+
+@pytest.mark.parametrize("plugins", [[], ["zero1"]], ids=["dp2", "zero1"])
+def test_stopping_in_the_middle_of_everything_changes_nothing(tmp_path, plugins):
+    """In an epoch, with dropout, running statistics, groups, a schedule, shuffling and all generators."""
+    folder = str(tmp_path / "c")
+    whole = run_ranks(_noisy_run, 2, folder, plugins, "whole")
+    first = run_ranks(_noisy_run, 2, folder, plugins, "first")
+    second = run_ranks(_noisy_run, 2, folder, plugins, "second")
+    for (expected, _), (one, _), (other, _) in zip(whole, first, second, strict=True):
+        assert [*one, *other] == expected
+    assert whole[0][0][-1] != whole[1][0][-1]  # ranks have statistics of their own, and get them back
+    assert_equal(whole[0][1], second[0][1])
+
+
+# ---- loaders -------------------------------------------------------------------------------------------------------
+SAMPLES = 46
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(SAMPLES))
+
+    def __len__(self):
+        return SAMPLES
+
+
+def _samples(
+    folder: str, batch_size: int, part: str, kind: str = "map", stop: int = 3, on: str | None = None, workers: int = 0
+) -> tuple[list[int], list[int]]:
+    """Samples that this rank saw in the first epoch, and in the next."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(backend=on)
+    torch.manual_seed(1 if part == "first" else 2)
+    dataset = torch.arange(SAMPLES) if kind == "map" else Stream()
+    loader = accelerator.prepare(DataLoader(dataset, batch_size=batch_size, shuffle=kind == "map", num_workers=workers))
+    seen: list[int] = []
+    if part == "second":
+        accelerator.load_state(folder)
+    for index, batch in enumerate(loader):
+        seen += batch.tolist()
+        if part == "first" and index + 1 == stop:
+            accelerator.save_state(folder)
+            return seen, []
+    return seen, [sample for batch in loader for sample in batch.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind", "stop", "workers"),
+    [
+        (1, 1, "map", 3, 0),
+        (1, 2, "map", 3, 2),  # workers have fetched more than was given out
+        (2, 1, "stream", 3, 1),
+        (1, 2, "map", 3, 0),  # of 46 samples, 40 are left
+        (3, 2, "map", 3, 0),  # 18 samples are no whole number of rounds of 4; 28 are left
+        (3, 1, "map", 2, 2),
+        (2, 1, "stream", 3, 0),
+        (1, 1, "map", 23, 0),  # at the end of an epoch
+    ],
+)
+def test_each_sample_is_seen_once(tmp_path, before, after, kind, stop, workers):
+    folder = str(tmp_path / "c")
+    first = run_ranks(_samples, before, folder, 2, "first", kind, stop, workers=workers)
+    second = run_ranks(_samples, after, folder, 2, "second", kind, workers=workers)
+    seen = [sample for seen, _ in (*first, *second) for sample in seen]
+    assert sorted(seen) == list(range(SAMPLES))
+    following = [sample for _, following in second for sample in following]
+    assert sorted(set(following)) == list(range(SAMPLES))
+    assert len(following) - SAMPLES < 2 * after  # what a ragged end was filled up with
+    if kind == "map":
+        assert [s for s, _ in first] != [sorted(s) for s, _ in first]  # shuffled
+
+
+def _batch_sizes_that_do_not_fit(folder: str) -> None:
+    with pytest.raises(CheckpointError, match="gave out 6 samples"):
+        _samples(folder, 4, "second")
+
+
+def test_a_position_inside_of_a_batch_is_refused(tmp_path):
+    folder = str(tmp_path / "c")
+    run_ranks(_samples, 1, folder, 2, "first")
+    run_ranks(_batch_sizes_that_do_not_fit, 1, folder)
+
+
+def _skips_by_hand(folder: str) -> list[int]:
+    """As Accelerate's example of checkpointing does it."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator()
+    loader = accelerator.prepare(DataLoader(torch.arange(8), batch_size=1))
+    if not Path(folder).exists():
+        for index, _ in enumerate(loader):
+            if index == 2:
+                accelerator.save_state(folder)
+    accelerator.load_state(folder)
+    rest = accelerator.skip_first_batches(loader, 3)
+    return [int(x) for x in rest] + [int(x) for x in loader]
+
+
+def test_skipping_by_hand_is_not_done_twice(tmp_path):
+    assert run_ranks(_skips_by_hand, 1, str(tmp_path / "c"))[0] == [3, 4, 5, 6, 7, *range(8)]
+
+
+# ---- saving in the background --------------------------------------------------------------------------------------
+def _save_behind(folder: str) -> None:
+    trained = Trained("gpt2-tied", [TP2, "zero1"])
+    accelerator = trained.accelerator
+    trained.step(BATCHES[0])
+    before = trained.contents()
+    accelerator.save_state(folder, async_save=True)
+    trained.step(BATCHES[1])  # goes on while it is written
+    trained.step(BATCHES[2])
+    accelerator.load_state(folder)  # waits
+    assert_equal(before, trained.contents())
+    accelerator.save_state(folder, async_save=True)
+    accelerator.end_training()
+    assert Path(folder, "manifest.json").exists()
+
+
+def test_a_background_save_holds_what_was_there_when_it_was_asked_for(tmp_path):
+    run_ranks(_save_behind, 4, str(tmp_path / "c"))
+
+
+# ---- mixed precision -----------------------------------------------------------------------------------------------
+def _scaler(folder: str, load: bool) -> tuple[float, dict[str, Any]]:
+    """The scale of fp16 training. Accelerate makes a scaler on GPUs only; torch has one for the CPU."""
+    trained = Trained("gpt2-tied", ["zero1"], seed=int(load))
+    scaler = trained.accelerator.scaler = torch.amp.GradScaler(
+        "cpu", init_scale=8.0 if load else 1024.0, growth_interval=3
+    )
+    if load:
+        trained.accelerator.load_state(folder)
+    else:
+        for value in (1.0, float("inf"), 1.0):
+            parameter = nn.Parameter(torch.ones(1))
+            parameter.grad = torch.tensor([value])
+            made = torch.optim.SGD([parameter], lr=0.1)
+            scaler.scale(torch.ones(()))
+            scaler.step(made)
+            scaler.update()
+        trained.accelerator.save_state(folder)
+    return scaler.get_scale(), scaler.state_dict()
+
+
+def test_the_scaler_of_fp16_training_goes_on(tmp_path):
+    saved = run_ranks(_scaler, 2, str(tmp_path / "c"), False)
+    assert saved[0][0] == 512.0
+    assert saved[0][1]["_growth_tracker"] == 1
+    assert run_ranks(_scaler, 2, str(tmp_path / "c"), True) == saved
+
+
+# ---- Accelerate's ways ---------------------------------------------------------------------------------------------
+def _project(root: str, steps: int) -> list[str]:
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(project_dir=root, automatic_checkpoint_naming=True, total_limit=2)
+    trained = Trained("gpt2-tied", [], project_config=project)
+    accelerator = trained.accelerator
+    found = accelerator.load_state(resume="latest")
+    assert found == Path(root, "checkpoints").exists()
+    for index in range(steps):
+        trained.step(BATCHES[index])
+        accelerator.save_state()
+    return sorted(path.name for path in Path(root, "checkpoints").iterdir())
+
+
+def test_numbered_checkpoints(tmp_path):
+    assert run_ranks(_project, 2, str(tmp_path), 3)[0] == ["checkpoint_1", "checkpoint_2"]
+    assert run_ranks(_project, 1, str(tmp_path), 1)[0] == ["checkpoint_2", "checkpoint_3"]
+
+
+def _hooks(folder: str) -> None:
+    trained = Trained("gpt2-tied", [])
+    accelerator = trained.accelerator
+    calls = []
+
+    def save(models, weights, output_dir):
+        calls.append((len(models), len(weights), output_dir))
+        weights.pop()
+
+    def load(models, input_dir):
+        calls.append((len(models), input_dir))
+        models.pop()
+
+    saving = accelerator.register_save_state_pre_hook(save)
+    accelerator.save_state(folder)
+    loading = accelerator.register_load_state_pre_hook(load)
+    accelerator.load_state(folder)
+    assert calls == [(1, 1, folder), (1, folder)]
+    loading.remove()
+    with pytest.raises(CheckpointError, match="The checkpoint has no 'transformer"):
+        accelerator.load_state(folder)
+    saving.remove()
+    accelerator.save_state(folder)
+    accelerator.load_state(folder)
+
+
+def test_hooks_can_take_models_over(tmp_path):
+    run_ranks(_hooks, 1, str(tmp_path / "c"))
+
+
+class Opaque:
+    def state_dict(self):
+        return {"callback": print}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def _refusals(folder: str) -> None:
+    trained = Trained("gpt2-tied", [])
+    accelerator = trained.accelerator
+    with pytest.raises(UsageError, match="safetensors and JSON only"):
+        accelerator.save_state(folder, safe_serialization=False)
+    with pytest.raises(UsageError, match="no option 'max_shard_size'"):
+        accelerator.save_state(folder, max_shard_size=3)
+    with pytest.raises(UsageError, match="needs a folder"):
+        accelerator.save_state()
+    with pytest.raises(CheckpointError, match=r"it has no manifest\.json"):
+        accelerator.load_state(folder + "-nothing")
+    accelerator.save_state(folder)
+    accelerator.register_for_checkpointing(Counter())
+    with pytest.raises(CheckpointError, match="has 0 objects registered for checkpointing, this training has 1"):
+        accelerator.load_state(folder)
+    accelerator.register_for_checkpointing(Opaque())
+    with pytest.raises(CheckpointError, match=r"builtin_function_or_method(.|\n)*custom object 1 \(Opaque\)\.callback"):
+        accelerator.save_state(folder)
+    assert Path(folder, "manifest.json").exists()
+
+
+def test_what_cannot_be_done_is_refused(tmp_path):
+    run_ranks(_refusals, 2, str(tmp_path / "c"))
+
+
+def _factored(folder: str, plugins: list[Any], load: bool) -> dict:
+    """Everything that the optimizer keeps, by FQN and entry; from the rank that has it."""
+    trained = Trained("gpt2-tied", plugins, optimizer="adafactor", seed=int(load))
+    if load:
+        trained.accelerator.load_state(folder)
+    else:
+        trained.step(BATCHES[0])
+        trained.accelerator.save_state(folder)
+    inner, run = trained.optimizer.optimizer, trained.accelerator.run
+    mine = {f"{p.record.fqn}/{e}": v for p in pieces_of(inner, run) for e, v in p.read_state(inner).items()}
+    everyone = run.backend.all_gather_object(mine, run.world)
+    return {name: value for one in everyone for name, value in one.items()}
+
+
+def test_factored_moments_travel_between_meshes(tmp_path):
+    """State whose shape is not the parameter's, which every rank along a cut axis holds for the whole parameter."""
+    folder = str(tmp_path / "c")
+    whole = {"zero1": {"partition": "parameters"}}
+    saved = run_ranks(_factored, 2, folder, [TP2], False)[0]
+    assert any(name.endswith("/row_var") for name in saved)
+    for ranks, plugins in ((1, []), (2, [TP2]), (4, [TP2, whole]), (2, [whole])):
+        assert_equal(saved, run_ranks(_factored, ranks, folder, plugins, True)[0], str(plugins))
+
+
+# ---- other dtypes --------------------------------------------------------------------------------------------------
+def _masters(folder: str, plugins: list[Any], seed: int) -> dict:
+    trained = Trained("llama", plugins, seed=seed, dtype=torch.bfloat16)
+    if seed:
+        trained.accelerator.load_state(folder)
+    else:
+        trained.step(BATCHES[0])
+        trained.accelerator.save_state(folder)
+    return trained.contents()
+
+
+def test_master_weights_keep_their_bits(tmp_path):
+    folder = str(tmp_path / "c")
+    saved = run_ranks(_masters, 2, folder, ["zero1"], 0)[0]
+    assert any(name.endswith("/master") and value.dtype == torch.float32 for name, value in saved.items())
+    assert_equal(saved, run_ranks(_masters, 4, folder, [TP2, "zero1"], 1)[0])

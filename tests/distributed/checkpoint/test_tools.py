@@ -1,0 +1,388 @@
+"""What becomes of a checkpoint outside of training: consolidated, inspected, verified; and folders of transformers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from neuron_accel.checkpoint.format.manifest import read_manifest
+from neuron_accel.checkpoint.format.tensorfile import read_header
+from neuron_accel.checkpoint.tools.consolidate import consolidate, parse_size
+from neuron_accel.checkpoint.tools.report import verify
+from neuron_accel.cli.main import main
+from neuron_accel.errors import CheckpointError, UsageError
+from neuron_accel.testing import run_ranks
+from tests.distributed.checkpoint.checkpoint_support import (
+    BATCHES,
+    PP2_TP2,
+    TOPOLOGIES,
+    TP2,
+    TP4,
+    Trained,
+    assert_equal,
+    load_and_step,
+    train_and_save,
+)
+
+CASES = {
+    "gpt2-tied": (4, [TP2, "zero1"]),
+    "llama": (4, [TP4]),
+    "llama-tied": (2, [TP2]),
+    "llama-padded": (4, [TP4]),
+    "gpt2": (1, []),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints by model, made once: folder, contents and the loss of the next step."""
+    made: dict = {}
+
+    def get(model):
+        if model not in made:
+            ranks, plugins = CASES[model]
+            folder = tmp_path_factory.mktemp("tools") / "state"
+            made[model] = (folder, *run_ranks(train_and_save, ranks, str(folder), model, plugins)[0])
+        return made[model]
+
+    return get
+
+
+def weights_of(contents):
+    return {name: value for name, value in contents.items() if "/" not in name}
+
+
+@pytest.mark.parametrize("model", CASES)
+@pytest.mark.parametrize("form", ["safetensors", "pytorch"])
+def test_consolidated_folders_load_in_transformers(saved, tmp_path, model, form):
+    from transformers import AutoModelForCausalLM
+
+    folder, contents, _ = saved(model)
+    given = folder / "tensor_parallel_shards" if form == "pytorch" else folder
+    assert main(["consolidate", "-q", "-f", form, "--max-shard-size", "20KB", str(given), str(tmp_path / "out")]) == 0
+    assert len(list((tmp_path / "out").glob("*.safetensors" if form == "safetensors" else "*.bin"))) > 2
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, use_safetensors=form == "safetensors", weights_only=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert_equal(weights_of(contents), loaded.state_dict())
+
+
+def test_one_file_where_it_fits(saved, tmp_path):
+    folder = saved("llama")[0]
+    paths = consolidate(folder, tmp_path / "out")
+    assert [path.name for path in paths] == ["model.safetensors"]
+    assert not list((tmp_path / "out").glob("*.index.json"))
+    with pytest.raises(CheckpointError, match="holds weights already"):
+        consolidate(folder, tmp_path / "out")
+
+
+def test_consolidating_what_is_damaged_leaves_no_weights(saved, tmp_path):
+    """A flipped bit in a weight, which only the checksum tells; it is found while weights are written already."""
+    folder = tmp_path / "copy"
+    shutil.copytree(saved("llama")[0], folder)
+    path = folder / read_manifest(folder).of_kind("model")[0]
+    contents = bytearray(path.read_bytes())
+    contents[-5] ^= 1
+    path.write_bytes(contents)
+    with pytest.raises(CheckpointError, match="checksum does not match") as caught:
+        consolidate(folder, tmp_path / "out", max_shard_size=20_000)
+    assert path.name in str(caught.value)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def _load_pretrained(folder: str, plugins: list, model: str) -> dict:
+    trained = Trained(model, plugins, seed=1)
+    assert trained.accelerator.load_state(folder)
+    return trained.contents()
+
+
+@pytest.mark.parametrize("form", ["safetensors", "pytorch"])
+@pytest.mark.parametrize("single", [True, False])
+def test_a_folder_of_transformers_loads_as_model(saved, tmp_path, single, form):
+    folder, contents, _ = saved("llama-tied")
+    consolidate(folder, tmp_path / "out", form=form, max_shard_size=10**9 if single else 20_000)
+    found = run_ranks(_load_pretrained, 4, str(tmp_path / "out"), [TP2, "zero1"], "llama-tied")[0]
+    assert_equal(weights_of(contents), weights_of(found))
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_an_old_folder_of_a_model_without_head_loads(tmp_path, zipped):
+    """Pickled, without the prefix, with tables that are computed nowadays, and one tensor that is not contiguous."""
+    from tests.distributed.checkpoint.checkpoint_support import MODELS
+
+    weights = MODELS["gpt2-tied"]().transformer.state_dict()
+    turned = weights["h.1.mlp.c_fc.weight"].t().contiguous().t()
+    tables = {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    torch.save(
+        {**weights, **tables, "h.1.mlp.c_fc.weight": turned},
+        tmp_path / "pytorch_model.bin",
+        _use_new_zipfile_serialization=zipped,
+    )
+    found = weights_of(run_ranks(_load_pretrained, 2, str(tmp_path), [TP2], "gpt2-tied")[0])
+    assert torch.equal(found.pop("lm_head.weight"), weights["wte.weight"])
+    assert_equal({f"transformer.{name}": value for name, value in weights.items()}, found)
+
+
+def _damaged_pretrained(folder: str, file: str) -> None:
+    trained = Trained("gpt2", [TP2], seed=1)
+    before = trained.contents()
+    with pytest.raises(CheckpointError, match=file):
+        trained.accelerator.load_state(folder)
+    assert_equal(before, trained.contents())
+
+
+@pytest.mark.parametrize("form", ["safetensors", "pytorch"])
+def test_a_truncated_folder_of_transformers_is_refused(saved, tmp_path, form):
+    (path,) = consolidate(saved("gpt2")[0], tmp_path / "out", form=form)
+    path.write_bytes(path.read_bytes()[:-100])
+    run_ranks(_damaged_pretrained, 2, str(tmp_path / "out"), path.name)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "plugins"), [("llama-padded", 3, ["zero1"]), ("llama-padded", 2, [TP2]), ("gpt2", 4, [TP4])]
+)
+def test_other_families_on_other_meshes(saved, model, ranks, plugins):
+    folder, contents, loss = saved(model)
+    found, next_loss = run_ranks(load_and_step, ranks, str(folder), model, plugins)[0]
+    assert_equal(contents, found)
+    assert next_loss == pytest.approx(loss, rel=1e-5)
+
+
+# ---- inspect and verify --------------------------------------------------------------------------------------------
+def test_inspect_says_what_is_there(saved, capsys):
+    folder, contents, _ = saved("llama-padded")
+    assert main(["inspect", "--json", str(folder / "tensor_parallel_shards")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["mesh"] == {"dp": 1, "tp": 4}
+    tensors = {tensor["name"]: tensor for tensor in report["collections"]["model.0"]}
+    assert {name: tuple(t["shape"]) for name, t in tensors.items()} == {
+        name: tuple(value.shape) for name, value in weights_of(contents).items()
+    }
+    head = tensors["lm_head.weight"]
+    assert head["cuts"] == [{"dim": 0, "axis": "tp", "degree": 4, "blocks": [95], "padded": True}]
+    assert main(["inspect", str(folder)]) == 0
+    assert "dim 0 over tp 4, padded" in capsys.readouterr().out
+
+
+def test_every_unique_byte_is_written_once_and_by_all(saved):
+    """Two data-parallel ranks share the work; ranks that hold equal parts do not repeat each other."""
+    folder, contents, _ = saved("gpt2-tied")
+    files = {path.name: path.stat().st_size for path in (folder / "tensor_parallel_shards").iterdir()}
+    assert sorted(files) == [f"tp_rank_0{t}_pp_rank_00_dp_rank_0{d}.safetensors" for t in (0, 1) for d in (0, 1)]
+    unique = {value.data_ptr(): value for value in weights_of(contents).values()}
+    size = sum(value.numel() * value.element_size() for value in unique.values())
+    shards = list((folder / "tensor_parallel_shards").iterdir())
+    headers = sum(int.from_bytes(path.read_bytes()[:8], "little") + 8 for path in shards)
+    tied = contents["lm_head.weight"].nbytes if len(unique) == len(weights_of(contents)) else 0
+    assert sum(files.values()) - headers == size - tied
+    assert max(files.values()) < 0.5 * sum(files.values())
+
+
+def test_verify(saved, tmp_path, capsys):
+    folder = tmp_path / "copy"
+    shutil.copytree(saved("gpt2-tied")[0], folder)
+    assert main(["verify", str(folder)]) == 0
+    assert verify(folder) == []
+    victim = next(path for path, entry in read_manifest(folder).files.items() if entry.kind == "optimizer")
+    (folder / victim).unlink()
+    assert main(["verify", str(folder)]) == 1
+    assert f"'{victim}' is missing" in capsys.readouterr().err
+
+
+def test_verify_compares_with_the_configuration(saved, tmp_path):
+    from dataclasses import replace
+
+    from neuron_accel.checkpoint.format.files import checksums_of
+    from neuron_accel.checkpoint.format.manifest import NAME, FileEntry
+
+    folder = tmp_path / "copy"
+    shutil.copytree(saved("llama")[0], folder)
+    config = json.loads((folder / "config.json").read_text())
+    data = json.dumps({**config, "num_hidden_layers": 3, "vocab_size": 5}).encode()
+    (folder / "config.json").write_bytes(data)
+    manifest = read_manifest(folder)
+    entry = FileEntry(size=len(data), checksums=checksums_of(data), kind="auxiliary")
+    (folder / NAME).write_bytes(replace(manifest, files={**manifest.files, "config.json": entry}).to_bytes())
+    problems = "\n".join(verify(folder))
+    assert "config.json says 3 layers" in problems
+    assert "config.json says (5, 32)" in problems
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["inspect", "--json"], ["verify"]])
+def test_looking_needs_no_torch(saved, command):
+    folder = saved("llama")[0]
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'numpy', 'accelerate', 'transformers', 'torch_xla'): sys.modules[name] = None\n"
+        "from neuron_accel.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command, str(folder)], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "consolidate"])
+def test_what_is_no_checkpoint_is_an_error_without_traceback(tmp_path, command, capsys):
+    (tmp_path / "tensor_parallel_shards").mkdir()
+    output = [str(tmp_path / "out")] if command == "consolidate" else []
+    assert main([command, str(tmp_path), *output]) in (1, 2)
+    assert "no manifest.json" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("100", 100), ("2kb", 2000)])
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "many", "nan", "inf"])
+def test_no_sizes(text):
+    with pytest.raises(CheckpointError, match="is no size"):
+        parse_size(text)
+
+
+def test_consolidating_does_not_need_memory_for_the_model(tmp_path):
+    """The peak stays far below the model's 64 MB."""
+    big = run_ranks(_save_big, 2, str(tmp_path / "c"))[0]
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import numpy\n"
+        "from neuron_accel.checkpoint.tools.consolidate import consolidate\n"
+        "from neuron_accel.testing.resources import PeakMemory\n"
+        "memory = PeakMemory()\n"
+        "consolidate(Path(sys.argv[1]), Path(sys.argv[2]))\n"
+        "print(memory.bytes())"
+    )
+    arguments = [sys.executable, "-c", code, str(tmp_path / "c"), str(tmp_path / "out")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=True)
+    assert big == 64 << 20
+    assert 1 << 20 < int(done.stdout) < 24 << 20
+
+
+def _save_big(folder: str) -> int:
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator()
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+    model = accelerator.prepare(model)
+    accelerator.save_state(folder)
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+# ---- weights at the start, weights at the end ----------------------------------------------------------------------
+def _start_from(folder: str, degree: int, model: str) -> dict:
+    plugins = [{"model_parallelism": {"tensor_parallel_size": degree, "checkpoint_dir": folder}}, "zero1"]
+    return Trained(model, plugins, seed=1).contents()
+
+
+@pytest.mark.parametrize("inside", ["", "tensor_parallel_shards"])
+def test_a_model_starts_from_the_weights_of_checkpoint_dir(saved, inside):
+    folder, contents, _ = saved("llama-padded")
+    assert_equal(weights_of(contents), run_ranks(_start_from, 4, str(folder / inside), 2, "llama-padded")[0])
+
+
+def _save_in_full(folder: str, plugins: list, model: str) -> dict:
+    trained = Trained(model, plugins)
+    trained.step(BATCHES[0])
+    trained.accelerator.unwrap_model(trained.model).save_pretrained(folder + "/pretrained", max_shard_size="20KB")
+    trained.accelerator.save_model(trained.model, folder + "/model")
+    return trained.contents()
+
+
+@pytest.mark.parametrize("model", ["gpt2-tied", "llama-padded"])
+@pytest.mark.parametrize("topology", ["dp1", "tp2-dp2-zero1", "pp2-tp2"])
+def test_the_full_model_is_saved_from_any_mesh(tmp_path, model, topology):
+    from transformers import AutoModelForCausalLM
+
+    ranks, plugins = TOPOLOGIES[topology]
+    contents = run_ranks(_save_in_full, ranks, str(tmp_path), plugins, model)[0]
+    for folder in ("pretrained", "model"):
+        loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not report["missing_keys"]
+        assert_equal(weights_of(contents), loaded.state_dict(), folder)
+
+
+def _copy_and_save(folder: str) -> None:
+    import copy
+    import pickle
+
+    trained = Trained("llama", [TP2])
+    model = trained.accelerator.unwrap_model(trained.model)
+    attention = model.model.layers[0].self_attn.q_proj
+    copies = [copy.deepcopy(model.save_pretrained), pickle.loads(pickle.dumps(model.save_pretrained))]
+    trained.accelerator.end_training()
+    for save in (*copies, model.save_pretrained):
+        with pytest.raises(UsageError, match="one rank's shards"):
+            save(folder)
+    assert attention.weight.shape[0] == 16
+    assert not Path(folder).exists()
+
+
+def test_shards_are_never_saved_as_if_they_were_the_model(tmp_path):
+    """A copy of a divided model, and the model after the run."""
+    run_ranks(_copy_and_save, 2, str(tmp_path / "out"))
+
+
+# ---- reshard -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("model", ["gpt2-tied", "llama-padded"])
+@pytest.mark.parametrize(
+    ("pp", "tp", "dp", "zero"),
+    [(1, 1, 1, False), (1, 2, 2, True), (1, 4, 1, False), (2, 2, 1, False), (2, 1, 2, True)],
+)
+def test_resharded_checkpoints_hold_the_same(saved, tmp_path, model, pp, tp, dp, zero):
+    folder, contents, loss = saved(model)
+    arguments = ["--tensor-parallel", str(tp), "--data-parallel", str(dp), "--pipeline-parallel", str(pp)]
+    arguments += ["--zero-1"] if zero else []
+    assert main(["reshard", "-q", *arguments, str(folder), str(tmp_path / "out")]) == 0
+    assert verify(tmp_path / "out") == []
+    shards = sorted(path.name for path in (tmp_path / "out" / "tensor_parallel_shards").iterdir())
+    ranks = itertools.product(range(tp), range(pp), range(dp))
+    assert shards == [f"tp_rank_0{t}_pp_rank_0{p}_dp_rank_0{d}.safetensors" for t, p, d in ranks]
+    parallelism = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    plugins = [{"model_parallelism": parallelism | ({"num_microbatches": 2} if pp > 1 else {})}, "zero1"]
+    found, next_loss = run_ranks(load_and_step, tp * dp * pp, str(tmp_path / "out"), model, plugins)[0]
+    assert_equal(contents, found)
+    assert next_loss == pytest.approx(loss, rel=1e-5)
+    assert main(["reshard", "-q", *arguments, str(folder), str(tmp_path / "out")]) == 2  # not empty
+
+
+def _stage_weights(folder: str) -> tuple[str, set[str]]:
+    """The file of this rank, and the weights that it has."""
+    trained = Trained("llama", [PP2_TP2], seed=1)
+    accelerator = trained.accelerator
+    names = {record.fqn for m in accelerator.run.models for record in m.parameters if record.current is not None}
+    tp, pp = accelerator.tensor_parallel_rank, accelerator.pipeline_parallel_rank
+    return f"tp_rank_0{tp}_pp_rank_0{pp}_dp_rank_00.safetensors", names
+
+
+def test_a_pipeline_is_resharded_back_and_forth(saved, tmp_path):
+    """The files that `reshard` makes for the ranks of a pipeline hold the layers that these ranks run."""
+    folder, contents, loss = saved("llama")
+    there = ["--tensor-parallel", "2", "--pipeline-parallel", "2"]
+    assert main(["reshard", "-q", *there, str(folder), str(tmp_path / "pp")]) == 0
+    for file, names in run_ranks(_stage_weights, 4, str(tmp_path / "pp")):
+        header = read_header(tmp_path / "pp" / "tensor_parallel_shards" / file)
+        assert set(header.tensors) <= names
+        assert any(".layers." in name for name in header.tensors)
+    assert main(["reshard", "-q", str(tmp_path / "pp"), str(tmp_path / "back")]) == 0
+    found, next_loss = run_ranks(load_and_step, 1, str(tmp_path / "back"), "llama", [])[0]
+    assert_equal(contents, found)
+    assert next_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_resharding_without_configuration_is_refused(saved, tmp_path, capsys):
+    folder = tmp_path / "copy"
+    shutil.copytree(saved("llama")[0], folder)
+    (folder / "config.json").unlink()
+    assert main(["reshard", "-q", "--pipeline-parallel", "2", str(folder), str(tmp_path / "out")]) == 2
+    assert "no config.json" in capsys.readouterr().err

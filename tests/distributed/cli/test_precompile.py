@@ -1,0 +1,166 @@
+"""``neuron-accel precompile`` with a tool that stands in for neuron_parallel_compile, and a training that asks."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+
+from neuron_accel.cli.main import build_parser, main
+from neuron_accel.cli.precompile import plan_precompile
+from neuron_accel.errors import ConfigurationError
+
+# What the real one does as far as anybody can see: it runs the command with graphs being extracted.
+FAKE_TOOL = """#!/bin/bash
+printf '%s\\n' "$@" > "$RECORD"
+env | grep -E '^NEURON' > "$RECORD.env"
+while [[ "$1" == --* ]]; do shift 2; done
+[ $# -eq 0 ] || NEURON_EXTRACT_GRAPHS_ONLY=1 exec "$@"
+"""
+
+TRAINING = """
+import json, os, sys, torch
+from neuron_accel import NeuronAccelerator
+accelerator = NeuronAccelerator(
+    gradient_accumulation_steps=2, config={"plugins": ["zero1", "recompile_guard", "desync_guard", "replica_check"]}
+)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+data = torch.utils.data.TensorDataset(torch.randn(400, 4))
+loader, evaluation = (torch.utils.data.DataLoader(data, batch_size=2) for _ in range(2))
+model, optimizer, loader, evaluation = accelerator.prepare(model, optimizer, loader, evaluation)
+loaded = accelerator.load_state("/nowhere/at/all")
+batches = steps = evaluated = 0
+try:
+    for epoch in range(5):
+        for (x,) in loader:
+            batches += 1
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            steps += accelerator.sync_gradients
+        for (x,) in evaluation:
+            evaluated += 1
+            accelerator.gather_for_metrics(model(x))
+        accelerator.log({"loss": 0.0})
+        folder = accelerator.save_state(os.path.join(sys.argv[1], "checkpoint"))
+        accelerator.save_model(model, os.path.join(sys.argv[1], "model"))
+        accelerator.save({"x": 1}, os.path.join(sys.argv[1], "object"))
+finally:
+    if accelerator.is_main_process:
+        found = [accelerator.is_precompiling, loaded, folder, batches, steps, evaluated, len(loader)]
+        found += [accelerator.check_trigger(), [plugin.spec.name for plugin in accelerator.plan.plugins]]
+        with open(os.path.join(sys.argv[1], "report.json"), "w") as file:
+            json.dump(found, file)
+"""
+
+
+@pytest.fixture
+def tool(tmp_path, environment):
+    path = tmp_path / "tools" / "neuron_parallel_compile"
+    path.parent.mkdir()
+    path.write_text(FAKE_TOOL)
+    path.chmod(0o755)
+    environment["PATH"] = f"{path.parent}:{os.path.dirname(sys.executable)}:{environment['PATH']}"
+    environment["RECORD"] = str(tmp_path / "record")
+    return tmp_path / "record"
+
+
+def test_a_trial_sees_every_phase_once_keeps_nothing_and_ends(tool, start, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    out = tmp_path / "out"
+    out.mkdir()
+    training = ["neuron-accel", "launch", "--nproc-per-node", "2", "--cpu", str(script), str(out)]
+    cache = ["--cache-dir", str(tmp_path / "cache")]
+    code, shown, err = start("--max-steps", "3", *cache, "--", *training, command="precompile").finish()
+    assert code == 0, err + shown
+    assert tool.read_text().splitlines() == training
+    variables = dict(line.split("=", 1) for line in tool.with_suffix(".env").read_text().splitlines())
+    assert variables["NEURON_ACCEL_PRECOMPILE_STEPS"] == "3"
+    assert variables["NEURON_CC_FLAGS"] == f"--cache_dir={tmp_path / 'cache'}"
+    precompiling, loaded, folder, batches, steps, evaluated, length, fired, plugins = json.loads(
+        (out / "report.json").read_text()
+    )
+    assert precompiling is True
+    assert (loaded, fired) == (False, False)
+    assert folder == str(out / "checkpoint")
+    assert (batches, steps, evaluated, length) == (8, 3, 6, 6)  # two further micro-batches until the step that is not
+    assert "zero1" in plugins
+    assert "precompilation" in plugins
+    assert not any("guard" in name or "check" in name for name in plugins)
+    assert [path.name for path in out.iterdir()] == ["report.json"]
+    assert "collected graphs of 3 steps" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--command", "collect", "--", "torchrun", "train.py"], ["--command", "collect", "torchrun", "train.py"]),
+        (["--command", "compile"], ["--command", "compile"]),
+        (["--command", "clean"], ["--command", "clean"]),
+        (["--command", "clear-locks"], ["--command", "clear-locks"]),
+        (
+            ["--command", "analyze", "--analyze-output", "o", "--analyze-verbosity", "2", "--", "torchrun", "t.py"],
+            ["--command", "analyze", "--analyze-output", "o", "--analyze-verbosity", "2", "torchrun", "t.py"],
+        ),
+        (
+            ["--", "torchrun", "--nproc-per-node", "32", "t.py", "--", "x"],
+            ["torchrun", "--nproc-per-node", "32", "t.py", "--", "x"],
+        ),
+    ],
+)
+def test_what_the_tool_is_told(arguments, words):
+    plan = plan_precompile(build_parser().parse_args(["precompile", *arguments]), {}, "/bin/tool")
+    assert plan.words == ("/bin/tool", *words)
+    assert {setting.name for setting in plan.settings} == {"NEURON_ACCEL_PRECOMPILE_STEPS"}
+
+
+def test_retries_and_flags_are_set():
+    arguments = ["precompile", "--max-retries", "2", "--retry-failed-compilation", "--", "torchrun", "t.py"]
+    plan = plan_precompile(build_parser().parse_args(arguments), {"NEURON_CC_FLAGS": "-O1"}, "/bin/tool")
+    found = {setting.name: setting.value for setting in plan.settings}
+    assert found["NEURON_PARALLEL_COMPILE_MAX_RETRIES"] == "2"
+    assert found["NEURON_CC_FLAGS"] == "-O1 --retry_failed_compilation"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "words"),
+    [
+        (["--", "torchrun", "t.py"], {}, "not on the PATH"),
+        ([], {}, "no training to collect graphs from"),
+        (["--", "train.py", "--lr", "1"], {}, "train.py is a script, not a command"),
+        (["--command", "compile", "--", "torchrun", "t.py"], {}, "--command compile runs no training"),
+        (["--max-steps", "0", "--", "torchrun", "t.py"], {}, "0 steps"),
+        (["--analyze-output", "x", "--", "torchrun", "t.py"], {}, "--analyze-output does nothing here"),
+        (["--cache-dir", "https://x", "--", "torchrun", "t.py"], {}, "cannot be at"),
+        (["--", "torchrun", "t.py"], {"NEURON_CC_FLAGS": "--cache_size=3"}, "--cache_size=3 does nothing"),
+    ],
+)
+def test_what_is_refused(arguments, environ, words):
+    tool = None if words == "not on the PATH" else "/bin/tool"
+    with pytest.raises(ConfigurationError) as caught:
+        plan_precompile(build_parser().parse_args(["precompile", *arguments]), environ, tool)
+    assert words in str(caught.value)
+
+
+def test_a_command_that_does_not_exist_is_not_handed_to_the_tool(tmp_path, capsys, monkeypatch):
+    tool = tmp_path / "neuron_parallel_compile"
+    tool.write_text("#!/bin/bash\ntouch ran\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main(["precompile", "--", "torchrn", "train.py"]) == 2
+    assert "There is no command 'torchrn'" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_missing_tool_is_said_without_a_traceback(capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["precompile", "--", "torchrun", "train.py"]) == 2
+    error = capsys.readouterr().err
+    assert "neuron_parallel_compile is not on the PATH" in error
+    assert "fix: install torch-neuronx from the Neuron package index" in error

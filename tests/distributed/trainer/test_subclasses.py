@@ -1,0 +1,149 @@
+"""Subclasses of transformers' Trainer, with the mixin in front."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from neuron_accel.testing import run_ranks
+from tests.distributed.trainer.trainer_support import LENGTH, assert_same, facts, model, options
+
+SHORT = {"max_steps": 3, "save_strategy": "no", "eval_strategy": "steps", "eval_steps": 3}
+
+
+# ---- TRL's SFTTrainer ------------------------------------------------------------------------------------------------
+def tokens(samples, seed=0):
+    import datasets
+
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for index in range(samples):
+        ids = torch.randint(3, 90, (LENGTH - index % 4,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "completion_mask": [int(i >= index % 5) for i in range(len(ids))]})
+    return datasets.Dataset.from_list(rows)
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(96)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0", eos_token="w1", pad_token="w2")
+
+
+def fine_tune(folder, ranks_with_data, more, ours):
+    from trl import SFTConfig, SFTTrainer
+
+    from neuron_accel import NeuronTrainerMixin
+    from neuron_accel.trainer import StrategyArguments
+
+    @dataclass
+    class Arguments(StrategyArguments, SFTConfig):
+        pass
+
+    class Trainer(NeuronTrainerMixin, SFTTrainer):
+        pass
+
+    trainer = (Trainer if ours else SFTTrainer)(
+        model=model(),
+        args=(Arguments if ours else SFTConfig)(**options(folder, ranks_with_data, **SHORT | more), bf16=False),
+        train_dataset=tokens(22),
+        eval_dataset=tokens(8, seed=1),
+        processing_class=tokenizer(),
+    )
+    result = trainer.train()
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if ours else trainer.model.state_dict()
+    return facts(trainer, {k: v.clone() for k, v in state.items()}, result)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (2, {"tensor_parallel_size": 2}),
+        (2, {"pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 2}),
+        (2, {"zero_1": True}),
+    ],
+    ids=["tp2+sp", "pp2", "dp2+zero1"],
+)
+def test_sft_trainer(ranks, more, tmp_path):
+    pytest.importorskip("trl")
+    with_data = 2 if "zero_1" in more else 1
+    theirs = run_ranks(fine_tune, with_data, str(tmp_path / "stock"), with_data, {}, False)[0]
+    for mine in run_ranks(fine_tune, ranks, str(tmp_path), with_data, more, True):
+        assert_same(mine, theirs, 1e-3)
+
+
+# ---- Seq2SeqTrainer --------------------------------------------------------------------------------------------------
+class Pairs(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(2, 64, (8,), generator=generator)
+        return {"input_ids": ids, "labels": ids.flip(0)}
+
+
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=64, d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4, dropout_rate=0.0)
+    config.decoder_start_token_id = 0
+    return T5ForConditionalGeneration(config)
+
+
+def translate(folder, ranks_with_data, ours):
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from neuron_accel import NeuronSeq2SeqTrainer, NeuronSeq2SeqTrainingArguments
+
+    generate = {"predict_with_generate": True, "generation_max_length": 6}
+    arguments = options(folder, ranks_with_data, **SHORT, **generate, **({"zero_1": True} if ours else {}))
+    seen = []
+
+    def metrics(prediction):
+        seen.append(prediction.predictions.tolist())
+        return {"accuracy": 0.0}
+
+    trainer = (NeuronSeq2SeqTrainer if ours else Seq2SeqTrainer)(
+        model=t5(),
+        args=(NeuronSeq2SeqTrainingArguments if ours else Seq2SeqTrainingArguments)(**arguments),
+        train_dataset=Pairs(),
+        eval_dataset=Pairs(),
+        compute_metrics=metrics,
+    )
+    result = trainer.train()
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if ours else trainer.model.state_dict()
+    return facts(trainer, {k: v.clone() for k, v in state.items()}, result), seen
+
+
+def test_seq2seq_trainer_with_generation(tmp_path):
+    theirs, generated = run_ranks(translate, 2, str(tmp_path / "stock"), 2, False)[0]
+    for mine, seen in run_ranks(translate, 2, str(tmp_path), 2, True):
+        assert_same(mine, theirs, 1e-3)
+        assert seen == generated
+
+
+def generate(folder):
+    """A causal model that is divided over ranks generates in evaluation."""
+    from neuron_accel import NeuronTrainer, NeuronTrainingArguments
+
+    ids = torch.arange(4, 10).unsqueeze(0)
+    alone = model().eval().generate(ids, max_new_tokens=5, do_sample=False)
+    trainer = NeuronTrainer(
+        model=model(),
+        args=NeuronTrainingArguments(**options(folder, 1, tensor_parallel_size=2, **SHORT)),
+        train_dataset=tokens(8),
+        eval_dataset=tokens(8),
+        processing_class=tokenizer(),
+    )
+    trainer.evaluate()
+    return torch.equal(trainer.model.generate(ids, max_new_tokens=5, do_sample=False), alone)
+
+
+def test_a_divided_model_generates(tmp_path):
+    assert run_ranks(generate, 2, str(tmp_path)) == [True, True]

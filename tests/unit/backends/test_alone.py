@@ -1,0 +1,105 @@
+"""The torch backend in a world of one rank: everything is the identity and sends nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from neuron_accel.backends import autograd
+from neuron_accel.backends.torch_distributed import TorchBackend
+from neuron_accel.errors import UsageError
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    backend = TorchBackend.connect()
+    yield backend
+    backend.shutdown()
+
+
+def test_who_and_where(alone):
+    assert (alone.rank, alone.world_size, alone.device) == (0, 1, torch.device("cpu"))
+    assert "host-reads" in alone.capabilities
+    group = alone.new_group([[0]], "tp")
+    assert (group.size, group.index, group.ranks, group.name, group.handle) == (1, 0, (0,), "tp", None)
+
+
+def test_identity(alone):
+    group = alone.new_group([[0]], "tp")
+    x = torch.arange(6.0).view(2, 3)
+    with alone.record() as traffic:
+        for result in (
+            alone.all_reduce(x, group),
+            alone.all_reduce(x.bool(), group, "max"),
+            alone.all_gather(x, group, 1),
+            alone.reduce_scatter(x, group, 1),
+            alone.all_to_all(x, group, 0, 1),
+            alone.permute(x, group, 3),
+            alone.broadcast(x, group),
+            alone.chunk(x, group, 1),
+        ):
+            assert torch.equal(result, x.to(result.dtype))
+        assert alone.all_gather_object({"a": 1}, group) == [{"a": 1}]
+        assert alone.broadcast_object("v", group) == "v"
+        alone.barrier()
+    assert traffic.transfers == []
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        autograd.copy_to_group,
+        autograd.reduce_from_group,
+        lambda x, b, g: autograd.gather_from_group(x, b, g, 0),
+        lambda x, b, g: autograd.chunk_to_group(x, b, g, 0),
+        lambda x, b, g: autograd.reduce_scatter_to_group(x, b, g, 0),
+        lambda x, b, g: autograd.all_to_all(x, b, g, 0, 1),
+        lambda x, b, g: autograd.permute(x, b, g, 1),
+    ],
+)
+def test_a_group_of_one_leaves_no_trace_in_the_graph(alone, collective):
+    x = torch.ones(2, 2, requires_grad=True)
+    assert collective(x, alone, alone.new_group([[0]], "tp")) is x
+
+
+def test_gathers_know_two_gradients(alone):
+    with pytest.raises(ValueError, match="reduce_scatter"):
+        autograd.gather_from_group(torch.ones(2), alone, alone.new_group([[0]], "tp"), 0, grad="sum")
+
+
+@pytest.mark.parametrize("partition", [[], [[0], [0]], [[1]], [[0, 1]]])
+def test_groups_partition_the_ranks(alone, partition):
+    with pytest.raises(ValueError, match="partition"):
+        alone.new_group(partition, "tp")
+
+
+def test_unknown_reductions_are_refused(alone):
+    with pytest.raises(ValueError, match="mean"):
+        alone.all_reduce(torch.ones(2), alone.new_group([[0]], "tp"), "mean")
+
+
+def test_devices_that_are_unknown_or_absent_are_refused():
+    with pytest.raises(UsageError, match="does not serve device 'meta'"):
+        TorchBackend.connect("meta")
+    with pytest.raises(UsageError, match="finds no device 'neuron'"):
+        TorchBackend.connect("neuron:0")
+
+
+def test_shutdown_is_final_and_idempotent(alone):
+    alone.shutdown()
+    alone.shutdown()
+    with pytest.raises(UsageError, match="shut down"):
+        alone.new_group([[0]], "tp")
+
+
+def test_recordings_nest(alone):
+    with alone.record() as outer:
+        alone._note("all_reduce", alone.new_group([[0]], "tp"), 3)
+        with alone.record() as inner:
+            alone._note("all_gather", alone.new_group([[0]], "dp"), 4)
+    assert [t.op for t in outer.transfers] == ["all_reduce", "all_gather"]
+    assert [t.op for t in inner.transfers] == ["all_gather"]
+    assert outer.sent(op="all_reduce") == 3
+    assert outer.sent() == 7
+    assert outer.count(group="dp") == 1

@@ -1,0 +1,72 @@
+"""The command line as a whole: what it imports, its help, and how it reports errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from neuron_accel.cli.main import COMMANDS, main
+from neuron_accel.cli.terminal import format_pairs, format_table
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *[[name, "--help"] for name in COMMANDS]])
+def test_help_imports_neither_torch_nor_accelerate(arguments):
+    probe = (
+        "import sys\n"
+        "from neuron_accel.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert end.code == 0, end.code\n"
+        "heavy = {'torch', 'accelerate', 'transformers', 'torch_xla'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", probe, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "examples:" in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_example_in_the_help_parses(name):
+    from neuron_accel.cli.main import build_parser
+
+    commands = [line.strip() for line in COMMANDS[name].EXAMPLES.splitlines() if "neuron-accel " in line]
+    assert commands
+    for command in commands:
+        words = command.partition("neuron-accel ")[2].partition("   ")[0].split()
+        assert build_parser().parse_args(words).command == name
+
+
+def test_an_error_of_the_project_is_printed_without_a_traceback(capsys):
+    assert main(["launch", "--nproc-per-node", "0", "train.py"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("neuron-accel: error: 0 ranks")
+    assert "where: --nproc-per-node" in error
+    assert "Traceback" not in error
+
+
+def test_no_command_is_wrong_usage(capsys):
+    with pytest.raises(SystemExit) as end:
+        main([])
+    assert end.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err
+
+
+def test_output_into_a_closed_pipe_ends_quietly():
+    done = subprocess.run(
+        f"{sys.executable} -m neuron_accel.cli.main plugins --json | true",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_table_columns_are_as_wide_as_their_widest_cell():
+    table = format_table(("name", "n"), [("a", "1"), ("longer", "22")])
+    assert table.splitlines() == ["name    n", "----    -", "a       1", "longer  22"]
+
+
+def test_pairs_align_their_values():
+    assert format_pairs([("a", "1"), ("long", "")]) == "  a     1\n  long"

@@ -1,0 +1,56 @@
+"""Gradients on their way into a bucket."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from neuron_accel.engine.optim.buckets import Bucket, FlatGradients
+from neuron_accel.errors import UsageError
+
+
+def flat_gradients(*shapes, flags=False):
+    parameters = tuple(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+    records = tuple(SimpleNamespace(fqn=f"weight{index}") for index, _ in enumerate(parameters))
+    bucket = Bucket(records=records, parameters=parameters, dtype=torch.float32, partial_axes=())
+    return FlatGradients(bucket, flags=flags), parameters
+
+
+def test_gradients_are_scaled_and_let_go_of_and_those_that_lack_are_zeros():
+    memory, (first, second) = flat_gradients(2, (2, 2), flags=True)
+    second.grad = torch.full((2, 2), 3.0)
+    flat, used = memory.collect(0.5)
+    assert flat.tolist() == [0.0, 0.0, *[1.5] * 4, 0.0, 1.0]
+    assert used == [False, True]
+    assert first.grad is None
+    assert second.grad is None
+
+
+def test_a_gradient_that_comes_after_another_in_one_pass_is_added():
+    memory, (weight,) = flat_gradients(2)
+    for value in (1.0, 4.0):
+        weight.grad = torch.full((2,), value)
+        memory.take(0, 0.5)
+    assert memory.collect(0.5)[0].tolist() == [2.5, 2.5]
+    weight.grad = torch.ones(2)
+    assert memory.collect(0.5)[0].tolist() == [0.5, 0.5], "of the next pass alone"
+
+
+def test_a_gradient_that_a_loop_keeps_takes_part_once():
+    """It is the memory itself then, and autograd has added the next pass's to it."""
+    memory, (weight,) = flat_gradients(2)
+    weight.grad = torch.ones(2)
+    flat, _ = memory.collect(1.0)
+    (weight.grad,) = memory.parts(flat)
+    weight.grad += 3.0
+    assert memory.collect(0.5)[0].tolist() == [2.0, 2.0]
+
+
+def test_a_sparse_gradient_is_refused_by_name():
+    memory, (_, weight) = flat_gradients(1, (3, 1))
+    weight.grad = torch.sparse_coo_tensor([[0]], [[1.0]], (3, 1))
+    with pytest.raises(UsageError, match="'weight1' is sparse"):
+        memory.take(1, 1.0)

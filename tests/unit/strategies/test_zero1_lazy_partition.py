@@ -1,0 +1,44 @@
+"""The partition that looks the same from every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from neuron_accel.strategies.zero1.partition import alike
+
+SIZES = [(7,), (1, 8, 3), (5, 0, 4), (16, 2)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_every_rank_has_pieces_of_the_same_lengths_at_the_same_places(sizes, degree):
+    partition = alike(sizes, degree)
+    shapes = {tuple((p.parameter, p.offset, p.length) for p in partition.pieces(rank)) for rank in range(degree)}
+    assert len(shapes) == 1
+    assert partition.numel == degree * partition.chunk
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_what_is_joined_can_be_split_and_lies_where_the_pieces_say(sizes, degree):
+    partition = alike(sizes, degree)
+    values = [torch.arange(1.0, size + 1) + 100 * i for i, size in enumerate(sizes)]
+    flat = partition.join(values, torch.float32, torch.device("cpu"))
+    for value, back in zip(values, partition.split(flat), strict=True):
+        assert torch.equal(value, back)
+    seen = [torch.zeros(size) for size in sizes]
+    for rank, chunk in enumerate(flat.chunk(degree)):
+        for piece in partition.pieces(rank):
+            part = chunk[piece.offset : piece.offset + piece.length]
+            real = part[: piece.stop - piece.start]
+            seen[piece.parameter][piece.start : piece.stop] += real
+            assert not part[piece.stop - piece.start :].any()
+    for value, once in zip(values, seen, strict=True):
+        assert torch.equal(value, once)
+
+
+def test_what_is_missing_counts_as_zeros():
+    partition = alike([3, 2], 2)
+    flat = partition.join([None, torch.ones(2)], torch.float32, torch.device("cpu"))
+    assert [part.tolist() for part in partition.split(flat)] == [[0, 0, 0], [1, 1]]
