@@ -1,7 +1,7 @@
 """From plain data to the type that a dataclass annotation asks for: strictly, and with errors that name the place.
 
-A boolean is no number and a number no boolean; a whole number is accepted where a number is asked for. Nothing is
-dropped and nothing guessed.
+A boolean is not a valid number, nor a number a valid boolean; a whole number is accepted where a number is asked for.
+Nothing is dropped and nothing guessed. Objects made in Python are held to the same annotations: :func:`check_fields`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import math
 import os
+import re
 import sys
 import types
 import typing
@@ -19,6 +20,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
+from neuron_accel.engine.plan.serialize import is_dtype
 from neuron_accel.engine.plan.source import Location
 from neuron_accel.errors import ConfigurationError, NeuronAccelError, PluginError, did_you_mean
 
@@ -33,6 +35,7 @@ _LISTS: dict[Any, Any] = {
     frozenset: frozenset,
     collections.abc.Set: frozenset,
 }
+_SETS = (set, frozenset, collections.abc.Set)
 _MAPPINGS = (dict, collections.abc.Mapping)
 
 
@@ -211,6 +214,120 @@ def _to_dtype(value: Any, hint: Any, at: Location) -> Any:
         return _refuse(value, hint, at)
     found = getattr(torch, value.removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else _refuse(value, hint, at)
+
+
+# ---- objects ---------------------------------------------------------------------------------------------------------
+def check_fields(obj: Any) -> None:
+    """Checks that the fields of a dataclass object have the types that their annotations say, and that numbers are
+    finite.
+
+    The rules are those for a configuration file, but that nothing is converted: where a file has the name of a dtype or
+    of an enum's member, an object has the dtype or the member. A list is accepted where a tuple is asked for. Infinity
+    and NaN are accepted for a field with ``metadata={"finite": False}``. What an annotation of another kind says (a
+    ``TypeVar``, a name that exists for type checkers only) is not judged.
+
+    Raises:
+        ConfigurationError: naming the class and the field.
+    """
+    for f in dataclasses.fields(obj):
+        if not f.init or not hasattr(obj, f.name):
+            continue
+        try:
+            hint = field_type(type(obj), f)
+        except PluginError:  # a file cannot give it either, and is told so
+            continue
+        value, at = getattr(obj, f.name), Location(source=type(obj).__name__, path=(f.name,))
+        if not _is_a(value, hint):
+            raise at.error(
+                f"{_name(at)} must be {_expected_object(hint)}, not {value!r}.", fix=_advice_object(value, hint)
+            )
+        if hint not in (Any, object) and f.metadata.get("finite", True) and not _is_finite(value):
+            raise at.error(f"{_name(at)} must be finite, not {value!r}.")
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    origin, arguments = get_origin(hint), get_args(hint)
+    base = origin or hint
+    if hint in (Any, object):
+        return True
+    if origin is Annotated:
+        return _is_a(value, arguments[0])
+    if origin in (Union, types.UnionType):
+        return any(_is_a(value, member) for member in arguments)
+    if hint is None or hint is type(None):
+        return value is None
+    if origin is Literal:
+        return any(type(value) is type(member) and value == member for member in arguments)
+    if hint in (int, float):
+        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+    if _is_dtype_hint(hint):
+        return is_dtype(value)
+    if base is tuple and isinstance(value, (list, tuple)) and arguments and arguments[-1] is not Ellipsis:
+        arguments = () if arguments == ((),) else arguments
+        return len(value) == len(arguments) and all(map(_is_a, value, arguments))
+    if base in (tuple, list, collections.abc.Sequence):
+        return isinstance(value, (list, tuple)) and _all_are(value, arguments)
+    if base in _SETS:
+        return isinstance(value, collections.abc.Set) and _all_are(value, arguments)
+    if base in _MAPPINGS:
+        key_kind, kind = arguments or (Any, Any)
+        return isinstance(value, Mapping) and _all_are(value, (key_kind,)) and _all_are(value.values(), (kind,))
+    if base is Path:
+        return isinstance(value, os.PathLike)
+    if base is collections.abc.Callable:
+        return callable(value)
+    try:
+        return isinstance(value, base)
+    except TypeError:  # of what cannot be asked at run time: a type variable, a protocol
+        return True
+
+
+def _all_are(items: Any, arguments: tuple[Any, ...]) -> bool:
+    return not arguments or all(_is_a(item, arguments[0]) for item in items)
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_finite, value))
+    return all(map(_is_finite, value.values())) if isinstance(value, dict) else True
+
+
+def _expected_object(hint: Any) -> str:
+    """What an annotation asks for, in Python's words."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_expected_object(member) for member in get_args(hint))
+    if hint is None or hint is type(None):
+        return "None"
+    if hint is bool:
+        return "True or False"
+    if _is_dtype_hint(hint):
+        return "a torch.dtype"
+    base = origin or hint
+    if isinstance(base, type) and (issubclass(base, Enum) or dataclasses.is_dataclass(base)):
+        return f"a {base.__name__}"
+    if base in _MAPPINGS or base in _LISTS or base is tuple:
+        items = [_expected_object(kind) for kind in get_args(hint) if kind is not Ellipsis]
+        kind = "a set" if base in _SETS else _expected(hint)
+        return kind + (f" ({' and '.join(items)})" if items else "")
+    return _expected(hint)
+
+
+def _advice_object(value: Any, hint: Any) -> str | None:
+    alternatives = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if isinstance(value, str):
+        if any(_is_dtype_hint(kind) for kind in alternatives):
+            return "give the dtype itself, such as torch.float32"
+        if {int, float} & set(alternatives) and re.fullmatch(r"\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*", value):
+            return f"leave the quotes out: {value.strip()}"
+        words = [word for kind in alternatives if get_origin(kind) is Literal for word in get_args(kind)]
+        texts = [word for word in words if isinstance(word, str)]
+        return did_you_mean(value, texts) if texts else None
+    if int in alternatives and hasattr(type(value), "__index__") and not isinstance(value, bool):
+        return f"write int({value})"
+    return None
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------

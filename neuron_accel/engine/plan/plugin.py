@@ -3,11 +3,16 @@
 A strategy is a frozen, keyword-only dataclass derived from :class:`StrategyPlugin`. Its fields are its configuration,
 its class attribute ``spec`` declares how it relates to others, and its hooks, all optional, do the work. It keeps no
 run-time state in itself: what it needs later lives in the objects it returns or in ``run.state(self)``.
+
+Options are checked when a plugin is made, whether a configuration file or Python names them: each has the type that its
+annotation says, and numbers are finite, unless the field says otherwise with ``metadata={"finite": False}``. A
+``__post_init__`` may turn what users like to give into what the annotation says; it is checked afterwards.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -15,8 +20,9 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from neuron_accel.engine.plan.coerce import check_fields
 from neuron_accel.engine.plan.mesh import AxisSpec
-from neuron_accel.errors import PluginError
+from neuron_accel.errors import NeuronAccelError, PluginError
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +120,40 @@ class StrategyPlugin:
     """
 
     spec: ClassVar[PluginSpec]
+
+    def __post_init__(self) -> None:
+        """Checks the options. One of a class's own comes before that: see the module's description.
+
+        Raises:
+            ConfigurationError: if an option is not of its type, or not a finite number.
+        """
+        if type(self).__post_init__ is StrategyPlugin.__post_init__:  # else: what surrounds the class's own checks them
+            check_fields(self)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = vars(cls).get("__post_init__")
+        if own is None:
+            return
+
+        @functools.wraps(own)
+        def checked(self: StrategyPlugin, *init_only: Any) -> None:
+            outermost = type(self).__post_init__ is checked  # a class further up may leave options for one below
+            try:
+                own(self, *init_only)
+            except NeuronAccelError:
+                raise
+            except Exception as error:  # 'a' <= 0: what is wrong is that it was no number
+                if outermost:
+                    try:
+                        check_fields(self)
+                    except NeuronAccelError as refusal:
+                        raise refusal from error
+                raise
+            if outermost:
+                check_fields(self)
+
+        cls.__post_init__ = checked  # type: ignore[method-assign]
 
     # ---- planning: pure, no process group, no tensors --------------------------------------------------------------
     def axes(self) -> tuple[AxisSpec, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Hashable, Mapping
+import stat
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuron_accel.errors import ConfigurationError
@@ -17,6 +18,12 @@ Key = Hashable
 KeyPath = tuple[Key, ...]
 
 IN_PYTHON = "the configuration given in Python"
+
+MOST_BYTES = 256 * 1024
+MOST_DEPTH = 40
+MOST_VALUES = 10_000
+"""What a configuration file may be: bytes, levels of nesting, and values once aliases are written out. Far above what
+any needs, and read in seconds and some megabytes at worst."""
 
 
 @dataclass(frozen=True)
@@ -65,38 +72,101 @@ def open_document(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[A
         raise ConfigurationError(
             f"A configuration is a mapping or the path of a YAML file, not {source!r}.", where=IN_PYTHON
         )
+    return _parse(_read(source), os.fspath(source))
+
+
+def _read(source: str | os.PathLike[str]) -> str:
     try:
-        text = Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        # Opening a named pipe would wait for somebody to write into it.
+        descriptor = os.open(source, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with open(descriptor, "rb") as file:
+            if stat.S_ISDIR(mode := os.fstat(descriptor).st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if not stat.S_ISREG(mode):
+                raise OSError(errno.EINVAL, "it is a pipe, socket or device, not a file")
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES // 1024} KiB")
+        return data.decode("utf-8")
+    except (OSError, ValueError) as error:
         raise ConfigurationError(
             "The configuration file cannot be read.",
-            where=os.fspath(source),
+            where=repr(source) if "\0" in str(source) else os.fspath(source),
             why=getattr(error, "strerror", None) or str(error),
             fix="give the path of a YAML file, or a mapping",
         ) from error
-    return _parse(text, os.fspath(source))
 
 
 def _parse(text: str, name: str) -> tuple[Any, Location]:
     import yaml
 
-    loader = yaml.SafeLoader(text)
     try:
-        node = loader.get_single_node()
-        if node is None:
-            raise ConfigurationError("The configuration file is empty.", where=name, fix="write at least 'plugins: []'")
-        lines: dict[KeyPath, int] = {}
-        _note_lines(node, Location(name), lines, ())
-        return loader.construct_document(node), Location(name, lines)
+        _check_size(yaml.parse(text, yaml.SafeLoader), name)
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                raise ConfigurationError(
+                    "The configuration file is empty.", where=name, fix="write at least 'plugins: []'"
+                )
+            lines: dict[KeyPath, int] = {}
+            _note_lines(node, Location(name), lines, ())
+            return loader.construct_document(node), Location(name, lines)
+        finally:
+            loader.dispose()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         raise ConfigurationError(
-            "The configuration file is no valid YAML.",
+            "The configuration file is not valid YAML.",
             where=f"{name}, line {mark.line + 1}, column {mark.column + 1}" if mark else name,
-            why=getattr(error, "problem", None) or str(error),
+            why=getattr(error, "problem", None) or _first_line(error),
         ) from error
-    finally:
-        loader.dispose()
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # of a number or a date that cannot be
+        raise ConfigurationError(
+            "The configuration file has a value that cannot be read.", where=name, why=_first_line(error)
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _check_size(events: Iterable[yaml.Event], name: str) -> None:
+    """Refuses nesting that is too deep, and aliases that stand for too much, before anything is made of them."""
+    import yaml
+
+    sizes: dict[str, int] = {}
+    open_ones: list[tuple[str | None, int]] = []  # anchors of the collections around, and the values before them
+    count = 0
+    for event in events:
+        at = f"{name}, line {event.start_mark.line + 1}" if event.start_mark else name
+        anchor = getattr(event, "anchor", None)
+        if isinstance(event, yaml.AliasEvent):
+            count += sizes.get(event.anchor, 1)
+        elif isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)):
+            count += 1
+            if anchor is not None:
+                sizes[anchor] = 1  # a collection's is known at its end
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_ones.append((anchor, count - 1))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_ones.pop()
+            if anchor is not None:
+                sizes[anchor] = count - before
+        if len(open_ones) > MOST_DEPTH:
+            raise ConfigurationError(
+                f"The configuration is nested in more than {MOST_DEPTH} levels.",
+                where=at,
+                why="no option has so many",
+                fix="check the brackets and the indentation",
+            )
+        if count > MOST_VALUES:
+            raise ConfigurationError(
+                f"The configuration has more than {MOST_VALUES} values.",
+                where=at,
+                why="aliases (*name) count as what they stand for",
+                fix="write less, or give what is so large as an object in Python",
+            )
 
 
 def _note_lines(node: yaml.Node, at: Location, lines: dict[KeyPath, int], above: tuple[int, ...]) -> None:
@@ -108,7 +178,12 @@ def _note_lines(node: yaml.Node, at: Location, lines: dict[KeyPath, int], above:
     above = (*above, id(node))
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            below = at / (int(key.value) if key.tag.endswith(":int") and key.value.isdigit() else key.value)
+            if not isinstance(key, yaml.ScalarNode):
+                raise Location(f"{at.source}, line {key.start_mark.line + 1}", path=at.path).error(
+                    "A list or mapping cannot be a key.",
+                    fix="write 'name: value'; for text that begins with a bracket or a question mark use quotes",
+                )
+            below = at / (int(key.value) if key.tag.endswith(":int") and _is_short(key.value) else key.value)
             if below.path in lines and key.tag != "tag:yaml.org,2002:merge":
                 lines_text = f"lines {lines[below.path]} and {key.start_mark.line + 1}"
                 raise at.error(
@@ -123,3 +198,7 @@ def _note_lines(node: yaml.Node, at: Location, lines: dict[KeyPath, int], above:
             below = at / index
             lines[below.path] = item.start_mark.line + 1
             _note_lines(item, below, lines, above)
+
+
+def _is_short(digits: str) -> bool:
+    return digits.isdigit() and len(digits) < 20

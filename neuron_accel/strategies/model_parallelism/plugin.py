@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec
 from neuron_accel.engine.plan.plugin import Phase, PlanContext, PluginSpec, StrategyPlugin
-from neuron_accel.errors import PlanError
+from neuron_accel.errors import ConfigurationError, PlanError
 from neuron_accel.strategies.pipeline.plugin import PipelinePlugin
 
 if TYPE_CHECKING:
@@ -66,9 +67,18 @@ class ModelParallelismPlugin(StrategyPlugin):
     evaluation_logits: bool = True
     parallelize_embeddings: bool = True
     tensor_parallel_plan: Mapping[str, str] | None = None
-    checkpoint_dir: str | None = None
+    checkpoint_dir: str | os.PathLike[str] | None = None
 
     spec = PluginSpec(name="model_parallelism", phase=Phase.LAYOUT)
+
+    def __post_init__(self) -> None:
+        for option in ("tensor_parallel_size", "pipeline_parallel_size", "num_microbatches", "virtual_stages"):
+            if getattr(self, option) < 1:
+                raise ConfigurationError(
+                    f"{option} is {getattr(self, option)}; it must be at least 1.",
+                    where="plugin 'model_parallelism'",
+                    fix="leave it out for 1",
+                )
 
     def axes(self) -> tuple[AxisSpec, ...]:
         return (AxisSpec(name="tp", degree=self.tensor_parallel_size, kind=AxisKind.MODEL),)
@@ -112,7 +122,7 @@ class ModelParallelismPlugin(StrategyPlugin):
     def model_init(self, run: Run) -> AbstractContextManager[None]:
         return nullcontext() if self.tensor_parallel_size * self.pipeline_parallel_size == 1 else self.lazy_load()
 
-    def initial_weights(self) -> str | None:
+    def initial_weights(self) -> str | os.PathLike[str] | None:
         return self.checkpoint_dir
 
     def transform_model(self, model: torch.nn.Module, run: Run, parameters: ParameterMap) -> torch.nn.Module:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import math
 import os
+import pickle
+import time
+import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Optional, Union
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from neuron_accel.engine.plan.config import RunConfig, load_config, to_config
@@ -302,10 +308,10 @@ def test_what_has_no_written_form(registry):
         ("plugins:\n- needy", "Plugin 'needy' needs a value for 'size'", "line 2, plugins[0].needy", "add 'size: ...'"),
         ("- typed", "is a mapping of keys to values", "train.yaml", "write 'plugins:'"),
         ("", "is empty", "train.yaml", "plugins: []"),
-        ("cpu: [", "no valid YAML", "line 1, column 7", None),
+        ("cpu: [", "not valid YAML", "line 1, column 7", None),
         ("cpu: true\ncpu: false", "Key 'cpu' is given twice, in lines 1 and 2", "train.yaml", "keep one"),
         ("a: &a\n  b: *a", "contains itself", "a.b", None),
-        ("cpu: true\n---\ncpu: false", "no valid YAML", "line 2", None),
+        ("cpu: true\n---\ncpu: false", "not valid YAML", "line 2", None),
     ],
 )
 def test_mistakes_in_a_file(text, what, where, fix, tmp_path, registry):
@@ -373,9 +379,160 @@ def test_an_annotation_that_does_not_exist(registry):
     assert "TYPE_CHECKING" in error.fix
 
 
+# ---- what nobody means to write -------------------------------------------------------------------------------------
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9))
+HOSTILE = {
+    "a NUL byte": ("cpu: true\0", "not valid YAML"),
+    "a mapping as key": ("{a: b}: 1", "cannot be a key"),
+    "a list as key": ("plugins:\n- ? [a, b]\n  : 1", "cannot be a key"),
+    "a number of 5,000 digits": ("gradient_accumulation_steps: " + "7" * 5000, "cannot be read"),
+    "a key of 5,000 digits": ("? " + "7" * 5000 + "\n: 1", "cannot be read"),
+    "a date that does not exist": ("project_dir: 2001-99-99", "cannot be read"),
+    "3,000 levels of blocks": ("\n".join(" " * i + "a:" for i in range(700)), "nested in more than"),
+    "20,000 brackets": ("[" * 20_000, "nested in more than"),
+    "20,000 closed brackets": ("plugins: " + "[" * 20_000 + "]" * 20_000, "nested in more than"),
+    "20,000 braces": ("{" * 20_000, "nested in more than"),
+    "3,000 dashes": ("- " * 3000 + "a", "nested in more than"),
+    "an alias bomb": (BOMB, "has more than"),
+    "a bomb of merge keys": (BOMB + "plugins: [{<<: *a9}]", "has more than"),
+    "an unknown alias": ("a: *b", "not valid YAML"),
+    "an unknown tag": ("a: !!python/object/apply:os.system [x]", "not valid YAML"),
+    "too much": ("# " + "x" * 300_000, "cannot be read"),
+    "many values": ("plugins: [" + "a, " * 12_000 + "]", "has more than"),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_soon_and_in_little_memory(name, tmp_path, registry):
+    text, message = HOSTILE[name]
+    path = write(tmp_path, text)
+    tracemalloc.start()
+    start = time.process_time()
+    try:
+        error = refusal(path, registry)
+        taken, peak = time.process_time() - start, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert message in error.what
+    assert str(path) in error.where
+    assert taken < 10, "and tracemalloc makes it several times slower than it is"
+    assert peak < 50e6
+
+
+def test_what_is_no_file_does_not_block(tmp_path, registry):
+    os.mkfifo(tmp_path / "pipe")
+    assert "pipe" in refusal(tmp_path / "pipe", registry).why
+    assert "device" in refusal("/dev/zero", registry).why
+    assert refusal("a\0b", registry).why
+
+
+@given(text=st.text(max_size=60) | st.lists(st.sampled_from(list("[]{}:,&*a-?!|>'\"#\n 1<")), max_size=40).map("".join))
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_text_is_read_or_refused_in_words(text, tmp_path, registry):
+    path = tmp_path / "any.yaml"
+    path.write_bytes(text.encode("utf-8", "replace"))
+    with contextlib.suppress(NeuronAccelError):
+        load_config(path, registry=registry)
+
+
+# ---- objects are as strict as files ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"flag": 1}, "'flag' must be True or False, not 1."),
+        ({"count": "4"}, "'count' must be a whole number, not '4'."),
+        ({"count": True}, "'count' must be a whole number, not True."),
+        ({"count": 2.0}, "'count' must be a whole number, not 2.0."),
+        ({"rate": "a"}, "'rate' must be a number, not 'a'."),
+        ({"rate": math.nan}, "'rate' must be finite, not nan."),
+        ({"limit": -math.inf}, "'limit' must be finite, not -inf."),
+        ({"row": (1.0, math.inf)}, "'row' must be finite, not (1.0, inf)."),
+        ({"row": ("a",)}, "'row' must be a list (a number), not ('a',)."),
+        ({"pair": (1,)}, "'pair' must be a list"),
+        ({"name": 3}, "'name' must be text, not 3."),
+        ({"choice": "evn"}, "'choice' must be one of 'even', 'whole', 2, not 'evn'."),
+        ({"dtype": "float32"}, "'dtype' must be a torch.dtype or None, not 'float32'."),
+        ({"mode": "fast"}, "'mode' must be a Mode, not 'fast'."),
+        ({"part": {"depth": 1}}, "'part' must be a Part or None, not {'depth': 1}."),
+        ({"path": "a"}, "'path' must be a path or None, not 'a'."),
+        ({"table": {"a": [1, "b"]}}, "'table' must be a mapping"),
+        ({"unique": ["a"]}, "'unique' must be a set (text), not ['a']."),
+        ({"call": 3}, "'call' must be"),
+        ({"noted": None}, "'noted' must be a whole number, not None."),
+    ],
+)
+def test_objects_are_as_strict_as_files(options, what):
+    with pytest.raises(ConfigurationError) as caught:
+        Typed(**options)
+    assert caught.value.what.startswith(what)
+    assert caught.value.where == f"Typed, {next(iter(options))}"
+    with pytest.raises(ConfigurationError):
+        replace(Typed(), **options)
+
+
+def test_objects_take_what_python_has_for_the_types():
+    import torch
+
+    class Whole(int):
+        pass
+
+    made = Typed(rate=1, count=Whole(3), row=[1, 2.0], many=["a"], dtype=torch.float32, call=print, anything=math.nan)
+    assert made.row == [1, 2.0]
+
+
+def test_a_file_may_not_name_infinity_either(tmp_path, registry):
+    error = refusal(write(tmp_path, "plugins:\n- typed: {rate: .inf}"), registry)
+    assert "'rate' must be finite" in error.what
+    assert "line 2, plugins[0].typed" in error.where
+
+
+def test_a_field_may_ask_for_infinity_and_a_class_may_convert():
+    @dataclass(frozen=True, kw_only=True)
+    class Tolerant(StrategyPlugin):
+        spec: ClassVar[PluginSpec] = PluginSpec(name="tolerant", phase=Phase.MEMORY)
+        order: float = field(default=2.0, metadata={"finite": False})
+        names: tuple[str, ...] = ()
+        unknown: Missing = None  # noqa: F821
+
+        def __post_init__(self) -> None:
+            names = self.names.split(",") if isinstance(self.names, str) else self.names
+            object.__setattr__(self, "names", tuple(names))
+
+    class Derived(Tolerant):
+        """Its option is finished by a class further down."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if isinstance(self.order, str):
+                object.__setattr__(self, "order", float(self.order))
+
+    assert Tolerant(order=math.inf, names="a,b", unknown=object()).names == ("a", "b")
+    assert Derived(order="inf").order == math.inf
+    with pytest.raises(ConfigurationError, match="'order' must be a number"):
+        Derived(order=None)
+    assert copy.deepcopy(pickle.loads(pickle.dumps(Typed(rate=2.0)))) == Typed(rate=2.0)
+
+
+def test_an_error_of_a_class_that_met_a_wrong_type_names_the_option():
+    from neuron_accel import ModelParallelismPlugin, Zero1Plugin
+
+    with pytest.raises(ConfigurationError, match="'max_norm' must be a number or None, not 'a'"):
+        Zero1Plugin(max_norm="a")
+    for option in ("max_norm", "bucket_cap_mb"):
+        with pytest.raises(ConfigurationError, match=f"{option!r} must be finite"):
+            Zero1Plugin(**{option: math.nan})
+    with pytest.raises(ConfigurationError, match="leave the quotes out: 2"):
+        ModelParallelismPlugin(tensor_parallel_size="2")
+    with pytest.raises(ConfigurationError, match="tensor_parallel_size is 0"):
+        ModelParallelismPlugin(tensor_parallel_size=0)
+    with pytest.raises(ValueError, match="count is 0"):
+        Typed(count=0)
+
+
 # ---- and back -------------------------------------------------------------------------------------------------------
 TEXT = st.text(st.characters(codec="ascii", categories=["L", "N"]), max_size=4)
-FLOATS = st.floats(allow_nan=False)
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @st.composite

@@ -386,7 +386,12 @@ def test_what_is_not_in_the_plan_does_not_change_the_fingerprint():
     )
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.sets(st.sampled_from(["a", "b"])), st.floats(allow_nan=False))
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sets(st.sampled_from(["a", "b"])),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
 def test_equal_decisions_have_equal_fingerprints(tp, rest, capabilities, number):
     def decide(reverse: bool) -> Plan:
         plugins = [Rich(number=number), fake("tensor", axes={"tp": tp})]
