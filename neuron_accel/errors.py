@@ -72,6 +72,10 @@ class RecompileError(NeuronAccelError):
     """A training step became a graph that was not compiled before, although it should be done with that."""
 
 
+class NonFiniteError(NeuronAccelError):
+    """A gradient contains NaN or infinity."""
+
+
 class CommunicationError(NeuronAccelError):
     """A collective failed, most often because a peer is gone."""
 

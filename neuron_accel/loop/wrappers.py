@@ -73,16 +73,25 @@ class PreparedOptimizer(AcceleratedOptimizer):
             )
         self._gradients_complete()
         self._stepping()
-        for plugin in self._run.plan.plugins:
-            plugin.before_step(self.optimizer, self._run)
-        with as_device_data(self.optimizer, self._run.backend):
-            self._update(closure)
-        for plugin in self._run.plan.plugins:
-            plugin.after_step(self.optimizer, self._run)
+        if closure is not None or self._may_step():
+            for plugin in self._run.plan.plugins:
+                plugin.before_step(self.optimizer, self._run)
+            with as_device_data(self.optimizer, self._run.backend):
+                self._update(closure)
+            for plugin in self._run.plan.plugins:
+                plugin.after_step(self.optimizer, self._run)
         self.blank.prepare()
         self._run.backend.step_boundary()
         for plugin in self._run.plan.plugins:
             plugin.after_boundary(self._run)
+
+    def _may_step(self) -> bool:
+        """Whether no plugin wants this step skipped. A gradient scaler decides by itself."""
+        if self.scaler is not None:
+            return True
+        allowed = [plugin.should_step(self.optimizer, self._run) for plugin in self._run.plan.plugins]
+        self._is_overflow = not all(allowed)  # what Accelerate's schedulers and `step_was_skipped` look at
+        return not self._is_overflow
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         if self.gradient_state.sync_gradients:

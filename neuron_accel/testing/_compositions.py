@@ -75,9 +75,9 @@ def _pipeline() -> tuple[StrategyPlugin, ...]:
 
 
 def _guards() -> tuple[StrategyPlugin, ...]:
-    from neuron_accel.strategies.guards import DesyncGuard, RecompileGuard, ReplicaCheck
+    from neuron_accel.strategies.guards import DesyncGuard, FiniteGuard, RecompileGuard, ReplicaCheck
 
-    return (DesyncGuard(timeout_s=30.0), RecompileGuard(), ReplicaCheck(every=1))
+    return (DesyncGuard(timeout_s=30.0), RecompileGuard(), ReplicaCheck(every=1), FiniteGuard())
 
 
 COMPOSITIONS = {

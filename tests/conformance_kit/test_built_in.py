@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 
 from neuron_accel import DataParallelPlugin, ModelParallelismPlugin, SequenceParallelPlugin, Zero1Plugin
-from neuron_accel.strategies.guards import DesyncGuard, RecompileGuard, ReplicaCheck
+from neuron_accel.strategies.guards import DesyncGuard, FiniteGuard, RecompileGuard, ReplicaCheck
 from neuron_accel.testing import PluginConformance
 
 
@@ -63,3 +63,9 @@ class TestReplicaCheck(PluginConformance):
     @pytest.fixture
     def plugin(self):
         return ReplicaCheck(every=1)
+
+
+class TestFiniteGuard(PluginConformance):
+    @pytest.fixture
+    def plugin(self):
+        return FiniteGuard()

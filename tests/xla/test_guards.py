@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_accel.errors import DesyncError, RecompileError
+from neuron_accel.errors import DesyncError, NonFiniteError, PlanError, RecompileError
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.ranks import RanksError
-from tests.distributed.strategies.guards.guards_support import train
+from tests.distributed.strategies.guards.guards_support import train, train_with_nan
 
 GUARDS = ["recompile_guard", {"desync_guard": {"timeout_s": 60}}]
 
 
 def test_guards_are_silent_on_a_clean_training():
-    found = run_ranks(train_on_xla, 2, ["zero1"], [*GUARDS, "replica_check"], backend="xla", timeout=110)
+    found = run_ranks(
+        train_on_xla, 2, ["zero1"], [*GUARDS, "replica_check", "finite_guard"], backend="xla", timeout=110
+    )
     for said, graphs, losses in found:
         assert said == []
         assert graphs <= 8  # beside the step's those of evaluation and of metrics
@@ -55,3 +57,39 @@ def test_different_collectives_are_found_before_anything_is_executed():
         assert "Rank 1 of 2 left the others in step 4" in text
         assert "all_reduce over 'dp' (12 bytes) as collective" in text
         assert "Rank 0: all_gather" in text or "Rank 0: nothing more" in text or "Rank 0: all_reduce" in text
+
+
+def train_with_nan_on_xla(*args, **kwargs):
+    import torch_xla.debug.metrics as met
+
+    from neuron_accel.testing.xla_ranks import one_at_a_time
+
+    found = train_with_nan(*args, backend="xla", **kwargs)
+    with one_at_a_time():
+        return *found, met.metric_data("CompileTime")[0]
+
+
+@pytest.mark.parametrize("plugins", [[], ["zero1"]], ids=["dp", "zero1"])
+def test_gradients_that_are_not_finite_are_said_by_rank_step_and_parameter(plugins):
+    with pytest.raises(RanksError) as caught:
+        run_ranks(train_with_nan_on_xla, 2, plugins, "raise", at=4, accumulation=2, backend="xla", timeout=110)
+    for rank in (0, 1):
+        assert isinstance(caught.value.errors[rank], NonFiniteError), caught.value
+        text = str(caught.value.errors[rank])
+        assert "Gradients of step 4 are not finite on rank 1: first that of 'norm.weight'." in text
+        assert "rank 1: first 'norm.weight', in all 1 of 5 parameters; its loss is finite" in text
+
+
+def test_watching_gradients_makes_no_graph_after_the_first_steps():
+    few = run_ranks(train_with_nan_on_xla, 2, ["zero1"], "raise", steps=3, accumulation=2, backend="xla", timeout=110)
+    many = run_ranks(train_with_nan_on_xla, 2, ["zero1"], "raise", steps=8, accumulation=2, backend="xla", timeout=110)
+    assert few[0][-1] == many[0][-1]
+
+
+def test_steps_are_not_skipped_where_that_would_come_too_late():
+    with pytest.raises(RanksError) as caught:
+        run_ranks(train_with_nan_on_xla, 2, [], "skip", backend="xla", timeout=110)
+    error = caught.value.__cause__  # its peer may have noticed only that it is gone
+    assert isinstance(error, PlanError)
+    assert "Steps cannot be skipped on this device" in str(error)
+    assert error.fix

@@ -75,8 +75,9 @@ class Item:
 
     @property
     def key(self) -> str:
-        """Its name in a file: the FQN in files of models."""
-        if self.collection.startswith("model."):
+        """Its name in a file: the FQN for the first model, so that other programs can read it; a second model can have
+        the same FQNs."""
+        if self.collection == "model.0":
             return self.name
         return f"{self.collection}/{self.name}" + (f"@{self.start}" if self.start is not None else "")
 

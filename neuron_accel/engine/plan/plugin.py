@@ -210,6 +210,12 @@ class StrategyPlugin:
     def after_backward(self, run: Run) -> None:
         """``accelerator.backward`` has returned; gradients of this micro-batch exist."""
 
+    def should_step(self, optimizer: torch.optim.Optimizer, run: Run) -> bool:
+        """Whether an optimizer may update weights now; False, on every rank alike, skips the step: ``before_step`` and
+        ``after_step`` are not called then, and schedulers stay where they are. Every plugin is asked. Not called for
+        steps that accumulation skips or that get a closure, nor where a gradient scaler decides. Collective."""
+        return True
+
     def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
         """Just before an optimizer updates weights. Not called for steps that accumulation skips."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from neuron_accel import NeuronAccelerator
 from neuron_accel.testing import run_ranks
 from tests.distributed.checkpoint.checkpoint_support import (
     TOPOLOGIES,
@@ -48,3 +50,21 @@ def test_the_same_mesh_goes_on_bit_for_bit(saved, topology):
     ranks, plugins = TOPOLOGIES[topology]
     _, next_loss = run_ranks(load_and_step, ranks, str(folder), "llama", plugins)[0]
     assert next_loss == loss
+
+
+def two_models_with_the_same_names(folder):
+    accelerator = NeuronAccelerator()
+    torch.manual_seed(0)
+    models = accelerator.prepare(torch.nn.Linear(3, 2), torch.nn.Linear(3, 2))
+    before = [{k: v.clone() for k, v in accelerator.get_state_dict(model).items()} for model in models]
+    accelerator.save_state(folder)
+    with torch.no_grad():
+        for model in models:
+            accelerator.unwrap_model(model).weight.zero_()
+    accelerator.load_state(folder)
+    after = [accelerator.get_state_dict(model) for model in models]
+    return [all(torch.equal(old[name], new[name]) for name in old) for old, new in zip(before, after, strict=True)]
+
+
+def test_two_models_may_have_parameters_of_the_same_name(tmp_path):
+    assert run_ranks(two_models_with_the_same_names, 2, str(tmp_path)) == [[True, True]] * 2

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import warnings
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
 
+from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
 from tests.distributed.models import MODELS, VOCABULARY, token_batches
 
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
@@ -104,3 +107,80 @@ def evaluate(accelerator, model):
             losses = accelerator.gather_for_metrics(model(**batch).loss.reshape(1))
             assert accelerator.run.backend.to_host(losses).isfinite().all()
     model.train()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlantsNaN(StrategyPlugin):
+    """Makes the gradient of one parameter NaN on one rank, where its state says so, before anything sums it."""
+
+    spec: ClassVar[PluginSpec] = PluginSpec(name="plants_nan", phase=Phase.GRADIENTS)
+
+    rank: int = 1
+
+    def transform_model(self, model, run, parameters):
+        here = [r for r in parameters if r.current is not None and r.fqn.endswith("norm.weight")]
+        if run.backend.rank == self.rank and here:
+            run.state(self).update(armed=False, fqn=here[-1].fqn)
+            run.state(self)["handle"] = here[-1].current.register_hook(
+                lambda gradient: gradient * float("nan") if run.state(self)["armed"] else None
+            )
+        return model
+
+    def teardown(self, run):
+        if run.state(self):
+            run.state(self)["handle"].remove()
+            run.state(self).clear()
+
+
+def train_with_nan(plugins, action, *, steps=5, accumulation=1, at=None, left_out=None, backend=None, loss=False):
+    """A training with clipping and a schedule, in which the gradients of one parameter of rank 1 (or its loss) are NaN
+    in a micro-batch of step ``at``, counted from 1; or in which step ``left_out`` does not take place.
+
+    Returns:
+        warnings, steps said to be skipped, their number by the guard, learning rates after each step, the weights, and
+        which parameter was NaN on this rank.
+    """
+    from neuron_accel import NeuronAccelerator
+    from neuron_accel.strategies.guards import FiniteGuard
+    from neuron_accel.testing.xla_ranks import one_at_a_time
+
+    plant, guards = PlantsNaN(), [FiniteGuard(action=action)] if action else []
+    config = {"plugins": plugins, "gradient_accumulation_steps": accumulation}
+    accelerator = NeuronAccelerator(plugins=[plant, *guards], config=config | ({"backend": backend} if backend else {}))
+    sharded = any("model_parallelism" in plugin for plugin in plugins if isinstance(plugin, dict))
+    with one_at_a_time() if backend == "xla" else contextlib.nullcontext():
+        torch.manual_seed(0)
+        model = MODELS["llama"]() if sharded else Bigrams()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    planted = accelerator.run.state(plant)
+    skipped, rates = [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number, batch in enumerate(token_batches(steps * accumulation)):
+            step, is_first = number // accumulation + 1, number % accumulation == 0
+            if step == left_out:
+                continue
+            fault = step == at and is_first and accelerator.run.backend.rank == 1
+            if planted:
+                planted["armed"] = fault and not loss
+            batch = {name: value.to(accelerator.device) for name, value in batch.items()}
+            with accelerator.accumulate(model):
+                value = model(**batch).loss
+                accelerator.backward(value * float("nan") if fault and loss else value)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                if accelerator.sync_gradients and accelerator.optimizer_step_was_skipped:
+                    skipped.append(step)
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                rates.append(optimizer.param_groups[0]["lr"])
+    said = [str(w.message) for w in caught if "not finite" in str(w.message)]
+    count = guards[0].skipped(accelerator.run) if guards else 0
+    weights = accelerator.get_state_dict(model)
+    fqn = planted.get("fqn")
+    accelerator.end_training()
+    return said, skipped, count, rates, {k: v.clone() for k, v in weights.items()}, fqn

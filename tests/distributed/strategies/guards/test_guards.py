@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import warnings
 
-from neuron_accel.errors import ConfigurationError, DesyncError, RecompileError
-from neuron_accel.strategies.guards import DesyncGuard, RecompileGuard, ReplicaCheck
+import pytest
+import torch
+
+from neuron_accel.errors import ConfigurationError, DesyncError, NonFiniteError, RecompileError
+from neuron_accel.strategies.guards import DesyncGuard, FiniteGuard, RecompileGuard, ReplicaCheck
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.ranks import RanksError
-from tests.distributed.strategies.guards.guards_support import TP2, train
+from tests.distributed.strategies.guards.guards_support import TP2, train, train_with_nan
 
-ALL = ["recompile_guard", {"desync_guard": {"timeout_s": 20}}, {"replica_check": {"every": 2}}]
+ALL = ["recompile_guard", {"desync_guard": {"timeout_s": 20}}, {"replica_check": {"every": 2}}, "finite_guard"]
 
 
 def failure(*args, ranks=2, **kwargs):
@@ -134,6 +137,107 @@ def test_without_the_check_nobody_says_so():
     run_ranks(train, 2, [], [], fault="a weight that differs", timeout=50)
 
 
+SP = [TP2, "sequence_parallel", "zero1"]
+PP = [{"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2}}]
+ZERO_BUBBLE = [{"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2, "schedule": "zero-bubble"}}]
+COMPOSITIONS = {
+    "dp2": ([], 2, 1),
+    "dp2-accumulating": ([], 2, 2),
+    "zero1-accumulating": (["zero1"], 2, 2),
+    "zero1-reducing-each": ([{"zero1": {"use_grad_acc_hook": True, "max_norm": 0.5}}], 2, 2),
+    "tp2-sp-zero1-dp2": (SP, 4, 1),
+    "tp2-dp2": ([TP2], 4, 1),
+    "pp2": (PP, 2, 1),
+    "pp2-zero-bubble": (ZERO_BUBBLE, 2, 1),
+}
+
+
+@pytest.mark.parametrize(("plugins", "ranks", "accumulation"), COMPOSITIONS.values(), ids=COMPOSITIONS)
+def test_a_step_whose_gradients_are_not_finite_is_skipped_as_if_it_had_not_been(plugins, ranks, accumulation):
+    options = {"accumulation": accumulation, "timeout": 50}
+    found = run_ranks(train_with_nan, ranks, plugins, "skip", at=4, **options)
+    expected = run_ranks(train_with_nan, ranks, plugins, None, left_out=4, **options)
+    fqn = found[1][-1]
+    for rank, (said, skipped, count, rates, weights, _) in enumerate(found):
+        assert (skipped, count) == ([4], 1)
+        if rank == 0:
+            (text,) = said
+            assert text.startswith(f"Gradients of step 4 are not finite on rank 1: first that of {fqn!r}. The step is")
+            assert f"rank 1: first {fqn!r}, in all 1 of " in text
+        else:
+            assert said == []
+        assert rates[:3] + rates[4:] == expected[rank][3]
+        assert rates[3] == rates[2]
+        assert weights.keys() == expected[rank][4].keys()
+        for name, value in weights.items():
+            assert value.isfinite().all()
+            assert torch.equal(value, expected[rank][4][name]), name
+
+
+@pytest.mark.parametrize("plugins", [[], ["zero1"]], ids=["dp", "zero1"])
+def test_a_loss_that_is_not_finite_on_one_rank_stops_every_rank_before_the_weights_change(plugins):
+    with pytest.raises(RanksError) as caught:
+        run_ranks(train_with_nan, 3, plugins, "raise", at=2, loss=True, timeout=50)
+    for rank in range(3):
+        assert isinstance(caught.value.errors[rank], NonFiniteError), caught.value
+        text = str(caught.value.errors[rank])
+        assert "Gradients of step 2 are not finite on rank 1: first that of 'head.bias'." in text
+        assert "rank 1: first 'head.bias', in all 5 of 5 parameters, and the loss" in text
+
+
+def test_it_can_only_say_so():
+    for rank, (said, skipped, count, _, weights, _) in enumerate(
+        run_ranks(train_with_nan, 2, ["zero1"], "warn", at=2, loss=True, timeout=50)
+    ):
+        assert (skipped, count) == ([], 0)
+        assert not any(value.isfinite().any() for value in weights.values())  # which is what happens without a guard
+        if rank == 0:
+            assert "Gradients of step 2 are not finite on rank 1" in said[0]
+            assert "The step is taken." in said[0]
+            assert len(said) == 4  # and ever after
+
+
+def unfreeze_and_resume(folder):
+    """A parameter that is unfrozen later is watched, each of two optimizers is judged by its own gradients, and counts
+    are in checkpoints."""
+    from neuron_accel import NeuronAccelerator
+    from tests.distributed.strategies.guards.guards_support import Bigrams
+
+    def start():
+        accelerator = NeuronAccelerator(plugins=[FiniteGuard(action="skip")])
+        first, second = Bigrams(), Bigrams()
+        first.head.weight.requires_grad_(False)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+        return accelerator, *accelerator.prepare(first, second, *optimizers)
+
+    accelerator, first, second, *optimizers = start()
+    ids = torch.arange(8).view(2, 4)
+    weight = accelerator.unwrap_model(first).head.weight.requires_grad_(True)
+    factor = [1.0]
+    weight.register_hook(lambda gradient: gradient * factor[0])  # before the guard sees that it trains now
+    outcome = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for factor[0] in (1.0, float("nan") if accelerator.run.backend.rank == 1 else 1.0):
+            for model, optimizer in zip((first, second), optimizers, strict=True):
+                accelerator.backward(model(ids, labels=ids).loss)
+                optimizer.step()
+                outcome.append(optimizer.step_was_skipped)
+                optimizer.zero_grad()
+    accelerator.save_state(folder)
+    guard = accelerator.plan.plugin("finite_guard")
+    counted = guard.skipped(accelerator.run)
+    accelerator.free_memory()
+    again, *_ = start()
+    again.load_state(folder)
+    return outcome, counted, guard.skipped(again.run)
+
+
+def test_what_is_unfrozen_later_is_watched_optimizers_are_judged_apart_and_counts_are_kept(tmp_path):
+    expected = ([False, False, True, False], 1, 1)
+    assert run_ranks(unfreeze_and_resume, 2, str(tmp_path), timeout=50) == [expected] * 2
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -141,6 +245,7 @@ def test_without_the_check_nobody_says_so():
         lambda: RecompileGuard(warmup_steps=0),
         lambda: DesyncGuard(timeout_s=0),
         lambda: ReplicaCheck(every=-1),
+        lambda: FiniteGuard(action="ignore"),
     ],
 )
 def test_options_that_cannot_be_are_refused(wrong):

@@ -1,0 +1,249 @@
+"""A gradient that is not finite: on which rank, in which step, of which parameter; and what to do about the step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.plan.plugin import Phase, PlanContext, PluginSpec, StrategyPlugin
+from neuron_accel.errors import ConfigurationError, NonFiniteError, PlanError
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.engine.sharding.parameters import ParameterMap
+
+ACTIONS = ("raise", "skip", "warn")
+_SHOWN = 4
+
+
+class NonFiniteWarning(UserWarning):
+    """A step whose gradients contained NaN or infinity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FiniteGuard(StrategyPlugin):
+    """Notices gradients that contain NaN or infinity, names the ranks, the step and the first parameter, and raises a
+    :class:`~neuron_accel.errors.NonFiniteError` on every rank, skips the step on every rank, or only warns.
+
+    Each rank checks what its own backward passes add to a gradient, before gradients are summed over ranks: afterwards
+    every rank has the NaN, and after clipping every parameter. "First" is first in the order of the backward pass,
+    which is the one closest to the cause. Changes that a loop makes to gradients after the backward pass are not
+    checked. The ranks agree on each step by an all-reduce of one number.
+
+    A skipped step leaves weights, optimizer state and learning-rate schedules as they are
+    (``optimizer.step_was_skipped`` is true); :meth:`skipped` counts them, and checkpoints keep the count. Where a
+    gradient scaler is at work (fp16), it decides about steps, and this guard is not asked; nor where ``step`` is given
+    a closure, which makes the gradients only then.
+
+    On a lazy device (XLA) the check is part of the step's graph and its result is read once, after the step has been
+    executed: the step, ranks and parameter that are named are exact, but ``"raise"`` comes after the weights were
+    updated, so continue from a checkpoint. ``"skip"`` would have to know the result before, and is refused there.
+    Elsewhere the result is read before the update; on an accelerator that is one synchronisation in each step.
+
+    Args:
+        action: ``"raise"``, ``"skip"`` or ``"warn"`` (a :class:`NonFiniteWarning` on the first rank, and the step is
+            taken). ``"skip"`` warns, too.
+    """
+
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="finite_guard", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values"})
+    )
+
+    action: Literal["raise", "skip", "warn"] = "raise"
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise ConfigurationError(f"action is {self.action!r}.", fix="give 'raise', 'skip' or 'warn'")
+
+    def skipped(self, run: Run) -> int:
+        """Number of steps skipped so far."""
+        return self._watch(run).skipped
+
+    def validate(self, context: PlanContext) -> None:
+        if self.action == "skip" and "lazy" in context.capabilities:
+            raise PlanError(
+                "Steps cannot be skipped on this device.",
+                where="plugin 'finite_guard', action='skip'",
+                why="the step is one graph, which is executed before the check that is part of it can be read",
+                fix="use action='raise' and continue from a checkpoint, or action='warn'",
+            )
+
+    def transform_model(self, model: nn.Module, run: Run, parameters: ParameterMap) -> nn.Module:
+        watch = self._watch(run)
+
+        def follow(*_: Any) -> None:  # a parameter can be unfrozen at any time
+            watch.follow(record.current for record in parameters if record.current is not None)
+
+        follow()
+        watch.handles.append(model.register_forward_pre_hook(follow))
+        return model
+
+    def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
+        self._watch(run).losses.append(_is_bad(loss.detach()))
+        return loss
+
+    def should_step(self, optimizer: torch.optim.Optimizer, run: Run) -> bool:
+        check = self._watch(run).check(optimizer, run)
+        if "lazy" in run.backend.capabilities:
+            run.state(self)["due"] = check
+            return True
+        return self._decide(check, run)
+
+    def after_boundary(self, run: Run) -> None:
+        check = run.state(self).pop("due", None)
+        if check is not None:
+            self._decide(check, run)
+
+    def checkpoint_state(self, run: Run) -> dict[str, Any]:
+        watch = self._watch(run)
+        return {"skipped": watch.skipped, "steps": list(watch.steps.values())}
+
+    def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
+        watch = self._watch(run)
+        watch.skipped, watch.loaded = int(state["skipped"]), [int(count) for count in state["steps"]]
+        watch.steps.clear()
+
+    def teardown(self, run: Run) -> None:
+        for handle in self._watch(run).handles:
+            handle.remove()
+        run.state(self).clear()
+
+    def _watch(self, run: Run) -> GradientWatch:
+        state = run.state(self)
+        if "watch" not in state:
+            state["watch"] = GradientWatch("lazy" in run.backend.capabilities, run.backend.number(0.0))
+        return state["watch"]
+
+    def _decide(self, check: Check, run: Run) -> bool:
+        """Whether the step is taken; reads the result of the check. Collective."""
+        if not float(run.backend.to_host(check.result)):
+            return True
+        error = describe(check, run)
+        if self.action == "raise":
+            raise error
+        watch = self._watch(run)
+        watch.skipped += self.action == "skip"
+        done = f"The step is skipped, {watch.skipped} so far." if self.action == "skip" else "The step is taken."
+        if run.backend.rank == 0:
+            warnings.warn(
+                f"{error.what} {done}\n  where: {error.where}\n  fix: {error.fix}", NonFiniteWarning, stacklevel=4
+            )
+        return self.action != "skip"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one step's gradients were like.
+
+    Args:
+        step: number of the step of this optimizer, from 1.
+        result: above 0 if a gradient of any rank is not finite; 0-dim.
+        parameters: those of this rank that got a gradient, in the order of the backward pass.
+        flags: one for each of them, [len(parameters)], 1.0 if its gradient is not finite; None without any.
+        losses: above 0 if a loss of this rank since the last step is not finite; 0-dim. None without any.
+    """
+
+    step: int
+    result: torch.Tensor
+    parameters: list[nn.Parameter]
+    flags: torch.Tensor | None
+    losses: torch.Tensor | None
+
+
+@dataclass
+class GradientWatch:
+    """One rank's gradients, checked as backward passes make them.
+
+    Args:
+        lazy: whether the device is lazy; then a step must be the same graph whenever it has as many micro-batches.
+        zero: 0.0 on the device, as data and no constant of a graph; 0-dim.
+    """
+
+    lazy: bool
+    zero: torch.Tensor
+    skipped: int = 0
+    steps: dict[int, int] = field(default_factory=dict)
+    """Steps of each optimizer, by its identity, in the order of their first steps."""
+    loaded: list[int] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
+    _watched: set[nn.Parameter] = field(default_factory=set)
+    _flags: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+
+    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Watches the gradients of those that train and are not watched yet."""
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._watched:
+                self._watched.add(parameter)
+                self.handles.append(parameter.register_hook(self._looker(parameter)))
+
+    def _looker(self, parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
+        # A hook of the tensor sees what is added before anybody who waits for the sum takes it away.
+        def look(gradient: torch.Tensor) -> None:
+            flag = _is_bad(gradient.detach())
+            before = self._flags.pop(parameter, self.zero if self.lazy else None)
+            if parameter.grad is not None and before is not None:  # it accumulates
+                flag = torch.maximum(flag, before)
+            self._flags[parameter] = flag
+
+        return look
+
+    def check(self, optimizer: torch.optim.Optimizer, run: Run) -> Check:
+        """Takes what is known of an optimizer's gradients, and agrees with all ranks. Collective."""
+        mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        parameters = [parameter for parameter in self._flags if parameter in mine]
+        flags = torch.stack([self._flags.pop(parameter) for parameter in parameters]) if parameters else None
+        result = self.zero.clone() if flags is None else flags.max()
+        if run.world.size > 1:
+            result = run.backend.all_reduce(result, run.world, "max")
+        losses, self.losses = self.losses, []
+        step = self.steps.get(id(optimizer))
+        if step is None:
+            step = self.loaded[len(self.steps)] if len(self.steps) < len(self.loaded) else 0
+        self.steps[id(optimizer)] = step + 1
+        return Check(step + 1, result, parameters, flags, torch.stack(losses).max() if losses else None)
+
+
+def describe(check: Check, run: Run) -> NonFiniteError:
+    """The error for a step whose gradients are not finite somewhere, the same on every rank. Collective."""
+    names = []
+    if check.flags is not None:
+        flags = run.backend.to_host(check.flags).tolist()
+        names = [_name(p, run) for p, flag in zip(check.parameters, flags, strict=True) if flag]
+    is_loss_bad = check.losses is not None and bool(run.backend.to_host(check.losses))
+    everyone = run.backend.all_gather_object((names[:1], len(names), len(check.parameters), is_loss_bad), run.world)
+    guilty = [(rank, *found) for rank, found in enumerate(everyone) if found[0]]
+    where = [
+        f"rank {rank}: first {first!r}, in all {count} of {total} parameters"
+        + (", and the loss" if loss_too else "; its loss is finite")
+        for rank, (first,), count, total, loss_too in guilty[:_SHOWN]
+    ]
+    more = f"; and {len(guilty) - _SHOWN} more ranks" if len(guilty) > _SHOWN else ""
+    ranks = ", ".join(str(rank) for rank, *_ in guilty[:_SHOWN])
+    return NonFiniteError(
+        f"Gradients of step {check.step} are not finite on rank{'s' if len(guilty) > 1 else ''} {ranks}: first that of "
+        f"{guilty[0][1][0]!r}.",
+        where="; ".join(where) + more,
+        why="summed over ranks and clipped, one NaN makes every weight of every rank NaN",
+        fix="look at that rank's batch of this step (a log or a root of 0, a mean of nothing, an overflow), or lower "
+        "the learning rate; FiniteGuard(action='skip') leaves such steps out",
+    )
+
+
+def _is_bad(values: torch.Tensor) -> torch.Tensor:
+    """1.0 if some of ``values`` are NaN or infinite, else 0.0; 0-dim, nothing is read."""
+    if not values.numel():
+        return torch.zeros((), device=values.device)
+    if values.device.type == "cpu" and bool(torch.isfinite(values.sum())):  # ten times faster, and enough if finite
+        return torch.zeros(())
+    return torch.isfinite(values).all().logical_not().float()
+
+
+def _name(parameter: nn.Parameter, run: Run) -> str:
+    record = run.find_parameter(parameter)
+    return record.fqn if record is not None else f"a parameter of shape {tuple(parameter.shape)}"
