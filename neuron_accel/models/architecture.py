@@ -26,6 +26,8 @@ class Architecture:
         owner_name: its FQN in ``model``; empty if it is ``model`` itself.
         base: the base model inside the owner (``LlamaModel``); the owner itself if it has no head.
         base_name: its FQN in ``model``.
+        block_names: under a user's own plan the FQNs of the repeated blocks that it names; None: those of
+            ``plan.blocks``.
     """
 
     plan: ArchitecturePlan
@@ -35,6 +37,7 @@ class Architecture:
     owner_name: str
     base: nn.Module
     base_name: str
+    block_names: tuple[str, ...] | None = None
 
     @property
     def model_type(self) -> str:
@@ -52,16 +55,19 @@ class Architecture:
     @property
     def blocks(self) -> list[tuple[str, nn.Module]]:
         """FQN and module of the repeated blocks, in order."""
+        if self.block_names is not None:
+            return [found for name in self.block_names for found in self.find(name)]
         return list(self.find(self.plan.blocks))
 
     @property
     def regions(self) -> list[tuple[str, nn.Module]]:
         """FQN and module of the tensor-parallel regions, in order: of what the plan says, all that holds something with
         a style. Other layers of the same name may be of another kind."""
-        divided = self._around_styles()
+        divided = self.around_styles
         return [found for pattern in self.plan.regions for found in self.find(pattern) if found[0] in divided]
 
-    def _around_styles(self) -> set[str]:
+    @property
+    def around_styles(self) -> set[str]:
         """FQNs of everything that has a style, or holds something that has."""
         result: set[str] = set()
         for pattern in self.plan.styles:

@@ -61,14 +61,25 @@ class RegisteredPlans:
     families: dict[str, ArchitecturePlan] = field(default_factory=dict)
 
     def find(self, model: nn.Module) -> dict[str, str] | None:
-        """The plan in words of a model, or of a module in it: the patterns are relative to ``model`` then."""
+        """The plan of a model, as a dict of patterns relative to ``model``: that registered for it, or those of all
+        modules in it that have one, together. What is inside of a module with a plan follows that plan alone. None if
+        there is none."""
+        plans: dict[str, dict[str, str]] = {}
         for name, module in model.named_modules():
+            if any(not outer or name.startswith(f"{outer}.") for outer in plans):
+                continue
             plan = next((self.of_classes[cls] for cls in type(module).__mro__ if cls in self.of_classes), None)
             if plan is None and self.of_types:
                 plan = self.of_types.get(getattr(getattr(module, "config", None), "model_type", None) or "")
             if plan is not None:
-                return {f"{name}.{pattern}" if name else pattern: style for pattern, style in plan.items()}
-        return None
+                plans[name] = plan
+        if not plans:
+            return None
+        return {
+            ".".join(filter(None, (name, pattern))): style
+            for name, plan in plans.items()
+            for pattern, style in plan.items()
+        }
 
 
 @functools.cache
@@ -85,8 +96,9 @@ def register_tensor_parallel_plan(
     Every rank registers the same.
 
     Args:
-        target: a class of modules, subclasses included, or a family (``config.model_type``). A module of the class may
-            be part of the model that is prepared.
+        target: a class of modules, subclasses included, or a family (``config.model_type``). Modules of the class may
+            be parts of the model that is prepared: all of them are sharded. Inside of a module that has a plan, plans
+            of further classes do not count.
         plan: in words: FQN patterns relative to the module, and what becomes of what they name, as for
             ``ModelParallelismPlugin(tensor_parallel_plan=...)``; or, for a family, a whole
             :class:`~neuron_accel.models.ArchitecturePlan`, with which vocabulary and sequence are divided, too.
@@ -97,7 +109,7 @@ def register_tensor_parallel_plan(
 
     Example::
 
-        register_tensor_parallel_plan(MyBlock, {"fc1": "colwise", "fc2": "rowwise"})
+        register_tensor_parallel_plan(MyBlock, {"": "block", "fc1": "colwise", "fc2": "rowwise"})
     """
     plans = registered_plans()
     whole = isinstance(plan, ArchitecturePlan)

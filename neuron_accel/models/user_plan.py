@@ -9,7 +9,10 @@ from torch import nn
 
 from neuron_accel.errors import ConfigurationError, LayoutError, UnsupportedModelError
 from neuron_accel.models.architecture import Architecture
-from neuron_accel.models.plan import ArchitecturePlan, Style, colwise, matches, rowwise, shared
+from neuron_accel.models.plan import ArchitecturePlan, Style, colwise, matches, named_modules, rowwise, shared
+
+BLOCK = "block"
+"""What a plan calls the repeated blocks of a model."""
 
 _MADE = {"rowwise": rowwise, "shared": shared}
 
@@ -21,22 +24,26 @@ def given_architecture(model: nn.Module, plan: Mapping[str, str], degree: int) -
         model: any model.
         plan: FQN patterns, ``*`` for one segment, and what becomes of what they name: of a linear layer ``"colwise"``,
             ``"colwise:3"`` (three blocks side by side, as query, key and value often are), ``"rowwise"`` or
-            ``"shared"``; of an attribute that counts heads or features, ``"per_rank"``.
+            ``"shared"``; of an attribute that counts heads or features, ``"per_rank"``; of the repeated blocks, which
+            are called one after the other, ``"block"`` (sequence parallelism needs to know them).
         degree: number of ranks.
 
     Raises:
         ConfigurationError: for a style that there is not.
-        UnsupportedModelError: if a pattern names nothing.
+        UnsupportedModelError: if a pattern names nothing, or the blocks are not those of one list.
         LayoutError: if what an attribute counts does not divide.
     """
     styles: dict[str, Style] = {}
     per_rank: dict[str, dict[str, str]] = {}
     counts: dict[str, int] = {}
+    blocks: dict[str, nn.Module] = {}
     for pattern, style in plan.items():
         if style == "per_rank":
             holder, _, attribute = pattern.rpartition(".")
             counts[pattern] = _count(model, holder, attribute, degree)
             per_rank.setdefault(holder, {})[attribute] = pattern
+        elif style == BLOCK:
+            blocks |= _blocks(model, pattern)
         else:
             styles[pattern] = _style(pattern, style)
     made = ArchitecturePlan(
@@ -47,10 +54,37 @@ def given_architecture(model: nn.Module, plan: Mapping[str, str], degree: int) -
         regions=tuple(pattern for pattern, style in styles.items() if style.kind == "colwise"),
         styles=styles,
         per_rank=per_rank,
-        sequence="the plan given for it names linear layers, and no blocks",
+        sequence="" if blocks else "its plan names no blocks, between which the sequence would be sharded",
     )
     config = SimpleNamespace(model_type=type(model).__name__, **counts)
-    return Architecture(plan=made, config=config, model=model, owner=model, owner_name="", base=model, base_name="")
+    names = _of_one_list(model, blocks)
+    return Architecture(
+        plan=made, config=config, model=model, owner=model, owner_name="", base=model, base_name="", block_names=names
+    )
+
+
+def _blocks(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    found = dict(named_modules(model, pattern))
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no module {pattern!r}.",
+            where="tensor_parallel_plan of plugin model_parallelism",
+            why="its plan calls it a block",
+        )
+    return found
+
+
+def _of_one_list(model: nn.Module, blocks: dict[str, nn.Module]) -> tuple[str, ...]:
+    """The FQNs of blocks in the order of the model."""
+    parents = sorted({name.rpartition(".")[0] for name in blocks})
+    if len(parents) > 1:
+        raise UnsupportedModelError(
+            f"The blocks of {type(model).__name__} are in {' and '.join(map(repr, parents))}.",
+            where="tensor_parallel_plan of plugin model_parallelism",
+            why="'block' is for the modules of one list, which are called one after the other",
+            fix="call the modules of one list blocks, or none",
+        )
+    return tuple(name for name, _ in model.named_modules() if name in blocks)
 
 
 def _style(pattern: str, style: str) -> Style:
@@ -62,7 +96,7 @@ def _style(pattern: str, style: str) -> Style:
     raise ConfigurationError(
         f"{style!r}, for {pattern!r}, is no style.",
         where="tensor_parallel_plan of plugin model_parallelism",
-        fix="use 'colwise', 'colwise:N', 'rowwise', 'shared' or 'per_rank'",
+        fix="use 'colwise', 'colwise:N', 'rowwise', 'shared', 'per_rank' or 'block'",
     )
 
 

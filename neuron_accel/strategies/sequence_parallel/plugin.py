@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.utils.hooks import RemovableHandle
 
 from neuron_accel.engine.plan.plugin import Phase, PluginSpec, StrategyPlugin
 from neuron_accel.engine.sharding.parameters import ParameterMap
-from neuron_accel.errors import PlanError, UnsupportedModelError
+from neuron_accel.errors import PlanError, UnsupportedModelError, UsageError
 from neuron_accel.models.architecture import Architecture, join
 from neuron_accel.strategies.tensor_parallel.linear import is_row_parallel
 from neuron_accel.strategies.tensor_parallel.regions import Dropouts, change_first, change_output, replace_hidden
@@ -70,25 +73,32 @@ def divide_sequence(architecture: Architecture, boundary: Boundary, parameters: 
         parameters: learns whose gradients become sums over the axis.
 
     Raises:
-        UnsupportedModelError: if the model has no blocks.
+        UnsupportedModelError: if the model has no blocks, or parts of them are known to mix positions.
     """
-    blocks = [module for _, module in architecture.blocks]
-    if not blocks:
-        raise UnsupportedModelError(f"{type(architecture.owner).__name__} has no blocks to divide the sequence for.")
+    users = architecture.block_names is not None
     if architecture.plan.sequence:
+        named = "name them: {'blocks.*': 'block', ...}, or {'': 'block', ...} in a plan registered for their class; or "
         raise UnsupportedModelError(
             f"{type(architecture.owner).__name__} cannot be divided along the sequence.",
             where=f"the plan of model type {architecture.model_type!r}",
             why=architecture.plan.sequence,
-            fix="leave SequenceParallelPlugin out",
+            fix=(named if users else "") + "leave SequenceParallelPlugin out",
         )
+    blocks = [module for _, module in architecture.blocks]
+    if not blocks:
+        raise UnsupportedModelError(f"{type(architecture.owner).__name__} has no blocks to divide the sequence for.")
+    if users:
+        _refuse_mixing(architecture)
     flow = SequenceFlow(boundary.backend, boundary.group)
     boundary.flow = flow
     stack = _Stack(blocks, boundary, flow)
     blocks[0].register_forward_pre_hook(stack.enter, with_kwargs=True)
     architecture.last[1].register_forward_hook(stack.leave)
     architecture.base.register_forward_hook(stack.ended, always_call=True)
-    change_output(architecture, "hidden_states", flow.join, keep="last_hidden_state")
+    if users:
+        stack.watch(architecture)
+    else:
+        change_output(architecture, "hidden_states", flow.join, keep="last_hidden_state")
     whole = _whole(architecture)
     for name, module in whole:
         _keep_whole(name, module, flow)
@@ -102,6 +112,27 @@ class _Stack:
     def __init__(self, blocks: list[nn.Module], boundary: Boundary, flow: SequenceFlow) -> None:
         self._boundary, self._flow, self._dropouts = boundary, flow, Dropouts(blocks)
         self._inside = False
+        self._watches: list[RemovableHandle] = []
+
+    def watch(self, architecture: Architecture) -> None:
+        """Refuses, in the first call of a model with a user's own plan, modules with parameters that are called between
+        its blocks: they would have a shard of the sequence, and their gradients would not be summed."""
+        names = [name for name, _ in architecture.blocks]
+        for name, module in architecture.base.named_modules():
+            in_block = any(name == block or name.startswith(f"{block}.") for block in names)
+            if in_block or not any(True for _ in module.parameters(recurse=False)):
+                continue
+
+            def refuse(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+                if self._inside:
+                    raise UsageError(
+                        f"{name!r} is called after the first block and before the end of the last one.",
+                        where=f"the plan of {architecture.model_type}, whose blocks are {names[0]!r} to {names[-1]!r}",
+                        why="between blocks a rank has a shard of the sequence",
+                        fix="call it in a block, before or after all of them, or leave SequenceParallelPlugin out",
+                    )
+
+            self._watches.append(module.register_forward_pre_hook(refuse))
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # every rank has other positions, and must drop other elements of them
@@ -119,21 +150,37 @@ class _Stack:
     def ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._inside = False
         self._boundary.randomness.end()  # after an error inside
+        while self._watches:  # activation checkpointing calls modules again, in another order
+            self._watches.pop().remove()
 
 
 def _whole(architecture: Architecture) -> list[tuple[str, nn.Module]]:
     """FQN and module of the parts of blocks that no rank divides and that may look at other positions than their own:
     all but norms."""
-    regions = [fqn for fqn, _ in architecture.regions]
+    regions, styled = [fqn for fqn, _ in architecture.regions], architecture.around_styles
     return [
         (join(block, name), module)
         for block, parts in architecture.blocks
         for name, module in _called(parts)
         if not any(region == join(block, name) or region.startswith(join(block, name) + ".") for region in regions)
+        and join(block, name) not in styled
         and "norm" not in type(module).__name__.lower()
         and any(True for _ in module.parameters())
         and not any(is_row_parallel(inner) for inner in module.modules())
     ]
+
+
+def _refuse_mixing(architecture: Architecture) -> None:
+    """Nothing is known about a user's own blocks but what they hold: these compute across positions."""
+    for block, parts in architecture.blocks:
+        for name, module in parts.named_modules():
+            if isinstance(module, (_ConvNd, _NormBase, nn.GroupNorm, nn.RNNBase)):
+                raise UnsupportedModelError(
+                    f"{join(block, name)!r} is a {type(module).__name__}.",
+                    where=f"the plan of {architecture.model_type}",
+                    why="it computes across positions of the sequence, of which a rank has a shard in a block",
+                    fix="leave SequenceParallelPlugin out",
+                )
 
 
 def _called(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,9 @@ PLAN = {
     "blocks.*.scale": "shared",
     "blocks.*.fc2": "rowwise",
 }
+
+
+SEQUENCE = ["sequence_parallel"]
 
 
 class Scale(nn.Module):
@@ -66,9 +70,110 @@ def _batches() -> list[dict[str, torch.Tensor]]:
     return [{"x": torch.randn(4, 5, 16, generator=generator)} for _ in range(3)]
 
 
-def test_trains_like_one_process() -> None:
-    plugin = {"model_parallelism": {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}}
-    assert_parallel_equivalence(Own, _batches(), [plugin], training=Training(max_norm=0.5))
+@pytest.mark.parametrize("sequence", [False, True])
+def test_trains_like_one_process(sequence: bool) -> None:
+    plan = PLAN | ({"blocks.*": "block"} if sequence else {})
+    plugin = {"model_parallelism": {"tensor_parallel_size": 2, "tensor_parallel_plan": plan}}
+    plugins = [plugin, *(SEQUENCE if sequence else [])]
+    assert_parallel_equivalence(Own, _batches(), plugins, training=Training(max_norm=0.5))
+
+
+class MyBlock(nn.Module):
+    """The block that the documentation has a plan for."""
+
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.num_heads, self.size = heads, width // heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 24), nn.Linear(24, width)
+        self.gate = nn.Linear(width, 1)  # without a style
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (self.num_heads, self.size)).transpose(1, 2) for t in (q, k, v))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.gate(x).tanh() * self.fc2(F.gelu(self.fc1(self.norms[1](x))))
+
+
+class OfBlocks(nn.Module):
+    def __init__(self, between: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(30, 16), nn.Embedding(8, 16)
+        self.blocks = nn.ModuleList([MyBlock() for _ in range(3)])
+        self.between = nn.Linear(16, 16) if between else None
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 30)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+            x = x if self.between is None else self.between(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _documented() -> nn.Module:
+    """A model of the documentation's blocks, with the documentation's plan registered, as it is written there."""
+    text = (Path(__file__).parents[2] / "docs" / "tensor_parallel.md").read_text()
+    section = text.partition("## Models of your own")[2]
+    exec(section.partition("```python")[2].partition("```")[0], {"MyBlock": MyBlock})
+    return OfBlocks()
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("others", [[], SEQUENCE], ids=["tp", "sp"])
+def test_the_documented_plan_of_a_block_trains_like_one_process(degree: int, others: list[str]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    batches = [{"ids": torch.randint(30, (2, 7), generator=generator)} for _ in range(2)]  # 7: shards are padded
+    plugins = [{"model_parallelism": {"tensor_parallel_size": degree}}, *others]
+    assert_parallel_equivalence(_documented, batches, plugins, training=Training(max_norm=0.5))
+
+
+def _every_block() -> dict[str, Any]:
+    from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, SequenceParallelPlugin
+
+    model = _documented()
+    whole = sum(p.numel() for name, p in model.named_parameters())
+    of_layers = sum(
+        p.numel()
+        for name, p in model.named_parameters()
+        if any(part in name for part in ("qkv.", "fc1.", "out.weight", "fc2.weight"))
+    )
+    accelerator = NeuronAccelerator(plugins=[ModelParallelismPlugin(tensor_parallel_size=2)])
+    prepared = accelerator.prepare(model)
+    held = sum(p.numel() for p in prepared.parameters())
+    found: dict[str, Any] = {"explained": accelerator.explain(prepared), "held": (held, whole - of_layers // 2)}
+    accelerator.free_memory()
+    plugins = [ModelParallelismPlugin(tensor_parallel_size=2), SequenceParallelPlugin()]
+    accelerator = NeuronAccelerator(plugins=plugins)
+    between = accelerator.prepare(OfBlocks(between=True))
+    try:
+        between(torch.zeros(2, 4, dtype=torch.long))
+    except Exception as error:
+        found["between"] = str(error)
+    convolution = OfBlocks()
+    convolution.blocks[1].gate = nn.Conv1d(16, 16, 3)
+    nested = nn.Sequential(OfBlocks(), OfBlocks())
+    for name, refused in (("convolution", convolution), ("two lists", nested)):
+        try:
+            accelerator.prepare(refused)
+        except Exception as error:
+            found[name] = str(error)
+    return found
+
+
+def test_a_registered_plan_holds_for_every_module_of_the_class() -> None:
+    found = run_ranks(_every_block, 2)[0]
+    rows = [line.split() for line in found["explained"].splitlines() if "blocks.*." in line]
+    names = [row[0] for row in rows]
+    assert len(set(names)) == len(names)
+    assert {tuple(row[1:3]) for row in rows if row[0].endswith("qkv.weight")} == {("3", "colwise")}
+    assert {tuple(row[1:3]) for row in rows if row[0].endswith("fc2.weight")} == {("3", "rowwise")}
+    assert found["held"][0] == found["held"][1]
+    assert "'between' is called after the first block" in found["between"]
+    assert "'blocks.1.gate' is a Conv1d" in found["convolution"]
+    assert "are in '0.blocks' and '1.blocks'" in found["two lists"]
 
 
 class Wrapped(nn.Module):
@@ -181,6 +286,8 @@ def test_plans_that_do_not_fit() -> None:
     assert "divides an attribute" in messages["no number"]
     assert "'blocks.*.size' = 3 does not divide by 2" in messages["uneven"]
     assert "cannot be divided along the sequence" in messages["sequence"]
+    assert "names no blocks" in messages["sequence"]
+    assert "{'blocks.*': 'block', ...}" in messages["sequence"]
 
 
 def _explained() -> dict[str, Any]:
