@@ -116,9 +116,10 @@ class Session:
             CheckpointError: if the weights are not those of this model.
         """
         run = self._accelerator.run
-        folders = [folder for plugin in run.plan.plugins if (folder := plugin.initial_weights()) is not None]
-        if folders and len(run.models) == 1:
-            load_weights(record, checkpoint_folder(Path(folders[-1])), run)
+        named = (folder for plugin in run.plan.plugins if (folder := plugin.initial_weights()) is not None)
+        folder = next(named, None)  # the plan has one at most
+        if folder is not None and len(run.models) == 1:
+            load_weights(record, checkpoint_folder(Path(folder)), run)
         save_in_full(record, run)
 
     def wait(self) -> None:

@@ -186,7 +186,8 @@ class StrategyPlugin:
 
     def initial_weights(self) -> str | os.PathLike[str] | None:
         """A checkpoint, or a folder of transformers, whose weights the first model that is prepared takes once it is
-        divided; None: it keeps those it has."""
+        divided; None: it keeps those it has. Asked at planning, too: one plugin of a run may name a folder, several are
+        a :class:`~neuron_accel.errors.PlanError`."""
         return None
 
     def transform_model(self, model: torch.nn.Module, run: Run, parameters: ParameterMap) -> torch.nn.Module:
