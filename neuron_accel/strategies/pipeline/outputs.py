@@ -19,15 +19,29 @@ TENSOR, MAPPING, TUPLE = 0, 1, 2
 
 
 class PipelineOutput(OrderedDict):
-    """Outputs by name, as attributes and by position, like those of transformers; what is None is not there."""
+    """Outputs by name, as attributes and by position, like those of transformers; what is None is not there.
+
+    An attribute and the entry of its name are one: what is assigned to either is read from both.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return self.get(name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
     def __getitem__(self, key: Any) -> Any:
         return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if not isinstance(key, str):
+            raise TypeError(f"outputs are assigned by name, not by {key!r}")
+        if value is None:
+            self.pop(key, None)
+        else:
+            super().__setitem__(key, value)
 
     def to_tuple(self) -> tuple[Any, ...]:
         return tuple(self.values())

@@ -256,6 +256,46 @@ def _portable(error: Exception) -> Exception:
         return UsageError(f"A stage raised {type(error).__name__}: {error}")
 
 
+def check_settled(loss: torch.Tensor, parameters: set[torch.Tensor]) -> None:
+    """Raises where a loss is not that of a pipelined model, whose backward passes have run in its call.
+
+    Args:
+        loss: what `backward` gets.
+        parameters: of the pipelined models. Terms of the loss that depend on other parameters are differentiated as
+            ever.
+
+    Raises:
+        UsageError: if the loss has another origin, or a term that depends on ``parameters``.
+    """
+    found, others, new = False, False, [loss.grad_fn]
+    seen = set(new)
+    while new:
+        node = new.pop()
+        if node is None:
+            continue
+        if node.name() == _SETTLED:
+            found = True
+            continue
+        if hasattr(node, "variable"):  # a leaf
+            others = True
+            if node.variable in parameters:
+                raise _replaced("a term that depends on the model's parameters was added to it")
+        following = [inner for inner, _ in node.next_functions if inner not in seen]
+        seen.update(following)
+        new += following
+    if not found and not others:
+        raise _replaced("another tensor took its place")
+
+
+def _replaced(how: str) -> UsageError:
+    return UsageError(
+        f"This is not the loss that the pipelined model returned: {how}.",
+        where="accelerator.backward(loss)",
+        why="the backward passes of all micro-batches have run inside the model's call, with the loss that it returned",
+        fix="compute the loss in the model's forward, on the last stage",
+    )
+
+
 class _Settled(torch.autograd.Function):
     """A loss whose gradient has been computed already. ``backward`` finds nothing to do, and checks that the loss is
     what it was: a loss that was changed meanwhile would have another gradient."""
@@ -275,3 +315,7 @@ class _Settled(torch.autograd.Function):
                 "learning rate instead, and accumulate with gradient_accumulation_steps",
             )
         return None, None, None, None
+
+
+_SETTLED = f"{_Settled.__name__}Backward"
+"""What autograd calls the node of a loss that is settled."""

@@ -115,6 +115,17 @@ class PipelinePlugin(StrategyPlugin):
         """The pipelines of a run, one for each prepared model."""
         return run.state(self).setdefault("pipelines", [])
 
+    def backward(self, loss: torch.Tensor, run: Run, **kwargs: Any) -> None:
+        """Completes what the model's call has begun.
+
+        Raises:
+            UsageError: if ``loss`` is not what the model returned.
+        """
+        from neuron_accel.strategies.pipeline.pipeline import check_settled
+
+        check_settled(loss, {p for record in run.models for p in record.module.parameters()})
+        loss.backward(**kwargs)
+
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
         for pipeline in self.pipelines(run):
             pipeline.ties.agree()

@@ -396,6 +396,49 @@ def refused(plugins, model_fn, size, change):
     return None, ""
 
 
+def replaced_losses():
+    """What becomes of losses that a forward hook assigns."""
+    changes = {
+        "same": lambda model, loss: loss * 1.0,
+        "halved": lambda model, loss: loss / 2,
+        "item": lambda model, loss: loss / 2,
+        "another": lambda model, loss: torch.ones((), requires_grad=False),
+        "regularised": lambda model, loss: loss + next(model.parameters()).square().sum(),
+        "of others": lambda model, loss: loss + other.square(),
+    }
+    found, other = {}, torch.ones((), requires_grad=True)
+    for name, change in changes.items():
+        accelerator, model, optimizer, _ = prepared(llama, [pipeline(2, 2)])
+        (batch,) = batches("plain", 1, 4)
+
+        def hook(module, args, output, name=name, change=change):
+            loss = change(module, output.loss)
+            if name == "item":
+                output["loss"] = loss
+            else:
+                output.loss = loss
+            assert output["loss"] is output.loss is output[0] is loss
+
+        model.register_forward_hook(hook)
+        try:
+            accelerator.backward(model(**batch).loss)
+            found[name] = ""
+        except UsageError as error:
+            found[name] = str(error)
+        accelerator.free_memory()
+    return found, other.grad
+
+
+def test_a_loss_that_a_hook_assigns_is_honoured_or_refused():
+    for found, gradient in run_ranks(replaced_losses, 2):
+        assert found["same"] == found["of others"] == ""
+        assert gradient == 2
+        assert "was multiplied by 0.5" in found["halved"]
+        assert "was multiplied by 0.5" in found["item"]
+        assert "another tensor took its place" in found["another"]
+        assert "depends on the model's parameters" in found["regularised"]
+
+
 class NoPlan(nn.Module):
     def __init__(self):
         super().__init__()
