@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from neuron_accel.engine.plan.plugin import Claim
 from neuron_accel.errors import ConfigurationError, UsageError
-from neuron_accel.trainer.arguments import StrategyArguments
+from neuron_accel.trainer.arguments import NeuronSeq2SeqTrainingArguments, NeuronTrainingArguments, StrategyArguments
 from neuron_accel.trainer.checkpoints import Checkpointing
 from neuron_accel.trainer.graphs import OneGraph
 from neuron_accel.trainer.pipelined import filled_up, loss_inside
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 
 _OF_A_LOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
+_FOLDER = "tmp_trainer"
+"""Where a Trainer without arguments writes, as transformers' own does."""
 
 
 class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
@@ -203,8 +205,16 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
 
 # ---- Trainers of transformers that train by strategies ---------------------------------------------------------------
 class NeuronTrainer(NeuronTrainerMixin, Trainer):
-    """transformers' ``Trainer``, by the strategies that its :class:`NeuronTrainingArguments` name."""
+    """transformers' ``Trainer``, by the strategies that its :class:`NeuronTrainingArguments` name; without arguments by
+    none, and with ``output_dir="tmp_trainer"``. It takes what ``Trainer`` takes."""
+
+    def __init__(self, model: Any = None, args: Any = None, *further: Any, **named: Any) -> None:
+        super().__init__(model, NeuronTrainingArguments(_FOLDER) if args is None else args, *further, **named)
 
 
 class NeuronSeq2SeqTrainer(NeuronTrainerMixin, Seq2SeqTrainer):
-    """transformers' ``Seq2SeqTrainer``, by the strategies that its :class:`NeuronSeq2SeqTrainingArguments` name."""
+    """transformers' ``Seq2SeqTrainer``, by the strategies that its :class:`NeuronSeq2SeqTrainingArguments` name;
+    without arguments by none, and with ``output_dir="tmp_trainer"``. It takes what ``Seq2SeqTrainer`` takes."""
+
+    def __init__(self, model: Any = None, args: Any = None, *further: Any, **named: Any) -> None:
+        super().__init__(model, NeuronSeq2SeqTrainingArguments(_FOLDER) if args is None else args, *further, **named)

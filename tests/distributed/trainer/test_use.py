@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,29 @@ COMPOSITIONS = {
     "pp2": (2, 1, {"pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 2}),
 }
 SHORT = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no"}
+
+
+def without_arguments(folder):
+    from transformers import Trainer
+
+    from neuron_accel.trainer import NeuronSeq2SeqTrainer, NeuronTrainer
+
+    os.chdir(folder)
+    trained = []
+    for cls in (Trainer, NeuronTrainer):
+        trainer = cls(model(), train_dataset=Texts(4))
+        trainer.train()
+        trained.append((trainer.args.output_dir, trainer.state.global_step, trainer.model.state_dict()))
+    arguments = [type(NeuronTrainer(model()).args).__name__, type(NeuronSeq2SeqTrainer(model()).args).__name__]
+    return trained, arguments
+
+
+def test_without_arguments_it_makes_its_own(tmp_path):
+    """As transformers' Trainer does."""
+    (theirs, mine), arguments = run_ranks(without_arguments, 1, str(tmp_path))[0]
+    assert mine[:2] == theirs[:2] == ("tmp_trainer", 3)
+    torch.testing.assert_close(mine[2], theirs[2])
+    assert arguments == ["NeuronTrainingArguments", "NeuronSeq2SeqTrainingArguments"]
 
 
 def everything(folder, ranks_with_data, more, ours):

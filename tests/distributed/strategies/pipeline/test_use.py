@@ -408,7 +408,7 @@ def replaced_losses():
     }
     found, other = {}, torch.ones((), requires_grad=True)
     for name, change in changes.items():
-        accelerator, model, optimizer, _ = prepared(llama, [pipeline(2, 2)])
+        accelerator, model, _optimizer, _ = prepared(llama, [pipeline(2, 2)])
         (batch,) = batches("plain", 1, 4)
 
         def hook(module, args, output, name=name, change=change):
