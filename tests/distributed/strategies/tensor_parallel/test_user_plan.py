@@ -115,7 +115,7 @@ class OfBlocks(nn.Module):
 
 def _documented() -> nn.Module:
     """A model of the documentation's blocks, with the documentation's plan registered, as it is written there."""
-    text = (Path(__file__).parents[2] / "docs" / "tensor_parallel.md").read_text()
+    text = (Path(__file__).parents[4] / "docs" / "tensor_parallel.md").read_text()
     section = text.partition("## Models of your own")[2]
     exec(section.partition("```python")[2].partition("```")[0], {"MyBlock": MyBlock})
     return OfBlocks()
