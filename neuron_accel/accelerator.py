@@ -291,7 +291,7 @@ class NeuronAccelerator(Accelerator):
                 if plugin.spec.phase >= Phase.GRADIENTS:
                     self._transform(plugin, record)
             record.handles.append(record.module.register_forward_pre_hook(record.settle_synchronisation))
-            if "lazy" in self.run.backend.capabilities:
+            if self.run.backend.is_lazy:
                 record.handles.append(record.module.register_forward_pre_hook(lambda *_: self._finish_micro_batch()))
             if not hasattr(record.module, "no_sync"):
                 record.module.no_sync = NoSync(record)
@@ -537,7 +537,7 @@ class NeuronAccelerator(Accelerator):
     def _own_exchange(self) -> bool:
         """Whether values travel by the run's backend: where ranks share data, which Accelerate does not know, and on
         lazy devices, where Accelerate's own collectives would cut a step's graph in two."""
-        return self._shares_data or "lazy" in self.run.backend.capabilities
+        return self._shares_data or self.run.backend.is_lazy
 
     def gather(self, tensor):
         """Concatenates tensors of the ranks that see different data along the first dim."""
@@ -560,7 +560,7 @@ class NeuronAccelerator(Accelerator):
         if left_over is not None:
             return values.without_repeats(data, left_over)
         end = self.gradient_state.end_of_dataloader
-        lazy = "lazy" in self.run.backend.capabilities
+        lazy = self.run.backend.is_lazy
         return values.without_repeats(data, self.gradient_state.remainder, on_host=lazy) if end else data
 
     def reduce(self, tensor, reduction="sum", scale=1.0):
@@ -577,7 +577,7 @@ class NeuronAccelerator(Accelerator):
     def wait_for_everyone(self) -> None:
         """Returns once every process has called it."""
         self.run.company.together_only("`wait_for_everyone`")
-        if "lazy" in self.run.backend.capabilities:
+        if self.run.backend.is_lazy:
             self.run.backend.barrier()
         else:
             super().wait_for_everyone()

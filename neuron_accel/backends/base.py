@@ -226,13 +226,38 @@ class Backend(ABC):
 
         return DeviceGenerator(self.device)
 
+    # ---- what strategies may count on ------------------------------------------------------------------------------
     @property
-    @abstractmethod
-    def capabilities(self) -> frozenset[str]:
-        """What strategies may count on. ``"host-reads"``: reading a tensor's value costs nothing, so control flow may
-        depend on it. ``"async"``: ``start_*`` really overlaps. ``"point-to-point"``: ranks can send and receive.
-        ``"lazy"``: operations collect in a graph that :meth:`step_boundary` executes; every rank runs the same one
+    def is_lazy(self) -> bool:
+        """Whether operations collect in a graph that :meth:`step_boundary` executes. Every rank runs the same one
         unless :meth:`run_apart` said otherwise, and views and in-place updates cost copies."""
+        return False
+
+    @property
+    def reads_are_free(self) -> bool:
+        """Whether reading a tensor's value costs nothing, so that control flow may depend on it."""
+        return False
+
+    @property
+    def has_point_to_point(self) -> bool:
+        """Whether ranks can :meth:`start_send` and :meth:`start_receive`."""
+        return False
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether what is computed between ``start_*`` and ``wait()`` overlaps with the collective."""
+        return False
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """The same for a plan, which knows a backend by names: what specs of plugins may require or conflict with."""
+        offered = {
+            "lazy": self.is_lazy,
+            "host-reads": self.reads_are_free,
+            "point-to-point": self.has_point_to_point,
+            "async": self.overlaps,
+        }
+        return frozenset(name for name, there in offered.items() if there)
 
     # ---- groups ----------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -321,8 +346,8 @@ class Backend(ABC):
         """What the rank ``shift`` positions before this one in the group's ring holds."""
 
     def start_permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> Pending:
-        """:meth:`permute`, started: what is computed before ``wait()`` overlaps with it where ``"async"`` is among the
-        capabilities. ``tensor`` stays as it is until then."""
+        """:meth:`permute`, started: what is computed before ``wait()`` overlaps with it where the backend
+        :attr:`overlaps`. ``tensor`` stays as it is until then."""
         return Done(self.permute(tensor, group, shift))
 
     @abstractmethod
@@ -334,7 +359,7 @@ class Backend(ABC):
         """This rank's of ``group.size`` equal chunks along ``dim``; no communication. May be a view of the input. On a
         lazy device the rank is data, not a constant, so that all ranks trace the same graph."""
 
-    # ---- point to point, where "point-to-point" is among the capabilities ----------------------------------------
+    # ---- point to point, where the backend :attr:`has_point_to_point` ----------------------------------------------
     def start_send(self, tensor: torch.Tensor, group: Group, target: int) -> Pending:
         """Sends to the rank at position ``target``, which receives the same shape and dtype. Messages between two ranks
         of a group arrive in order. Whoever waits gets ``tensor`` back, and may write into it again."""
@@ -416,6 +441,6 @@ class Backend(ABC):
 
     def _note(self, op: str, group: Group, sent: int) -> None:
         for observer in self._observers:
-            observer.issued(op, group, sent, deferred="lazy" in self.capabilities)
+            observer.issued(op, group, sent, deferred=self.is_lazy)
         for traffic in self._recordings:
             traffic.transfers.append(Transfer(op=op, group=group.name, size=group.size, sent=sent))

@@ -98,10 +98,16 @@ class TorchBackend(Backend):
         return self._device
 
     @property
-    def capabilities(self) -> frozenset[str]:
-        host = {"host-reads"} if self._on_cpu else set()
-        direct = {"point-to-point"} if self._point_to_point else set()
-        return frozenset({"async", *host, *direct})
+    def reads_are_free(self) -> bool:
+        return self._on_cpu
+
+    @property
+    def has_point_to_point(self) -> bool:
+        return self._point_to_point
+
+    @property
+    def overlaps(self) -> bool:
+        return True
 
     @property
     def _on_cpu(self) -> bool:

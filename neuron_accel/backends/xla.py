@@ -93,8 +93,8 @@ class XlaBackend(Backend):
         return XlaGenerator(self._device)
 
     @property
-    def capabilities(self) -> frozenset[str]:
-        return frozenset({"lazy"})
+    def is_lazy(self) -> bool:
+        return True
 
     # ---- groups ----------------------------------------------------------------------------------------------------
     def new_group(self, partition: Sequence[Sequence[int]], name: str) -> Group:

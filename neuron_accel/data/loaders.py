@@ -32,7 +32,7 @@ def prepare_data_loader(loader: DataLoader, run: Run, **options: Any) -> DataLoa
         options: passed on. With ``dispatch_batches`` the main process reads for all ranks; by default, as in
             Accelerate, where the dataset is iterable.
     """
-    shares, lazy = sharing_group(run).size > 1, "lazy" in run.backend.capabilities
+    shares, lazy = sharing_group(run).size > 1, run.backend.is_lazy
     if shares or lazy:
         _agree_on_shuffling(loader, run)
     sampler = None if isinstance(loader.dataset, IterableDataset) else get_sampler(loader)
@@ -114,13 +114,13 @@ def skip_first_batches(loader: Any, count: int, run: Run) -> Any:
         for name in ("batch_size", "split_batches", "num_processes"):
             if hasattr(sampler.batch_sampler, name):
                 setattr(sampler, name, getattr(sampler.batch_sampler, name))
-    if "lazy" in run.backend.capabilities:
+    if run.backend.is_lazy:
         skipping = _fixed(skipping, run)
     return counted(share(skipping, run) if original is run else skipping)
 
 
 def _skip(loader: Any, count: int, run: Run) -> Any:
-    if "lazy" not in run.backend.capabilities:
+    if not run.backend.is_lazy:
         return accelerate_skip(loader, num_batches=count)
     # Accelerate expects a loader of torch_xla's there, and wraps what it makes in one.
     skipping = accelerate_skip(_Wrapped(loader, run.device), num_batches=count)

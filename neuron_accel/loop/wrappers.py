@@ -165,7 +165,7 @@ class BlankGradients:
     """
 
     def __init__(self, backend: Backend, accumulates: Callable[[], bool]) -> None:
-        self._lazy, self._accumulates = "lazy" in backend.capabilities, accumulates
+        self._lazy, self._accumulates = backend.is_lazy, accumulates
         self._zeros: dict[nn.Parameter, torch.Tensor] = {}
         self._arrived: set[torch.Tensor] = set()
         self._watched: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}

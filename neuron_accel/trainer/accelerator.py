@@ -23,7 +23,7 @@ class TrainersAccelerator(NeuronAccelerator):
     @property
     def is_lazy(self) -> bool:
         """Whether the device collects a step in one graph."""
-        return "lazy" in self.run.backend.capabilities
+        return self.run.backend.is_lazy
 
     # ---- values ----------------------------------------------------------------------------------------------------
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

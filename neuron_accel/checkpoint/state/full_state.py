@@ -82,7 +82,7 @@ def _from_stage(
 ) -> torch.Tensor:
     """A tensor that the rank at position ``holder`` has, on all ranks of ``stages``. It goes through the host if
     devices are lazy, where each form of tensor would be a graph to compile."""
-    lazy = "lazy" in run.backend.capabilities
+    lazy = run.backend.is_lazy
     if stages.index != holder or tensor is None:
         tensor = torch.empty(form[0], dtype=form[1], device="cpu" if lazy else run.device)
     elif lazy:

@@ -356,7 +356,7 @@ def refresh_masters(optimizers: Any, run: Run, index: Index | None = None) -> No
                 continue
             with torch.no_grad():
                 # A lazy device would make a graph of each part's own.
-                values = run.backend.to_host(current) if "lazy" in run.backend.capabilities else current.detach()
+                values = run.backend.to_host(current) if run.backend.is_lazy else current.detach()
                 part = values.reshape(-1)[piece.start : piece.stop]
                 piece.parameter.copy_(filled_up(part, piece.parameter.shape))
 

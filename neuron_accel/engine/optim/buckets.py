@@ -202,7 +202,7 @@ def used_anywhere(local: list[bool], run: Run, group: Group) -> list[bool]:
     Args:
         local: for each parameter, whether this rank has a gradient.
     """
-    if group.size == 1 or "host-reads" not in run.backend.capabilities:
+    if group.size == 1 or not run.backend.reads_are_free:
         return local
     flags = torch.tensor(local, dtype=torch.int32, device=run.device)
     return [flag > 0 for flag in run.backend.all_reduce(flags, group).tolist()]

@@ -31,7 +31,7 @@ def as_device_data(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterat
     Args:
         optimizer: its groups are as before afterwards.
     """
-    if "lazy" not in backend.capabilities:
+    if not backend.is_lazy:
         yield
         return
     with _on_host(optimizer, backend) if _can_count_on_host(optimizer) else _on_device(optimizer, backend):

@@ -77,7 +77,7 @@ def _local(by_replicas: dict[int, list[torch.Tensor]], run: Run, norm_type: floa
         return torch.stack([n.float() for n in norms]).max() if norms else torch.zeros((), device=run.device)
     total = torch.zeros((), dtype=torch.float32, device=run.device)
     for replicas, tensors in by_replicas.items():
-        if tensors and norm_type == 2 and "lazy" in run.backend.capabilities:  # fewer operations to compile
+        if tensors and norm_type == 2 and run.backend.is_lazy:  # fewer operations to compile
             total = total + torch.stack([(t.float() * t.float()).sum() for t in tensors]).sum() / replicas
         elif tensors:
             each = torch.stack(torch._foreach_norm([t.float() for t in tensors], norm_type))

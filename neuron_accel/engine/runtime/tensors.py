@@ -27,7 +27,7 @@ def full_tensor(local: torch.Tensor, layout: Layout, run: Run) -> torch.Tensor:
         return local
     group = run.group(*(cut.axis for cut in layout.cuts))
     shards = run.backend.all_gather(local.detach().contiguous().unsqueeze(0), group)
-    if "lazy" in run.backend.capabilities:
+    if run.backend.is_lazy:
         shards = run.backend.to_host(shards)  # put together on the host: no work for a compiler
     full = torch.empty(layout.shape, dtype=local.dtype, device=shards.device)
     for rank, shard in zip(group.ranks, shards, strict=True):

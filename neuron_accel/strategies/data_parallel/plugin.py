@@ -148,9 +148,9 @@ class GradientAverager:
         self._watch([r for r in model.parameters if r.current is not None and r.current.requires_grad])
 
     def _watch(self, records: list[ParameterRecord]) -> None:
-        model, capabilities = self._model, self._run.backend.capabilities
+        model, backend = self._model, self._run.backend
         # Where reading a value would stall the device, what this rank knows of its gradients is taken for all.
-        lazy, reads = "lazy" in capabilities, "host-reads" in capabilities
+        lazy, reads = backend.is_lazy, backend.reads_are_free
         self._buckets = [b for b in make_buckets(records, self._cap_bytes) if self._group(b).size > 1]
         self._memory = None if lazy else [FlatGradients(bucket, flags=reads) for bucket in self._buckets]
         self.watcher = BackwardWatcher(

@@ -65,7 +65,7 @@ class FiniteGuard(StrategyPlugin):
         return self._watch(run).skipped
 
     def validate(self, context: PlanContext) -> None:
-        if self.action == "skip" and "lazy" in context.capabilities:
+        if self.action == "skip" and context.is_lazy:
             raise PlanError(
                 "Steps cannot be skipped on this device.",
                 where="plugin 'finite_guard', action='skip'",
@@ -89,7 +89,7 @@ class FiniteGuard(StrategyPlugin):
 
     def should_step(self, optimizer: torch.optim.Optimizer, run: Run) -> bool:
         check = self._watch(run).check(optimizer, run)
-        if "lazy" in run.backend.capabilities:
+        if run.backend.is_lazy:
             run.state(self)["due"] = check
             return True
         return self._decide(check, run)
@@ -116,7 +116,7 @@ class FiniteGuard(StrategyPlugin):
     def _watch(self, run: Run) -> GradientWatch:
         state = run.state(self)
         if "watch" not in state:
-            state["watch"] = GradientWatch("lazy" in run.backend.capabilities, run.backend.number(0.0))
+            state["watch"] = GradientWatch(run.backend.is_lazy, run.backend.number(0.0))
         return state["watch"]
 
     def _decide(self, check: Check, run: Run) -> bool:

@@ -80,7 +80,7 @@ def check_replicas(model: PreparedModel, run: Run, steps: int = 0) -> None:
     Raises:
         DesyncError: on every rank, naming the parameters that differ and the ranks.
     """
-    if "lazy" in run.backend.capabilities:
+    if run.backend.is_lazy:
         run.backend.step_boundary()
     mine = {
         record.fqn: (part_of(record, run.coordinates), digest(record.current))

@@ -76,7 +76,7 @@ class Pipeline:
         self._everyone = run.group(axis, *run.mesh.gradient_axes)
         self._action = run.company.register("the end of a pipeline's step", self._without_data)
         self._make_step: Callable[..., Step]
-        if "point-to-point" in run.backend.capabilities:
+        if run.backend.has_point_to_point:
             self._make_step = functools.partial(SendingStep, Wire(run.backend, self._group))
         else:
             self._make_step = functools.partial(
@@ -164,7 +164,7 @@ class Pipeline:
         if step.outputs and step.fault is None:
             kind, fields = put_together(step.outputs, self._shares.of(calls))
         # Replicas may evaluate different numbers of batches, unless all ranks keep pace anyway.
-        group = self._everyone if "lazy" in self._run.backend.capabilities else self._group
+        group = self._everyone if self._run.backend.is_lazy else self._group
         self._agree(step.fault, group)
         only_loss = not self._evaluation_logits and kwargs.get("labels") is not None
         return tell_everyone(kind, fields, self._run, self._group, only_loss=only_loss)
@@ -185,7 +185,7 @@ class Pipeline:
 
     @property
     def _host_reads(self) -> bool:
-        return "host-reads" in self._run.backend.capabilities
+        return self._run.backend.reads_are_free
 
     def _end_step(
         self, fault: Fault | None, loss: torch.Tensor | None = None, kind: int = 0

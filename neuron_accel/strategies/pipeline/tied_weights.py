@@ -97,7 +97,7 @@ def _others(ranks: list[int], size: int, run: Run, record: ParameterRecord, axis
     Raises:
         UnsupportedModelError: if they cannot have.
     """
-    if "lazy" not in run.backend.capabilities:
+    if not run.backend.is_lazy:
         return [(rank,) for rank in ranks]
     if len(ranks) % size:
         raise UnsupportedModelError(

@@ -72,7 +72,7 @@ class Vocabulary:
         Raises:
             IndexError: as a whole embedding or cross entropy would.
         """
-        if "host-reads" in self.backend.capabilities and ids.numel():
+        if self.backend.reads_are_free and ids.numel():
             low, high = (int(value) for value in torch.aminmax(ids))
             if low < 0 or high >= self.size:
                 raise IndexError(f"{what} {low if low < 0 else high} is out of bounds: there are {self.size}")
@@ -254,7 +254,7 @@ def cross_entropy(
         raise ValueError(f"{reduction} is not a valid value for reduction")
     target = target.to(local.device)
     counts = target != ignore_index
-    vocabulary.check(target[counts] if "host-reads" in vocabulary.backend.capabilities else target, "Target")
+    vocabulary.check(target[counts] if vocabulary.backend.reads_are_free else target, "Target")
     losses = _CrossEntropy.apply(local, target, counts, vocabulary, label_smoothing)
     if reduction == "none":
         return losses

@@ -166,7 +166,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     @property
     def _lazy(self) -> bool:
-        return "lazy" in self._run.backend.capabilities
+        return self._run.backend.is_lazy
 
     def _record(self, parameter: nn.Parameter) -> ParameterRecord:
         record = self._run.find_parameter(parameter)

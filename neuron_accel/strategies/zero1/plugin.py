@@ -93,7 +93,7 @@ class Zero1Plugin(StrategyPlugin):
 
     def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
         refuse_closures(optimizer)
-        if self.partition == "parameters" and "lazy" in run.backend.capabilities:
+        if self.partition == "parameters" and run.backend.is_lazy:
             raise PlanError(
                 "Ranks that hold different parameters run different graphs.",
                 where=f"plugin 'zero1', partition='parameters', backend {run.backend.name!r}",

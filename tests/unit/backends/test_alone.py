@@ -20,7 +20,7 @@ def alone(monkeypatch):
 
 def test_who_and_where(alone):
     assert (alone.rank, alone.world_size, alone.device) == (0, 1, torch.device("cpu"))
-    assert "host-reads" in alone.capabilities
+    assert alone.reads_are_free
     group = alone.new_group([[0]], "tp")
     assert (group.size, group.index, group.ranks, group.name, group.handle) == (1, 0, (0,), "tp", None)
 

@@ -58,7 +58,7 @@ class Attached:
             zigzag,
             ring,
             own_loss=own_loss(inner),
-            reads="host-reads" in run.backend.capabilities,
+            reads=run.backend.reads_are_free,
         )
         self._joiner = Joiner(zigzag, keeps_logits=keeps_logits)
         self._ring, self._staged = ring, staged

@@ -54,7 +54,7 @@ class Ring:
     @property
     def is_lazy(self) -> bool:
         """Whether all ranks have to trace the same graph."""
-        return "lazy" in self.backend.capabilities
+        return self.backend.is_lazy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
         return self  # a copied model runs on the same ranks
@@ -92,7 +92,7 @@ class _Course:
     def __init__(self, ring: Ring, look: Look, documents: torch.Tensor | None, own: torch.Tensor, seed: int) -> None:
         self._ring, self._look, self._seed = ring, look, seed
         self._turns = Turns(ring.backend, ring.group, own.device)
-        self._reads = "host-reads" in ring.backend.capabilities
+        self._reads = ring.backend.reads_are_free
         self._table = self._queries = self._documents = self._visible = None
         if documents is not None or look.window is not None:
             degree = ring.group.size

@@ -86,7 +86,7 @@ class Turns:
     def __init__(self, backend: Backend, group: Group, device: torch.device) -> None:
         self._degree = group.size
         self._index: int | torch.Tensor = group.index
-        if "lazy" in backend.capabilities:
+        if backend.is_lazy:
             self._index = backend.chunk(torch.arange(group.size, device=device), group, 0)
 
     def source(self, turn: int) -> int | torch.Tensor:

@@ -42,7 +42,7 @@ def divided(changes_state=False):
     from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, Zero1Options
 
     class Lazy(TorchBackend):
-        capabilities = frozenset({"lazy"})
+        is_lazy = True
 
     backend, registry = Lazy.connect("cpu"), default_registry()
     plan = make_plan(
