@@ -362,6 +362,7 @@ class NeuronAccelerator(Accelerator):
             scheduler,
             mine or self._optimizers,
             self.run,
+            accumulating=lambda: self._accumulating > 0,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )

@@ -10,6 +10,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from neuron_accel.engine.optim.lazy_hyperparameters import as_device_data
 from neuron_accel.errors import ParameterError, UsageError
@@ -122,14 +123,31 @@ class PreparedScheduler(AcceleratedScheduler):
 
     Accelerate's convention: a schedule is written for one process, whose loader yields ``data_parallel_size`` times as
     many batches; so each step of the optimizer counts for that many.
+
+    A scheduler that is given a metric (``ReduceLROnPlateau``) counts metrics, not batches: a call is one of them on
+    however many ranks, and it is the mean over ranks where theirs differ, so that all have the same learning rate.
+    Such a call is collective.
+
+    Args:
+        scheduler: any scheduler of torch, or one with its interface.
+        optimizers: the prepared optimizers it advances with.
+        run: the run.
+        accumulating: whether the loop is inside ``accumulate``.
+        kwargs: of Accelerate's.
     """
 
-    def __init__(self, scheduler: Any, optimizers: Any, run: Run, **kwargs: Any) -> None:
+    def __init__(
+        self, scheduler: Any, optimizers: Any, run: Run, *, accumulating: Callable[[], bool], **kwargs: Any
+    ) -> None:
         super().__init__(scheduler, optimizers, **kwargs)
-        self._run = run
+        self._run, self._accumulating = run, accumulating
+        self._takes_metric = isinstance(scheduler, ReduceLROnPlateau)
         self._stepping = run.company.register("a scheduler step", self._step_along)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
+        if self._takes_metric:
+            self._step_with_metric(*args, **kwargs)
+            return
         if not self.step_with_optimizer or self.gradient_state.sync_gradients:
             self._stepping(args, kwargs)
         if not self.step_with_optimizer:
@@ -137,18 +155,46 @@ class PreparedScheduler(AcceleratedScheduler):
             return
         if not self.gradient_state.sync_gradients:
             if self.gradient_state.adjust_scheduler:
-                self.scheduler._step_count += 1
+                _count_call(self.scheduler)
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
         for _ in range(1 if self.split_batches else self._run.data_parallel_size):
             # A one-cycle schedule refuses to go past its end, which a ragged last batch can make it do.
-            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", float("inf")):
+            total = getattr(self.scheduler, "total_steps", None)
+            if total is None or self.scheduler._step_count <= total:
                 self.scheduler.step(*args, **kwargs)
 
+    def _step_with_metric(self, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        """Inside ``accumulate`` a metric counts where the optimizer steps; elsewhere, after an evaluation for one,
+        each counts."""
+        if self.step_with_optimizer and self._accumulating() and not self.gradient_state.sync_gradients:
+            return
+        metric = float(metrics)
+        self._stepping((None, *args), kwargs)
+        self.scheduler.step(self._agreed(metric), *args, **kwargs)
+
+    def _agreed(self, metric: float | None) -> float:
+        """The mean over the ranks that have one; collective."""
+        world = self._run.world
+        everyone = [metric] if world.size == 1 else self._run.backend.all_gather_object(metric, world)
+        known = [value for value in everyone if value is not None]
+        return known[0] if all(value == known[0] for value in known) else sum(known) / len(known)
+
     def _step_along(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A step of the others, on a rank without data, and so without a metric of its own."""
         self.gradient_state._set_sync_gradients(True)
-        self.step(*args, **kwargs)
+        if self._takes_metric:
+            self.scheduler.step(self._agreed(None), *args[1:], **kwargs)
+        else:
+            self.step(*args, **kwargs)
+
+
+def _count_call(scheduler: Any) -> None:
+    """Counts a call that leads to no step, as Accelerate does, where a scheduler counts its calls: those that consist
+    of others do not, but the others may."""
+    if hasattr(scheduler, "_step_count"):
+        scheduler._step_count += 1
 
 
 # ---- Gradients that begin as zeros, where micro-batches accumulate on a device that compiles -------------------------
