@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from neuron_accel.accelerator import NeuronAccelerator
     from neuron_accel.backends.base import Backend
     from neuron_accel.engine.runtime.run import Run
 
@@ -49,11 +50,15 @@ class PreparedOptimizer(AcceleratedOptimizer):
     ) -> None:
         super().__init__(optimizer, device_placement=False, scaler=scaler)
         self._run, self._peers, self._gradients_complete = run, peers, gradients_complete
-        self._has_stepped = False
+        self._has_stepped = self.released = False
         # What Accelerate finds out anew at every step. LOMO optimizers update weights in the backward pass.
         self._is_plain = scaler is None and self.accelerator_state.distributed_type != DistributedType.XLA
         self._is_lomo = type(optimizer).__module__.partition(".")[0] == "lomo_optim"
         self._can_set_to_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
+        self._take_part()
+
+    def _take_part(self) -> None:
+        run = self._run
         self.blank = BlankGradients(run.backend, lambda: self.gradient_state.num_steps > 1)
         self._stepping = run.company.register("an optimizer step", self._step_along, settles=True)
         self._zeroing = run.company.register("zeroing gradients", self.optimizer.zero_grad)
@@ -63,6 +68,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         if not self.gradient_state.sync_gradients:
             return
         if not self._has_stepped:
+            self._check_not_released()
             check_every_parameter_is_held(self, self._peers, self._run)
             self._has_stepped = True
         if closure is not None and self._stepping.announced:
@@ -104,6 +110,29 @@ class PreparedOptimizer(AcceleratedOptimizer):
         if self.gradient_state.sync_gradients:
             self.blank.begin()
 
+    def release(self) -> None:
+        """Another accelerator has taken the models over."""
+        self.released, self._has_stepped = True, False
+
+    def _check_not_released(self) -> None:
+        if self.released:
+            raise UsageError(
+                "This optimizer's model has been prepared by another accelerator since.",
+                where=type(self.optimizer).__name__,
+                why="that one synchronises and saves the model now",
+                fix="prepare model and optimizer again, with one accelerator",
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy knows its optimizer, and nothing of the run's other objects."""
+        left_out = dict.fromkeys(("_peers", "_gradients_complete", "blank", "_stepping", "_zeroing"))
+        return {**super().__getstate__(), **left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._peers, self._gradients_complete = [self], _nothing
+        self._take_part()
+
     def _update(self, closure: Any) -> None:
         if not self._is_plain:
             super().step(closure)
@@ -116,6 +145,24 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.gradient_state._set_sync_gradients(True)
         self.step()
         self.optimizer.zero_grad()
+
+
+def _nothing() -> None:
+    """Of a copy, whose gradients nobody reduces."""
+
+
+class Owner:
+    """Who prepared a model. A copy of the model was prepared by nobody.
+
+    Args:
+        accelerator: the accelerator.
+    """
+
+    def __init__(self, accelerator: NeuronAccelerator | None = None) -> None:
+        self.accelerator = accelerator
+
+    def __reduce__(self) -> tuple[type[Owner], tuple[()]]:
+        return Owner, ()
 
 
 class PreparedScheduler(AcceleratedScheduler):
@@ -143,6 +190,15 @@ class PreparedScheduler(AcceleratedScheduler):
         self._run, self._accumulating = run, accumulating
         self._takes_metric = isinstance(scheduler, ReduceLROnPlateau)
         self._stepping = run.company.register("a scheduler step", self._step_along)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy knows its scheduler and optimizers, and no loop."""
+        return {**self.__dict__, "_accumulating": None, "_stepping": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._accumulating = bool  # False
+        self._stepping = self._run.company.register("a scheduler step", self._step_along)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         if self._takes_metric:
