@@ -64,7 +64,7 @@ class Run:
     plan: Plan
     backend: Backend
     models: list[PreparedModel] = field(default_factory=list)
-    unprepared: list[ParameterMap] = field(default_factory=list)
+    unprepared: list[ParameterMap] = field(default_factory=list, init=False)
     """Parameters of no prepared model that optimizers hold, which is possible in one process only."""
     backward_scale: Callable[[], float] = lambda: 1.0
     """What a loss is multiplied by before its backward pass: one over the number of accumulated micro-batches. For who
