@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,6 @@ from accelerate.data_loader import (
 from torch.utils.data import RandomSampler
 
 from neuron_accel.data.fixed_rows import has_fixed_rows, with_fixed_rows
-from neuron_accel.data.mixing import Mixin, as_mixed
 from neuron_accel.data.shared import share
 from neuron_accel.data.streams import counted
 from neuron_accel.errors import CheckpointError
@@ -93,10 +93,9 @@ def drawing(loader: Any, order: Order) -> Iterator[None]:
 # the state of the random numbers that made its order. A loader that was told such a position begins its next epoch
 # with it, with the samples that were not given out yet, each once: also where the number of data-parallel ranks has
 # changed.
-class _Positioned(Mixin):
+class _Positioned:
     """Counts what is given out. Mixed into Accelerate's loaders."""
 
-    prefix = "Positioned"
     _given: int = 0
     _before: int = 0
     _resume: dict[str, Any] | None = None
@@ -169,11 +168,18 @@ class _Positioned(Mixin):
         )
 
 
+@functools.cache
+def _positioned_class(cls: type) -> type:
+    return type(f"Positioned{cls.__name__}", (_Positioned, cls), {"__doc__": cls.__doc__})
+
+
 def positioned(loader: Any) -> Any:
     """``loader``, as Accelerate prepared it, as one that knows its position; itself if it is of another kind."""
     if not issubclass(type(loader), (DataLoaderShard, DataLoaderDispatcher)):
         return loader
-    return as_mixed(loader, _Positioned)
+    result = object.__new__(_positioned_class(type(loader)))  # Accelerate's constructors would make it anew
+    result.__dict__.update(loader.__dict__)
+    return result
 
 
 def samples_at_once(loader: Any) -> int:
@@ -185,6 +191,15 @@ def samples_at_once(loader: Any) -> int:
         size = loader.base_dataloader.batch_size or loader.batch_sampler.batch_size
         return size * (1 if loader.split_batches else loader.state.num_processes)
     return loader.total_batch_size
+
+
+def batches_read(loader: Any, count: int) -> int:
+    """What Accelerate's ``skip_first_batches`` has to be told to skip ``count`` batches of a prepared loader. Where one
+    process reads a map-style dataset for all, it counts the batches that are read, one for each rank."""
+    reads_for_all = isinstance(loader, DataLoaderDispatcher) and not loader.split_batches
+    if reads_for_all and not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        return count * loader.state.num_processes
+    return count
 
 
 _END = object()
@@ -220,7 +235,7 @@ def _without(loader: Any, samples: int) -> Any:
     sampler = _batch_sampler(loader)
     own_sampler = isinstance(loader.dataset, torch.utils.data.IterableDataset) or sampler is loader.sampler
     if isinstance(loader, DataLoaderDispatcher) or own_sampler:
-        rest = skip_first_batches(loader, samples // at_once)
+        rest = skip_first_batches(loader, batches_read(loader, samples // at_once))
         rest._drop_last, rest._non_blocking = loader._drop_last, loader._non_blocking
         return counted(share(rest, loader.run) if hasattr(loader, "run") else rest)
     if samples % at_once == 0:

@@ -186,7 +186,7 @@ def read_on_rank(plugins):
 
     main = int(torch.distributed.get_rank()) == 0
     numbers = torch.arange(11)
-    dispatch, own = {"dispatch_batches": True}, {"dispatch_batches": False}
+    dispatch, own, split = {"dispatch_batches": True}, {"dispatch_batches": False}, {"split_batches": True}
     return {
         "map": epochs(DataLoader(numbers, batch_size=2)),
         "map dispatched": epochs(DataLoader(numbers, batch_size=2), dispatch),
@@ -202,6 +202,8 @@ def read_on_rank(plugins):
         "iterable read by workers": epochs(DataLoader(PerWorker(11), batch_size=2, num_workers=2), own),
         "skipped": epochs(DataLoader(numbers, batch_size=2), skip=1),
         "skipped dispatched": epochs(DataLoader(Numbers(11, readable=main), batch_size=2), dispatch, skip=1),
+        "map skipped dispatched": epochs(DataLoader(numbers, batch_size=2), dispatch, skip=1),
+        "map skipped dispatched split": epochs(DataLoader(numbers, batch_size=4), {**dispatch, **split}, skip=1),
     }
 
 
@@ -224,6 +226,8 @@ def test_loaders_of_every_kind(composition):
             "iterable read by each, split": list(range(9)),
             "skipped": list(range(2 * size, 11)),
             "skipped dispatched": list(range(2 * size, 11)),
+            "map skipped dispatched": list(range(2 * size, 11)),
+            "map skipped dispatched split": list(range(4, 11)),
         }.get(kind, list(range(11)))
         assert sorted(seen) == expected, kind
         if kind == "shuffled":
