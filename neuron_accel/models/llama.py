@@ -72,7 +72,11 @@ LFM2 = replace(
 BITNET = replace(
     LLAMA,
     model_types=("bitnet",),
-    styles={**LLAMA.styles, "layers.*.self_attn.attn_sub_norm": spanning(), "layers.*.mlp.ffn_sub_norm": spanning()},
+    styles={
+        **LLAMA.styles,
+        "layers.*.self_attn.attn_sub_norm": spanning(units="num_attention_heads"),
+        "layers.*.mlp.ffn_sub_norm": spanning(units="intermediate_size"),
+    },
 )
 
 DIFFLLAMA = replace(

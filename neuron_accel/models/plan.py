@@ -83,9 +83,13 @@ def divided(
     return Style(kind="divided", units=units, blocks=blocks, widths=widths, dim=dim)
 
 
-def spanning() -> Style:
-    """A module without a division of its own, a norm say, over features that lie on all ranks."""
-    return Style(kind="spanning")
+def spanning(*, units: str | None = None) -> Style:
+    """A module without a division of its own, a norm say, over features that lie on all ranks.
+
+    Args:
+        units: what the features belong to; where it is not named, they have to divide evenly.
+    """
+    return Style(kind="spanning", units=units)
 
 
 def partial() -> Style:

@@ -392,7 +392,7 @@ class _Translation:
             if not shapes or shapes == {(head,)}:
                 return shared()
             if shapes == {(heads * head,)}:
-                return spanning()
+                return spanning(units=_OF_NORMS.get(leaf, _HEADS))
             if shapes == {(heads, head)}:
                 return divided(units=_OF_NORMS.get(leaf, _HEADS))
             raise self._unsupported(f"The norm {name!r} has parameters of shapes {shapes}.", "nor is it one of heads")

@@ -29,6 +29,10 @@ class WithProductHooks(nn.Module):
         hooks[handle.id] = hook
         return handle
 
+    @property
+    def has_product_hooks(self) -> bool:
+        return bool(vars(self).get("_product_hooks"))
+
     def _product(self, input: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
         """What hooks make of ``product``.
 

@@ -100,36 +100,74 @@ class PartialLinear(nn.Linear):
     boundary: Boundary
 
 
-class OwnQueriesLinear(nn.Linear):
-    """A projection to the queries of all heads and one key and one value head, whole on every rank. Input [..., in],
-    output [..., queries of this rank's heads + key + value]: each rank reads only the rows that it needs, so that its
-    gradients are a share of a sum.
+@dataclass(frozen=True, kw_only=True)
+class RowBlock:
+    """Output features of one kind, of all queries say, in a weight that every rank holds whole.
+
+    Args:
+        start: its first row.
+        size: number of its rows.
+        local: number of rows that a rank needs, of equal consecutive shards; more than there are for the last ones,
+            where they do not divide.
+        replicas: number of neighbouring ranks that need the same.
+        run, stride: the rows lie in runs of ``run`` rows, one every ``stride`` rows; by default in one run.
+    """
+
+    start: int
+    size: int
+    local: int
+    replicas: int = 1
+    run: int = 0
+    stride: int = 0
+
+
+class OwnRowsLinear(WithProductHooks, nn.Linear):
+    """A projection that every rank holds whole, and of whose output features it computes its own, block by block. Input
+    [..., in], output [..., sum of ``local``]. Each rank reads only the rows that it needs, so that gradients are a
+    share of a sum. Rows that there are not compute zero.
     """
 
     boundary: Boundary
-    queries: int
-    """Number of rows that are queries, of all heads."""
-    local_queries: int
-    """Number of rows that are queries of this rank's heads, padding included."""
+    blocks: tuple[RowBlock, ...]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows = self.rows(input.device)
-        bias = None if self.bias is None else self.bias.index_select(0, rows)
-        return F.linear(input, self.weight.index_select(0, rows), bias)
+        rows, missing = self._rows(input.device)
+        if self.has_product_hooks:  # what they add belongs to all rows, as the weight does
+            product = self._product(input, F.linear(input, self.weight, self.bias)).index_select(-1, rows)
+        else:
+            bias = None if self.bias is None else self.bias.index_select(0, rows)
+            product = F.linear(input, self.weight.index_select(0, rows), bias)
+        return product.masked_fill(missing, 0) if self.padded else product
 
-    def rows(self, device: torch.device) -> torch.Tensor:
-        """Indices of the rows that this rank needs: data, rather than a constant of the program."""
-        shared = torch.arange(self.queries, self.weight.shape[0], device=device)
-        # what stands for padding is behind the last query; any row will do for it, its head's output is set to zero
-        return torch.cat([self._own(device).clamp(max=self.queries - 1), shared])
+    @property
+    def padded(self) -> bool:
+        """Whether some rank's rows are fewer than those of others."""
+        return any(block.local * self._parts(block) > block.size for block in self.blocks)
 
     def padding(self, device: torch.device) -> torch.Tensor:
-        """Which features of this rank's heads belong to none: bool of shape [local_queries]."""
-        return self._own(device) >= self.queries
+        """Which features of this rank's output stand for none of the model: bool of shape [sum of ``local``]."""
+        return self._rows(device)[1]
 
-    def _own(self, device: torch.device) -> torch.Tensor:
-        group = self.boundary.group
-        return self.boundary.backend.chunk(torch.arange(self.local_queries * group.size, device=device), group, 0)
+    def _parts(self, block: RowBlock) -> int:
+        return self.boundary.group.size // block.replicas
+
+    def _rows(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Indices of the rows that this rank needs, and which of them stand for none: data, rather than constants of
+        the program."""
+        rows, missing = [], []
+        for block in self.blocks:
+            shards = torch.arange(block.local * self._parts(block), device=device).view(-1, 1, block.local)
+            each = shards.expand(-1, block.replicas, -1).reshape(-1)
+            own = self.boundary.backend.chunk(each, self.boundary.group, 0)
+            missing.append(own >= block.size)
+            own = own.clamp(max=block.size - 1)
+            if block.run:
+                own = own.div(block.run, rounding_mode="floor") * block.stride + own % block.run
+            rows.append(own + block.start)
+        return torch.cat(rows), torch.cat(missing)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rows={sum(block.local for block in self.blocks)}"
 
 
 class ColumnParallelConv1D(nn.Module):
@@ -175,15 +213,11 @@ def parallel_linear(source: nn.Module, kind: str, boundary: Boundary) -> nn.Modu
     return module
 
 
-def own_queries_linear(source: nn.Module, boundary: Boundary, queries: int, local_queries: int) -> OwnQueriesLinear:
-    """The module that replaces a projection to queries of all heads and one key and value.
-
-    Args:
-        queries, local_queries: number of rows that are queries: of all heads, and of those of each rank.
-    """
-    module = take_over(OwnQueriesLinear, source)
-    assert isinstance(module, OwnQueriesLinear)
-    module.boundary, module.queries, module.local_queries = boundary, queries, local_queries
+def own_rows_linear(source: nn.Module, boundary: Boundary, blocks: tuple[RowBlock, ...]) -> OwnRowsLinear:
+    """The module that replaces a linear layer of which each rank computes the rows that ``blocks`` say."""
+    module = take_over(OwnRowsLinear, source)
+    assert isinstance(module, OwnRowsLinear)
+    module.boundary, module.blocks = boundary, blocks
     return module
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from neuron_accel.backends.autograd import chunk_to_group, gather_from_group
 from neuron_accel.errors import LayoutError, UsageError
@@ -158,17 +159,32 @@ def refuse_arguments(architecture: Architecture) -> None:
         architecture.owner.register_forward_pre_hook(check, with_kwargs=True)
 
 
-def span_features(module: nn.Module, boundary: Boundary) -> None:
+def span_features(module: nn.Module, boundary: Boundary, share: Share | None = None) -> None:
     """Applies a module, a norm say, to the features, the last dim, of all ranks; each goes on with its own.
 
     Every rank computes the same, so that the module's gradients are whole on each.
+
+    Args:
+        share: how what the features belong to is divided; None: evenly. Of features that several ranks hold the module
+            gets one, whose rank gets the gradient of all; of padding it gets nothing, and zeros come back.
     """
     backend, group = boundary.backend, boundary.group
+    replicas = 1 if share is None else share.replicas
 
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (gather_from_group(args[0], backend, group, args[0].dim() - 1, grad="chunk"), *args[1:])
+        features = gather_from_group(args[0], backend, group, args[0].dim() - 1, grad="chunk")
+        if replicas > 1:
+            features = features.unflatten(-1, (-1, replicas, args[0].shape[-1]))[..., 0, :].flatten(-2)
+        if share is not None and share.padded:
+            features = features.narrow(-1, 0, features.shape[-1] // (share.local * share.parts) * share.count)
+        return (features, *args[1:])
 
     def own(_: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        if share is not None and share.padded:
+            output = F.pad(output, (0, output.shape[-1] // share.count * share.local * share.parts - output.shape[-1]))
+        if replicas > 1:
+            shards = output.unflatten(-1, (group.size // replicas, 1, -1))
+            output = shards.expand(*shards.shape[:-2], replicas, -1).flatten(-3)
         return chunk_to_group(output, backend, group, output.dim() - 1)
 
     module.register_forward_pre_hook(gather)

@@ -19,7 +19,7 @@ from neuron_accel.strategies.tensor_parallel.embedding import (
     parallel_head,
 )
 from neuron_accel.strategies.tensor_parallel.head_split import Share, shares_of
-from neuron_accel.strategies.tensor_parallel.linear import own_queries_linear, parallel_linear, refresh_features
+from neuron_accel.strategies.tensor_parallel.linear import RowBlock, own_rows_linear, parallel_linear, refresh_features
 from neuron_accel.strategies.tensor_parallel.regions import (
     change_output,
     count_once,
@@ -70,12 +70,16 @@ def rewrite(architecture: Architecture, divisions: list[Division], run: Run, par
                 count_once(division.module, boundary)
             continue
         if division.kind == "spanning":
-            span_features(division.module, boundary)
+            span_features(division.module, boundary, division.share)
             continue
-        if division.kind == "own_queries":
+        if division.kind in ("own_queries", "own_rows"):
             for name in division.layouts:
                 parameters.add_partial_axis(join(division.fqn, name), AXIS)
-            _put(architecture.model, division.fqn, _own_queries(architecture, division, boundary, shares, divisions))
+            if division.kind == "own_rows":
+                module = own_rows_linear(division.module, boundary, division.rows)
+            else:
+                module = _own_queries(architecture, division, boundary, shares, divisions)
+            _put(architecture.model, division.fqn, module)
             continue
         if division.kind == "experts":
             for name in share_bias(division.module, boundary.group.size):
@@ -136,11 +140,17 @@ def _own_queries(
     holder = division.fqn.rpartition(".")[0]
     exit = next(d for d in all if d.kind == "rowwise" and d.fqn.startswith(holder + "."))
     queries = exit.layouts["weight"].shape[1]  # as many as there are features behind the attention
-    module = own_queries_linear(division.module, boundary, queries, queries // heads.count * heads.local)
+    both = division.module.weight.shape[0] - queries  # one key and one value head
+    local = queries // heads.count * heads.local
+    blocks = (
+        RowBlock(start=0, size=queries, local=local),
+        RowBlock(start=queries, size=both, local=both, replicas=boundary.group.size),
+    )
+    module = own_rows_linear(division.module, boundary, blocks)
     if heads.padded:
 
         def without_padding(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            return (args[0].masked_fill(module.padding(args[0].device), 0), *args[1:])
+            return (args[0].masked_fill(module.padding(args[0].device)[:local], 0), *args[1:])
 
         # heads that there are not look at the same values as all others
         architecture.model.get_submodule(exit.fqn).register_forward_pre_hook(without_padding)

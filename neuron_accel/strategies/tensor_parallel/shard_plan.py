@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from neuron_accel.models.architecture import Architecture, join
 from neuron_accel.models.plan import Style
 from neuron_accel.strategies.tensor_parallel.embedding import is_plain, is_scaled_embedding
 from neuron_accel.strategies.tensor_parallel.head_split import Share, shares_of
-from neuron_accel.strategies.tensor_parallel.linear import feature_dims
+from neuron_accel.strategies.tensor_parallel.linear import RowBlock, feature_dims
 
 AXIS = "tp"
 """The mesh axis of tensor parallelism."""
@@ -36,14 +37,19 @@ class Division:
     Args:
         fqn: the module's FQN.
         module: the module as it is.
-        kind: a style's (:class:`~neuron_accel.models.Style`), ``"embedding"`` or ``"head"``.
+        kind: a style's (:class:`~neuron_accel.models.Style`), ``"own_rows"`` (whole on every rank, which computes the
+            output features that it needs), ``"embedding"`` or ``"head"``.
         layouts: how each of its own parameters will lie, by the parameter's name in the module.
+        rows: of kind ``"own_rows"``, the rows of its weight.
+        share: of kind ``"spanning"``, how what its features belong to is divided.
     """
 
     fqn: str
     module: nn.Module
     kind: str
     layouts: dict[str, Layout]
+    rows: tuple[RowBlock, ...] = ()
+    share: Share | None = None
 
 
 def divide(architecture: Architecture, degree: int, *, parallelize_embeddings: bool = True) -> list[Division]:
@@ -61,10 +67,7 @@ def divide(architecture: Architecture, degree: int, *, parallelize_embeddings: b
     architecture = architecture.at(degree)
     shares = shares_of(architecture, degree)
     divisions = [
-        Division(
-            fqn=fqn, module=module, kind=style.kind, layouts=_layouts(architecture, fqn, module, style, shares, degree)
-        )
-        for fqn, module, style in _styled(architecture)
+        _division(architecture, fqn, module, style, shares, degree) for fqn, module, style in _styled(architecture)
     ]
     divisions += _tables(architecture, shares, degree)
     _check_padding(architecture, divisions, shares)
@@ -72,6 +75,22 @@ def divide(architecture: Architecture, degree: int, *, parallelize_embeddings: b
     if parallelize_embeddings:
         divisions += _vocabulary(architecture, degree)
     return divisions
+
+
+def _division(
+    architecture: Architecture, fqn: str, module: nn.Module, style: Style, shares: dict[str, Share], degree: int
+) -> Division:
+    if style.kind == "spanning":
+        whole = {name: Layout.of(parameter) for name, parameter in module.named_parameters()}
+        units = style.units_of_blocks[0]
+        share = None if units is None else shares.get(units) or shares.get(architecture.plan.heads)
+        return Division(fqn=fqn, module=module, kind=style.kind, layouts=whole, share=share)
+    rows = _own_rows(architecture, fqn, module, style, shares) if style.kind == "colwise" else ()
+    if rows:
+        whole = {name: Layout.of(parameter) for name, parameter in module.named_parameters()}
+        return Division(fqn=fqn, module=module, kind="own_rows", layouts=whole, rows=rows)
+    layouts = _layouts(architecture, fqn, module, style, shares, degree)
+    return Division(fqn=fqn, module=module, kind=style.kind, layouts=layouts)
 
 
 def sizes_of(model: nn.Module, divisions: list[Division]) -> dict[str, int]:
@@ -198,19 +217,57 @@ def _experts(fqn: str, module: nn.Module, degree: int) -> dict[str, Cut]:
     return cuts
 
 
-def _cut_of(
-    architecture: Architecture, fqn: str, style: Style, shares: dict[str, Share], degree: int, *, dim: int, size: int
-) -> Cut:
+def _own_rows(
+    architecture: Architecture, fqn: str, module: nn.Module, style: Style, shares: dict[str, Share]
+) -> tuple[RowBlock, ...]:
+    """The rows that a rank needs of a weight that fuses heads and key/value heads which ranks do not hold equally often
+    or in equal units, so that no cut gives each rank its own. Empty where a cut does."""
+    if not isinstance(module, nn.Linear) or style.widths or style.groups > 1:
+        return ()
+    size = module.weight.shape[0]
+    sizes, blocks = _blocks_of(architecture, fqn, style, shares, size)
+    if not all(blocks):
+        return ()
+    if style.fused:
+        return _own_rows_of_groups(size, shares.get(architecture.plan.heads), blocks[0])
+    units = {block // share.units for block, share in zip(sizes, blocks, strict=True)}
+    if len(units) == 1 and len({share.replicas for share in blocks}) == 1:
+        return ()
+    starts = itertools.accumulate(sizes, initial=0)
+    return tuple(
+        RowBlock(start=start, size=block, local=block // share.count * share.local, replicas=share.replicas)
+        for start, block, share in zip(starts, sizes, blocks, strict=False)
+    )
+
+
+def _own_rows_of_groups(size: int, heads: Share | None, groups: Share) -> tuple[RowBlock, ...]:
+    """The same of a weight in which each key/value head is laid out with the heads that read it, first queries, then
+    key, then value, where several ranks hold one."""
+    if groups.replicas == 1 or heads is None:
+        return ()
+    readers = heads.count // groups.count
+    stride = size // groups.count
+    width = stride // (readers + 2)
+    queries = RowBlock(start=0, size=heads.count * width, local=heads.local * width, run=readers * width, stride=stride)
+    one = {"size": groups.count * width, "local": width, "replicas": groups.replicas, "run": width, "stride": stride}
+    return queries, RowBlock(start=readers * width, **one), RowBlock(start=(readers + 1) * width, **one)
+
+
+def _blocks_of(
+    architecture: Architecture, fqn: str, style: Style, shares: dict[str, Share], size: int
+) -> tuple[list[int], list[Share | None]]:
+    """Sizes of the blocks that the divided features of a weight fuse, and how what each consists of is divided.
+
+    Raises:
+        UnsupportedModelError: if the features are no such blocks.
+    """
     blocks = [shares.get(name) if name else None for name in style.units_of_blocks]
     counts = [share.count if share else 0 for share in blocks]
     total = sum(counts) if all(counts) else 0
     sizes = [size * count // total for count in counts] if total else [size // len(blocks)] * len(blocks)
-    units = {block * style.groups // share.units if share else 1 for block, share in zip(sizes, blocks, strict=True)}
     if style.widths:
         widths = [getattr(architecture.config, name) for name in style.widths]
         sizes = [count * width for count, width in zip(counts, widths, strict=True)]
-        units = {math.gcd(*widths)}
-    replicas = {share.replicas if share else 1 for share in blocks}
     exact = sum(sizes) == size and not any(
         block % share.count for block, share in zip(sizes, blocks, strict=True) if share
     )
@@ -221,6 +278,17 @@ def _cut_of(
             where=f"the plan of model type {architecture.model_type!r}",
             why="the model is not built as its model type says",
         )
+    return sizes, blocks
+
+
+def _cut_of(
+    architecture: Architecture, fqn: str, style: Style, shares: dict[str, Share], degree: int, *, dim: int, size: int
+) -> Cut:
+    sizes, blocks = _blocks_of(architecture, fqn, style, shares, size)
+    units = {block * style.groups // share.units if share else 1 for block, share in zip(sizes, blocks, strict=True)}
+    if style.widths:
+        units = {math.gcd(*(getattr(architecture.config, name) for name in style.widths))}
+    replicas = {share.replicas if share else 1 for share in blocks}
     uneven = any(share.units // style.groups % share.parts or share.units % style.groups for share in blocks if share)
     whole_only = style.fused or style.groups > 1 or style.widths
     if len(units) > 1 or len(replicas) > 1 or (whole_only and (uneven or replicas != {1})):
@@ -251,7 +319,7 @@ def _check_padding(architecture: Architecture, divisions: list[Division], shares
     }
     of_heads = {fqn for pattern, names in counted.items() if names for fqn, _ in architecture.find(pattern)}
     for division in divisions:
-        if division.kind == "spanning" and uneven_heads:
+        if division.kind == "spanning" and division.share is None and uneven_heads:
             raise _no_padding(architecture, division.fqn, "it looks at the features of all heads at once")
         if any(layout.replicas > 1 for layout in division.layouts.values()) and not isinstance(
             division.module, nn.Linear

@@ -9,6 +9,7 @@ from torch import nn
 
 from neuron_accel.strategies.tensor_parallel.embedding import VocabularyParallelEmbedding, VocabularyParallelHead
 from neuron_accel.strategies.tensor_parallel.head_split import shares_of
+from neuron_accel.strategies.tensor_parallel.linear import ColumnParallelLinear
 from neuron_accel.strategies.tensor_parallel.tp_region import Boundary, SequenceFlow, boundary_of
 
 if TYPE_CHECKING:
@@ -46,9 +47,10 @@ def _rows(model: nn.Module, boundary: Boundary) -> Iterator[tuple[str, str, int 
             yield fqn, "all-reduce out", module.weight.shape[1] * module.weight.element_size()
         elif isinstance(module, VocabularyParallelHead):
             yield fqn, _of_head(module), module.weight.shape[1] * module.weight.element_size()
+    alike = any(isinstance(module, ColumnParallelLinear) and module.alike is not None for module in model.modules())
     shares = shares_of(architecture, boundary.group.size)
     for share in shares.values():
-        if share.replicas > 1:
+        if alike and share.replicas > 1:
             yield (
                 f"{share.name} = {share.count}",
                 f"gradients summed over {share.replicas} ranks that share heads",

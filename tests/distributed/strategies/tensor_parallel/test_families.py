@@ -18,6 +18,8 @@ DIVERSE = (
 )  # fmt: skip
 WITHOUT_SEQUENCE = ("gemma4_text",)
 
+_TWELVE = {"hidden_size": 96, "num_attention_heads": 12, "head_dim": 8}
+
 VARIANTS = {
     "bigcode, multi-query": ("gpt_bigcode", {"multi_query": True}),
     "bigcode, multi-query, five heads": ("gpt_bigcode", {"multi_query": True, "n_embd": 40, "n_head": 5}),
@@ -28,7 +30,18 @@ VARIANTS = {
         {"new_decoder_architecture": False, "multi_query": False, "num_kv_heads": None, "alibi": True},
     ),
     "olmo hybrid, values wider than keys": ("olmo_hybrid", {"linear_value_head_dim": 16}),
+    "phi3, twelve heads that six share": ("phi3", {**_TWELVE, "num_key_value_heads": 6}),
+    "olmo2, twelve heads that six share": ("olmo2", {**_TWELVE, "num_key_value_heads": 6}),
+    "olmo2, six heads": ("olmo2", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6}),
+    "falcon, biases": ("falcon", {"bias": True}),
+    "bitnet, features padded": ("bitnet", {"intermediate_size": 45, **_TWELVE, "num_key_value_heads": 6}),
 }
+
+UNEVEN = (
+    "phi3", "phi3, twelve heads that six share", "olmo2", "olmo2, twelve heads that six share", "olmo2, six heads",
+    "olmoe", "falcon", "falcon, biases", "bitnet", "bitnet, features padded",
+)  # fmt: skip
+"""Models whose heads or features do not divide by four, or that have two key/value heads."""
 
 
 def _families(names: list[str], degree: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -54,5 +67,13 @@ def _check(results: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_loss_and_gradients(sequence_parallel: bool) -> None:
     options = {"sequence_parallel": sequence_parallel}
-    families = [*DIVERSE, *VARIANTS, *(() if sequence_parallel else WITHOUT_SEQUENCE)]
+    even = [name for name in VARIANTS if name not in UNEVEN]
+    families = [*DIVERSE, *even, *(() if sequence_parallel else WITHOUT_SEQUENCE)]
     _check(run_ranks(_families, 2, families, 2, options, timeout=150))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_fused_heads_and_norms_over_all_heads_that_do_not_divide(sequence_parallel: bool) -> None:
+    """Each rank computes whole heads with the key/value heads that they read, which neighbouring ranks share."""
+    options = {"sequence_parallel": sequence_parallel}
+    _check(run_ranks(_families, 4, list(UNEVEN), 4, options, timeout=100))
