@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+import torch
 
+from neuron_accel.engine.sharding.product_hooks import register_product_hook
 from neuron_accel.testing.ranks import run_ranks
-from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import batch, compare_step
+from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import (
+    batch,
+    compare_step,
+    divide,
+    make_run,
+)
 from tests.sweeps.tiny import tiny_model
 
 DIVERSE = (
@@ -77,3 +85,23 @@ def test_fused_heads_and_norms_over_all_heads_that_do_not_divide(sequence_parall
     """Each rank computes whole heads with the key/value heads that they read, which neighbouring ranks share."""
     options = {"sequence_parallel": sequence_parallel}
     _check(run_ranks(_families, 4, list(UNEVEN), 4, options, timeout=100))
+
+
+def _hooked() -> bool:
+    """Whether what a hook adds to all features of a projection arrives at those of this rank."""
+    model = tiny_model("phi3").eval()
+    divide(model, make_run(degree=4))
+    projection = model.model.layers[0].self_attn.qkv_proj
+    x, added = torch.randn(2, 3, 32), torch.arange(projection.weight.shape[0], dtype=torch.float32)
+    before = projection(x)
+    handle = register_product_hook(projection, lambda layer, args, product: product + added)
+    own = (projection(x) - before)[0, 0].round().int().tolist()
+    handle.remove()
+    index = int(os.environ["RANK"])
+    query, group = list(range(8 * index, 8 * index + 8)), 8 * (index // 2)
+    expected = [*query, *range(32 + group, 40 + group), *range(48 + group, 56 + group)]
+    return own == expected and torch.equal(projection(x), before)
+
+
+def test_a_hook_on_a_projection_that_is_whole_sees_all_of_it() -> None:
+    assert all(run_ranks(_hooked, 4))
