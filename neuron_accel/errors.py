@@ -84,9 +84,15 @@ class CheckpointError(NeuronAccelError):
     """A checkpoint cannot be written or read."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``"Did you mean 'x'? Known: a, b, x."`` for a misspelt ``word``."""
+def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.4) -> str:
+    """``"Did you mean 'x'? Known: a, b, x."`` for a misspelt ``word``.
+
+    Args:
+        word: what was written.
+        known: what could have been.
+        cutoff: how alike the nearest must be to be named, 0 to 1 (:func:`difflib.get_close_matches`).
+    """
     names = sorted(known)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
     listing = f"Known: {', '.join(names)}." if names else "None is known."
     return f"Did you mean {near[0]!r}? {listing}" if near else listing

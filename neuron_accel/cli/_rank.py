@@ -11,6 +11,7 @@ stays untouched, this package included.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import faulthandler
 import importlib.abc
@@ -27,6 +28,7 @@ import types
 
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.5
+ENDED_FILE = "ended.json"
 
 
 def die_with(launcher_pid: int) -> None:
@@ -91,14 +93,32 @@ def write_error_file(error: BaseException, stack: types.TracebackType | None) ->
     if not path:
         return
     now = time.time()
+    if isinstance(error, SyntaxError):  # whose own first line is that of the file
+        summary = f"{type(error).__name__}: {error}"
+    else:
+        summary = "".join(traceback.format_exception_only(type(error), error)).strip()
     details = {
         "py_callstack": "".join(traceback.format_exception(type(error), error, stack)),
         "timestamp": str(int(now)),
         "time": now,
     }
-    summary = "".join(traceback.format_exception_only(type(error), error)).strip()
     with open(path, "w") as file:
         json.dump({"message": {"message": summary, "extraInfo": details}}, file)
+
+
+def note_success(leaving: SystemExit | None = None) -> None:
+    """Leaves beside the error file that this rank ended with success, when, and by which ``sys.exit``: if another fails
+    afterwards, it may have waited for this one."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    note: dict[str, object] = {"time": time.time()}
+    if leaving is not None:
+        frames = traceback.extract_tb(targets_part(leaving.__traceback__))
+        if frames:
+            note["left_at"] = f"{frames[-1].filename}, line {frames[-1].lineno}"
+    with contextlib.suppress(OSError), open(os.path.join(os.path.dirname(path), ENDED_FILE), "w") as file:
+        json.dump(note, file)
 
 
 def targets_part(stack: types.TracebackType | None) -> types.TracebackType | None:
@@ -118,7 +138,9 @@ def main() -> None:
     except KeyboardInterrupt:
         raise
     except SystemExit as error:
-        if error.code not in (None, 0):
+        if error.code in (None, 0):
+            note_success(error)
+        else:
             write_error_file(error, targets_part(error.__traceback__))
         raise
     except BaseException as error:
@@ -126,6 +148,7 @@ def main() -> None:
         write_error_file(error, stack)
         sys.excepthook(type(error), error.with_traceback(stack), stack)
         sys.exit(1)
+    note_success()
 
 
 if __name__ == "__main__":

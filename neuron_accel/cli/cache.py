@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from neuron_accel.cli.parser import naming_options
 from neuron_accel.cli.terminal import format_pairs, format_table
 from neuron_accel.errors import ConfigurationError
-from neuron_accel.neuron.cache import CompileCache, location_of
+from neuron_accel.neuron.cache import CompileCache, check_location, is_s3, location_of
 from neuron_accel.neuron.cache_remote import RemoteEntry, is_remote, refusal_to_prune, remote_entries
 from neuron_accel.neuron.cache_store import (
     Entry,
@@ -67,17 +68,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+OPTIONS = {"CompileCache.max_size": "--max-size", "CompileCache.ttl": "--ttl", "CompileCache.location": "--cache-dir"}
+"""What the errors of :class:`CompileCache` call its arguments, and what they are called on the command line."""
+
+
 def run(args: argparse.Namespace) -> int:
-    place = location_of(os.environ) if args.cache_dir is None else os.path.expanduser(args.cache_dir)
-    place = place.removeprefix("file://")
     _check_options(args)
-    if is_remote(place):
-        report, text = {"list": _list_remote, "stats": _stats_remote, "prune": _refuse}[args.action](place, args)
-    else:
-        folder = open_folder(place)
-        report, text = {"list": _list, "stats": _stats, "prune": _prune}[args.action](folder, args)
+    with naming_options(OPTIONS):
+        report, text = _report(args)
     print(json.dumps(report, indent=2) if args.json else text)
     return 0
+
+
+def _report(args: argparse.Namespace) -> tuple[Any, str]:
+    if args.cache_dir is not None and is_s3(args.cache_dir):
+        check_location(args.cache_dir, "--cache-dir")
+    place = location_of(os.environ) if args.cache_dir is None else os.path.expanduser(args.cache_dir)
+    place = place.removeprefix("file://")
+    if is_remote(place):
+        return {"list": _list_remote, "stats": _stats_remote, "prune": _refuse}[args.action](place, args)
+    return {"list": _list, "stats": _stats, "prune": _prune}[args.action](open_folder(place), args)
 
 
 def _check_options(args: argparse.Namespace) -> None:

@@ -25,7 +25,13 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint_dir", type=Path, help="the checkpoint, or its tensor_parallel_shards folder")
     parser.add_argument("output_dir", type=Path, help="a folder without weights; made if it does not exist")
-    parser.add_argument("-f", "--format", choices=("safetensors", "pytorch"), default="safetensors")
+    parser.add_argument(
+        "-f",
+        "--format",
+        choices=("safetensors", "pytorch"),
+        default="safetensors",
+        help="of the weights: safetensors, or pytorch for files of torch.save (default safetensors)",
+    )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights (default 5GB)")
     parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")

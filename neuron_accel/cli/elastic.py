@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import shutil
@@ -21,8 +22,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from neuron_accel.cli._rank import ENDED_FILE
 from neuron_accel.cli.escalation import Escalation, signal_ranks
-from neuron_accel.cli.failures import RankFailure
+from neuron_accel.cli.failures import RankFailure, RankSuccess
 from neuron_accel.cli.heartbeat import Heartbeat
 from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, LaunchPlan
 from neuron_accel.errors import CommunicationError
@@ -60,6 +62,7 @@ class RankLogs(LogsSpecs):
             self.folders[int(env["RANK"])] = folder
             error_file = folder / "error.json"
             error_file.unlink(missing_ok=True)
+            (folder / ENDED_FILE).unlink(missing_ok=True)
             env["TORCHELASTIC_ERROR_FILE"] = destination.error_files[local_rank] = str(error_file)
             self._place(destination, local_rank, folder)
         return destination
@@ -85,6 +88,7 @@ class Outcome:
 
     signal: int | None = None
     failures: Sequence[RankFailure] = ()
+    successes: Sequence[RankSuccess] = ()
     log_dir: Path | None = None
 
 
@@ -109,7 +113,7 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
         return Outcome(signal=int(ended.sigval))
     except ChildFailedError as error:
         keep = True
-        return Outcome(failures=_failures(error, logs), log_dir=log_dir)
+        return Outcome(failures=_failures(error, logs), successes=_successes(logs), log_dir=log_dir)
     except (RendezvousError, DistError, TimeoutError) as error:
         raise CommunicationError(
             f"The ranks could not meet at {plan.endpoint}: {str(error).splitlines()[0]}",
@@ -170,3 +174,13 @@ def _failures(error: ChildFailedError, logs: RankLogs) -> list[RankFailure]:
             )
         )
     return failures
+
+
+def _successes(logs: RankLogs) -> list[RankSuccess]:
+    """The ranks of this machine that ended with success, as far as they could leave a note of it."""
+    found = []
+    for rank, folder in logs.folders.items():
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            note = json.loads((folder / ENDED_FILE).read_text())
+            found.append(RankSuccess(rank=rank, ended=float(note["time"]), left_at=note.get("left_at")))
+    return found

@@ -21,7 +21,7 @@ from neuron_accel.errors import ConfigurationError
 SUMMARY = "show what to paste into a bug report"
 DESCRIPTION = """\
 Show versions, hardware, the backend that would be chosen and why, the environment variables that matter,
-and the plugins installed. Values that look like secrets are left out.
+and the plugins installed. Values that look like secrets are left out. The exit code is 1 if no backend can be used.
 """
 EXAMPLES = """\
 examples:
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     report = collect(os.environ)
     print(json.dumps(report, indent=2) if args.json else format_report(report))
-    return 0
+    return 1 if "error" in report["backend"] else 0
 
 
 def collect(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -50,6 +50,21 @@ class RankFailure:
         return f"exit code {self.exit_code}" + (f", {self.summary}" if self.summary else "")
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankSuccess:
+    """A rank that ended with exit code 0 while others went on, or failed.
+
+    Args:
+        rank: its global rank.
+        ended: when, in seconds since the epoch.
+        left_at: file and line of the ``sys.exit`` that it left by; None: it came to the end of the script.
+    """
+
+    rank: int
+    ended: float
+    left_at: str | None = None
+
+
 def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
@@ -73,10 +88,20 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
     return min(suspects, key=lambda failure: failure.raised or 0.0)
 
 
-def describe(failures: Sequence[RankFailure]) -> str:
-    """The last thing that a failed launch prints."""
+def describe(failures: Sequence[RankFailure], successes: Sequence[RankSuccess] = ()) -> str:
+    """The last thing that a failed launch prints. A rank that left by ``sys.exit`` before the first failure is named
+    before it: the others may have waited for it."""
     first = first_failure(failures)
-    lines = [f"rank {first.rank} failed first: {first.how}"]
+    before = [one for one in successes if one.ended <= (first.raised or first.noticed + TOGETHER_SECONDS)]
+    before.sort(key=lambda one: (one.left_at is None, one.ended))
+    lines = [
+        f"rank {one.rank} left before the others were done: sys.exit at {one.left_at} (exit code 0)"
+        for one in before
+        if one.left_at is not None
+    ]
+    lines.append(f"rank {first.rank} failed first: {first.how}")
+    if ended := [str(one.rank) for one in before if one.left_at is None]:
+        lines.append(f"  at the end of the script before that, with exit code 0: rank {', '.join(ended)}")
     hint = HINTS.get(-first.exit_code)
     if hint:
         lines.append(f"  {hint}")

@@ -18,11 +18,21 @@ from typing import Any
 from neuron_accel.backends.select import Machine, choose
 from neuron_accel.cli.failures import describe, first_failure, signal_name
 from neuron_accel.cli.host import Host, count_cores, find_loopback, kernel_version
-from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, LaunchPlan, LaunchRequest, check_request, plan_launch
+from neuron_accel.cli.launch_plan import (
+    RENDEZVOUS_SECONDS,
+    LaunchPlan,
+    LaunchRequest,
+    check_request,
+    most_ranks,
+    plan_launch,
+)
+from neuron_accel.cli.parser import naming_options
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import CompileCache, is_s3, location_of
 from neuron_accel.neuron.cache_store import register_job
 from neuron_accel.neuron.instances import detect_instance
+
+AUTO = "auto"
 
 SUMMARY = "start a training script on several ranks"
 DESCRIPTION = """\
@@ -50,7 +60,14 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks = parser.add_argument_group("ranks")
-    _option(ranks, "--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this machine (default: 1)")
+    _option(
+        ranks,
+        "--nproc-per-node",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="ranks on this machine, or auto: one for each core of its accelerators, else of its CPU (default: 1)",
+    )
     _option(ranks, "--nnodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
     _option(ranks, "--node-rank", type=int, default=0, metavar="R", help="which machine this is, from 0 (default: 0)")
     _option(ranks, "--master-addr", metavar="A", help="address of machine 0 (default: this machine)")
@@ -98,9 +115,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
 
+def _count(text: str) -> int | str:
+    if text == AUTO:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {AUTO!r}") from None
+
+
 def _option(parser: argparse._ActionsContainer, name: str, **kwargs: Any) -> None:
     """Adds an option that may also be spelt with underscores, as torchrun's are."""
-    parser.add_argument(name, "--" + name[2:].replace("-", "_"), **kwargs)
+    parser.add_argument(*dict.fromkeys([name, "--" + name[2:].replace("-", "_")]), **kwargs)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,7 +134,8 @@ def run(args: argparse.Namespace) -> int:
         target=args.script,
         arguments=tuple(args.script_args),
         module=args.module,
-        nproc_per_node=args.nproc_per_node,
+        nproc_per_node=1 if args.nproc_per_node == AUTO else args.nproc_per_node,
+        as_many_as_possible=args.nproc_per_node == AUTO,
         nnodes=args.nnodes,
         node_rank=args.node_rank,
         master_addr=args.master_addr,
@@ -120,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
         max_restarts=args.max_restarts,
         instance=args.instance,
         lnc=args.lnc,
-        cache=CompileCache(location=args.cache_dir, retry_failed_compilation=args.retry_failed_compilation),
+        cache=_cache(args),
         compiler_flags=args.compiler_flags,
         heartbeat=args.heartbeat,
     )
@@ -132,6 +159,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"{plan.explain()}\neach rank runs:\n  {shlex.join([sys.executable, *plan.command('LAUNCHER_PID')])}")
         return 0
     return launch(plan, quiet=args.quiet)
+
+
+def _cache(args: argparse.Namespace) -> CompileCache:
+    with naming_options({"CompileCache.location": "--cache-dir"}):
+        return CompileCache(location=args.cache_dir, retry_failed_compilation=args.retry_failed_compilation)
 
 
 def _write_batch_files(place: str, plan: LaunchPlan, args: argparse.Namespace) -> None:
@@ -189,6 +221,8 @@ def prepare(request: LaunchRequest, *, meets: bool = True) -> LaunchPlan:
         instance=instance.name if instance else None,
         kernel=kernel_version(platform.release()) if sys.platform == "linux" else None,
     )
+    if request.as_many_as_possible:
+        request = dataclasses.replace(request, nproc_per_node=most_ranks(request, host, decision, os.environ))
     return plan_launch(request, host, decision, os.environ)
 
 
@@ -212,7 +246,7 @@ def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:
         _say(f"ended by {signal_name(outcome.signal)}")
         return 128 + outcome.signal
     if outcome.failures:
-        _say(describe(outcome.failures))
+        _say(describe(outcome.failures, outcome.successes))
         return first_failure(outcome.failures).shell_code
     return 0
 

@@ -40,6 +40,7 @@ class LaunchRequest:
     arguments: tuple[str, ...] = ()
     module: bool = False
     nproc_per_node: int = 1
+    as_many_as_possible: bool = False
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str | None = None
@@ -305,6 +306,28 @@ def instance_of(request: LaunchRequest, host: Host, environment: Mapping[str, st
     if named:
         return find_instance(named, INSTANCE_VARIABLE)
     return find_instance(host.instance) if host.instance else None
+
+
+def most_ranks(request: LaunchRequest, host: Host, decision: Decision, environment: Mapping[str, str]) -> int:
+    """One rank for each logical core of the Trainium instance, GPU, or CPU core that there is.
+
+    Raises:
+        ConfigurationError: if the number of cores is not known.
+    """
+    instance = instance_of(request, host, environment)
+    if instance is not None and (request.instance or runs_on_neuron(host, decision)):
+        return instance.cores(request.lnc) // instance.hosts
+    if runs_on_neuron(host, decision):
+        raise ConfigurationError(
+            "This instance is not known, nor how many cores it has.",
+            where="--nproc-per-node auto",
+            fix="give the number of ranks, or name the --instance",
+        )
+    if decision.device == "cuda":
+        import torch
+
+        return torch.cuda.device_count()
+    return host.cores
 
 
 def runs_on_neuron(host: Host, decision: Decision) -> bool:

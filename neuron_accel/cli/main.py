@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 from neuron_accel.cli import (
     cache,
@@ -21,6 +22,7 @@ from neuron_accel.cli import (
     smoke_test,
     verify,
 )
+from neuron_accel.cli.parser import Parser, no_command
 from neuron_accel.errors import NeuronAccelError
 
 COMMANDS = {
@@ -50,25 +52,25 @@ examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="neuron-accel",
         description="Launch, inspect and check sharded training with neuron_accel.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"neuron-accel {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=module.SUMMARY,
-            description=module.DESCRIPTION,
-            epilog=module.EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        command = commands.add_parser(name, help=module.SUMMARY, description=module.DESCRIPTION, epilog=module.EXAMPLES)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("neuron-accel")
+    except metadata.PackageNotFoundError:  # a copy of the source that was not installed
+        return "of unknown version"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     ``launch`` returns the exit code of the rank that failed first.
     """
-    args = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser = build_parser()
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    if not words[0].startswith("-") and words[0] not in COMMANDS:
+        parser.error(no_command(words[0], COMMANDS))
+    args = parser.parse_args(words)
     try:
         return args.run(args)
     except NeuronAccelError as error:

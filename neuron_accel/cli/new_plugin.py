@@ -17,7 +17,7 @@ SUMMARY = "write a package with a strategy plugin of your own"
 DESCRIPTION = """\
 Write a package that brings a strategy plugin: pyproject with the entry point by which it is found, a plugin with an
 option and hooks, and tests that put it through the conformance kit. It can be installed and passes its own tests as
-it is. Then replace what it does. See docs/writing-a-plugin.md.
+it is. Then replace what it does. The documentation's page "Writing a plugin" explains every part.
 """
 EXAMPLES = """\
 examples:
@@ -58,10 +58,16 @@ def plugin_name(name: str) -> str:
         UsageError: if no package and class could be called so, or it is taken.
     """
     result = name.removeprefix(PREFIX).replace("-", "_")
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", result) or keyword.iskeyword(result):
+    if keyword.iskeyword(result):
         raise UsageError(
-            f"{name!r} is no name for a plugin.",
-            why="a package, a class and a key of configuration files are called so",
+            f"{name!r} is not a valid name for a plugin.",
+            why=f"{result!r} is a keyword of Python, and a package and a class get this name",
+            fix=f"choose another name, such as {result}_plugin",
+        )
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", result):
+        raise UsageError(
+            f"{name!r} is not a valid name for a plugin.",
+            why="the name is used for the package, the class and the key in configuration files",
             fix="use small letters, digits and underscores, with a letter first",
         )
     taken = [entry for entry in Registry.from_environment().entries() if entry.name == result]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from neuron_accel.cli.terminal import format_table
-from neuron_accel.engine.plan.plugin import StrategyPlugin
+from neuron_accel.cli.terminal import format_pairs, format_table, terminal_width
+from neuron_accel.engine.plan.plugin import AxisSpec, StrategyPlugin
 from neuron_accel.engine.plan.registry import PluginEntry, Registry
 from neuron_accel.errors import NeuronAccelError
 
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     registry = Registry.from_environment()
     plugins = [describe(entry) for entry in registry.entries()]
     problems = [str(problem) for problem in registry.problems()]
-    print(json.dumps(plugins, indent=2) if args.json else format_plugins(plugins, problems))
+    print(json.dumps(plugins, indent=2) if args.json else format_plugins(plugins, problems, terminal_width()))
     return 1 if problems or any(plugin["error"] for plugin in plugins) else 0
 
 
@@ -73,34 +74,48 @@ def describe(entry: PluginEntry) -> dict[str, Any]:
 
 
 def _axes(cls: type[StrategyPlugin]) -> list[str] | None:
-    """The axes of the mesh that it can bring; None where its options have no defaults to ask with."""
-    required = [
-        field
-        for field in dataclasses.fields(cls)
-        if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    ]
-    return None if required else [axis.name for axis in cls().axes()]
+    """The axes of the mesh that it can bring; None where its options have no defaults to ask with.
+
+    Some come with an option that is larger than its default only, perhaps from a plugin that this one consists of. So
+    each whole number among the options is tried one larger, too.
+    """
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    if any(f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING for f in fields):
+        return None
+    by_default = cls()
+    names = [axis.name for axis in _all_axes(by_default)]
+    for field in fields:
+        if type(field.default) is int:
+            with contextlib.suppress(Exception):  # one larger may be refused; what is wrong by default is told above
+                larger = dataclasses.replace(by_default, **{field.name: field.default + 1})
+                names += [axis.name for axis in _all_axes(larger)]
+    return list(dict.fromkeys(names))
 
 
-def format_plugins(plugins: list[dict[str, Any]], problems: Sequence[str] = ()) -> str:
+def _all_axes(plugin: StrategyPlugin) -> list[AxisSpec]:
+    return [*plugin.axes(), *(axis for companion in plugin.companions() for axis in _all_axes(companion))]
+
+
+HEADERS = ("name", "version", "distribution", "contract", "phase", "axes", "claims", "refines", "requires", "conflicts")
+
+
+def format_plugins(plugins: list[dict[str, Any]], problems: Sequence[str] = (), width: int | None = None) -> str:
+    """A table, or where that is wider than ``width`` columns, a paragraph for each plugin."""
     if not plugins:
         return "no plugin is installed"
-    headers = (
-        "name",
-        "version",
-        "distribution",
-        "contract",
-        "phase",
-        "axes",
-        "claims",
-        "refines",
-        "requires",
-        "conflicts",
-    )
-    rows = [[_cell(plugin, header) for header in headers] for plugin in plugins]
+    rows = [[_cell(plugin, header) for header in HEADERS] for plugin in plugins]
+    shown = format_table(HEADERS, rows)
+    if width is not None and max(map(len, shown.splitlines())) > width:
+        shown = "\n\n".join(_paragraph(row, width) for row in rows)
     broken = [f"{plugin['name']}: {plugin['error']}" for plugin in plugins if plugin["error"]]
     sections = [["", "cannot be loaded:", *broken] if broken else [], ["", "problems:", *problems] if problems else []]
-    return "\n".join([format_table(headers, rows), *(line for section in sections for line in section)])
+    return "\n".join([shown, *(line for section in sections for line in section)])
+
+
+def _paragraph(row: Sequence[str], width: int) -> str:
+    name, version, distribution, *rest = row
+    pairs = [(header, cell) for header, cell in zip(HEADERS[3:], rest, strict=True) if cell != "-"]
+    return f"{name}  ({distribution} {version})\n{format_pairs(pairs, width=width)}"
 
 
 def _cell(plugin: dict[str, Any], header: str) -> str:

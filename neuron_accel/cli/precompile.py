@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from neuron_accel.cli.parser import naming_options
 from neuron_accel.cli.terminal import format_pairs
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import CompileCache, location_of
@@ -60,7 +61,11 @@ class PrecompilePlan:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--command", dest="phase", choices=COMMANDS, help="one phase only (default: collect, then compile)"
+        "--command",
+        dest="phase",
+        choices=COMMANDS,
+        metavar="PHASE",
+        help=f"one phase only: {', '.join(COMMANDS)} (default: collect, then compile)",
     )
     parser.add_argument("--max-steps", type=int, default=10, metavar="N", help="steps of the trial (default: 10)")
     parser.add_argument("--max-retries", type=int, default=0, metavar="N", help="attempts at a graph that fails")
@@ -74,9 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Becomes the tool: its exit code and signals are ours."""
-    plan = plan_precompile(args, os.environ, shutil.which(TOOL))
+    tool = shutil.which(TOOL)
+    plan = plan_precompile(args, os.environ, tool)
     print(f"neuron-accel: {plan.explain()}", flush=True)
     if args.dry_run:
+        if tool is None:
+            print(f"{TOOL}, which comes with torch-neuronx, is not on the PATH of this machine")
         return 0
     _check_command(args)
     CompileCache(location=args.cache_dir).check_writable(os.environ)
@@ -93,7 +101,7 @@ def plan_precompile(args: argparse.Namespace, environ: Mapping[str, str], tool: 
         tool: where neuron_parallel_compile is; None if it is missing.
 
     Raises:
-        ConfigurationError: if it is missing, or the command line makes no sense.
+        ConfigurationError: if it is missing and something is to be run, or the command line makes no sense.
     """
     script = _script(args)
     if args.max_steps < 1 or args.max_retries < 0:
@@ -108,7 +116,7 @@ def plan_precompile(args: argparse.Namespace, environ: Mapping[str, str], tool: 
     ]
     if analysis and args.phase != "analyze":
         raise ConfigurationError(f"{analysis[0]} does nothing here.", where=analysis[0], fix="give --command analyze")
-    if tool is None:
+    if tool is None and not args.dry_run:
         raise ConfigurationError(
             f"{TOOL} is not on the PATH.",
             where="neuron-accel precompile",
@@ -117,7 +125,7 @@ def plan_precompile(args: argparse.Namespace, environ: Mapping[str, str], tool: 
             "are met, and there is nothing to precompile",
         )
     command = ["--command", args.phase] if args.phase else []
-    return PrecompilePlan(words=(tool, *command, *analysis, *script), settings=tuple(_settings(args, environ)))
+    return PrecompilePlan(words=(tool or TOOL, *command, *analysis, *script), settings=tuple(_settings(args, environ)))
 
 
 def _script(args: argparse.Namespace) -> list[str]:
@@ -157,7 +165,8 @@ def _check_command(args: argparse.Namespace) -> None:
 
 
 def _settings(args: argparse.Namespace, environ: Mapping[str, str]) -> list[Setting]:
-    cache = CompileCache(location=args.cache_dir, retry_failed_compilation=args.retry_failed_compilation)
+    with naming_options({"CompileCache.location": "--cache-dir"}):
+        cache = CompileCache(location=args.cache_dir, retry_failed_compilation=args.retry_failed_compilation)
     found = [
         Setting(name=STEPS_VARIABLE, value=str(args.max_steps), why="the trial ends after as many optimizer steps")
     ]

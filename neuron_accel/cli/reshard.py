@@ -18,6 +18,9 @@ SUMMARY = "divide a checkpoint for another mesh, optimizer included"
 DESCRIPTION = """\
 Write a checkpoint again as the ranks of another mesh would have saved it, so that each reads files of its own.
 Loading never needs this: any mesh loads any checkpoint. Needs no accelerator and a few megabytes of memory.
+
+Degrees of tensor and pipeline parallelism need the model's config.json beside the checkpoint, where `save_state`
+puts it for models of transformers: it says what can be sharded how. Other models cannot be resharded along these axes.
 """
 EXAMPLES = """\
 examples:
@@ -31,10 +34,20 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint_dir", type=Path, help="the checkpoint, or its tensor_parallel_shards folder")
     parser.add_argument("output_dir", type=Path, help="an empty folder; made if it does not exist")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="degree (default 1)")
-    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="degree (default 1)")
-    parser.add_argument("--virtual-stages", type=int, default=1, metavar="N", help="of each rank (default 1)")
-    parser.add_argument("--data-parallel", type=int, default=1, metavar="N", help="degree (default 1)")
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tensor-parallel degree; needs config.json in the checkpoint (default 1)",
+    )
+    parser.add_argument(
+        "--pipeline-parallel", type=int, default=1, metavar="N", help="pipeline-parallel degree; likewise (default 1)"
+    )
+    parser.add_argument(
+        "--virtual-stages", type=int, default=1, metavar="N", help="pipeline stages of each rank (default 1)"
+    )
+    parser.add_argument("--data-parallel", type=int, default=1, metavar="N", help="data-parallel degree (default 1)")
     parser.add_argument("--zero-1", action="store_true", help="divide the optimizer's state over data-parallel ranks")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
+import textwrap
 from pathlib import Path
 
-from neuron_accel.cli.schedule_chart import make_timeline, summary, svg, text
+from neuron_accel.cli.parser import naming_options
+from neuron_accel.cli.schedule_chart import Timeline, make_timeline, summary, svg, text
+from neuron_accel.cli.terminal import terminal_width
+from neuron_accel.errors import ConfigurationError
 from neuron_accel.strategies.pipeline.schedules import SCHEDULES, Kind, make_schedule
 
 SUMMARY = "draw a pipeline schedule"
@@ -21,27 +26,73 @@ examples:
 """
 
 
+MOST_COMPUTATIONS = 200_000
+_OPTIONS = {
+    "num_microbatches": "--microbatches",
+    "microbatches": "--microbatches",
+    "virtual_stages": "--virtual-stages",
+    "stages": "--stages",
+    "schedule": "--schedule",
+}
+"""What functions call their arguments, and what they are called here."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--stages", type=int, default=4, help="ranks along the pipeline (default: 4)")
-    parser.add_argument("--microbatches", type=int, default=8, help="parts of a batch (default: 8)")
-    parser.add_argument("--schedule", default="1f1b", help=f"{', '.join(SCHEDULES)} (default: 1f1b)")
-    parser.add_argument("--virtual-stages", type=int, default=1, help="stages on each rank (default: 1)")
+    parser.add_argument("--stages", type=int, default=4, metavar="N", help="ranks along the pipeline (default: 4)")
+    parser.add_argument("--microbatches", type=int, default=8, metavar="N", help="parts of a batch (default: 8)")
+    parser.add_argument("--schedule", default="1f1b", metavar="NAME", help=f"{', '.join(SCHEDULES)} (default: 1f1b)")
+    parser.add_argument("--virtual-stages", type=int, default=1, metavar="N", help="stages on each rank (default: 1)")
     parser.add_argument(
-        "--backward-cost", type=float, default=2.0, help="duration of a backward pass in forward passes (default: 2)"
+        "--backward-cost",
+        type=float,
+        default=2.0,
+        metavar="X",
+        help="duration of a backward pass in forward passes (default: 2)",
     )
-    parser.add_argument("--svg", type=Path, help="write an SVG picture to this file, too")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write an SVG picture to this file, too")
 
 
 def run(args: argparse.Namespace) -> int:
-    schedule = make_schedule(
-        args.schedule, stages=args.stages, microbatches=args.microbatches, virtual_stages=args.virtual_stages
-    )
-    half = args.backward_cost / 2
-    costs = {Kind.BACKWARD: args.backward_cost, Kind.BACKWARD_INPUT: half, Kind.BACKWARD_WEIGHT: half}
-    timeline = make_timeline(schedule, costs)
-    print(summary(timeline))
-    print(text(timeline))
+    timeline = _timeline(args)
     if args.svg:
-        args.svg.write_text(svg(timeline), encoding="utf-8")
+        _write(args.svg, svg(timeline))
+    print(textwrap.fill(summary(timeline), terminal_width()))
+    print(text(timeline, terminal_width()))
+    if args.svg:
         print(f"written to {args.svg}")
     return 0
+
+
+def _timeline(args: argparse.Namespace) -> Timeline:
+    if not 0 < args.backward_cost < math.inf:
+        raise ConfigurationError(
+            f"A backward pass cannot take {args.backward_cost:g} forward passes.",
+            where="--backward-cost",
+            fix="give a number above 0; 2 is usual",
+        )
+    computations = max(1, args.stages) * max(1, args.microbatches) * max(1, args.virtual_stages)
+    if computations > MOST_COMPUTATIONS:
+        raise ConfigurationError(
+            f"{computations} forward passes are too many to draw.",
+            where="--stages, --microbatches, --virtual-stages",
+            fix=f"give numbers whose product is at most {MOST_COMPUTATIONS}",
+        )
+    with naming_options(_OPTIONS):
+        schedule = make_schedule(
+            args.schedule, stages=args.stages, microbatches=args.microbatches, virtual_stages=args.virtual_stages
+        )
+    half = args.backward_cost / 2
+    return make_timeline(
+        schedule, {Kind.BACKWARD: args.backward_cost, Kind.BACKWARD_INPUT: half, Kind.BACKWARD_WEIGHT: half}
+    )
+
+
+def _write(path: Path, picture: str) -> None:
+    try:
+        path.write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be written: {error.strerror or error}.",
+            where="--svg",
+            fix="name a file in a folder that exists and may be written to",
+        ) from error

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
+from neuron_accel.errors import ConfigurationError
 from neuron_accel.strategies.pipeline.schedules import Action, Kind, Schedule, needs
 
 # ---- When each action of a schedule happens, if computing takes this long and transfers take no time. Without torch
@@ -60,8 +63,18 @@ def make_timeline(schedule: Schedule, costs: Mapping[Kind, float] | None = None)
     Args:
         schedule: the schedule.
         costs: duration of each kind of computation; :data:`UNIT_COSTS` by default.
+
+    Raises:
+        ConfigurationError: if one takes no time, or forever.
     """
     costs = {**UNIT_COSTS, **(costs or {})}
+    for kind, cost in costs.items():
+        if not 0 < cost < math.inf:
+            raise ConfigurationError(
+                f"A {COLOURS[kind][1]} pass cannot take {cost:g} forward passes.",
+                where="costs",
+                fix="give a number above 0; 2 is usual for a backward pass",
+            )
     lists = [schedule.compute(rank) for rank in range(schedule.ranks)]
     ends: dict[Action, float] = {}
     free, position = [0.0] * schedule.ranks, [0] * schedule.ranks
@@ -116,22 +129,61 @@ def summary(timeline: Timeline) -> str:
     )
 
 
-def text(timeline: Timeline) -> str:
-    """A Gantt chart of characters, one line a rank, one column a unit of time. ``F3`` is the forward pass of
-    micro-batch 3, ``B`` a backward pass, ``I`` and ``W`` its two halves; where ranks have several stages, their number
-    on the rank follows (``F3.1``). Dots are idle time."""
+MOST_BANDS = 12
+
+
+def text(timeline: Timeline, width: int = 10_000) -> str:
+    """A Gantt chart of characters, one line a rank. ``F3`` is the forward pass of micro-batch 3, ``B`` a backward pass,
+    ``I`` and ``W`` its two halves; where ranks have several stages, their number on the rank follows (``F3.1``). Dots
+    are idle time.
+
+    Args:
+        timeline: what to draw.
+        width: columns that there are. Where labels do not fit, computations are letters without numbers; where those do
+            not fit either, the chart goes on below.
+    """
     schedule = timeline.schedule
     unit = min(span.end - span.start for span in timeline.spans)
-    width = 1 + max(len(_label(span, schedule)) for span in timeline.spans)
-    columns = round(timeline.duration / unit)
+    label = max(len(_label(span, schedule)) for span in timeline.spans)
+    left = len(f"rank {schedule.ranks - 1}  ")
+    room = max(20, width - left)
+    for cell in (label + 1, label):
+        if _at(timeline.duration, cell / unit) <= room:
+            rows = [_row(timeline, rank, cell, unit, labelled=True) for rank in range(schedule.ranks)]
+            return "\n".join(f"rank {rank}".ljust(left) + row.rstrip() for rank, row in enumerate(rows))
+    columns = _at(timeline.duration, 1 / unit)
+    advice = "for a picture with the numbers of micro-batches use --svg"
+    if columns > MOST_BANDS * room:
+        return textwrap.fill(f"{columns} columns are too many to draw here; {advice}", width, break_on_hyphens=False)
+    rows = [_row(timeline, rank, 1, unit, labelled=False) for rank in range(schedule.ranks)]
     lines = []
-    for rank in range(schedule.ranks):
-        cells = ["." + " " * (width - 1)] * columns
-        for span in _of(timeline, rank):
-            start, stop = round(span.start / unit), round(span.end / unit)
-            cells[start:stop] = [_label(span, schedule).ljust(width)] + ["-" * (width - 1) + " "] * (stop - start - 1)
-        lines.append(f"rank {rank}  {''.join(cells).rstrip()}")
-    return "\n".join(lines)
+    for begin in range(0, columns, room):
+        lines += [f"rank {rank}".ljust(left) + row[begin : begin + room].rstrip() for rank, row in enumerate(rows)]
+        lines.append("")
+    kinds = sorted({span.action.kind for span in timeline.spans}, key=list(COLOURS).index)
+    letters = ", ".join(f"{kind.value} {COLOURS[kind][1]}" for kind in kinds)
+    return "\n".join([*lines, textwrap.fill(f"{letters}, . idle; {advice}", width, break_on_hyphens=False)])
+
+
+def _row(timeline: Timeline, rank: int, cell: int, unit: float, *, labelled: bool) -> str:
+    """One rank's line. A computation has as many characters as it takes time, and the shortest ``cell``."""
+    scale = cell / unit
+    row = [character for _ in range(_at(timeline.duration, scale) // cell + 1) for character in "." + " " * (cell - 1)]
+    for span in _of(timeline, rank):
+        start, stop = _at(span.start, scale), _at(span.end, scale)
+        name = _label(span, timeline.schedule) if labelled else span.action.kind.value
+        gap = 1 if cell > len(name) and labelled else 0
+        more = stop - start - cell
+        if more % cell and labelled:
+            name, more = name.ljust(stop - start - gap, "-"), 0
+        shown = name.ljust(cell) + ("-" * (more - gap) + " " * gap if more > 0 else "")
+        row[start:stop] = shown[: stop - start].ljust(stop - start)
+    return "".join(row)[: _at(timeline.duration, scale)]
+
+
+def _at(time: float, scale: float) -> int:
+    """The column at which a time is drawn; two times at least ``1 / scale`` apart have different ones."""
+    return math.floor(time * scale + 0.5 + 1e-6)
 
 
 def svg(timeline: Timeline) -> str:

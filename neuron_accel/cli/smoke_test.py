@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
 from pathlib import Path
 
 from neuron_accel.cli.launch import launch, prepare
 from neuron_accel.cli.launch_plan import LaunchRequest
+from neuron_accel.errors import ConfigurationError
 
 SUMMARY = "check this installation on several ranks, in under a minute"
 DESCRIPTION = """\
@@ -35,6 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not 0 < args.timeout < math.inf:
+        raise ConfigurationError(
+            f"The test cannot be given up after {args.timeout:g} seconds.", where="--timeout", fix="give more than 0"
+        )
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="neuron_accel_") as folder:
         result_file = Path(folder, "result.json")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any, TextIO
@@ -17,10 +19,21 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def format_pairs(pairs: Sequence[tuple[str, str]], indent: str = "  ") -> str:
-    """``name  value`` lines with aligned values."""
-    width = max((len(name) for name, _ in pairs), default=0)
-    return "\n".join(f"{indent}{name.ljust(width)}  {value}".rstrip() for name, value in pairs)
+def format_pairs(pairs: Sequence[tuple[str, str]], indent: str = "  ", width: int | None = None) -> str:
+    """``name  value`` lines with aligned values, which are wrapped to ``width`` columns."""
+    longest = max((len(name) for name, _ in pairs), default=0)
+    lines = [(f"{indent}{name.ljust(longest)}  ", value) for name, value in pairs]
+    if width is None:
+        return "\n".join(f"{name}{value}".rstrip() for name, value in lines)
+    return "\n".join(
+        textwrap.fill(value, width, initial_indent=name, subsequent_indent=" " * len(name), break_on_hyphens=False)
+        for name, value in lines
+    )
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, or what COLUMNS says; 80 where there is none."""
+    return max(40, shutil.get_terminal_size().columns)
 
 
 # ---- A progress bar for terminals ------------------------------------------------------------------------------------

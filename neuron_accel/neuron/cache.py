@@ -153,7 +153,12 @@ def check_location(location: str, where: str) -> None:
     if not location.strip():
         raise ConfigurationError("The location of the compile cache is empty.", where=where, fix="name a folder")
     if is_s3(location) and not _S3.match(location):
-        raise ConfigurationError(f"{location!r} is no S3 address.", where=where, fix="write s3://bucket/prefix")
+        raise ConfigurationError(
+            f"{location!r} is not a valid S3 address.",
+            where=where,
+            why="the name of a bucket has 3 to 63 small letters, digits, dots and hyphens",
+            fix="write s3://bucket/prefix",
+        )
     if separator and scheme != "s3":
         raise ConfigurationError(
             f"The compile cache cannot be at {location!r}.", where=where, fix="name a folder, or s3://bucket/prefix"

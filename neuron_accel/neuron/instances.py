@@ -306,10 +306,10 @@ def find_instance(name: str, where: str = "instance type") -> Instance:
     """
     if name not in INSTANCES:
         raise ConfigurationError(
-            f"{name!r} is no Trainium instance.",
+            f"{name!r} is not a known Trainium instance.",
             where=where,
             why="what it can do decides which groups of ranks are possible and what is set for them",
-            fix=did_you_mean(name, INSTANCES),
+            fix=did_you_mean(name, INSTANCES, cutoff=0.75),
         )
     return INSTANCES[name]
 

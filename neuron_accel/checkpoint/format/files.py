@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -147,8 +148,36 @@ def failure(verb: str, path: Path | str, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"{Path(path).name!r} could not be {verb}: {error.strerror or error}.",
         where=str(path),
-        fix="check that the folder exists, is writable for this user, and has space left",
+        fix="check that it exists and may be read by this user, or use another checkpoint"
+        if verb == "read"
+        else "check that the folder exists, is writable for this user, and has space left",
     )
+
+
+def open_file(path: Path | str) -> int:
+    """A descriptor of a file to read from. What is no file (a pipe, a socket, a device, a folder) is refused: opening
+    or reading it might wait forever.
+
+    Raises:
+        OSError: if it cannot be opened, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
+        raise OSError(errno.EINVAL, f"it is {kind}, not a file")
+    return descriptor
+
+
+def read_bytes(path: Path) -> bytes:
+    """The contents of a file.
+
+    Raises:
+        OSError: as :func:`open_file`.
+    """
+    with open(open_file(path), "rb") as file:
+        return file.read()
 
 
 def _copy_extent(extent: Extent, target: int) -> None:
@@ -159,7 +188,7 @@ def _copy_extent(extent: Extent, target: int) -> None:
         CheckpointError: if the file ends before the extent does.
     """
     offset, end = extent.offset, extent.offset + extent.size
-    with open(extent.path, "rb", buffering=0) as source:
+    with open(open_file(extent.path), "rb", buffering=0) as source:
         by_system = hasattr(os, "copy_file_range")
         while offset < end:
             size = min(_CHUNK if not by_system else BLOCK, end - offset)
@@ -215,7 +244,7 @@ def checksum_of_block(path: Path, block: int) -> str:
     checksum, left = xxhash.xxh3_64(), BLOCK
     buffer = bytearray(_CHUNK)
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(open_file(path), "rb", buffering=0) as file:
             file.seek(block * BLOCK)
             while left and (count := file.readinto(memoryview(buffer)[: min(left, _CHUNK)])):
                 checksum.update(memoryview(buffer)[:count])

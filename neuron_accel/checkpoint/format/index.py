@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from neuron_accel.checkpoint.format.files import failure
+from neuron_accel.checkpoint.format.files import failure, read_bytes
 from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER, Manifest, has_manifest, locate
 from neuron_accel.checkpoint.format.pickled import read_pickled
 from neuron_accel.checkpoint.format.source import Chunk, SourceTensor
@@ -158,7 +158,7 @@ def pretrained_files(folder: Path, names: tuple[str, str] = _SAFE) -> list[Path]
     if not listing.is_file():
         return [single] if single.is_file() else []
     try:
-        weight_map = json.loads(listing.read_text())["weight_map"]
+        weight_map = json.loads(read_bytes(listing).decode())["weight_map"]
         files = sorted(set(weight_map.values()))
         if any(Path(file).name != file for file in files):
             raise ValueError("it names a file in another folder")

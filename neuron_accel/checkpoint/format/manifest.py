@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from neuron_accel.checkpoint.format.files import checksum_of_block, failure, number_of_blocks
+from neuron_accel.checkpoint.format.files import checksum_of_block, failure, number_of_blocks, read_bytes
 from neuron_accel.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -106,10 +106,18 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+        data = read_bytes(path)
+    except (FileNotFoundError, NotADirectoryError):
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{str(folder)!r} is a file, not the folder of a checkpoint."
+                if folder.exists()
+                else f"{str(folder)!r} does not exist.",
+                where=str(folder),
+                fix="give the folder that `save_state` returned",
+            ) from None
         raise CheckpointError(
-            f"{str(folder)!r} is no complete checkpoint: it has no {NAME}.",
+            f"{str(folder)!r} is not a complete checkpoint: it has no {NAME}.",
             where=str(path),
             why="the manifest is written last; the save was interrupted, or this is another folder",
             fix="use the checkpoint before it, or the folder that `save_state` returned",

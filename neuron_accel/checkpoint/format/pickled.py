@@ -7,13 +7,14 @@ for the rest; the older format has to be read whole.
 
 from __future__ import annotations
 
+import os
 import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuron_accel.checkpoint.format.files import failure
+from neuron_accel.checkpoint.format.files import failure, open_file
 from neuron_accel.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def read_pickled(path: Path) -> dict[str, torch.Tensor]:
     import torch
 
     try:
+        os.close(open_file(path))  # torch would wait for what is no file
         if is_mapped(path):
             _check_stored(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped(path))

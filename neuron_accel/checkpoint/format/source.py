@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neuron_accel.checkpoint.format.files import Extent, failure
+from neuron_accel.checkpoint.format.files import Extent, failure, open_file
 from neuron_accel.checkpoint.format.pickled import is_mapped, read_pickled
 from neuron_accel.checkpoint.format.tensorfile import item_size
 from neuron_accel.engine.sharding.layout import Layout
@@ -56,7 +56,7 @@ class Bytes:
         try:
             with self._lock:
                 if path not in self._open:
-                    self._open[path] = os.open(path, os.O_RDONLY)
+                    self._open[path] = open_file(path)
                 descriptor = self._open[path]
             view = memoryview(out).cast("B")
             while view:

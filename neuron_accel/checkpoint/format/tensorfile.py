@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from neuron_accel.checkpoint.format.files import failure
+from neuron_accel.checkpoint.format.files import failure, open_file
 from neuron_accel.errors import CheckpointError
 
 _MAX_HEADER = 100_000_000  # the limit of the reference implementation
@@ -113,7 +113,7 @@ def read_header(path: Path) -> Header:
         CheckpointError: if it cannot be read or is no valid header of this file.
     """
     try:
-        with open(path, "rb") as file:
+        with open(open_file(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuron_accel.checkpoint.format.files import Extent, Files
+from neuron_accel.checkpoint.format.files import Extent, Files, read_bytes
 from neuron_accel.checkpoint.format.index import index_checkpoint, model_collection
 from neuron_accel.checkpoint.format.manifest import (
     MODEL_FOLDER,
@@ -117,7 +117,7 @@ def consolidate(
         path = output / relative
         if path.parent != output:
             files.make_folder(path.parent)
-        files.write(path, [locate(folder, relative).read_bytes()])
+        files.write(path, [read_bytes(locate(folder, relative))])
     files.sync_folder(output)
     return paths
 

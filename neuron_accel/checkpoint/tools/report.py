@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from neuron_accel.checkpoint.format.files import read_bytes
 from neuron_accel.checkpoint.format.index import Index, index_checkpoint, model_collection
 from neuron_accel.checkpoint.format.manifest import Manifest, check_file, locate, read_manifest
 from neuron_accel.checkpoint.format.source import SourceTensor
@@ -116,7 +117,7 @@ def _against_config(folder: Path, manifest: Manifest, index: Index) -> list[str]
     if "config.json" not in manifest.of_kind("auxiliary"):
         return []
     try:
-        config = json.loads(locate(folder, "config.json").read_text())
+        config = json.loads(read_bytes(locate(folder, "config.json")).decode())
         if not isinstance(config, dict):
             raise ValueError("it is no object")
     except (OSError, ValueError, RecursionError) as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from neuron_accel.checkpoint.format.files import Files, Written
+from neuron_accel.checkpoint.format.files import Files, Written, read_bytes
 from neuron_accel.checkpoint.format.index import METADATA, Index, index_checkpoint
 from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER, NAME, FileEntry, check_file, locate, read_manifest
 from neuron_accel.checkpoint.format.source import Bytes, SourceTensor
@@ -118,7 +118,7 @@ def reshard(
         entries[relative] = FileEntry(size=written.size, checksums=written.checksums, kind=kind)
     for relative, entry in manifest.files.items():
         if entry.kind not in ("model", "optimizer"):
-            copied: Written = files.write(output / relative, [locate(folder, relative).read_bytes()])
+            copied: Written = files.write(output / relative, [read_bytes(locate(folder, relative))])
             entries[relative] = FileEntry(size=copied.size, checksums=copied.checksums, kind=entry.kind)
     for path in (output / MODEL_FOLDER, output / "optimizer", output):
         files.sync_folder(path)

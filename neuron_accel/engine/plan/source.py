@@ -142,7 +142,7 @@ def _check_size(events: Iterable[yaml.Event], name: str) -> None:
         at = f"{name}, line {event.start_mark.line + 1}" if event.start_mark else name
         anchor = getattr(event, "anchor", None)
         if isinstance(event, yaml.AliasEvent):
-            count += sizes.get(event.anchor, 1)
+            count += sizes.get(str(event.anchor), 1)
         elif isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)):
             count += 1
             if anchor is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -112,6 +113,23 @@ dist.all_reduce(torch.ones(1))
     code, _, err = start("--nproc-per-node", "3", "--quiet", script(body)).finish()
     assert code == 7, err
     assert "neuron-accel: rank 1 failed first: exit code 7" in err
+
+
+def test_a_rank_that_left_is_named_before_the_one_that_waited_for_it(start, script):
+    body = """
+import torch.distributed as dist, torch
+dist.init_process_group("gloo")
+if rank == 1:
+    raise SystemExit
+dist.all_reduce(torch.ones(1))
+"""
+    code, _, err = start("--nproc-per-node", "2", "--quiet", script(body)).finish()
+    assert code == 1, err
+    first, second = err[err.index("neuron-accel: ") :].splitlines()[:2]
+    assert re.match(
+        r"neuron-accel: rank 1 left before the others were done: sys.exit at .*, line \d+ \(exit code 0", first
+    )
+    assert second.startswith("rank 0 failed first: exit code 1, ")
 
 
 def test_the_traceback_of_a_rank_whose_output_is_not_shown_is_shown(start, script):

@@ -269,7 +269,7 @@ def test_another_version_is_refused(tmp_path):
 
 
 def test_a_folder_without_manifest_is_no_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint: it has no manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"not a complete checkpoint: it has no manifest\.json"):
         read_manifest(tmp_path)
 
 

@@ -44,13 +44,6 @@ def test_an_error_of_the_project_is_printed_without_a_traceback(capsys):
     assert "Traceback" not in error
 
 
-def test_no_command_is_wrong_usage(capsys):
-    with pytest.raises(SystemExit) as end:
-        main([])
-    assert end.value.code == 2
-    assert "COMMAND" in capsys.readouterr().err
-
-
 def test_output_into_a_closed_pipe_ends_quietly():
     done = subprocess.run(
         f"{sys.executable} -m neuron_accel.cli.main plugins --json | true",

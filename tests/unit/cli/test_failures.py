@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from neuron_accel.cli.failures import LINES_SHOWN, RankFailure, describe, first_failure
+from neuron_accel.cli.failures import LINES_SHOWN, RankFailure, RankSuccess, describe, first_failure
 
 
 def failure(rank, exit_code, noticed=100.0, raised=None, summary=None, stderr=None):
@@ -61,6 +61,17 @@ def test_the_report_shows_how_where_and_what_followed(tmp_path):
     assert sum(line.startswith("  | ") for line in lines) == LINES_SHOWN
     assert "  then rank 0: exit code 1, RuntimeError: Connection closed by peer" in lines
     assert lines[-1] == "  ended because of it: rank 1"
+
+
+def test_a_rank_that_left_is_named_before_the_one_that_waited_for_it():
+    left = RankSuccess(rank=1, ended=99.0, left_at="train.py, line 7")
+    done = RankSuccess(rank=2, ended=99.5)
+    later = RankSuccess(rank=3, ended=99.97, left_at="train.py, line 7")
+    lines = describe([RAISED_LATER], [later, done, left]).splitlines()
+    assert lines[0] == "rank 1 left before the others were done: sys.exit at train.py, line 7 (exit code 0)"
+    assert lines[1].startswith("rank 0 failed first: exit code 1, RuntimeError")
+    assert lines[2] == "  at the end of the script before that, with exit code 0: rank 2"
+    assert "rank 3" not in "\n".join(lines)
 
 
 def test_a_kill_comes_with_its_usual_reason():

@@ -100,9 +100,9 @@ def test_a_rehearsal_on_a_laptop_keeps_the_limits_of_the_instance(script):
 @pytest.mark.parametrize(
     ("host", "decision", "environment", "options", "words"),
     [
-        (LAPTOP, CPU, {}, {"instance": ""}, ["'' is no Trainium instance", "--instance"]),
-        (LAPTOP, CPU, {}, {"instance": "trn1.32x"}, ["'trn1.32x' is no Trainium instance", "trn1.32xlarge"]),
-        (LAPTOP, CPU, {"NEURON_ACCEL_INSTANCE": "p4d"}, {}, ["'p4d' is no Trainium", "NEURON_ACCEL_INSTANCE"]),
+        (LAPTOP, CPU, {}, {"instance": ""}, ["'' is not a known Trainium instance", "--instance"]),
+        (LAPTOP, CPU, {}, {"instance": "trn1.32x"}, ["'trn1.32x' is not a known Trainium instance", "trn1.32xlarge"]),
+        (LAPTOP, CPU, {"NEURON_ACCEL_INSTANCE": "p4d"}, {}, ["'p4d' is not a known Trainium", "NEURON_ACCEL_INSTANCE"]),
         (TRN1, XLA, {}, {"nproc_per_node": 16}, ["16 ranks cannot run on trn1.32xlarge", "start 8 or 32 ranks"]),
         (
             TRN1,
@@ -273,7 +273,7 @@ def test_a_batch_file_takes_the_place_of_an_earlier_one_and_of_nothing_else(scri
     [
         (["--slurm", ""], "No file is named"),
         (["--slurm", "x.sbatch", "--master-port", "65000"], "Port 65000 leaves none"),
-        (["--slurm", "x.sbatch", "--instance", "trn9"], "no Trainium instance"),
+        (["--slurm", "x.sbatch", "--instance", "trn9"], "not a known Trainium instance"),
     ],
 )
 def test_a_batch_file_that_could_not_work_is_refused(script, tmp_path, capsys, monkeypatch, options, words):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,6 +42,37 @@ def test_a_plugin_is_described_by_what_it_declares():
     assert (shown["claims"], shown["requires"]) == (["backward"], ["axis:tp"])
     assert (shown["distribution"], shown["version"]) == ("some-plugins", "3.1")
     assert shown["contract"] == API_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Towers(StrategyPlugin):
+    """Brings an axis itself and, where it is asked to, one of a plugin that it consists of."""
+
+    storeys: int = 1
+    spec: ClassVar[PluginSpec] = PluginSpec(name="towers", phase=Phase.LAYOUT)
+
+    def axes(self):
+        return (AxisSpec(name="tp", degree=2, kind=AxisKind.MODEL),)
+
+    def companions(self):
+        return (Rings(degree=self.storeys),) if self.storeys > 1 else ()
+
+
+def test_axes_that_come_with_an_option_are_known():
+    assert describe(entry("towers", f"{__name__}:Towers", loaded=Towers))["axes"] == ["tp", "cp"]
+
+
+def test_the_table_becomes_paragraphs_in_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plugins"]) == 0
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert re.search(r"model_parallelism .*\n(?:  .*\n)*  axes +tp, pp\n", narrow)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["plugins"]) == 0
+    wide = capsys.readouterr().out
+    assert wide.startswith("name ")
+    assert set(re.findall(r"[\w:]{5,}", wide.partition("\n")[2])) <= set(re.findall(r"[\w:]{5,}", narrow))
 
 
 def test_axes_of_a_plugin_that_cannot_be_made_without_options_are_unknown():

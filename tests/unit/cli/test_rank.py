@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -90,6 +91,30 @@ def test_a_syntax_error_shows_the_line(run_rank):
     assert "SyntaxError" in done.stderr
     assert "train_me.py" in done.stderr
     assert "_rank.py" not in done.stderr
+
+
+def test_a_syntax_error_is_summed_up_as_one(run_rank, tmp_path):
+    run_rank("x = = 1", error_file=tmp_path / "error.json")
+    message = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert message == "SyntaxError: invalid syntax (train_me.py, line 1)"
+
+
+@pytest.mark.parametrize(
+    ("source", "left"),
+    [("x = 1", None), ("import sys\nsys.exit(0)", 2), ("import sys\ndef f(): sys.exit()\nf()", 2)],
+)
+def test_a_rank_that_ends_well_leaves_a_note(run_rank, tmp_path, source, left):
+    before = time.time()
+    assert run_rank(source, error_file=tmp_path / "error.json").returncode == 0
+    note = json.loads((tmp_path / _rank.ENDED_FILE).read_text())
+    assert before <= note["time"] <= time.time()
+    assert note.get("left_at", "").endswith(f"train_me.py, line {left}" if left else "")
+
+
+@pytest.mark.parametrize("source", ["import sys\nsys.exit(3)", "1 / 0", "import os\nos._exit(0)"])
+def test_a_rank_that_does_not_end_well_leaves_none(run_rank, tmp_path, source):
+    run_rank(source, error_file=tmp_path / "error.json")
+    assert not (tmp_path / _rank.ENDED_FILE).exists()
 
 
 def test_the_scripts_own_hook_for_exceptions_is_called(run_rank):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import itertools
+import math
+import re
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuron_accel.cli.main import main
-from neuron_accel.cli.schedule_chart import in_flight, make_timeline
+from neuron_accel.cli.schedule_chart import in_flight, make_timeline, text
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.strategies.pipeline.schedules import (
     SCHEDULES,
@@ -277,7 +279,45 @@ def test_the_command_line_draws(capsys, tmp_path):
     assert "backward of micro-batch 2, stage 0, 10 to 12" in titles
 
 
-def test_the_command_line_draws_stages_of_one_rank_apart(capsys):
+COSTS = st.sampled_from([0.1, 0.25, 1 / 3, 0.5, 0.7, 1.0, 1.5, 1.9, 2.0, 2.5, 3.0, 7.3])
+
+
+@few
+@given(schedules(), COSTS, st.integers(40, 300))
+def test_a_chart_has_every_computation_and_fits(schedule, cost, width):
+    halves = {Kind.BACKWARD: cost, Kind.BACKWARD_INPUT: cost / 2, Kind.BACKWARD_WEIGHT: cost / 2}
+    drawn = text(make_timeline(schedule, halves), width)
+    assert max(map(len, drawn.splitlines())) <= width
+    if "too many to draw" in drawn:
+        return
+    rows = ["".join(re.findall(rf"^rank {rank} +(.*)$", drawn, re.MULTILINE)) for rank in range(schedule.ranks)]
+    for rank, row in enumerate(rows):
+        computations = schedule.compute(rank)
+        labels = [f"{a.kind.value}{a.microbatch}" for a in computations]
+        if "--svg" in drawn:
+            assert re.findall("[FBIW]", row) == [a.kind.value for a in computations]
+        elif schedule.virtual_stages == 1:
+            assert re.findall(r"[FBIW]\d+", row) == labels
+
+
+@pytest.mark.parametrize("cost", [0.0, -1.0, math.nan, math.inf])
+def test_costs_are_above_nothing(cost):
+    schedule = make_schedule("1f1b", stages=2, microbatches=2)
+    with pytest.raises(ConfigurationError, match="cannot take"):
+        make_timeline(schedule, {Kind.BACKWARD: cost})
+
+
+def test_a_chart_with_a_fraction_is_drawn_to_scale(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["schedule", "--stages", "2", "--microbatches", "2", "--backward-cost", "1.5"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "rank 0  F0 F1 .  . B0- .  B1--",
+        "rank 1  .  F0 B0-- F1 B1- .  .",
+    ]
+
+
+def test_the_command_line_draws_stages_of_one_rank_apart(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     arguments = "schedule --stages 2 --microbatches 2 --schedule interleaved --virtual-stages 2"
     assert main(arguments.split()) == 0
     assert "rank 0  F0.0 F1.0 F0.1 F1.1 " in capsys.readouterr().out

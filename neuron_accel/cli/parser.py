@@ -1,0 +1,149 @@
+"""Parsing the command line: help that fits the terminal, and wrong usage answered where it was made.
+
+What argparse does for a misspelt option of a subcommand is to print the usage of the whole program. Here the subcommand
+answers, with its own usage and the nearest name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from neuron_accel.cli.terminal import terminal_width
+from neuron_accel.errors import NeuronAccelError
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps what stands before and after the options to the width of the terminal, keeping paragraphs, indented lines,
+    and the two columns of examples. An option is listed by the first of its spellings of each length."""
+
+    def __init__(self, prog: str, **kwargs: Any) -> None:
+        super().__init__(prog, **{"width": terminal_width() - 1, "max_help_position": 30, **kwargs})
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        for command in self._iter_indented_subactions(action):  # argparse forgets that they are indented
+            length = len(self._format_action_invocation(command)) + self._current_indent
+            self._action_max_length = max(self._action_max_length, length)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(_filled(text, width))
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        shown = [option for option in action.option_strings if "_" not in option]
+        value = "" if action.nargs == 0 else " " + self._format_args(action, action.dest.upper())
+        return ", ".join(shown) + value
+
+
+def _filled(text: str, width: int) -> Iterator[str]:
+    """The lines of a text that was wrapped for another width. Lines that are indented, or come before such ones, stay
+    lines of their own."""
+    for paragraph in re.split(r"\n\s*\n", text.strip("\n")):
+        lines = paragraph.split("\n")
+        if any(line.startswith(" ") for line in lines):
+            for line in lines:
+                yield from _line(line, width)
+        else:
+            yield from textwrap.wrap(" ".join(lines), width, break_long_words=False, break_on_hyphens=False)
+        yield ""
+
+
+def _line(line: str, width: int) -> Iterator[str]:
+    """A line, or where it is too long: its columns below each other, and a command over several lines."""
+    if len(line) <= width:
+        yield line
+        return
+    indent = re.match(r" *", line).group()  # type: ignore[union-attr]
+    first, rest = [*re.split(r" {2,}", line.strip(), maxsplit=1), ""][:2]
+    is_command = "neuron-accel " in first
+    step = " " * 4
+    wrapped = textwrap.wrap(
+        first,
+        width - 2,
+        initial_indent=indent,
+        subsequent_indent=indent + (step if is_command else ""),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    yield from (f"{part} \\" if is_command and part is not wrapped[-1] else part for part in wrapped)
+    if rest:
+        yield from textwrap.wrap(
+            rest, width, initial_indent=indent + step, subsequent_indent=indent + step, break_on_hyphens=False
+        )
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors name the option that was meant, after its own usage."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": HelpFormatter, "allow_abbrev": False, **kwargs})
+        self._words: list[str] = []
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        if args is None:
+            return super().parse_known_args(args, namespace)
+        self._words = list(args)
+        namespace, left = super().parse_known_args(args, namespace)
+        unknown = [word for word in left if word.startswith("-") and word != "--"]
+        if left:
+            self.error(self._unknown(unknown[0]) if unknown else f"there is one argument too many: {left[0]!r}")
+        return namespace, left
+
+    def error(self, message: str) -> NoReturn:
+        if "required" in message:  # perhaps because of an option that nobody knows
+            known = self._option_string_actions
+            words = self._words[: self._words.index("--")] if "--" in self._words else self._words
+            unknown = [w for w in words if re.match(r"--?[A-Za-z]", w) and w.partition("=")[0] not in known]
+            message = self._unknown(unknown[0]) if unknown else message
+        super().error(message)
+
+    def _unknown(self, word: str) -> str:
+        """What is said about an option that does not exist."""
+        name = word.partition("=")[0]
+        options = [option for option in self._option_string_actions if option.startswith("--") and "_" not in option]
+        letters = name.lstrip("-").replace("_", "-")
+        near = difflib.get_close_matches(f"--{letters}", options, n=1, cutoff=0.6) if len(letters) > 2 else []
+        near += [option for option in options if option.startswith(f"--{letters[:1]}")]
+        return f"there is no option {name}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def no_command(word: str, commands: Mapping[str, Any]) -> str:
+    """What is said about a command that does not exist."""
+    near = difflib.get_close_matches(word, commands, n=1, cutoff=0.5)
+    advice = f"; did you mean {near[0]!r}?" if near else ""
+    listing = textwrap.fill(f"commands: {', '.join(commands)}", terminal_width() - 1, break_on_hyphens=False)
+    return f"there is no command {word!r}{advice}\n{listing}"
+
+
+@contextmanager
+def naming_options(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors raised inside name options of the command line, instead of arguments in Python.
+
+    Args:
+        names: argument in Python to option: ``{"virtual_stages": "--virtual-stages"}``. ``name=value`` becomes
+            ``--name value``.
+    """
+    try:
+        yield
+    except NeuronAccelError as error:
+        parts = [_with_options(part, names) for part in (error.what, error.where, error.why, error.fix)]
+        what, where, why, fix = parts
+        raise type(error)(what or "", where=where, why=why, fix=fix) from error
+
+
+def _with_options(text: str | None, names: Mapping[str, str]) -> str | None:
+    for name, option in names.items():
+        if text is not None:
+            word = rf"(?<![\w.-]){re.escape(name)}"
+            text = re.sub(rf"{word}=[\"']?([\w.-]+)[\"']?", rf"{option} \1", text)
+            # Names without a dot or underscore are words of sentences, too.
+            alone = rf"{word}(?![\w-])" if re.search(r"[_.]", name) else rf"^{re.escape(name)}(?= is |$)"
+            text = re.sub(alone, option, text)
+    return text
