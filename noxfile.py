@@ -88,6 +88,17 @@ def families(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Random training programs against one process: nox -s fuzz -- --cases 100 --first 1000 [--seed 17 --shrink]"""
+    on_xla = any(argument.endswith("xla") for argument in session.posargs)
+    if on_xla:
+        install(session, ".[xla,test]")
+    else:
+        install(session, NATIVE_TORCH, ".[test]")
+    session.run("python", "-m", "tests.fuzz", *session.posargs)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """The site, in docs/_build/html."""
     install(session, NATIVE_TORCH, ".[docs]")

@@ -1,0 +1,412 @@
+"""A case: a training program and a composition, as data. Drawn from a seed, written as Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass
+from typing import Any
+
+TP2 = {"tensor_parallel_size": 2}
+PP2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+GUARDS = [{"desync_guard": {"timeout_s": 60.0}}, "recompile_guard", {"replica_check": {"every": 1}}]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """Ranks and what they are configured with.
+
+    Args:
+        ranks: number of processes.
+        plugins: as in a configuration.
+        holders: ranks that hold one copy of the model together.
+    """
+
+    ranks: int
+    plugins: tuple[Any, ...] = ()
+    holders: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        return self.ranks // self.holders
+
+
+COMPOSITIONS = {
+    "one": Composition(ranks=1),
+    "dp2": Composition(ranks=2),
+    "dp3": Composition(ranks=3),
+    "dp4": Composition(ranks=4),
+    "dp2, small buckets": Composition(ranks=2, plugins=({"data_parallel": {"bucket_cap_mb": 0.0005}},)),
+    "dp2 + guards": Composition(ranks=2, plugins=tuple(GUARDS)),
+    "zero1 x 1": Composition(ranks=1, plugins=("zero1",)),
+    "zero1 x 2": Composition(ranks=2, plugins=("zero1",)),
+    "zero1 x 3": Composition(ranks=3, plugins=("zero1",)),
+    "zero1 x 4": Composition(ranks=4, plugins=("zero1",)),
+    "zero1 x 2, small buckets": Composition(ranks=2, plugins=({"zero1": {"bucket_cap_mb": 0.0005}},)),
+    "zero1 x 2, accumulating shards": Composition(ranks=2, plugins=({"zero1": {"use_grad_acc_hook": True}},)),
+    "zero1 x 2, parameters": Composition(ranks=2, plugins=({"zero1": {"partition": "parameters"}},)),
+    "zero1 x 3, parameters": Composition(ranks=3, plugins=({"zero1": {"partition": "parameters"}},)),
+    "zero1 x 2 + guards": Composition(ranks=2, plugins=("zero1", *GUARDS)),
+    "tp2": Composition(ranks=2, plugins=({"model_parallelism": TP2},), holders=2),
+    "tp2 + sp": Composition(ranks=2, plugins=({"model_parallelism": TP2}, "sequence_parallel"), holders=2),
+    "tp2 x dp2": Composition(ranks=4, plugins=({"model_parallelism": TP2},), holders=2),
+    "tp2 x dp2 + zero1": Composition(ranks=4, plugins=({"model_parallelism": TP2}, "zero1"), holders=2),
+    "tp2 x dp2 + sp + zero1": Composition(
+        ranks=4, plugins=({"model_parallelism": TP2}, "sequence_parallel", "zero1"), holders=2
+    ),
+    "pp2": Composition(ranks=2, plugins=({"model_parallelism": PP2},), holders=2),
+    "pp2 x dp2 + zero1": Composition(ranks=4, plugins=({"model_parallelism": PP2}, "zero1"), holders=2),
+    "tp2 x pp2": Composition(ranks=4, plugins=({"model_parallelism": {**TP2, **PP2}},), holders=4),
+}
+ON_XLA = ("dp2", "zero1 x 2", "tp2", "tp2 + sp", "tp2 x dp2 + zero1", "pp2")
+WEIGHTS = {"one": 0.3, "zero1 x 1": 0.4, "dp4": 0.5, "dp3": 0.7, "zero1 x 2": 2, "dp2": 2, "tp2 x pp2": 0.5}
+
+TOKENS = ("gru", "lstm", "tied-lm", "encoder", "blocks", "blocks-tied")
+TEXT = ("llama", "llama-tied", "gpt2", "gpt2-untied")
+VECTORS = ("mlp", "mlp-layer", "mlp-batch", "shared", "sometimes", "counting", "odd")
+PARAMETRIZED = ("weight_norm", "spectral_norm", "pruned")
+IMAGES = ("conv", "conv-batch", "conv-group")
+OWN = (*VECTORS, *PARAMETRIZED, *IMAGES, *TOKENS)
+SHARDED = ("blocks", "blocks-tied", *TEXT)
+RECOMPUTING = ("mlp", "mlp-layer", "conv", "conv-group", "shared", "tied-lm", "encoder", "blocks", *TEXT)
+DROPPING = ("mlp", "mlp-layer", "mlp-batch", "conv", "conv-group", "tied-lm", "encoder")
+
+OPTIMIZERS = {
+    "SGD": "lr=0.1",
+    "SGD momentum": "lr=0.05, momentum=0.9",
+    "SGD nesterov": "lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01",
+    "SGD maximize": "lr=0.01, maximize=True",
+    "AdamW": "lr=0.01, eps=1e-3",
+    "AdamW amsgrad": "lr=0.01, eps=1e-3, amsgrad=True",
+    "Adam": "lr=0.01, eps=1e-3, weight_decay=0.01",
+    "AdamW fused": "lr=0.01, eps=1e-3, fused=True",
+    "SGD foreach": "lr=0.05, momentum=0.9, foreach=True",
+    "AdamW tensor": "lr=torch.tensor(0.01), eps=1e-3",
+    "NAdam": "lr=0.01, eps=1e-3",
+    "RAdam": "lr=0.01, eps=1e-3",
+    "Adamax": "lr=0.01, eps=1e-3",
+    "Adagrad": "lr=0.05, eps=1e-3",
+    "Adadelta": "lr=0.5, eps=1e-3",
+    "RMSprop": "lr=0.01, eps=1e-3, momentum=0.5",
+    "ASGD": "lr=0.05",
+    "Rprop": "lr=0.01",
+    "Adafactor": "lr=0.05",
+}
+COMMON = ("SGD", "SGD momentum", "AdamW", "Adam", "AdamW")
+SCHEDULERS = {
+    "LambdaLR": "LambdaLR({o}, lambda n: 1 / (1 + 0.1 * n))",
+    "MultiplicativeLR": "MultiplicativeLR({o}, lambda n: 0.95)",
+    "StepLR": "StepLR({o}, 2, 0.7)",
+    "MultiStepLR": "MultiStepLR({o}, [1, 3, 6], 0.6)",
+    "ConstantLR": "ConstantLR({o}, 0.5, 3)",
+    "LinearLR": "LinearLR({o}, 0.2, 1.0, 6)",
+    "ExponentialLR": "ExponentialLR({o}, 0.9)",
+    "PolynomialLR": "PolynomialLR({o}, 60)",
+    "CosineAnnealingLR": "CosineAnnealingLR({o}, 20)",
+    "CosineAnnealingWarmRestarts": "CosineAnnealingWarmRestarts({o}, 5)",
+    "CyclicLR": "CyclicLR({o}, 0.005, 0.02, 3, cycle_momentum=False)",
+    "OneCycleLR": "OneCycleLR({o}, 0.02, total_steps=400, cycle_momentum=False)",
+    "OneCycleLR momentum": "OneCycleLR({o}, 0.02, total_steps=400)",
+    "SWALR": "torch.optim.swa_utils.SWALR({o}, swa_lr=0.005, anneal_epochs=4)",
+    "SequentialLR": "SequentialLR({o}, [LinearLR({o}, 0.2, 1.0, 3), ExponentialLR({o}, 0.9)], [3])",
+    "ChainedScheduler": "ChainedScheduler([ConstantLR({o}, 0.5, 4), ExponentialLR({o}, 0.9)], {o})",
+    "ReduceLROnPlateau": "ReduceLROnPlateau({o}, patience=0, threshold=0.5, factor=0.7)",
+}
+NEEDS_MOMENTUM = ("OneCycleLR momentum",)
+LOADERS = ("map", "map", "shuffled", "sampler", "batch sampler", "stream", "tensors", "collate", "dispatched", "split")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A training program under a composition. Every default is the simplest there is, which is where shrinking goes.
+
+    Args:
+        seed: of the draw, of the weights and of the data.
+        composition: one of ``COMPOSITIONS``.
+        backend: ``"gloo"`` or ``"xla"``.
+        loop: ``"plain"``, ``"closure"``, ``"gan"``, ``"two models"``, ``"two optimizers"`` or ``"teacher"``.
+        accumulation: micro-batches for each step; ``by_hand`` with ``no_sync`` instead of ``accumulate``.
+        loss_inside: whether the model computes its loss; ``masked``: as a mean over tokens, given with their number.
+        frozen: words in the names of parameters that are frozen when the program begins. They are unfrozen after step
+            ``unfreeze_at`` and frozen after step ``freeze_at``; 0: never.
+        grouped: parameters in groups; ``add_group``: what is frozen at first joins the optimizer when unfrozen.
+        by_hand_at: after this step state dicts are taken, and loaded after the next one.
+        save_at: after this step the state is saved, and loaded when the epoch is over.
+        samples: in the data; ``size``: of a batch.
+    """
+
+    seed: int = 0
+    composition: str = "dp2"
+    backend: str = "gloo"
+    loop: str = "plain"
+    model: str = "mlp"
+    dtype: str = "float32"
+    optimizer: str = "SGD"
+    scheduler: str = ""
+    scheduler_by_epoch: bool = False
+    scheduler_unprepared: bool = False
+    accumulation: int = 1
+    by_hand: bool = False
+    loss_inside: bool = True
+    masked: bool = False
+    frozen: tuple[str, ...] = ()
+    unfreeze_at: int = 0
+    freeze_at: int = 0
+    unused: bool = False
+    grouped: bool = False
+    add_group: bool = False
+    clip: str = ""
+    recompute: bool = False
+    dropout: bool = False
+    autocast: bool = False
+    average: str = ""
+    by_hand_at: int = 0
+    save_at: int = 0
+    loader: str = "map"
+    workers: int = 0
+    drop_last: bool = False
+    samples: int = 24
+    size: int = 4
+    epochs: int = 1
+    prepare_apart: bool = False
+    keep_zeros: bool = False
+    zero_first: bool = False
+    penalty: bool = False
+    two_backwards: bool = False
+    evaluate: bool = False
+    edits: str = ""
+    hook: bool = False
+    lr_by_hand: bool = False
+    fault: str = ""
+
+    @property
+    def mesh(self) -> Composition:
+        return COMPOSITIONS[self.composition]
+
+    @property
+    def plugins(self) -> list[Any]:
+        """What is configured, with what this model needs and what the program asks of plugins."""
+        plugins: list[Any] = []
+        for plugin in self.mesh.plugins:
+            name, options = (plugin, {}) if isinstance(plugin, str) else next(iter(plugin.items()))
+            options = dict(options)
+            if name == "model_parallelism" and self.model in ("blocks", "blocks-tied"):
+                from tests.fuzz.parts import Blocks
+
+                if options.get("tensor_parallel_size"):
+                    options["tensor_parallel_plan"] = dict(Blocks.PLAN)
+                if options.get("pipeline_parallel_size"):
+                    options["stage_cuts"] = ["blocks.1"]
+            if name == "zero1" and self.clip == "plugin":
+                options["max_norm"] = 0.5
+            plugins.append({name: options} if options else name)
+        return plugins + ([self.fault] if self.fault else [])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the accelerator."""
+        options: dict[str, Any] = {}
+        if self.accumulation > 1 and not self.by_hand:
+            options["gradient_accumulation_steps"] = self.accumulation
+        if self.autocast:
+            options["mixed_precision"] = "bf16"
+        if self.scheduler_by_epoch:
+            options["step_scheduler_with_optimizer"] = False
+        loader = {"dispatched": {"dispatch_batches": True}, "split": {"split_batches": True}}.get(self.loader)
+        if loader:
+            options["dataloader"] = loader
+        return options
+
+    def describe(self) -> str:
+        """Everything in which the case differs from the simplest one."""
+        changed = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name == "seed" or getattr(self, field.name) != field.default
+        }
+        return "Case(" + ", ".join(f"{name}={value!r}" for name, value in changed.items()) + ")"
+
+
+def words_of(model: str) -> tuple[str, ...]:
+    """Parts of names that a program may freeze."""
+    if model in TEXT:
+        return ("h.0", "wte") if model.startswith("gpt2") else ("layers.0", "embed_tokens")
+    if model in ("blocks", "blocks-tied"):
+        return ("blocks.0", "embedding")
+    if model in ("gru", "lstm", "encoder"):
+        return ("embedding", "head")
+    return ("embedding", "second") if model == "tied-lm" else ("first", "second")
+
+
+def draw(seed: int, *, composition: str | None = None, backend: str = "gloo") -> Case:
+    """The case of a seed."""
+    r = random.Random(seed)
+
+    def sometimes(p: float) -> bool:
+        return r.random() < p
+
+    names = ON_XLA if backend == "xla" else tuple(COMPOSITIONS)
+    drawn = r.choices(names, [WEIGHTS.get(name, 1) for name in names])[0]
+    name = composition or drawn
+    mesh = COMPOSITIONS[name]
+    sharded, staged, zero = mesh.holders > 1, "pp2" in name, "zero1" in name
+    whole = not sharded
+    loops = ["plain"] * 12 + ["two optimizers"]
+    if not staged:
+        loops += ["closure"]
+    if whole:
+        loops += ["gan", "gan", "two models", "teacher", "closure"]
+    loop = r.choice(loops)
+    if loop in ("gan", "two models"):
+        model = "mlp"
+    else:
+        model = r.choice(SHARDED if sharded and not sometimes(0.03) else OWN + TEXT)
+        if loop == "teacher" and model == "pruned":
+            model = "mlp"  # torch cannot copy it
+    if staged and model not in SHARDED:
+        model = "blocks"
+    if "sp" in name and model in TOKENS and not sometimes(0.1):
+        model = r.choice(TEXT)
+    data = "text" if model in TEXT else "tokens" if model in TOKENS else "other"
+    plain = loop == "plain"
+    fields: dict[str, Any] = {
+        "seed": seed,
+        "composition": name,
+        "backend": backend,
+        "loop": loop,
+        "model": model,
+        "optimizer": r.choice(tuple(OPTIMIZERS) if sometimes(0.5) else COMMON),
+        "scheduler": "",
+        "size": r.choice((2, 4)) if staged else r.choice((1, 2, 3, 4)),
+        "samples": r.randint(7, 30),
+        "epochs": r.choice((1, 2, 2)),
+        "drop_last": staged or sometimes(0.2),
+        "prepare_apart": sometimes(0.2),
+        "keep_zeros": sometimes(0.15),
+        "zero_first": sometimes(0.2),
+        "loss_inside": staged or sometimes(0.5),
+    }
+    if "batch" in model:
+        fields["size"] = r.choice((3, 4))  # statistics of one row are none
+    if loop == "closure" and sometimes(0.4):
+        fields["optimizer"] = "LBFGS"
+    exact = fields["optimizer"] in ("Rprop", "LBFGS", "Adafactor", "ASGD")
+    if exact and whole and backend == "gloo" and model not in TEXT:
+        fields["dtype"] = "float64"
+    elif sometimes(0.1) and model not in TEXT and backend == "gloo":
+        fields["dtype"] = r.choice(("float64", "bfloat16") if loop == "plain" and whole else ("float64",))
+    if plain or loop == "two optimizers":
+        fields["accumulation"] = r.choice((1, 1, 2, 3))
+        fields["by_hand"] = fields["accumulation"] > 1 and not staged and sometimes(0.2)
+    if sometimes(0.55):
+        fields["scheduler"] = r.choice(tuple(SCHEDULERS))
+        momentum = "beta" in fields["optimizer"] or fields["optimizer"].split()[0] in ("SGD", "AdamW", "Adam")
+        if fields["scheduler"] in NEEDS_MOMENTUM and (fields["optimizer"] == "SGD" or not momentum):
+            fields["scheduler"] = "OneCycleLR"
+        fields["scheduler_by_epoch"] = sometimes(0.15)
+        fields["scheduler_unprepared"] = sometimes(0.1)
+    if loop == "two optimizers" or fields["optimizer"] == "LBFGS":
+        fields["scheduler"] = ""
+    if plain:
+        fields["frozen"] = (r.choice(words_of(model)),) if sometimes(0.3) else ()
+        if fields["frozen"]:
+            fields["unfreeze_at"] = r.choice((0, 0, 1, 2))
+            fields["add_group"] = bool(fields["unfreeze_at"]) and not fields["scheduler"] and sometimes(0.4)
+        elif sometimes(0.12):
+            fields["frozen"], fields["freeze_at"] = (), r.choice((1, 2))
+        fields["unused"] = sometimes(0.12) and whole
+        fields["grouped"] = sometimes(0.25) and fields["optimizer"] not in ("Rprop", "Adafactor", "ASGD")
+        fields["masked"] = data != "other" and not staged and sometimes(0.25)
+        fields["average"] = (
+            r.choice(("averaged", "deepcopy")) if whole and model != "pruned" and sometimes(0.15) else ""
+        )
+        fields["two_backwards"] = whole and not fields["masked"] and sometimes(0.08)
+        fields["edits"] = r.choice(("scale", "drop", "noise", "clamp weights")) if whole and sometimes(0.12) else ""
+        fields["hook"] = whole and sometimes(0.06)
+        fields["lr_by_hand"] = not fields["scheduler"] and sometimes(0.1)
+        fields["penalty"] = whole and not fields["masked"] and sometimes(0.08)
+    if sometimes(0.4) and loop in ("plain", "two optimizers", "teacher", "gan"):
+        fields["clip"] = r.choice(("norm", "norm", "inf", "value", "plugin" if zero and loop == "plain" else "norm"))
+    if model in RECOMPUTING and sometimes(0.15) and not staged:
+        fields["recompute"] = True
+    if model in DROPPING and whole and backend == "gloo" and loop != "teacher" and sometimes(0.2):
+        fields["dropout"] = True
+    if sometimes(0.1) and fields.get("dtype", "float32") == "float32" and loop in ("plain", "two optimizers"):
+        fields["autocast"] = True
+    if plain and sometimes(0.15):
+        fields["by_hand_at"] = r.choice((1, 2))
+    elif plain and sometimes(0.2) and not fields["by_hand"]:
+        fields["save_at"] = r.choice((1, 2))
+        fields["epochs"] = 2
+    if loop in ("plain", "two optimizers", "teacher"):
+        loaders = [name for name in LOADERS if not (name in ("tensors", "collate") and data == "text")]
+        if fields.get("add_group"):
+            loaders = ["map"]
+        fields["loader"] = r.choice(loaders)
+        if fields["loader"] not in ("stream", "dispatched") and sometimes(0.1):
+            fields["workers"] = r.choice((1, 2))
+    if fields.get("loader") == "split":
+        fields["size"] = fields["size"] * mesh.data_ranks
+    if "batch" in model and fields.get("loader") in ("stream", "dispatched"):
+        fields["drop_last"] = True  # else a rank may get a single row at the end
+    if fields["drop_last"]:
+        fields["samples"] += fields["size"] * mesh.data_ranks  # one batch at least
+    if plain or loop == "teacher":
+        fields["evaluate"] = sometimes(0.15)
+    if backend == "xla":
+        fields.update(_for_xla(fields, mesh))
+    return Case(**fields)
+
+
+def _for_xla(fields: dict[str, Any], mesh: Composition) -> dict[str, Any]:
+    """What keeps a case within what can be compared on lazy ranks: every batch of one size, and few graphs."""
+    loader = fields.get("loader", "map")
+    return {
+        "epochs": 1 if not fields.get("save_at") else 2,
+        "drop_last": True,
+        "samples": fields["size"] * mesh.data_ranks * max(fields.get("accumulation", 1), 2) * 2,
+        "loader": loader if loader in ("map", "sampler", "tensors", "collate") else "map",
+        "workers": 0,
+        "model": "mlp" if fields["model"] in ("sometimes", "spectral_norm") else fields["model"],
+    }
+
+
+def simpler(case: Case) -> list[Case]:
+    """Cases with one feature less, those that take most away first."""
+    default = Case(seed=case.seed, composition=case.composition, backend=case.backend, fault=case.fault)
+    candidates = []
+    fixed = ("seed", "composition", "backend", "fault")
+    for field in dataclasses.fields(case):
+        if field.name not in fixed and getattr(case, field.name) != getattr(default, field.name):
+            candidates.append(dataclasses.replace(case, **{field.name: getattr(default, field.name)}))
+    if case.composition in SIMPLER:
+        candidates.insert(0, dataclasses.replace(case, composition=SIMPLER[case.composition]))
+    if case.model.startswith(("gpt2", "llama")):
+        candidates.insert(0, dataclasses.replace(case, model="blocks"))
+    for samples in (case.size * case.mesh.data_ranks * max(case.accumulation, 1), case.samples // 2):
+        if 0 < samples < case.samples:
+            candidates.append(dataclasses.replace(case, samples=samples))
+    if case.size > 1:
+        candidates.append(dataclasses.replace(case, size=case.size // 2))
+    return candidates
+
+
+SIMPLER = {
+    "dp3": "dp2",
+    "dp4": "dp2",
+    "dp2, small buckets": "dp2",
+    "dp2 + guards": "dp2",
+    "zero1 x 2": "zero1 x 1",
+    "zero1 x 3": "zero1 x 2",
+    "zero1 x 4": "zero1 x 2",
+    "zero1 x 2, small buckets": "zero1 x 2",
+    "zero1 x 2, accumulating shards": "zero1 x 2",
+    "zero1 x 2 + guards": "zero1 x 2",
+    "zero1 x 3, parameters": "zero1 x 2, parameters",
+    "tp2 + sp": "tp2",
+    "tp2 x dp2": "tp2",
+    "tp2 x dp2 + zero1": "tp2 x dp2",
+    "tp2 x dp2 + sp + zero1": "tp2 x dp2 + zero1",
+    "pp2 x dp2 + zero1": "pp2",
+    "tp2 x pp2": "pp2",
+}

@@ -1,0 +1,52 @@
+"""Plugins with a fault, which the fuzzer must find."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from neuron_accel.contract import Phase, PlanError, PluginSpec, StrategyPlugin
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalesGradients(StrategyPlugin):
+    """Every gradient is one percent too large."""
+
+    spec = PluginSpec(name="scales_gradients", phase=Phase.MEMORY)
+
+    def before_step(self, optimizer: Any, run: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1.01)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trips(StrategyPlugin):
+    """Raises what no user understands."""
+
+    spec = PluginSpec(name="trips", phase=Phase.MEMORY)
+
+    def before_step(self, optimizer: Any, run: Any) -> None:
+        raise KeyError("params")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waits(StrategyPlugin):
+    """Never gets anywhere."""
+
+    spec = PluginSpec(name="waits", phase=Phase.MEMORY)
+
+    def before_step(self, optimizer: Any, run: Any) -> None:
+        time.sleep(60)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refuses(StrategyPlugin):
+    """Says in words that it cannot."""
+
+    spec = PluginSpec(name="refuses", phase=Phase.MEMORY)
+
+    def before_step(self, optimizer: Any, run: Any) -> None:
+        raise PlanError("Not like this.")
