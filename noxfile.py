@@ -48,7 +48,7 @@ def tests(session: nox.Session) -> None:
     install(session, NATIVE_TORCH, ".[test]")
     if not session.posargs:
         check_installation(session)
-    session.run("pytest", *session.posargs)
+    session.run("pytest", *session.posargs, env={"ACCELERATE_SDIST": accelerates_tests(session)})
 
 
 @nox.session
@@ -117,6 +117,20 @@ def install(session: nox.Session, *requirements: str) -> None:
     that the sources no longer have."""
     shutil.rmtree("build", ignore_errors=True)
     session.install(*requirements)
+
+
+def accelerates_tests(session: nox.Session) -> str:
+    """A folder with the source distribution of the Accelerate that is installed: only that has Accelerate's tests. It
+    may lack it, where the package index does."""
+    folder = Path(session.virtualenv.location, "accelerate_sdist")
+    show = "import importlib.metadata; print(importlib.metadata.version('accelerate'))"
+    version = str(session.run("python", "-c", show, silent=True)).strip()
+    if not (folder / f"accelerate-{version}.tar.gz").is_file():
+        download = ["pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", "accelerate"]
+        session.run(
+            "python", "-m", *download, "--dest", str(folder), f"accelerate=={version}", success_codes=range(256)
+        )
+    return str(folder.absolute())
 
 
 def check_installation(session: nox.Session) -> None:

@@ -48,7 +48,7 @@ from neuron_accel.loop.join import even_batches_as, join_uneven_inputs  # noqa: 
 from neuron_accel.loop.no_sync import NoSync  # noqa: E402
 from neuron_accel.loop.precompile_mode import folder, for_trial, is_trial, itself, no, nothing, steps_aside  # noqa: E402
 from neuron_accel.loop.step import Clipping, ItemCount  # noqa: E402
-from neuron_accel.loop.wrappers import PreparedOptimizer, PreparedScheduler  # noqa: E402
+from neuron_accel.loop.wrappers import Owner, PreparedOptimizer, PreparedScheduler  # noqa: E402
 from neuron_accel.neuron.environment import hardware_of_run  # noqa: E402
 from neuron_accel.neuron.precision import lost_updates, settle_precision  # noqa: E402
 
@@ -161,7 +161,8 @@ class NeuronAccelerator(Accelerator):
     def num_processes(self) -> int:
         """Number of ranks that see different data: what loops multiply batch sizes and schedules by. Equal to the
         number of processes unless a plugin lets several ranks share data; that one is ``accelerator.world_size``."""
-        return self.run.data_parallel_size if hasattr(self, "run") else self.state.num_processes
+        known = self.state.num_processes  # raises, as Accelerate's does, if its state was reset
+        return self.run.data_parallel_size if hasattr(self, "run") else known
 
     @property
     def world_size(self) -> int:
@@ -255,18 +256,31 @@ class NeuronAccelerator(Accelerator):
         return tuple(result) if len(result) > 1 else result[0]
 
     def _check_new(self, model: nn.Module) -> None:
+        """A model that another accelerator has prepared, and that no plugin divided, is taken over from it."""
+        if not getattr(model, "_is_accelerate_prepared", False):
+            return
+        other = _owner_of(model)
+        if other is not None and other is not self:
+            other._release()
         if getattr(model, "_is_accelerate_prepared", False):
             raise UsageError(
                 f"This {type(model).__name__} was prepared before.",
                 why="its layers would be cut, and its gradients summed, a second time",
-                fix="use what the first `prepare` returned; build a new model for a new run",
+                fix="use what the first `prepare` returned; build a new model for a new run, or load what "
+                "`save_state` or `save_pretrained` wrote",
             )
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Lets the plugins rewrite a model and places it on its device. A model that is only evaluated takes no part in
-        gradient reduction."""
+        gradient reduction.
+
+        Raises:
+            UsageError: if another accelerator has prepared the model for training and plugins have divided it.
+        """
+        if not evaluation_mode and _owner_of(model) is not self:
+            self._check_new(model)
         if getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode)
         origin = origin_of(model, self.run)
@@ -296,6 +310,8 @@ class NeuronAccelerator(Accelerator):
             if not hasattr(record.module, "no_sync"):
                 record.module.no_sync = NoSync(record)
         self._models[-1] = record.module
+        for each in (model, record.module):
+            each._neuron_accel_owner = Owner(self)  # type: ignore[assignment]
         return record.module
 
     def _transform(self, plugin: StrategyPlugin, record: PreparedModel) -> None:
@@ -330,7 +346,8 @@ class NeuronAccelerator(Accelerator):
         """Rebinds an optimizer to the rewritten parameters and lets the plugins transform it."""
         if getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement)
-        rebind(optimizer, [model.parameters for model in self.run.models], self.run.coordinates)
+        self._admit_unprepared(optimizer)
+        rebind(optimizer, self.run.parameter_maps, self.run.coordinates)
         for plugin in self.plan.plugins:
             optimizer = plugin.transform_optimizer(optimizer, self.run)
         optimizer = stepping_on_wholes(optimizer, self.run)
@@ -343,6 +360,26 @@ class NeuronAccelerator(Accelerator):
         prepared._is_accelerate_prepared = True
         self._optimizers.append(prepared)
         return prepared
+
+    def _admit_unprepared(self, optimizer: torch.optim.Optimizer) -> None:
+        """In one process an optimizer may hold parameters of models that were not prepared: there is nobody to
+        synchronise them with."""
+        if self.world_size > 1:
+            return
+        named = [
+            (f"optimizer {len(self._optimizers)}, group {i}, parameter {j}", parameter)
+            for i, group in enumerate(optimizer.param_groups)
+            for j, parameter in enumerate(group["params"])
+            if self.run.find_parameter(parameter) is None
+        ]
+        if named:
+            self.run.unprepared.append(ParameterMap(named))
+            warnings.warn(
+                f"{type(optimizer).__name__} holds {len(named)} parameters that no prepared model has. They are "
+                "trained, because there is one process; on several it is an error. `save_state` saves the optimizer's "
+                "state for them, and not the parameters: prepare their model with the optimizer.",
+                stacklevel=4,
+            )
 
     def _warn_of_lost_updates(self, optimizer: torch.optim.Optimizer) -> None:
         low = any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"])
@@ -362,6 +399,7 @@ class NeuronAccelerator(Accelerator):
             scheduler,
             mine or self._optimizers,
             self.run,
+            accumulating=lambda: self._accumulating > 0,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )
@@ -680,7 +718,7 @@ class NeuronAccelerator(Accelerator):
         Args:
             output_dir: the folder; a checkpoint in it stays valid until the new one is complete. Left out with
                 automatic checkpoint naming.
-            safe_serialization: must be True: nothing is pickled.
+            safe_serialization: False changes nothing but a warning, once: nothing is pickled.
             async_save: return once everything is copied to host memory. The next save, load, and the end of training
                 wait for the rest and report its failure.
             tokenizer: is saved beside the model's configuration; anything with ``save_pretrained``.
@@ -742,12 +780,21 @@ class NeuronAccelerator(Accelerator):
         super().end_training()
         self.run.backend.shutdown()
 
+    def _release(self) -> None:
+        """Another accelerator takes the models over."""
+        optimizers = list(self._optimizers)
+        NeuronAccelerator.free_memory(self)
+        for optimizer in optimizers:
+            optimizer.release()
+
     def _teardown(self) -> None:
         for plugin in reversed(self.plan.plugins):
             plugin.teardown(self.run)
         for optimizer in self._optimizers:
             optimizer.blank.close()
         for record in self.run.models:
+            for each in (record.original, record.module):
+                vars(each).pop("_neuron_accel_owner", None)
             for handle in record.handles:
                 handle.remove()
             if not any(r.layout.cuts or r.holders for r in record.parameters):  # as good as new
@@ -756,13 +803,14 @@ class NeuronAccelerator(Accelerator):
                 self.unwrap_model(record.module, keep_fp32_wrapper=False)
                 record.original._is_accelerate_prepared = record.module._is_accelerate_prepared = False
         self.run.models.clear()
+        self.run.unprepared.clear()
         self.run.company.forget()
         self._items, self._clipping = ItemCount(self.run), Clipping(self.run)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process knows the plan and its place in it, but is connected to no one and has prepared
-        nothing."""
-        prepared = ("_models", "_optimizers", "_schedulers", "_dataloaders")
+        """A copy in another process knows the plan, its place in it and the loaders, but is connected to no one and has
+        prepared no model."""
+        prepared = ("_models", "_optimizers", "_schedulers")
         return {**self.__dict__, **{name: [] for name in prepared}, "_items": None, "_clipping": None, "_session": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -805,6 +853,12 @@ def _check_connected(world_size: int, known_to_accelerate: int) -> None:
             "had chosen the device; every process would consider itself the main one",
             fix="create the NeuronAccelerator first, or call PartialState(cpu=True)",
         )
+
+
+def _owner_of(model: nn.Module) -> NeuronAccelerator | None:
+    """The accelerator that prepared a model; None if none of ours did."""
+    owner = getattr(model, "_neuron_accel_owner", None)
+    return owner.accelerator if isinstance(owner, Owner) else None
 
 
 def _inner(module: nn.Module) -> nn.Module:

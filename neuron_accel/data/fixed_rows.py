@@ -9,7 +9,6 @@ step is that of the real samples alone, as in one process.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +16,8 @@ import torch
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import send_to_device
 from torch.utils._pytree import tree_leaves, tree_map
+
+from neuron_accel.data.mixing import Mixin, as_mixed
 
 IGNORED_LABEL = -100  # what torch's cross entropy leaves out, and transformers' losses with it
 
@@ -71,7 +72,7 @@ def rows_of(batch: Any) -> int | None:
     return next((t.shape[0] for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim()), None)
 
 
-class _FixedRows:
+class _FixedRows(Mixin):
     """Batches of one shape, on the device one ahead. Mixed into Accelerate's ``DataLoaderShard``.
 
     Attributes:
@@ -81,6 +82,7 @@ class _FixedRows:
             multiplied by; None where every batch is full.
     """
 
+    prefix = "FixedRows"
     rows: int
     place: tuple[int, int]
     row_share: torch.Tensor | None = None
@@ -149,19 +151,13 @@ class _FixedRows:
         return share if self.device is None else share.to(self.device)
 
 
-@functools.cache
-def _fixed_class(cls: type) -> type:
-    return type(f"FixedRows{cls.__name__}", (_FixedRows, cls), {"__doc__": cls.__doc__})
-
-
 def with_fixed_rows(loader: Any, rows: int, place: tuple[int, int]) -> Any:
     """``loader``, a ``DataLoaderShard`` of Accelerate's, as one whose batches have ``rows`` rows.
 
     Args:
         place: index of this rank among those that read different samples, and their number.
     """
-    result = object.__new__(_fixed_class(type(loader)))  # Accelerate's constructors would make it anew
-    result.__dict__.update(loader.__dict__)
+    result = as_mixed(loader, _FixedRows)
     result.rows, result.place = rows, place
     return result
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from accelerate.data_loader import (
 from torch.utils.data import RandomSampler
 
 from neuron_accel.data.fixed_rows import has_fixed_rows, with_fixed_rows
+from neuron_accel.data.mixing import Mixin, as_mixed
 from neuron_accel.data.shared import share
 from neuron_accel.data.streams import counted
 from neuron_accel.errors import CheckpointError
@@ -93,9 +93,10 @@ def drawing(loader: Any, order: Order) -> Iterator[None]:
 # the state of the random numbers that made its order. A loader that was told such a position begins its next epoch
 # with it, with the samples that were not given out yet, each once: also where the number of data-parallel ranks has
 # changed.
-class _Positioned:
+class _Positioned(Mixin):
     """Counts what is given out. Mixed into Accelerate's loaders."""
 
+    prefix = "Positioned"
     _given: int = 0
     _before: int = 0
     _resume: dict[str, Any] | None = None
@@ -168,18 +169,11 @@ class _Positioned:
         )
 
 
-@functools.cache
-def _positioned_class(cls: type) -> type:
-    return type(f"Positioned{cls.__name__}", (_Positioned, cls), {"__doc__": cls.__doc__})
-
-
 def positioned(loader: Any) -> Any:
     """``loader``, as Accelerate prepared it, as one that knows its position; itself if it is of another kind."""
     if not issubclass(type(loader), (DataLoaderShard, DataLoaderDispatcher)):
         return loader
-    result = object.__new__(_positioned_class(type(loader)))  # Accelerate's constructors would make it anew
-    result.__dict__.update(loader.__dict__)
-    return result
+    return as_mixed(loader, _Positioned)
 
 
 def samples_at_once(loader: Any) -> int:

@@ -6,7 +6,6 @@ that falls a little. So they compare a checksum of the first batch of every epoc
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from accelerate.utils import initialize_tensors
 from torch.utils._pytree import tree_leaves
 
 from neuron_accel.data.fixed_rows import has_fixed_rows
+from neuron_accel.data.mixing import Mixin, mixed
 from neuron_accel.errors import DesyncError
 
 if TYPE_CHECKING:
@@ -62,9 +62,10 @@ def check_same(batch: Any, run: Run) -> None:
         )
 
 
-class _Checked:
+class _Checked(Mixin):
     """Compares the first batch of every pass."""
 
+    prefix = "Shared"
     run: Run
 
     def __iter__(self) -> Iterator[Any]:
@@ -97,11 +98,6 @@ class SharedDispatcher(_Checked, DataLoaderDispatcher):
         return batch, info
 
 
-@functools.cache
-def _checked_class(cls: type) -> type:
-    return type(f"Shared{cls.__name__}", (_Checked, cls), {"__doc__": cls.__doc__})
-
-
 class DataPlace:
     """A rank's place among those that see different samples, under the names that Accelerate's state has for it."""
 
@@ -121,7 +117,7 @@ def share(loader: Any, run: Run) -> Any:
     if kind is None:
         if not has_fixed_rows(loader):
             return loader
-        kind = _checked_class(type(loader))
+        kind = mixed(_Checked, type(loader))
     shared = object.__new__(kind)  # Accelerate's constructors take what can no longer be asked for
     shared.__dict__.update(loader.__dict__)
     shared.run = run

@@ -7,11 +7,12 @@ says how many samples all ranks together really have in it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from accelerate.data_loader import DataLoaderShard, IterableDatasetShard
+
+from neuron_accel.data.mixing import Mixin, as_mixed
 
 
 class Counted(NamedTuple):
@@ -71,13 +72,14 @@ class _Collate:
         return Counted(self._collate([sample.value for sample in samples]), samples[-1].left_over)
 
 
-class _CountedLoader:
+class _CountedLoader(Mixin):
     """Gives out batches, and knows of the current one how much is real. Mixed into Accelerate's loaders.
 
     Attributes:
         left_over: number of real samples in the global batch that was given out last; None if all are.
     """
 
+    prefix = "Counted"
     left_over: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -88,11 +90,6 @@ class _CountedLoader:
                 yield batch
         finally:
             self.left_over = None
-
-
-@functools.cache
-def _counted_class(cls: type) -> type:
-    return type(f"Counted{cls.__name__}", (_CountedLoader, cls), {"__doc__": cls.__doc__})
 
 
 def count_stream(loader: Any) -> Any:
@@ -111,6 +108,4 @@ def counted(loader: Any) -> Any:
     """``loader``, made anew from one that counts, as one that does; itself if there is nothing to count."""
     if not isinstance(getattr(loader, "dataset", None), _CountedShard) or isinstance(loader, _CountedLoader):
         return loader
-    result = object.__new__(_counted_class(type(loader)))  # Accelerate's constructors would make it anew
-    result.__dict__.update(loader.__dict__)
-    return result
+    return as_mixed(loader, _CountedLoader)

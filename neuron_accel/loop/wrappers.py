@@ -10,6 +10,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from neuron_accel.engine.optim.lazy_hyperparameters import as_device_data
 from neuron_accel.errors import ParameterError, UsageError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from neuron_accel.accelerator import NeuronAccelerator
     from neuron_accel.backends.base import Backend
     from neuron_accel.engine.runtime.run import Run
 
@@ -48,11 +50,15 @@ class PreparedOptimizer(AcceleratedOptimizer):
     ) -> None:
         super().__init__(optimizer, device_placement=False, scaler=scaler)
         self._run, self._peers, self._gradients_complete = run, peers, gradients_complete
-        self._has_stepped = False
+        self._has_stepped = self.released = False
         # What Accelerate finds out anew at every step. LOMO optimizers update weights in the backward pass.
         self._is_plain = scaler is None and self.accelerator_state.distributed_type != DistributedType.XLA
         self._is_lomo = type(optimizer).__module__.partition(".")[0] == "lomo_optim"
         self._can_set_to_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
+        self._take_part()
+
+    def _take_part(self) -> None:
+        run = self._run
         self.blank = BlankGradients(run.backend, lambda: self.gradient_state.num_steps > 1)
         self._stepping = run.company.register("an optimizer step", self._step_along, settles=True)
         self._zeroing = run.company.register("zeroing gradients", self.optimizer.zero_grad)
@@ -62,6 +68,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         if not self.gradient_state.sync_gradients:
             return
         if not self._has_stepped:
+            self._check_not_released()
             check_every_parameter_is_held(self, self._peers, self._run)
             self._has_stepped = True
         if closure is not None and self._stepping.announced:
@@ -103,6 +110,29 @@ class PreparedOptimizer(AcceleratedOptimizer):
         if self.gradient_state.sync_gradients:
             self.blank.begin()
 
+    def release(self) -> None:
+        """Another accelerator has taken the models over."""
+        self.released, self._has_stepped = True, False
+
+    def _check_not_released(self) -> None:
+        if self.released:
+            raise UsageError(
+                "This optimizer's model has been prepared by another accelerator since.",
+                where=type(self.optimizer).__name__,
+                why="that one synchronises and saves the model now",
+                fix="prepare model and optimizer again, with one accelerator",
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy knows its optimizer, and nothing of the run's other objects."""
+        left_out = dict.fromkeys(("_peers", "_gradients_complete", "blank", "_stepping", "_zeroing"))
+        return {**super().__getstate__(), **left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._peers, self._gradients_complete = [self], _nothing
+        self._take_part()
+
     def _update(self, closure: Any) -> None:
         if not self._is_plain:
             super().step(closure)
@@ -117,19 +147,63 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.optimizer.zero_grad()
 
 
+def _nothing() -> None:
+    """Of a copy, whose gradients nobody reduces."""
+
+
+class Owner:
+    """Who prepared a model. A copy of the model was prepared by nobody.
+
+    Args:
+        accelerator: the accelerator.
+    """
+
+    def __init__(self, accelerator: NeuronAccelerator | None = None) -> None:
+        self.accelerator = accelerator
+
+    def __reduce__(self) -> tuple[type[Owner], tuple[()]]:
+        return Owner, ()
+
+
 class PreparedScheduler(AcceleratedScheduler):
     """A scheduler that advances by the number of ranks that see different data, not by the number of processes.
 
     Accelerate's convention: a schedule is written for one process, whose loader yields ``data_parallel_size`` times as
     many batches; so each step of the optimizer counts for that many.
+
+    A scheduler that is given a metric (``ReduceLROnPlateau``) counts metrics, not batches: a call is one of them on
+    however many ranks, and it is the mean over ranks where theirs differ, so that all have the same learning rate.
+    Such a call is collective.
+
+    Args:
+        scheduler: any scheduler of torch, or one with its interface.
+        optimizers: the prepared optimizers it advances with.
+        run: the run.
+        accumulating: whether the loop is inside ``accumulate``.
+        kwargs: of Accelerate's.
     """
 
-    def __init__(self, scheduler: Any, optimizers: Any, run: Run, **kwargs: Any) -> None:
+    def __init__(
+        self, scheduler: Any, optimizers: Any, run: Run, *, accumulating: Callable[[], bool], **kwargs: Any
+    ) -> None:
         super().__init__(scheduler, optimizers, **kwargs)
-        self._run = run
+        self._run, self._accumulating = run, accumulating
+        self._takes_metric = isinstance(scheduler, ReduceLROnPlateau)
         self._stepping = run.company.register("a scheduler step", self._step_along)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy knows its scheduler and optimizers, and no loop."""
+        return {**self.__dict__, "_accumulating": None, "_stepping": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._accumulating = bool  # False
+        self._stepping = self._run.company.register("a scheduler step", self._step_along)
+
     def step(self, *args: Any, **kwargs: Any) -> None:
+        if self._takes_metric:
+            self._step_with_metric(*args, **kwargs)
+            return
         if not self.step_with_optimizer or self.gradient_state.sync_gradients:
             self._stepping(args, kwargs)
         if not self.step_with_optimizer:
@@ -137,18 +211,46 @@ class PreparedScheduler(AcceleratedScheduler):
             return
         if not self.gradient_state.sync_gradients:
             if self.gradient_state.adjust_scheduler:
-                self.scheduler._step_count += 1
+                _count_call(self.scheduler)
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
         for _ in range(1 if self.split_batches else self._run.data_parallel_size):
             # A one-cycle schedule refuses to go past its end, which a ragged last batch can make it do.
-            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", float("inf")):
+            total = getattr(self.scheduler, "total_steps", None)
+            if total is None or self.scheduler._step_count <= total:
                 self.scheduler.step(*args, **kwargs)
 
+    def _step_with_metric(self, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        """Inside ``accumulate`` a metric counts where the optimizer steps; elsewhere, after an evaluation for one,
+        each counts."""
+        if self.step_with_optimizer and self._accumulating() and not self.gradient_state.sync_gradients:
+            return
+        metric = float(metrics)
+        self._stepping((None, *args), kwargs)
+        self.scheduler.step(self._agreed(metric), *args, **kwargs)
+
+    def _agreed(self, metric: float | None) -> float:
+        """The mean over the ranks that have one; collective."""
+        world = self._run.world
+        everyone = [metric] if world.size == 1 else self._run.backend.all_gather_object(metric, world)
+        known = [value for value in everyone if value is not None]
+        return known[0] if all(value == known[0] for value in known) else sum(known) / len(known)
+
     def _step_along(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A step of the others, on a rank without data, and so without a metric of its own."""
         self.gradient_state._set_sync_gradients(True)
-        self.step(*args, **kwargs)
+        if self._takes_metric:
+            self.scheduler.step(self._agreed(None), *args[1:], **kwargs)
+        else:
+            self.step(*args, **kwargs)
+
+
+def _count_call(scheduler: Any) -> None:
+    """Counts a call that leads to no step, as Accelerate does, where a scheduler counts its calls: those that consist
+    of others do not, but the others may."""
+    if hasattr(scheduler, "_step_count"):
+        scheduler._step_count += 1
 
 
 # ---- Gradients that begin as zeros, where micro-batches accumulate on a device that compiles -------------------------

@@ -7,6 +7,7 @@ accelerator, prepares, and saves and loads.
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 from neuron_accel.trainer.accelerator import TrainersAccelerator  # isort: skip  # first: it settles the device
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
 
+_log = logging.getLogger(__name__)
 _OF_A_LOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 _FOLDER = "tmp_trainer"
 """Where a Trainer without arguments writes, as transformers' own does."""
@@ -137,6 +139,9 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         """Prepares what is not prepared yet and loads the checkpoint; returns the model and the loader."""
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
+        if getattr(self.optimizer, "released", False):
+            _log.warning("Another Trainer has trained the model since; the optimizer of this one begins anew.")
+            self.optimizer = None
         self.create_optimizer()  # type: ignore[attr-defined]
         model = self._wrap_model(self.model)
         self.optimizer = self.accelerator.prepare_optimizer(self.optimizer)

@@ -49,6 +49,7 @@ class Session:
     def __init__(self, accelerator: NeuronAccelerator, files: Files | None = None) -> None:
         self._accelerator = accelerator
         self._checkpoints = Checkpoints(accelerator.run, files)
+        self._said_what_is_written = False
 
     def save(
         self,
@@ -61,10 +62,13 @@ class Session:
     ) -> str:
         """See :meth:`NeuronAccelerator.save_state`."""
         project = self._accelerator.project_configuration
-        if not safe_serialization:
-            raise UsageError(
-                "`safe_serialization=False` is not possible: checkpoints hold safetensors and JSON only.",
-                why="unpickling a checkpoint runs whatever code it contains",
+        if not safe_serialization and not self._said_what_is_written:
+            self._said_what_is_written = True
+            _log.log(
+                logging.WARNING if self._accelerator.is_main_process else logging.DEBUG,
+                "`save_state(safe_serialization=False)` writes safetensors and JSON all the same: unpickling a "
+                "checkpoint would run whatever code it contains. `save_model(..., safe_serialization=False)` writes "
+                "pytorch_model.bin.",
             )
         if unknown:
             raise UsageError(f"`save_state` has no option {sorted(unknown)[0]!r}.")

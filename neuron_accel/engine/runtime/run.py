@@ -64,6 +64,8 @@ class Run:
     plan: Plan
     backend: Backend
     models: list[PreparedModel] = field(default_factory=list)
+    unprepared: list[ParameterMap] = field(default_factory=list, init=False)
+    """Parameters of no prepared model that optimizers hold, which is possible in one process only."""
     backward_scale: Callable[[], float] = lambda: 1.0
     """What a loss is multiplied by before its backward pass: one over the number of accumulated micro-batches. For who
     runs backward passes before the loss is returned."""
@@ -150,8 +152,13 @@ class Run:
         return next((m for m in self.models if model is m.module or model is m.original), None)
 
     def find_parameter(self, parameter: torch.Tensor) -> ParameterRecord | None:
-        """The record of a parameter of any prepared model."""
-        return next((r for r in (m.parameters.find(parameter) for m in self.models) if r is not None), None)
+        """The record of a parameter of any prepared model, or of one that only an optimizer holds."""
+        return next((r for r in (each.find(parameter) for each in self.parameter_maps) if r is not None), None)
+
+    @property
+    def parameter_maps(self) -> list[ParameterMap]:
+        """The parameters of every prepared model, and those that only an optimizer holds."""
+        return [*(model.parameters for model in self.models), *self.unprepared]
 
     @contextmanager
     def driving_backward(self) -> Iterator[None]:

@@ -180,10 +180,10 @@ class Zero1Optimizer(torch.optim.Optimizer):
     def _in_model_order(self, records: list[ParameterRecord]) -> list[ParameterRecord]:
         """Backward reaches parameters in the reverse order of the model, whatever the optimizer's groups are."""
         wanted = {id(record) for record in records}
-        return [record for model in self._run.models for record in model.parameters if id(record) in wanted]
+        return [record for records in self._run.parameter_maps for record in records if id(record) in wanted]
 
     def _models_synchronise(self) -> bool:
-        return any(model.synchronises for model in self._models)
+        return not self._models or any(model.synchronises for model in self._models)
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
         return {**group, "params": [updated for p in group["params"] for updated in self._updated.get(p, ())]}

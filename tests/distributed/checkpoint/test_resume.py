@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -304,8 +306,6 @@ class Opaque:
 def _refusals(folder: str) -> None:
     trained = Trained("gpt2-tied", [])
     accelerator = trained.accelerator
-    with pytest.raises(UsageError, match="safetensors and JSON only"):
-        accelerator.save_state(folder, safe_serialization=False)
     with pytest.raises(UsageError, match="no option 'max_shard_size'"):
         accelerator.save_state(folder, max_shard_size=3)
     with pytest.raises(UsageError, match="needs a folder"):
@@ -320,6 +320,38 @@ def _refusals(folder: str) -> None:
     with pytest.raises(CheckpointError, match=r"builtin_function_or_method(.|\n)*custom object 1 \(Opaque\)\.callback"):
         accelerator.save_state(folder)
     assert Path(folder, "manifest.json").exists()
+
+
+def _not_safe(folder: str) -> tuple[list[str], list[str]]:
+    accelerator = (trained := Trained("gpt2-tied", [TP2])).accelerator
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("neuron_accel").addHandler(handler)
+    for name in ("a", "b"):
+        accelerator.save_state(f"{folder}/{name}", safe_serialization=False)
+    accelerator.load_state(f"{folder}/b")
+    accelerator.save_model(trained.model, f"{folder}/model", safe_serialization=False, max_shard_size="20KB")
+    return said, sorted(os.listdir(f"{folder}/model"))
+
+
+def test_save_model_pickles_where_it_is_asked_to_and_save_state_never_does(tmp_path):
+    (said, files), (elsewhere, _) = run_ranks(_not_safe, 2, str(tmp_path))
+    assert len(said) == 1
+    assert "writes safetensors and JSON all the same" in said[0]
+    assert elsewhere == []
+    assert not [path for name in "ab" for path in (tmp_path / name).rglob("*") if path.suffix in (".bin", ".pt")]
+    names = [name for name in files if name.endswith(".bin")]
+    assert len(names) > 1
+    assert "pytorch_model.bin.index.json" in files
+    weights = {}
+    for name in names:
+        weights |= torch.load(tmp_path / "model" / name, weights_only=True)
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", use_safetensors=False).state_dict()
+    assert loaded.keys() - weights.keys() <= {"lm_head.weight"}
+    assert all(torch.equal(loaded[name], value) for name, value in weights.items())
 
 
 def test_what_cannot_be_done_is_refused(tmp_path):

@@ -1,0 +1,74 @@
+"""Accelerate's own test files, unmodified and whole, with the class swapped.
+
+They are in Accelerate's source distribution only. ``nox -s tests`` downloads that of the version which is installed and
+says where in ``ACCELERATE_SDIST``; without it these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tarfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+LACKING = ("test requires", "test is slow")
+"""How Accelerate begins the reasons of tests that need other hardware, other packages, or much time."""
+
+
+def source_distribution():
+    """The archive of the installed version, or a skipped test."""
+    version = importlib.metadata.version("accelerate")
+    folder = os.environ.get("ACCELERATE_SDIST", "")
+    archive = Path(folder, f"accelerate-{version}.tar.gz")
+    if not folder or not archive.is_file():
+        pytest.skip(
+            f"ACCELERATE_SDIST={folder or '(not set)'} has no {archive.name}: pip download --no-deps --no-binary "
+            f"accelerate accelerate=={version}"
+        )
+    return archive
+
+
+@pytest.fixture(scope="module")
+def upstream(tmp_path_factory):
+    """A folder with ``tests``."""
+    pytest.importorskip("parameterized", reason="Accelerate's tests need it")
+    folder = tmp_path_factory.mktemp("accelerate")
+    with tarfile.open(source_distribution()) as archive:
+        members = [m for m in archive.getmembers() if Path(m.name).parts[1:2] == ("tests",)]
+        archive.extractall(folder, members, filter="data")
+    (root,) = folder.iterdir()
+    return root
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["test_accelerator.py", "test_optimizer.py", "test_state_checkpointing.py"])
+def test_upstream_file(upstream, tmp_path, name):
+    report = tmp_path / "report.xml"
+    options = ["-p", "swap_in", "-p", "no:cacheprovider", "-p", "no:cov", "-q", "--rootdir", ".", "-c", os.devnull]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "--timeout", "120", f"--junitxml={report}", f"tests/{name}"],
+        cwd=upstream,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "ACCELERATE_USE_CPU": "true",
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=380,
+        check=False,
+    )
+    assert result.returncode == 0, f"{result.stdout[-6000:]}\n{result.stderr[-3000:]}"
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    skipped = [case.find("skipped").get("message") for case in cases if case.find("skipped") is not None]
+    assert len(cases) > len(skipped)
+    assert all(reason.startswith(LACKING) for reason in skipped), skipped
