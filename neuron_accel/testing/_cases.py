@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from neuron_accel.engine.plan.plugin import StrategyPlugin
-from neuron_accel.testing.parity import Batch, Training, loader_of, loss_of
+from neuron_accel.testing.parity import Batch, Trace, Training, loader_of, loss_of, train_alone
 from neuron_accel.testing.xla_ranks import one_at_a_time
 
 
@@ -96,6 +96,19 @@ def load_and_finish(case: Case, folder: str) -> tuple[dict, dict]:
     loaded = trainee.weights()
     trainee.train()
     return loaded, trainee.weights()
+
+
+def train_alone_with(
+    model_fn: Callable[[], nn.Module],
+    batches: Sequence[Batch],
+    training: Training,
+    *,
+    plugin: StrategyPlugin,
+    reference: Callable[[nn.Module], nn.Module],
+    data_parallel_size: int,
+) -> Trace:
+    """The reference for plugins with which ranks compute together what one process computes alone."""
+    return train_alone(model_fn, batches, training, reference)
 
 
 def frozen_names(

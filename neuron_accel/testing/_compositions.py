@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.engine.plan.plugin import StrategyPlugin
 from neuron_accel.testing.parity import axes_of
 
-MOST_RANKS = 4
+MOST_RANKS = 8
 """Data parallelism is added to a composition only while it has no more ranks than this."""
 
 
@@ -24,7 +25,7 @@ class Composition:
     """
 
     built_in: Callable[[], tuple[StrategyPlugin, ...]]
-    data: int = 1
+    data: int = 2
     lazy: bool = True
 
     def beside(self, plugins: tuple[StrategyPlugin, ...]) -> tuple[StrategyPlugin, ...] | None:
@@ -44,6 +45,12 @@ class Composition:
     def fewest(self, plugins: tuple[StrategyPlugin, ...]) -> int:
         """Ranks without data parallelism."""
         return math.prod(axis.degree for plugin in plugins for axis in axes_of(plugin))
+
+
+def data_parallel_size(plugins: tuple[StrategyPlugin, ...], ranks: int) -> int:
+    """How many of these ranks see different samples."""
+    axes = [axis for plugin in plugins for axis in axes_of(plugin)]
+    return ranks // math.prod(axis.degree for axis in axes if axis.kind is not AxisKind.DATA)
 
 
 def _zero1() -> tuple[StrategyPlugin, ...]:
@@ -81,11 +88,11 @@ def _guards() -> tuple[StrategyPlugin, ...]:
 
 
 COMPOSITIONS = {
-    "alone": Composition(built_in=tuple),
-    "zero1": Composition(built_in=_zero1, data=2),
+    "alone": Composition(built_in=tuple, data=1),
+    "zero1": Composition(built_in=_zero1),
     "tp2": Composition(built_in=_tensor),
     "tp2-sp": Composition(built_in=_tensor_and_sequence),
-    "tp2-zero1": Composition(built_in=_tensor_and_zero1, data=2),
+    "tp2-zero1": Composition(built_in=_tensor_and_zero1),
     "pp2": Composition(built_in=_pipeline, lazy=False),
-    "guards": Composition(built_in=_guards, data=2),
+    "guards": Composition(built_in=_guards),
 }

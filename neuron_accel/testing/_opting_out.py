@@ -37,7 +37,12 @@ def problems(cls: type, base: type, compositions: Iterable[str]) -> list[str]:
     checks = {name for name in vars(base) if name.startswith("test_")}
     opt_out: Mapping[str, str] = cls.opt_out  # type: ignore[attr-defined]
     conflicts: Mapping[str, str] = cls.conflicts  # type: ignore[attr-defined]
-    known = {*compositions, *(f"{name}-{backend}" for name in compositions for backend in ("gloo", "xla")), "xla"}
+    known = {
+        *compositions,
+        *(f"{name}-{backend}" for name in compositions for backend in ("gloo", "xla")),
+        "gloo",
+        "xla",
+    }
     return [
         *(
             f"opt_out names {key!r}, which is no check"

@@ -1,13 +1,14 @@
 """Imported once, by the process that ranks are forked from, so that every rank starts with warm imports.
 
 That process only imports: it starts no threads, opens no process group and touches no device, because forked ranks
-would inherit what it started. A module that cannot be imported is left to the rank that needs it, which then shows the
-error.
+would inherit what it started. Pyarrow, which datasets imports, would start one, and is told not to. A module that
+cannot be imported is left to the rank that needs it, which then shows the error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 
@@ -18,6 +19,7 @@ MODULES = (
     "accelerate",
     "accelerate.accelerator",
     "accelerate.data_loader",
+    "datasets",  # which Accelerate imports to look at a loader, where it is installed: most of what a small case takes
     "pytest",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
@@ -36,6 +38,7 @@ MODULES = (
 # Thread pools are sized when the libraries are loaded: one thread per rank, or ranks fight over the cores.
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["ACCELERATE_USE_CPU"] = "true"
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 
 with contextlib.suppress(Exception):
     from neuron_accel.backends.select import settle
@@ -45,3 +48,7 @@ with contextlib.suppress(Exception):
 for _name in MODULES:
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
+
+# Ranks share these objects' pages until they are written to, which a collection does, and so does the one at exit.
+gc.collect()
+gc.freeze()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
+import multiprocessing.spawn
 import os
 import pickle
 import signal
@@ -29,6 +31,7 @@ class XlaTask:
         timeout: seconds after which the caller ends the process.
         grace: seconds that other ranks have once one has failed.
         syspath: where modules are found.
+        main: how to import the caller's script, see :func:`neuron_accel.testing.xla_ranks.run_xla_ranks`.
     """
 
     size: int
@@ -37,6 +40,7 @@ class XlaTask:
     timeout: float
     grace: float
     syspath: list[str]
+    main: dict[str, str]
 
 
 def main(folder: str) -> NoReturn:
@@ -58,11 +62,24 @@ def main(folder: str) -> NoReturn:
         os.environ.clear()
         os.environ.update({"XLA_FLAGS": flags, **task.environ})
         sys.path[:] = task.syspath
+        _import_script(task)
         _run(task, folder)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)  # the runtime's threads need not be waited for
+
+
+def _import_script(task: XlaTask) -> None:
+    """Makes the caller's script ``__main__``, as multiprocessing does for processes that it starts."""
+    if not task.main:
+        return
+    process: Any = multiprocessing.current_process()
+    process._inheriting = True  # run_ranks refuses to start ranks meanwhile
+    try:
+        multiprocessing.spawn.prepare(task.main)
+    finally:
+        del process._inheriting
 
 
 def _run(task: XlaTask, folder: str) -> None:

@@ -19,6 +19,7 @@ MODULES = (
     "torch_xla._internal.pjrt",
     "torch_xla.distributed.zero_redundancy_optimizer",
     "accelerate.data_loader",
+    "datasets",
     "pytest",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
@@ -33,6 +34,7 @@ MODULES = (
 
 
 def serve() -> None:
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow: no thread before a fork
     for name in MODULES:
         with contextlib.suppress(ImportError):  # shown by the rank that needs it
             importlib.import_module(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.spawn
 import os
 import pickle
 import signal
@@ -53,7 +54,8 @@ class RanksError(Exception):
     Attributes:
         errors: the exception of each rank that failed, by rank. ``__cause__`` is the one that came first, where the
             failures that merely follow from another's (a lost connection) count last.
-        tracebacks: the text of their tracebacks, or of the stacks of ranks that ran out of time, by rank.
+        tracebacks: the text of their tracebacks, or of the stacks of ranks that ran out of time, by rank. The message
+            has those that say something new.
         outputs: the end of what each rank wrote to stdout and stderr, by rank; ranks that wrote nothing are absent.
     """
 
@@ -73,10 +75,18 @@ class RanksError(Exception):
         lines = [f"rank {first} of {self.size}: {_name(self.errors[first])}"]
         lines += [f"rank {r} of {self.size}: {_name(e)}" for r, e in self.errors.items() if r != first]
         for rank in sorted(self.errors, key=lambda r: (r != first, r)):
-            for title, texts in (("traceback", self.tracebacks), ("output", self.outputs)):
-                if rank in texts:
-                    lines += [f"--- {title} of rank {rank} ---", texts[rank].rstrip()]
+            if rank in self.tracebacks and (rank == first or not self._follows(rank, first)):
+                lines += [f"--- traceback of rank {rank} ---", _without_harness(self.tracebacks[rank])]
+            if rank in self.outputs:
+                lines += [f"--- output of rank {rank} ---", self.outputs[rank].rstrip()]
         return "\n".join(lines)
+
+    def _follows(self, rank: int, first: int) -> bool:
+        """Whether a rank's traceback would say nothing new: it raised the same, or lost the one that failed first."""
+        error = self.errors[rank]
+        if isinstance(error, RankTimeout):  # where it stands says whom it waits for
+            return False
+        return _is_consequence(error) or _name(error) == _name(self.errors[first])
 
 
 def run_ranks(
@@ -98,7 +108,8 @@ def run_ranks(
     left behind, also when the caller is interrupted or killed.
 
     Args:
-        fn: a function of a module (not a lambda or a closure: ranks import it by name).
+        fn: a function of a module (not a lambda or a closure: ranks import it by name). One of a script will do, if the
+            script calls ``run_ranks`` under ``if __name__ == "__main__":``; one of a notebook or a prompt will not.
         n: number of ranks, 1 or more.
         args, kwargs: what ``fn`` is called with; picklable, as is what it returns. Ranks get copies.
         timeout: seconds until ranks that still run are ended.
@@ -113,13 +124,21 @@ def run_ranks(
         RanksError: if a rank raises, ends early, or runs out of time.
         UsageError: if the call itself is wrong.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "run_ranks was called while a rank imports the script that calls it.",
+            where=getattr(sys.modules["__main__"], "__file__", None),
+            why="ranks import the script to find its functions, and would start ranks without end",
+            fix='put the call under `if __name__ == "__main__":`',
+        )
     call = _pickle_call(fn, args, kwargs)
     if n < 1:
         raise UsageError(f"run_ranks needs at least one rank, not {n}.")
     if backend == "xla":
         from neuron_accel.testing.xla_ranks import run_xla_ranks
 
-        return run_xla_ranks(call, n, timeout=timeout, grace=grace, env=env or {})
+        return run_xla_ranks(call, n, timeout=timeout, grace=grace, env=env or {}, main=_main_script(call))
+    _main_script(call)
     if backend not in ("gloo", None):
         raise UsageError(
             f"run_ranks knows no backend {backend!r}.", fix='use "gloo", "xla", or None for no process group'
@@ -244,10 +263,15 @@ class _Ranks:
         return [self.results[task.rank] for task in self.tasks]
 
     def _check_ends(self, grace: float) -> None:
+        for rank, process in enumerate(self.processes):
+            if process.exitcode is None:
+                try:
+                    os.kill(process.pid, _rank.STACK_SIGNAL)
+                except ProcessLookupError:  # it has ended since it was asked
+                    process.join(grace)
+                    continue
+                self.tracebacks[rank] = _settled_text(self.tasks[rank].stack)
         codes = {rank: process.exitcode for rank, process in enumerate(self.processes) if process.exitcode != 0}
-        for rank in [rank for rank, code in codes.items() if code is None]:
-            os.kill(self.processes[rank].pid, _rank.STACK_SIGNAL)
-            self.tracebacks[rank] = _settled_text(self.tasks[rank].stack)
         if codes:
             late = RankTimeout(f"returned, and did not end within {grace:g} s")
             errors = {rank: late if code is None else RankExit(code) for rank, code in codes.items()}
@@ -276,6 +300,26 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
             why="ranks are processes; functions reach them by name and values as copies",
             fix="use a function of a module instead of a lambda or closure, and picklable arguments",
         ) from error
+
+
+def _main_script(call: bytes) -> dict[str, str]:
+    """What tells a rank where to find ``__main__``, as multiprocessing passes it on; empty if the call does not need
+    it.
+
+    Raises:
+        UsageError: if it needs it, and nobody else can import it.
+    """
+    if b"__main__" not in call:
+        return {}
+    data = multiprocessing.spawn.get_preparation_data("ranks")
+    main = {key: data[key] for key in ("init_main_from_name", "init_main_from_path") if key in data}
+    if not main or not os.path.exists(main.get("init_main_from_path", os.curdir)):
+        raise UsageError(
+            "run_ranks was given a function or value of __main__, which is no file here.",
+            why="ranks are processes; they find functions and classes by importing their module",
+            fix="put it into a module, and import it from there",
+        )
+    return main
 
 
 def _environment(rank: int, size: int, port: int, env: Mapping[str, str]) -> dict[str, str]:
@@ -321,6 +365,19 @@ def _read(path: Path) -> str:
     except FileNotFoundError:
         return ""
     return text if len(text) <= _TAIL else f"[... {len(text) - _TAIL} characters left out]\n{text[-_TAIL:]}"
+
+
+def _without_harness(text: str) -> str:
+    """A traceback without the frames of this package's own machinery around the call, and without underlining."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    harness = tuple(f'  File "{os.path.join(folder, name)}"' for name in ("_rank.py", "_xla_process.py"))
+    kept, skipping = [], False
+    for line in text.rstrip().splitlines():
+        if line.startswith("  File ") or not line.startswith(" "):
+            skipping = line.startswith(harness)
+        if not skipping and line.strip(" ^~"):
+            kept.append(line)
+    return "\n".join(kept) if any(line.startswith("  File ") for line in kept) else text.rstrip()
 
 
 def _is_consequence(error: BaseException) -> bool:

@@ -64,11 +64,14 @@ def one_at_a_time() -> Iterator[None]:
         yield
 
 
-def run_xla_ranks(call: bytes, n: int, *, timeout: float, grace: float, env: Mapping[str, str]) -> list[Any]:
+def run_xla_ranks(
+    call: bytes, n: int, *, timeout: float, grace: float, env: Mapping[str, str], main: Mapping[str, str]
+) -> list[Any]:
     """What :func:`neuron_accel.testing.run_ranks` does for ``backend="xla"``.
 
     Args:
         call: pickle of ``(function, args, kwargs)``.
+        main: what multiprocessing's ``spawn.prepare`` needs to import the caller's script; empty to leave it.
 
     Raises:
         RanksError: if a rank raises, ends early, or runs out of time.
@@ -86,6 +89,7 @@ def run_xla_ranks(call: bytes, n: int, *, timeout: float, grace: float, env: Map
             timeout=timeout,
             grace=grace,
             syspath=list(sys.path),
+            main=dict(main),
         )
         Path(folder, "task").write_bytes(pickle.dumps(task))
         if _server().ended:

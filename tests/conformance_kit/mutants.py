@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_accel.contract import Phase, PlanError, PluginSpec, StrategyPlugin
+from neuron_accel.contract import Claim, Phase, PlanError, PluginSpec, StrategyPlugin
+from neuron_accel.testing import Trace
 
 
 def spec(name: str, **more: Any) -> PluginSpec:
@@ -105,6 +106,14 @@ class RefusesZero1(StrategyPlugin):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RefusesAlways(StrategyPlugin):
+    spec = spec("refuses_always")
+
+    def validate(self, context):
+        raise PlanError("This cannot run.", fix="leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RefusesWithoutAdvice(StrategyPlugin):
     spec = spec("refuses_without_advice")
 
@@ -161,6 +170,88 @@ class Unties(StrategyPlugin):
     def transform_model(self, model, run, parameters):
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
         return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairsNeighbours(StrategyPlugin):
+    """Takes the rank beside this one for one with other samples, which is wrong beside tensor parallelism."""
+
+    spec = spec("pairs_neighbours")
+
+    def before_step(self, optimizer, run):
+        if run.data_parallel_size == 1:
+            return
+        pairs = run.state(self).get("pairs")
+        if pairs is None:
+            ranks = range(run.world.size)
+            pairs = run.state(self)["pairs"] = run.backend.new_group([[r, r + 1] for r in ranks[::2]], "pairs")
+        for record in run.models[0].parameters:
+            gradient = record.current.grad
+            gradient.copy_(run.backend.all_reduce(gradient.clone(), pairs) / 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSteps(StrategyPlugin):
+    """Ranks step by themselves and average their weights after every second step (local SGD)."""
+
+    spec = spec("local_steps", claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING}))
+    every: int = 2
+
+    def clip_grad_norm(self, parameters, max_norm, norm_type, run):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value(self, parameters, clip_value, run):
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def after_step(self, optimizer, run):
+        state, group = run.state(self), run.group(*run.mesh.data_axes)
+        state["steps"] = state.get("steps", 0) + 1
+        if state["steps"] % self.every == 0:
+            with torch.no_grad():
+                for record in run.models[0].parameters:
+                    mean = run.backend.all_reduce(record.current.detach().clone(), group) / group.size
+                    record.current.copy_(mean)
+
+
+class LocalStepsTooRarely(LocalSteps):
+    """The same with a fault."""
+
+    def after_step(self, optimizer, run):
+        LocalSteps(every=2 * self.every).after_step(optimizer, run)
+
+
+def train_in_local_steps(model_fn, batches, training, *, plugin, reference, data_parallel_size):
+    """What :class:`LocalSteps` should compute, in one process: as many models as there are ranks."""
+    models = []
+    for _ in range(data_parallel_size):
+        torch.manual_seed(0)
+        model = model_fn()
+        if training.prepare_model:
+            training.prepare_model(model)
+        models.append(reference(model))
+    optimizers = [training.optimizer(model.parameters()) for model in models]
+    losses = []
+    for step, batch in enumerate(batches, start=1):
+        mine = []
+        for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            rows = {name: value.chunk(data_parallel_size)[index] for name, value in batch.items()}
+            loss = model(**rows).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mine.append(loss.item())
+        losses.append(sum(mine) / len(mine))
+        if step % plugin.every == 0:
+            with torch.no_grad():
+                for copies in zip(*(model.parameters() for model in models), strict=True):
+                    mean = torch.stack([copy.detach() for copy in copies]).mean(0)
+                    for parameter in copies:
+                        parameter.copy_(mean)
+    return Trace(losses, [], {}, models[0].state_dict())
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from neuron_accel.testing import PluginConformance
+from neuron_accel.testing import PluginConformance, Training
 from tests.conformance_kit import mutants
 
 
@@ -102,6 +102,62 @@ def test_declared_conflict_is_accepted():
     Declares().test_trains_like_one_process(mutants.RefusesZero1(), "zero1", "gloo", {})
 
 
+XLA_CHECKS = [
+    "test_accumulates_like_one_process",
+    "test_frozen_parameters",
+    "test_tied_parameters",
+    "test_unwrap_model_is_the_original",
+    "test_resumes",
+    "test_reshards",
+    "test_consolidates",
+    "test_leaves_nothing_behind",
+    "test_exits_cleanly",
+]
+
+
+@pytest.mark.parametrize("check", XLA_CHECKS)
+def test_a_declared_conflict_counts_in_every_check(check, tmp_path_factory):
+    """With gloo in place of xla, which need not be installed."""
+
+    class Declares(Kit):
+        conflicts = {"gloo": "cannot run"}  # noqa: RUF012
+
+    files = ({}, tmp_path_factory) if check in ("test_resumes", "test_reshards", "test_consolidates") else ()
+    backend = () if check in ("test_consolidates", "test_leaves_nothing_behind", "test_exits_cleanly") else ("gloo",)
+    getattr(Declares(), check)(mutants.RefusesAlways(), *backend, *files)
+    assert "is declared a conflict, and trained" in refusal(check, mutants.Healthy(), *backend, *files, kit=Declares)
+
+
+def test_a_fault_that_needs_data_parallel_ranks_beside_tensor_parallel_ones():
+    check = "test_trains_like_one_process"
+
+    class Default(PluginConformance):
+        """With as many ranks as the kit chooses."""
+
+    Default().test_trains_like_one_process(mutants.PairsNeighbours(), "alone", "gloo", {})
+    for composition in ("tp2", "tp2-sp"):
+        assert "weights[" in refusal(check, mutants.PairsNeighbours(), composition, "gloo", {}, kit=Default)
+
+
+class LocalKit(PluginConformance):
+    training = Training(optimizer=mutants.sgd)
+    steps = 4
+    train_reference = staticmethod(mutants.train_in_local_steps)
+
+
+def test_an_algorithm_that_is_not_that_of_one_process(tmp_path_factory):
+    LocalKit().test_trains_like_one_process(mutants.LocalSteps(), "alone", "gloo", {})
+    LocalKit().test_tied_parameters(mutants.LocalSteps(), "gloo")
+    LocalKit().test_frozen_parameters(mutants.LocalSteps(), "gloo")
+    check = "test_trains_like_one_process"
+    assert "weights[" in refusal(check, mutants.LocalStepsTooRarely(), "alone", "gloo", {}, kit=LocalKit)
+
+    class InOneProcess(LocalKit):
+        train_reference = staticmethod(PluginConformance.train_reference)
+
+    assert "losses[" in refusal(check, mutants.LocalSteps(), "alone", "gloo", {}, kit=InOneProcess)
+
+
 @pytest.mark.parametrize(
     ("check", "plugin", "message"),
     [
@@ -170,7 +226,7 @@ def test_opting_out_without_a_reason():
 
 OPTING_OUT = """
 import pytest
-from neuron_accel.testing import PluginConformance
+from neuron_accel.testing import PluginConformance, Training
 from tests.conformance_kit.mutants import Healthy
 
 class TestHealthy(PluginConformance):

@@ -435,3 +435,71 @@ def test_lost_peers_are_consequences():
         error = RanksError(2, {0: consequence, 1: ValueError("boom")}, {}, {})
         assert str(error).startswith("rank 1 of 2: ValueError: boom")
     assert str(RanksError(2, {1: KeyError("b"), 0: ValueError("a")}, {}, {})).startswith("rank 1 of 2")
+
+
+# ---- scripts ---------------------------------------------------------------------------------------------------------
+SCRIPT = """
+import sys
+from neuron_accel.testing import run_ranks
+
+def mine(x):
+    return x + 1
+
+if {guard}:
+    print(run_ranks(mine, 2, 1, backend={backend}, timeout=60))
+"""
+
+
+def run_script(script: str, *, path: Path | None = None) -> subprocess.CompletedProcess:
+    if path is not None:
+        path.write_text(script)
+    command = [sys.executable, str(path)] if path is not None else [sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_function_of_a_script(tmp_path):
+    script = SCRIPT.format(guard='__name__ == "__main__"', backend=None)
+    assert run_script(script, path=tmp_path / "script.py").stdout.strip() == "[2, 2]"
+
+
+def test_a_function_of_no_file_belongs_into_a_module():
+    result = run_script(SCRIPT.format(guard=True, backend="'xla'"))
+    assert "put it into a module" in result.stderr
+
+
+def test_a_script_that_starts_ranks_whenever_it_is_imported(tmp_path):
+    result = run_script(SCRIPT.format(guard=True, backend=None), path=tmp_path / "script.py")
+    assert 'put the call under `if __name__ == "__main__":`' in result.stderr
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+def fail_alike() -> None:
+    raise ValueError("as all do")
+
+
+@pytest.mark.parametrize(("function", "times"), [(fail_alike, 1), (fail_together, 3)])
+def test_what_all_ranks_say_is_said_once(function, times):
+    with pytest.raises(RanksError) as caught:
+        run_ranks(function, 3)
+    text = str(caught.value)
+    assert text.count("Traceback (most recent call last)") == times
+    assert text.count(f"in {function.__name__}") == times
+    assert "_rank.py" not in text
+    assert len(caught.value.tracebacks) == 3
+
+
+class Ended:
+    """A process of which the system says that it does not exist, just before it says that it has ended."""
+
+    pid, exitcode = 2**22 + 1, None
+
+    def join(self, timeout):
+        self.exitcode = 0
+
+
+def test_a_rank_that_ends_while_it_is_asked_where_it_stands():
+    from neuron_accel.testing.ranks import _Ranks
+
+    ranks = _Ranks([])
+    ranks.processes = [Ended()]
+    ranks._check_ends(1.0)

@@ -1,0 +1,28 @@
+"""How functions reach XLA ranks, and what is said when they fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from neuron_accel.testing import run_ranks
+from neuron_accel.testing.ranks import RanksError
+from tests.distributed.testing.test_ranks import SCRIPT, run_script
+
+
+def fail_alike():
+    raise ValueError("as all do")
+
+
+def test_a_failure_of_all_ranks_is_said_once():
+    with pytest.raises(RanksError) as caught:
+        run_ranks(fail_alike, 2, backend="xla", timeout=60)
+    text = str(caught.value)
+    assert text.count("Traceback (most recent call last)") == 1
+    assert "_xla_process.py" not in text
+    assert len(text.splitlines()) < 10
+
+
+def test_a_function_of_a_script(tmp_path):
+    script = SCRIPT.format(guard='__name__ == "__main__"', backend="'xla'")
+    result = run_script(script, path=tmp_path / "script.py")
+    assert result.stdout.strip().endswith("[2, 2]"), result.stderr
