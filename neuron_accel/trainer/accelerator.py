@@ -73,6 +73,24 @@ class TrainersAccelerator(NeuronAccelerator):
         """Waits for a checkpoint that is written in the background; raises its error on every rank. Collective."""
         self._session.wait()
 
+    def load_stock(self, model: nn.Module, scheduler: Any, folder: Path) -> dict[str, Any] | None:
+        """Gives a prepared model, its optimizer and ``scheduler`` what a checkpoint of transformers' own Trainer holds.
+        Collective.
+
+        Returns:
+            the random state to go on with; None if none was saved.
+
+        Raises:
+            CheckpointError: on every rank, before anything is changed.
+        """
+        from neuron_accel.trainer.stock import restore
+
+        record = self.run.prepared(model)
+        if record is None:
+            raise ValueError("the model is not prepared")
+        self.wait_for_checkpoint()
+        return restore(self._session.training(), record, scheduler, folder)
+
     def load_weights(self, model: nn.Module, folder: Path) -> None:
         """Gives a prepared model the weights of a checkpoint, or of a folder of transformers. Collective.
 

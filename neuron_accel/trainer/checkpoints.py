@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate_checkpoints
 
 from neuron_accel.checkpoint.format.index import is_pretrained
 from neuron_accel.checkpoint.format.manifest import has_manifest
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from neuron_accel.trainer.accelerator import TrainersAccelerator
+
+
+_ROUNDING = 1e-4
+"""Epochs that do not count."""
 
 
 class Checkpointing:
@@ -144,7 +148,30 @@ class Checkpointing:
                     loader.forget_position()  # the Trainer skips what was given out
             self._resumed_random = random_state(self.accelerator.run.backend.generator)
         else:
-            self.accelerator.load_weights(self.model, folder)
+            self._resumed_random = self.accelerator.load_stock(self.model, self.lr_scheduler, folder)  # type: ignore[attr-defined]
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, *further: Any, **named: Any
+    ) -> tuple[int, int]:
+        """As the Trainer does, which skips what a training has seen by the number of its steps."""
+        result = super()._init_training_state(max_steps, num_update_steps_per_epoch, *further, **named)  # type: ignore[misc]
+        state = self.state  # type: ignore[attr-defined]
+        position = state.epoch  # of the checkpoint; None or zero where training begins
+        if position and not self.args.ignore_data_skip and has_length(self.train_dataset):  # type: ignore[attr-defined]
+            epochs, steps = divmod(state.global_step, num_update_steps_per_epoch)
+            # Within an epoch by its micro-batches; the last step of an epoch may have fewer of them than others.
+            least = epochs + steps / num_update_steps_per_epoch
+            most = epochs + min(1.0, steps / max(1, num_update_steps_per_epoch - 1))
+            if not least - _ROUNDING <= position <= most + _ROUNDING:
+                raise CheckpointError(
+                    f"The checkpoint was saved after {position:g} epochs, {state.global_step} steps of which are "
+                    f"{least:g} epochs here.",
+                    where=str(self.args.output_dir),
+                    why="steps had another number of samples, so that the data would go on at another place",
+                    fix="keep data-parallel ranks x per_device_train_batch_size x gradient_accumulation_steps, and the "
+                    "data, as they were, or set ignore_data_skip=True",
+                )
+        return result
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Called when the loader is where it was, which may have drawn random numbers."""

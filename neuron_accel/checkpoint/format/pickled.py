@@ -12,7 +12,7 @@ import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from neuron_accel.checkpoint.format.files import failure, open_file
 from neuron_accel.errors import CheckpointError
@@ -30,11 +30,30 @@ def read_pickled(path: Path) -> dict[str, torch.Tensor]:
     """
     import torch
 
+    loaded = read_containers(path)
+    if not isinstance(loaded, Mapping):
+        raise _damaged(path, f"it holds a {type(loaded).__name__}, no weights by name")
+    for name, value in loaded.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            raise _damaged(path, f"{name!r} in it is a {type(value).__name__}, not a dense tensor")
+    return {name: value.detach() for name, value in loaded.items()}
+
+
+def read_containers(path: Path) -> Any:
+    """What a file of ``torch.save`` holds: tensors, on the CPU and mapped where the format allows, numbers, text and
+    containers of these.
+
+    Raises:
+        CheckpointError: naming the file: if it cannot be read, is damaged, or could be read only by running code that
+            it contains.
+    """
+    import torch
+
     try:
         os.close(open_file(path))  # torch would wait for what is no file
         if is_mapped(path):
             _check_stored(path)
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped(path))
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped(path))
     except OSError as error:
         raise failure("read", path, error) from error
     except pickle.UnpicklingError as error:
@@ -43,12 +62,6 @@ def read_pickled(path: Path) -> dict[str, torch.Tensor]:
         raise
     except Exception as error:  # whatever a parser says to bytes that nobody wrote
         raise _damaged(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
-    if not isinstance(loaded, Mapping):
-        raise _damaged(path, f"it holds a {type(loaded).__name__}, no weights by name")
-    for name, value in loaded.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-            raise _damaged(path, f"{name!r} in it is a {type(value).__name__}, not a dense tensor")
-    return {name: value.detach() for name, value in loaded.items()}
 
 
 def is_mapped(path: Path) -> bool:

@@ -41,6 +41,7 @@ class Bytes:
         self._lock = threading.Lock()
         self._open: dict[Path, int] = {}
         self._pickled: dict[Path, dict[str, torch.Tensor]] = {}
+        self._held: dict[Path, dict[str, torch.Tensor]] = {}
 
     def __enter__(self) -> Bytes:
         return self
@@ -50,6 +51,7 @@ class Bytes:
             os.close(descriptor)
         self._open.clear()
         self._pickled.clear()
+        self._held.clear()
 
     def read(self, path: Path, offset: int, out: np.ndarray) -> None:
         """Fills ``out`` (1-D, contiguous) with the bytes at ``offset``."""
@@ -67,16 +69,24 @@ class Bytes:
         except OSError as error:
             raise failure("read", path, error) from error
 
+    def hold(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        """Makes tensors that were read from ``path`` already, by whatever names, those that :meth:`read_pickled`
+        finds there."""
+        self._held[path] = tensors
+
     def read_pickled(self, path: Path, key: str, offset: int, out: np.ndarray) -> None:
         """The same for the tensor ``key`` of a file of pickled weights; ``offset`` counts from its first byte."""
         import torch
 
         with self._lock:
-            if path not in self._pickled:
+            if path in self._held:
+                tensors = self._held[path]
+            elif path not in self._pickled:
                 for other in [p for p in self._pickled if not is_mapped(p)]:
                     del self._pickled[other]  # of those that take memory, one at a time
-                self._pickled[path] = read_pickled(path)
-            tensors = self._pickled[path]
+                self._pickled[path] = tensors = read_pickled(path)
+            else:
+                tensors = self._pickled[path]
             tensors[key] = flat = tensors[key].contiguous().reshape(-1)
         out.view("u1")[:] = flat.view(torch.uint8).numpy()[offset : offset + out.nbytes]
 

@@ -133,7 +133,7 @@ def load(training: Training, folder: Path, *, verify: bool = True) -> dict[str, 
         restored = agreed(run, lambda: _restored(training, folder, manifest, files))
         needs = agreed(run, lambda: _all_needs(training, index))
         _reset_states(training, index, restored)
-        agreed(run, lambda: _fulfil(needs, files, run))
+        agreed(run, lambda: fulfil(needs, files, run))
     refresh_masters(training.optimizers, run, index)
     restored.apply()
     return restored.counters
@@ -158,7 +158,7 @@ def load_weights(model: PreparedModel, folder: Path, run: Run, number: int = 0) 
     index = agreed(run, indexed)
     needs = agreed(run, lambda: list(_model_needs(model, index, number, may_lack_added=True)))
     with Bytes() as files:
-        agreed(run, lambda: _fulfil(needs, files, run))
+        agreed(run, lambda: fulfil(needs, files, run))
 
 
 def _check_files(folder: Path, manifest: Manifest, run: Run) -> None:
@@ -192,7 +192,7 @@ def _restored(training: Training, folder: Path, manifest: Manifest, files: Bytes
     return Restored(training, state, tensor, manifest.info)
 
 
-def _fulfil(needs: list[Need], files: Bytes, run: Run) -> None:
+def fulfil(needs: list[Need], files: Bytes, run: Run) -> None:
     for need, flat in in_order(lambda need: need.read(files, run.coordinates), needs, threads_of(run)):
         need.put(flat)
 
@@ -202,7 +202,7 @@ def _all_needs(training: Training, index: Index) -> list[Need]:
     for number, model in training.numbered_models():
         needs += _model_needs(model, index, number)
     for number, optimizer in enumerate(training.optimizers):
-        needs += _optimizer_needs(optimizer, number, index, training.run)
+        needs += optimizer_needs(optimizer, number, index, training.run)
     return needs
 
 
@@ -256,7 +256,7 @@ def _found(index: Index, collection: str, names: tuple[str, ...], shape: tuple[i
 
 
 # ---- optimizers ----------------------------------------------------------------------------------------------------
-def _optimizer_needs(optimizer: Any, number: int, index: Index, run: Run) -> Iterator[Need]:
+def optimizer_needs(optimizer: Any, number: int, index: Index, run: Run) -> Iterator[Need]:
     for piece in pieces_of(optimizer, run):
         record = piece.record
         if piece.master:

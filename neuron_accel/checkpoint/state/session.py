@@ -188,6 +188,10 @@ class Session:
             hook(accelerator._models, weights, str(folder))
         return [any(given is left for left in weights) for given in all_weights]
 
+    def training(self) -> Training:
+        """All that a checkpoint covers."""
+        return self._training([True] * len(self._accelerator._models))
+
     def _training(self, wanted: list[bool]) -> Training:
         accelerator = self._accelerator
         models = [

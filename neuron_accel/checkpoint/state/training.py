@@ -98,7 +98,7 @@ def _local(training: Training) -> tuple[list[Item], dict[str, Any]]:
         mine, rest = items_of_optimizer(optimizer, index, training.run)
         items += mine
         values.append(rest)
-    facts = {"random": random_state(training.run.backend.generator), "values": values, "names": _group_names(training)}
+    facts = {"random": random_state(training.run.backend.generator), "values": values, "names": group_names(training)}
     facts["plugins"] = _plugin_states(training.run)
     return items, facts
 
@@ -139,7 +139,7 @@ def _states(objects: Sequence[Any], kind: str, tensors: dict[str, torch.Tensor])
     ]
 
 
-def _group_names(training: Training) -> list[list[list[str]]] | None:
+def group_names(training: Training) -> list[list[list[str]]] | None:
     """FQNs by optimizer and group; only from one rank of each stage, the others would repeat it."""
     run = training.run
     stages = run.mesh.names(AxisKind.STAGE)
@@ -268,7 +268,7 @@ class Restored:
         set_own_buffers(training, self._buffers)
         for optimizer, saved in zip(training.optimizers, self.optimizers, strict=False):
             for group, theirs in zip(optimizer.param_groups, saved["groups"], strict=True):
-                _set_options(group, theirs["options"])
+                set_options(group, theirs["options"])
         for scheduler, state in zip(training.schedulers, self._states["schedulers"], strict=False):
             scheduler.load_state_dict(state)
         for loader, position in zip(training.loaders, self._loaders, strict=False):
@@ -294,7 +294,7 @@ class Restored:
             reseed(newcomer, generator)
 
 
-def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         present = group.get(name)
         if isinstance(present, torch.Tensor):

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
 import pytest
+import torch
+from transformers.trainer_pt_utils import safe_globals
 
 from neuron_accel.testing import run_ranks
-from tests.distributed.trainer.trainer_support import assert_same, squared_logits, train_on_rank, train_with_stock
+from tests.distributed.trainer.trainer_support import (
+    Texts,
+    assert_same,
+    model,
+    options,
+    squared_logits,
+    train_on_rank,
+    train_with_stock,
+)
 
 COMPOSITIONS = {
     "dp2+zero1": (2, 2, {"zero_1": True}),
@@ -22,8 +38,8 @@ MIDDLE = {"save_strategy": "steps", "save_steps": 2}  # an epoch has three steps
 def stock(tmp_path_factory):
     """What transformers' Trainer does, by the number of ranks that see different data."""
     folder = tmp_path_factory.mktemp("stock")
-    two = run_ranks(train_with_stock, 2, str(folder / "two"), 2)
-    return {1: train_with_stock(folder / "one"), 2: two[0]}
+    two = run_ranks(functools.partial(train_with_stock, **MIDDLE), 2, str(folder / "2"), 2)
+    return {1: train_with_stock(folder / "1", **MIDDLE), 2: two[0], "folder": folder}
 
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
@@ -81,6 +97,94 @@ def test_resume(before, after, at, stock, tmp_path):
     for result in run_ranks(train_on_rank, ranks, str(tmp_path), with_data, more | MIDDLE, None, True):
         result["train_loss"] = None  # of the steps of this call
         assert_same(result, stock[with_data])
+
+
+@pytest.mark.parametrize(("name", "at"), [("dp2+zero1", 2), ("tp2+sp", 4), ("pp2", 2)])
+def test_resume_from_a_checkpoint_of_transformers_own_trainer(name, at, stock, tmp_path):
+    """Moments, learning rate, random state and the place in the data come with it."""
+    ranks, with_data, more = COMPOSITIONS[name]
+    folder = tmp_path / f"checkpoint-{at}"
+    shutil.copytree(stock["folder"] / str(with_data) / folder.name, folder)
+    for result in run_ranks(train_on_rank, ranks, str(tmp_path), with_data, more | MIDDLE, None, str(folder)):
+        result["train_loss"] = None  # of the steps of this call
+        assert_same(result, stock[with_data])
+
+
+class Told:
+    """Unpickling one creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def resume_what_does_not_fit(source, folder):
+    """What is said of checkpoints of transformers' Trainer, and whether the random state is taken over."""
+    from neuron_accel.errors import CheckpointError
+    from neuron_accel.trainer import NeuronTrainer, NeuronTrainingArguments
+
+    class Look(NeuronTrainer):
+        def _load_rng_state(self, checkpoint):
+            super()._load_rng_state(checkpoint)
+            self.random = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
+
+    def attempt(name, damage, **more):
+        checkpoint = Path(folder, name, "checkpoint-2")
+        shutil.copytree(source, checkpoint)
+        damage(checkpoint)
+        arguments = options(folder, **{"eval_strategy": "no", "save_strategy": "no", "max_steps": 3} | more)
+        trainer = Look(model(), NeuronTrainingArguments(**arguments), train_dataset=Texts(), eval_dataset=Texts(4))
+        before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+        except CheckpointError as error:
+            assert all(torch.equal(value, before[key]) for key, value in trainer.model.state_dict().items())
+            return str(error)
+        return trainer.random
+
+    def groups(checkpoint):
+        state = torch.load(checkpoint / "optimizer.pt")
+        state["param_groups"].pop()
+        torch.save(state, checkpoint / "optimizer.pt")
+
+    def shape(checkpoint):
+        state = torch.load(checkpoint / "optimizer.pt")
+        state["state"][0]["exp_avg"] = torch.zeros(3, 5)
+        torch.save(state, checkpoint / "optimizer.pt")
+
+    return {
+        "fits": attempt("fits", lambda checkpoint: None),
+        "groups": attempt("groups", groups),
+        "shape": attempt("shape", shape),
+        "scheduler": attempt(
+            "scheduler", lambda c: None, lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch"
+        ),
+        "code": attempt("code", lambda c: torch.save({"state": Told(Path(folder, "ran"))}, c / "optimizer.pt")),
+        "cut": attempt("cut", lambda c: (c / "scheduler.pt").write_bytes((c / "scheduler.pt").read_bytes()[:99])),
+        "fsdp": attempt("fsdp", lambda c: (c / "optimizer_0").mkdir()),
+        "samples": attempt("samples", lambda c: None, gradient_accumulation_steps=1),
+        "weights": attempt("weights", lambda c: (c / "optimizer.pt").unlink(), ignore_data_skip=True),
+    }
+
+
+def test_checkpoints_of_transformers_own_trainer_that_do_not_fit(stock, tmp_path, capfd):
+    source = stock["folder"] / "1" / "checkpoint-2"
+    found = run_ranks(resume_what_does_not_fit, 1, str(source), str(tmp_path))[0]
+    with safe_globals():
+        saved = torch.load(source / "rng_state.pth", weights_only=True)
+    assert found["fits"] == (saved["cpu"].tolist(), saved["python"], saved["numpy"][1].tolist())
+    assert "it has 1 groups, this one 2" in found["groups"]
+    assert "has shape (3, 5), not (" in found["shape"]
+    assert "another kind of scheduler" in found["scheduler"]
+    assert "'optimizer.pt' holds more than tensors" in found["code"]
+    assert not (tmp_path / "ran").exists()
+    assert "'scheduler.pt'" in found["cut"]
+    assert "FSDP or DeepSpeed" in found["fsdp"]
+    assert "another number of samples" in found["samples"]
+    assert isinstance(found["weights"], tuple)
+    assert "has no optimizer.pt: what that would hold begins anew" in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("name", ["dp2+zero1", "tp2+sp", "pp2"])
