@@ -124,12 +124,16 @@ class PreparedOptimizer(AcceleratedOptimizer):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy knows its optimizer, and nothing of the run's other objects."""
+        """A copy knows its optimizer, and nothing of the run's other objects.
+
+        `xm.optimizer_step` averages the gradients of the groups in here and calls `step`. Gradients are reduced
+        already, over the ranks that hold the same parameters, so there is no group for it.
+        """
         left_out = dict.fromkeys(("_peers", "_gradients_complete", "blank", "_stepping", "_zeroing"))
-        return {**super().__getstate__(), **left_out}
+        return {**super().__getstate__(), **left_out, "param_groups": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__({key: value for key, value in state.items() if key != "param_groups"})
         self._peers, self._gradients_complete = [self], _nothing
         self._take_part()
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from neuron_accel.errors import UsageError
+from neuron_accel.errors import DesyncError, UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Group
@@ -76,24 +76,38 @@ def make_buckets(records: Iterable[ParameterRecord], cap_bytes: int) -> list[Buc
 
 
 class BackwardWatcher:
-    """Follows backward passes over a list of buckets.
+    """Follows backward passes over the parameters of a list that require gradients.
+
+    Which do is looked up at the end of every pass that is reduced, and at the latest before gradients are used: a
+    parameter that has begun to train joins with all the gradient that it has, and a bucket none of whose parameters
+    trains takes no part. ``requires_grad`` is the same on every rank.
 
     Args:
-        buckets: what to watch; every parameter requires a gradient.
+        records: all parameters that may train, in the same order on every rank.
+        admit: called with those of ``records`` that begin to train, the first time before anything was watched; gives
+            the buckets to watch from now on, beside those before.
+        run: the run.
+        group: the ranks whose parameters train at the same time.
         synchronises: whether gradients that arrive now are to be announced, or only accumulate.
         driven: whether whoever runs the backward pass will call :meth:`finish`; else autograd does at its end.
-        ready: called with a bucket's index once its gradients are complete; in ascending order, each once per pass.
-        done: called at the end of a pass, after every bucket was ready.
+        ready: called with a bucket's index once its gradients are complete; in ascending order, each at most once per
+            pass.
+        done: called at the end of a pass, after every bucket that takes part in it was ready.
         overlap: whether buckets are announced while the pass still runs, or all at its end.
-        action: the reduction as others can take part in it that have run out of data.
+        action: the reduction as others can take part in it that have run out of data: with the arguments of
+            :meth:`take_part`.
         take: called with a bucket's index and a parameter's position in it when a gradient arrives that will be
             announced while the pass still runs.
+        agreed: whether it is known that the same parameters train on all ranks now.
     """
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
+        records: Iterable[ParameterRecord],
+        admit: Callable[[list[ParameterRecord]], Sequence[Bucket]],
         *,
+        run: Run,
+        group: Group,
         synchronises: Callable[[], bool],
         driven: Callable[[], bool],
         ready: Callable[[int], None],
@@ -101,30 +115,127 @@ class BackwardWatcher:
         overlap: bool = True,
         action: Action | None = None,
         take: Callable[[int, int], None] | None = None,
+        agreed: bool = False,
     ) -> None:
+        self._admit, self._run, self._group = admit, run, group
         self._action, self._take = action, take
-        self._buckets, self._ready, self._done = buckets, ready, done
+        self._ready, self._done = ready, done
         self._synchronises, self._driven, self._overlap = synchronises, driven, overlap
+        self._candidates: list[ParameterRecord] = []
+        self._frozen: list[int] = []  # those of them that never trained
+        self._joined: list[tuple[int, ...]] = []  # those that began to train, one entry each time
+        self._buckets: list[Bucket] = []
         # By number of the parameter: a hook costs microseconds, and looking a tensor up in a dict is a call, too.
-        self._where = [index for index, bucket in enumerate(buckets) for _ in bucket.parameters]
-        self._position = [position for bucket in buckets for position, _ in enumerate(bucket.parameters)]
-        self._records = [record for bucket in buckets for record in bucket.records]
-        self._late = [record.completed_late for record in self._records]
-        self._seen = bytearray(len(self._where))
+        self._where: list[int] = []
+        self._position: list[int] = []
+        self._records: list[ParameterRecord] = []
+        self._late: list[bool] = []
+        self._handles: list[Any] = []
+        self._owed: list[bool] = []  # of each bucket: whether gradients were left unreduced
+        self._active: list[bool] = []
+        self._seen = bytearray()
         self._missing: list[int] = []
         self._next = 0
         self._running = False
-        self.unsynchronised = False
+        self.extend(records, agreed=agreed)
+
+    def extend(self, records: Iterable[ParameterRecord], *, agreed: bool = False) -> None:
+        """Watches further parameters, if they train, and as soon as they do. Collective."""
+        begin = len(self._candidates)
+        self._candidates += [record for record in records if record.current is not None]
+        self._frozen += range(begin, len(self._candidates))
+        self.follow(agreed=agreed)
+
+    def follow(self, *, owed: bool = False, agreed: bool = False) -> bool:
+        """Looks which parameters have begun to train. Collective if there are any.
+
+        Args:
+            owed: whether they have gradients that are to be reduced.
+            agreed: whether it is known that the same have on all ranks.
+
+        Returns:
+            whether there are any.
+
+        Raises:
+            DesyncError: if others have on other ranks.
+        """
+        begun = tuple(index for index in self._frozen if self._trains(self._candidates[index]))
+        if begun:
+            if not agreed:
+                self._check_agreement(begun)
+            self._join(begun, owed=owed)
+        return bool(begun)
+
+    @staticmethod
+    def _trains(record: ParameterRecord) -> bool:
+        return record.current is not None and record.current.requires_grad
+
+    def _check_agreement(self, begun: tuple[int, ...]) -> None:
+        if self._group.size == 1 or (self._action is not None and self._action.announced):
+            return  # who has data tells the others which parameters train
+        everyone = self._run.backend.all_gather_object([self._candidates[i].fqn for i in begun], self._group)
+        differs = sorted(set().union(*everyone).difference(set(everyone[0]).intersection(*everyone)))
+        if differs:
+            raise DesyncError(
+                f"{differs[0]!r} requires a gradient on some ranks and not on others.",
+                where=f"ranks {', '.join(map(str, self._group.ranks))}; {len(differs)} such parameters",
+                why="their gradients are summed over these ranks, and each rank would wait for the others",
+                fix="freeze and unfreeze the same parameters at the same step on every rank",
+            )
+
+    def _join(self, begun: tuple[int, ...], *, owed: bool) -> None:
+        self._joined.append(begun)
+        joining = set(begun)
+        self._frozen = [index for index in self._frozen if index not in joining]
+        buckets = self._admit([self._candidates[index] for index in begun])
+        for index, bucket in enumerate(buckets, len(self._buckets)):
+            for position, parameter in enumerate(bucket.parameters):
+                number = len(self._where)
+                self._where.append(index)
+                self._position.append(position)
+                self._handles.append(_hooked(parameter, partial(self._arrived, number)))
+                self._seen.append(0)
+            self._records += bucket.records
+            self._late += [record.completed_late for record in bucket.records]
+            self._missing.append(len(bucket.parameters))
+        self._buckets += buckets
+        self._owed += [owed] * len(buckets)
+        self._active += [True] * len(buckets)
+
+    @property
+    def unsynchronised(self) -> bool:
         """Whether gradients have arrived that were not announced through ``ready`` yet."""
-        parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
-            for number, parameter in enumerate(parameters)
-        ]
+        return any(self._owed)
+
+    def owes(self, index: int) -> bool:
+        """Whether this holds for a bucket."""
+        return self._owed[index]
+
+    def owe(self) -> None:
+        """There are gradients that this has not seen arrive."""
+        self._owed = [owed or self._learns(i) for i, owed in enumerate(self._owed)]
+
+    def forget(self) -> None:
+        """Gradients that were not announced are not to be."""
+        self._owed = [False] * len(self._buckets)
+
+    def _learns(self, index: int) -> bool:
+        return any(parameter.requires_grad for parameter in self._buckets[index].parameters)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a bucket has parameters that train and others that do not any more."""
+        return any(
+            len({parameter.requires_grad for parameter in bucket.parameters}) > 1
+            for bucket, active in zip(self._buckets, self._active, strict=True)
+            if active
+        )
 
     def _arrived(self, number: int, _: torch.Tensor) -> None:
+        index = self._where[number]
         if not self._synchronises():
-            self.unsynchronised = True
+            if not self._owed[index]:
+                self.owe()
             return
         if not self._running:
             self._begin()
@@ -133,7 +244,6 @@ class BackwardWatcher:
                 torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         if self._late[number]:
             return  # goes with its bucket at the end
-        index = self._where[number]
         if self._seen[number]:
             if index < self._next:
                 raise UsageError(
@@ -152,45 +262,87 @@ class BackwardWatcher:
         if self._missing[index] == 0:
             self._advance()
 
-    def _begin(self) -> None:
+    def _begin(self, *, left: bool = False) -> None:
+        """A pass begins; ``left``: it reduces what others have left, and nothing else."""
         self._running = True
         self._next = 0
         self._seen = bytearray(len(self._where))
-        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+        self._missing = [sum(p.requires_grad for p in bucket.parameters) for bucket in self._buckets]
+        self._active = [
+            owed or (missing > 0 and not left) for owed, missing in zip(self._owed, self._missing, strict=True)
+        ]
 
     def _advance(self, *, everything: bool = False) -> None:
-        while self._next < len(self._buckets) and (everything or self._missing[self._next] == 0):
-            self._next += 1
-            self._ready(self._next - 1)
+        while self._next < len(self._buckets):
+            if not self._active[self._next]:
+                self._next += 1
+            elif everything or self._missing[self._next] <= 0:
+                self._next += 1
+                self._ready(self._next - 1)
+            else:
+                return
 
     def finish(self) -> None:
-        """The backward pass is over: announces what is left. Does nothing between passes."""
+        """The backward pass is over: announces what is left. Does nothing between passes, but for parameters that have
+        begun to train."""
+        begun = (self._running or self._synchronises()) and self.follow(owed=True)
         if not self._running:
-            return
-        if self._action:
-            self._action()
+            if not begun:
+                return
+            self._begin(left=True)
+        self._complete()
+
+    def _complete(self) -> None:
+        if self._action and self._action.announced:
+            trains = tuple(self._trains(record) for record in self._candidates)
+            self._action(trains, tuple(self._joined), tuple(self._active))
         self._advance(everything=True)
         self._running = False
-        self.unsynchronised = False
+        self._owed = [owed and not active for owed, active in zip(self._owed, self._active, strict=True)]
         self._done()
 
     def flush(self) -> None:
         """Announces gradients that arrived in passes that did not synchronise, if there are any."""
         self.finish()
+        self.follow(owed=True)
         if self.unsynchronised:
-            self._begin()
-            self.finish()
+            self._begin(left=True)
+            self._complete()
 
-    def take_part(self) -> None:
-        """A pass without one: this rank has no data, and contributes what gradients it has, or zeros."""
+    def take_part(
+        self, trains: tuple[bool, ...], joined: tuple[tuple[int, ...], ...], active: tuple[bool, ...]
+    ) -> None:
+        """A pass without one: this rank has no data, and contributes what gradients it has, or zeros.
+
+        Args:
+            trains: which parameters train on the ranks that have data; from now on on this one, too.
+            joined: which of them began to, one entry each time.
+            active: which buckets take part.
+        """
+        for record, does in zip(self._candidates, trains, strict=True):
+            if record.current is not None and record.current.requires_grad != does:
+                record.current.requires_grad_(does)
+        for begun in joined[len(self._joined) :]:
+            self._join(begun, owed=False)
         self._begin()
-        self.finish()
+        self._active = list(active)
+        self._complete()
 
     def close(self) -> None:
         """Stops watching."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def _hooked(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Registers a hook for gradients that arrive, also where none do now: torch asks for ``requires_grad`` then."""
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        return parameter.register_post_accumulate_grad_hook(hook)
+    finally:
+        parameter.requires_grad_(trains)
 
 
 def used_anywhere(local: list[bool], run: Run, group: Group) -> list[bool]:

@@ -8,16 +8,18 @@ several that know nothing of each other, must agree.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from neuron_accel.engine.optim.twin import twin
+from neuron_accel.engine.optim.twin import StandIn, attributes_of, names_parameters, translate, twin
 
 _CUT = 24 * 40 // 3 + 7
 _STEPS = 3
+_KINDS = 4
 _TOLERANCE = 1e-3
 """Relative to how far an element of its parameter moves at most. What looks at wholes is far off."""
 
@@ -29,11 +31,23 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     Args:
         optimizer: it is left alone; a twin of it is tried for each of its groups.
     """
+    return why_not_elementwise(optimizer) is None
+
+
+def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
+    """None for an optimizer of which :func:`is_elementwise` is true, else how it failed, for people."""
 
     def flat_pieces(matrix: torch.Tensor) -> Sequence[torch.Tensor]:
         return matrix.reshape(-1).split([_CUT, matrix.numel() - _CUT])
 
-    return all(_agrees(optimizer, group, matrices=1, divide=flat_pieces) for group in optimizer.param_groups)
+    for group, owner in _kinds(optimizer):
+        try:
+            agrees = _agrees(optimizer, group, owner, matrices=1, divide=flat_pieces)
+        except Exception as error:  # it cannot handle flat pieces at all (Muon), or fails for a reason of its own
+            return f"tried on small parameters that stand for parts, it failed: {type(error).__name__}: {error}"
+        if not agrees:
+            return "its update looks at the norm or the shape of a whole parameter, which no rank would have"
+    return None
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
@@ -43,27 +57,39 @@ def is_separable(optimizer: torch.optim.Optimizer) -> bool:
     Args:
         optimizer: as in :func:`is_elementwise`. One that cannot be tried on matrices alone is taken to be separable.
     """
-    return all(_agrees(optimizer, group, matrices=2, failed=True) for group in optimizer.param_groups)
+    try:
+        return all(_agrees(optimizer, group, owner, matrices=2) for group, owner in _kinds(optimizer))
+    except Exception:  # it may need a closure (LBFGS)
+        return True
+
+
+def _kinds(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
+    """Groups, each with a parameter of every kind by the attributes that somebody has set; a few, where each has a name
+    of its own."""
+    for group in optimizer.param_groups:
+        kinds: dict[Any, torch.Tensor] = {}
+        for parameter in sorted(group["params"], key=lambda p: optimizer.state.get(p) is None or not p.dim()):
+            kinds.setdefault(attributes_of(parameter), parameter)
+            if len(kinds) == _KINDS:
+                break
+        yield from ((group, owner) for owner in kinds.values() or [None])
 
 
 def _agrees(
     optimizer: torch.optim.Optimizer,
     group: dict[str, Any],
+    owner: torch.Tensor | None,
     *,
     matrices: int,
     divide: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda matrix: [matrix],
-    failed: bool = False,
 ) -> bool:
     values, gradients = _examples(matrices)
-    try:
-        together = _updated(optimizer, group, values, gradients)
-        apart = []
-        for value, of_value in zip(values, gradients, strict=True):
-            pieces = list(zip(divide(value), *(divide(g) for g in of_value), strict=True))
-            updated = [_updated(optimizer, group, [piece[0]], [piece[1:]])[0].reshape(-1) for piece in pieces]
-            apart.append(torch.cat(updated))
-    except (RuntimeError, ValueError, IndexError, TypeError):
-        return failed  # it cannot handle flat pieces at all (Muon insists on matrices), or needs a closure (LBFGS)
+    together = _updated(optimizer, group, owner, values, gradients)
+    apart = []
+    for value, of_value in zip(values, gradients, strict=True):
+        pieces = list(zip(divide(value), *(divide(g) for g in of_value), strict=True))
+        updated = [_updated(optimizer, group, owner, [piece[0]], [piece[1:]])[0].reshape(-1) for piece in pieces]
+        apart.append(torch.cat(updated))
     return all(
         bool((one.reshape(-1) - other).abs().max() <= _TOLERANCE * (one - value).abs().max())
         for one, other, value in zip(together, apart, values, strict=True)
@@ -93,12 +119,13 @@ def _examples(count: int) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]
 def _updated(
     optimizer: torch.optim.Optimizer,
     group: dict[str, Any],
+    owner: torch.Tensor | None,
     values: Sequence[torch.Tensor],
     gradients: Sequence[Sequence[torch.Tensor]],
 ) -> list[torch.Tensor]:
     """What one optimizer makes of parameters with these values."""
     parameters = [nn.Parameter(value.clone()) for value in values]
-    trial = _twin(optimizer, group, parameters)
+    trial = _twin(optimizer, group, owner, parameters)
     for step in range(_STEPS):
         for parameter, of_parameter in zip(parameters, gradients, strict=True):
             parameter.grad = of_parameter[step].clone()
@@ -106,26 +133,43 @@ def _updated(
     return [parameter.detach() for parameter in parameters]
 
 
-def _twin(optimizer: torch.optim.Optimizer, group: dict, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _twin(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    owner: torch.Tensor | None,
+    parameters: list[nn.Parameter],
+) -> torch.optim.Optimizer:
     # An optimizer with state from the start (Adagrad) begins with the same here: constant, so any element will do.
-    # Of a parameter with dims, where what is kept per element can be told from what is kept once.
-    owner = next((p for p in group["params"] if optimizer.state.get(p) and p.dim()), None)
+    # Of a parameter with dims, where what is kept per element can be told from what is kept once. Beside its values, an
+    # optimizer may know attributes and names of a parameter, and keep something by it.
+    stand_ins = [StandIn(p, partial(_initial, owner=owner, parameter=p)) for p in parameters if owner is not None]
     state: dict[torch.Tensor, dict[str, Any]] = {}
-    if owner is not None:
-        like = optimizer.state[owner]
-        state = {p: {name: _initial(value, owner, p) for name, value in like.items()} for p in parameters}
-    options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    for mine in stand_ins:
+        assert owner is not None
+        mine.take_attributes(owner)
+        if optimizer.state.get(owner):
+            like = optimizer.state[owner]
+            entries = {name: _initial(value, owner, mine.parameter) for name, value in like.items()}
+            state[mine.parameter] = entries
+    options = {k: v if names_parameters(v) else copy.deepcopy(v) for k, v in group.items() if k != "params"}
+    if "param_names" in options and owner is not None:
+        position = next(i for i, p in enumerate(group["params"]) if p is owner)
+        options["param_names"] = [group["param_names"][position]] * len(parameters)
     lr = options.get("lr")
     if torch.is_tensor(lr):
         options["lr"] = torch.full_like(lr, 1e-2)  # reading it could stall a device
     elif lr == 0:  # a warm-up may begin so, and an optimizer that does nothing proves nothing
         options["lr"] = 1e-2
-    return twin(optimizer, [{**options, "params": parameters}], state)
+    trial = twin(optimizer, [{**options, "params": parameters}], state)
+    if owner is not None:
+        translate(trial, {owner: stand_ins})
+    return trial
 
 
-def _initial(value: Any, owner: torch.Tensor, parameter: nn.Parameter) -> Any:
+def _initial(value: Any, owner: torch.Tensor, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape != owner.shape:
         return value.detach().clone()
-    return torch.full_like(parameter.detach(), float(value.detach().reshape(-1)[0]))
+    first = value.detach().reshape(-1)[0]
+    return torch.full_like(parameter.detach(), float(first.real if first.is_complex() else first))

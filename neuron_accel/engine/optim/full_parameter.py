@@ -8,14 +8,14 @@ updates them whole, as its peers along the cut axes do, and keeps its own part.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from neuron_accel.engine.optim.elementwise import is_elementwise
-from neuron_accel.engine.optim.twin import StatePiece, copy_options, recipe_of, twin
+from neuron_accel.engine.optim.twin import StandIn, StatePiece, copy_options, recipe_of, translate, twin
 from neuron_accel.engine.plan.plugin import Claim
 from neuron_accel.engine.runtime.tensors import full_tensor
 
@@ -62,6 +62,7 @@ class WholeParameters(torch.optim.Optimizer):
         if recipe_of(optimizer) is not None:  # its constructor wants to see what it will update
             self._put_together()
         self.inner = twin(optimizer, [self._inner_group(group) for group in optimizer.param_groups])
+        self._translate()
         self._let_go()
         if recipe_of(optimizer) is not None:
             del optimizer._neuron_accel_recipe  # type: ignore[attr-defined]
@@ -72,7 +73,18 @@ class WholeParameters(torch.optim.Optimizer):
             return part
         if part not in self._wholes:
             self._wholes[part] = nn.Parameter(part.new_empty(0), requires_grad=part.requires_grad)
+            self._stand_in(part).take_attributes(part)
         return self._wholes[part]
+
+    def _stand_in(self, part: nn.Parameter) -> StandIn:
+        def whole(value: torch.Tensor) -> torch.Tensor:
+            return full_tensor(value, self._layout_of[part], self._run)
+
+        return StandIn(self._wholes[part], whole)
+
+    def _translate(self) -> None:
+        """What the optimizer knows by part, it knows by whole."""
+        translate(self.inner, {part: [self._stand_in(part)] for part in self._wholes})
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
         return {**group, "params": [self._whole(part) for part in group["params"]]}
@@ -83,6 +95,8 @@ class WholeParameters(torch.optim.Optimizer):
                 whole = self._whole(part)
                 if whole is not part:
                     layout = self._layout_of[part]
+                    whole.requires_grad_(part.requires_grad)
+                    self._stand_in(part).take_attributes(part)
                     whole.data = full_tensor(part.detach(), layout, self._run)
                     whole.grad = None if part.grad is None else full_tensor(part.grad, layout, self._run)
 
@@ -110,11 +124,31 @@ class WholeParameters(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
         self.inner.add_param_group(self._inner_group(self.optimizer.param_groups[-1]))
 
+    def extend_group(self, index: int, parts: Sequence[nn.Parameter]) -> None:
+        """Further parts for a group; ``layout_of`` knows them by now."""
+        self.optimizer.param_groups[index]["params"].extend(parts)
+        self.inner.param_groups[index]["params"].extend(self._whole(part) for part in parts)
+        self._translate()
+
+    def put_state(self, part: nn.Parameter, entries: dict[str, Any]) -> None:
+        """State of a part, which becomes that of the whole; collective along the axes that cut it."""
+        store, key = self.place_of_state(part)
+        if key is part:
+            store[key] = entries
+            return
+        layout = self._layout_of[part]
+        store[key] = {
+            name: full_tensor(value, layout, self._run)
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == part.shape
+            else value
+            for name, value in entries.items()
+        }
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
         """One step on whole parameters; collective along the axes that cut them."""
         loss = None
         if closure is not None:
@@ -122,7 +156,7 @@ class WholeParameters(torch.optim.Optimizer):
                 loss = closure()
         self._put_together()
         copy_options(self.optimizer, self.inner)
-        self.inner.step()
+        self.inner.step(**options)
         copy_options(self.inner, self.optimizer)
         for part, whole in self._wholes.items():
             part.copy_(self._layout_of[part].shard(whole.detach(), self._run.coordinates))
@@ -156,7 +190,8 @@ class WholeParameters(torch.optim.Optimizer):
         return pieces
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """State of the wholes, as on every rank along the cut axes."""
+        """State of the wholes, as on every rank along the cut axes; options as they are now."""
+        copy_options(self.optimizer, self.inner)
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

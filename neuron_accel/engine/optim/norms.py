@@ -78,11 +78,16 @@ def _local(by_replicas: dict[int, list[torch.Tensor]], run: Run, norm_type: floa
     total = torch.zeros((), dtype=torch.float32, device=run.device)
     for replicas, tensors in by_replicas.items():
         if tensors and norm_type == 2 and run.backend.is_lazy:  # fewer operations to compile
-            total = total + torch.stack([(t.float() * t.float()).sum() for t in tensors]).sum() / replicas
+            total = total + torch.stack([(t * t).sum() for t in map(_real, tensors)]).sum() / replicas
         elif tensors:
-            each = torch.stack(torch._foreach_norm([t.float() for t in tensors], norm_type))
+            each = torch.stack(torch._foreach_norm([_real(t) for t in tensors], norm_type))
             total = total + (each**norm_type).sum() / replicas
     return total
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers of the same norm, in fp32."""
+    return (tensor.abs() if tensor.is_complex() else tensor).float()
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

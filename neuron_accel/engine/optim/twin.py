@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,11 +33,33 @@ class Recipe:
         return self.cls([dict(group) for group in groups], **self.arguments)  # type: ignore[call-arg]
 
 
+class _Groups(torch.optim.Optimizer):
+    """Parameters in groups, checked and completed as torch does it. It holds nothing else, and never steps."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError("it only holds groups")
+
+
+def checked_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Parameters in groups, as an optimizer has them.
+
+    Raises:
+        ValueError, TypeError: what torch raises for what no optimizer can hold.
+    """
+    return _Groups(params).param_groups
+
+
 def make_optimizer_constructor_lazy(cls: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
     """A stand-in for ``cls`` whose products hold no state for the parameters they are given.
 
     ``prepare`` builds the real thing for what is left of the parameters on each rank. Until then the product is an
     optimizer like any other: its groups can be edited, and schedulers can be built on it.
+
+    Raises:
+        ValueError, TypeError: what torch raises for ``params`` that no optimizer can hold.
 
     Args:
         cls: the optimizer's class. Its first argument are the parameters; all others are given by keyword.
@@ -48,11 +71,7 @@ def make_optimizer_constructor_lazy(cls: type[torch.optim.Optimizer]) -> Callabl
     """
 
     def promise(params: Iterable[Any], **arguments: Any) -> torch.optim.Optimizer:
-        given = list(params)
-        groups = [dict(g) for g in given] if given and isinstance(given[0], dict) else [{"params": given}]
-        for group in groups:
-            parameters = group["params"]
-            group["params"] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        groups = checked_groups(params)
         dummies = [[nn.Parameter(torch.empty(1)) for _ in group["params"]] for group in groups]
         optimizer = cls([{**g, "params": d} for g, d in zip(groups, dummies, strict=True)], **arguments)  # type: ignore[call-arg]
         optimizer.state = defaultdict(dict)
@@ -79,9 +98,126 @@ def keep_promise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """Gives the groups of ``target`` the hyper-parameters of those of ``source``."""
+    """Gives the groups of ``target`` the hyper-parameters of those of ``source``. What names parameters stays, since
+    these are others."""
     for theirs, mine in zip(source.param_groups, target.param_groups, strict=True):
-        mine.update({key: value for key, value in theirs.items() if key != "params"})
+        mine.update({k: v for k, v in theirs.items() if k not in ("params", "param_names") and not names_parameters(v)})
+
+
+# ---- what an optimizer may know of a parameter beside its values -----------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class StandIn:
+    """What an optimizer updates in place of a parameter, or of a part of it.
+
+    Args:
+        parameter: it.
+        cut: from a tensor in the shape of the original parameter, what belongs to it.
+    """
+
+    parameter: torch.Tensor
+    cut: Callable[[torch.Tensor], torch.Tensor]
+
+    def value(self, value: Any, original: torch.Tensor) -> Any:
+        """What is known of ``original``, as it is known of this."""
+        cuts = isinstance(value, torch.Tensor) and value.dim() and value.shape == original.shape
+        return self.cut(value) if cuts else value
+
+    def take_attributes(self, original: torch.Tensor) -> None:
+        """Gives it the attributes that somebody has set on ``original``: ``weight.decays = False``."""
+        for name, value in vars(original).items():
+            vars(self.parameter)[name] = self.value(value, original)
+
+
+def attributes_of(parameter: torch.Tensor) -> tuple[tuple[str, str], ...]:
+    """The attributes that somebody has set on a parameter, to tell whether another has the same."""
+    plain = (bool, int, float, str, type(None))
+    return tuple(
+        (name, repr(value) if isinstance(value, plain) else f"{type(value).__name__} {id(value)}")
+        for name, value in sorted(vars(parameter).items())
+    )
+
+
+def names_parameters(value: Any) -> bool:
+    """Whether an option is a collection of parameters, or of something by parameter."""
+    return isinstance(value, (Mapping, Set, list, tuple)) and any(isinstance(entry, nn.Parameter) for entry in value)
+
+
+def knows_by_parameter(optimizer: torch.optim.Optimizer) -> str | None:
+    """The name of an attribute or option in which an optimizer keeps something by parameter, or lists parameters."""
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = [item for item in vars(optimizer).items() if item[0] not in _OWN]
+    named += [item for group in optimizer.param_groups for item in group.items() if item[0] != "params"]
+    for name, value in named:
+        if isinstance(value, (Mapping, Set)) and any(isinstance(key, int) and key in mine for key in value):
+            return name
+        if names_parameters(value):
+            return name
+    return None
+
+
+def translate(optimizer: torch.optim.Optimizer, stand_ins: Mapping[torch.Tensor, Sequence[StandIn]]) -> None:
+    """Lets an optimizer find by their stand-ins what it knows by parameter: in its attributes and options, under the
+    parameter itself or its ``id``."""
+    for name, value in vars(optimizer).items():
+        if name not in _OWN:
+            vars(optimizer)[name] = translated(value, stand_ins)
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if name not in ("params", "param_names"):
+                group[name] = translated(value, stand_ins)
+
+
+def translated(value: Any, stand_ins: Mapping[torch.Tensor, Sequence[StandIn]]) -> Any:
+    """``value``, or if it is a collection that names some of these parameters a copy that names what stands for them,
+    too."""
+    if not isinstance(value, (Mapping, Set, list, tuple)) or not value:
+        return value
+
+    # By id throughout: a dict would compare a tensor with a number of the same hash, element by element.
+    by_id = {id(parameter): (parameter, mine) for parameter, mine in stand_ins.items()}
+
+    def found(entry: Any) -> tuple[torch.Tensor, Sequence[StandIn]] | None:
+        return by_id.get(entry if type(entry) is int else id(entry))
+
+    known = [entry for entry in value if isinstance(entry, nn.Parameter) or type(entry) is int]
+    known = [entry for entry in known if found(entry) is not None]
+    if not known:
+        return value
+
+    def keys(entry: Any) -> Iterator[tuple[Any, StandIn, torch.Tensor]]:
+        original, mine = by_id[entry if type(entry) is int else id(entry)]
+        for one in mine:
+            yield (id(one.parameter) if type(entry) is int else one.parameter), one, original
+
+    if isinstance(value, MutableMapping):
+        result = copy.copy(value)
+        for entry in known:
+            for key, one, original in keys(entry):
+                result[key] = one.value(value[entry], original)
+        return result
+    if isinstance(value, Set):
+        return type(value)([*value, *(key for entry in known for key, *_ in keys(entry))])  # type: ignore[call-arg]
+    if type(value) in (list, tuple):
+        return type(value)(k for e in value for k in ([key for key, *_ in keys(e)] if found(e) is not None else [e]))
+    return value
+
+
+def extend_group(optimizer: torch.optim.Optimizer, index: int, parameters: Sequence[torch.Tensor]) -> None:
+    """Hands further parameters to a group of an optimizer, which has no state for them yet."""
+    own = getattr(optimizer, "extend_group", None)
+    if own is not None:
+        own(index, parameters)
+    else:
+        optimizer.param_groups[index]["params"].extend(parameters)
+
+
+def put_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entries: dict[str, Any]) -> None:
+    """Gives an optimizer the state of a parameter, with entries of the parameter's shape or of none."""
+    own = getattr(optimizer, "put_state", None)
+    if own is not None:
+        own(parameter, entries)
+    else:
+        optimizer.state[parameter] = entries
 
 
 def twin(

@@ -161,6 +161,9 @@ class ParameterMap:
                     f"{record.layout.local_shape}.",
                     why="whoever changes a parameter's shape sets its layout",
                 )
+            if record.current is not None and record.current is not parameter:
+                own = {k: v for k, v in vars(record.current).items() if not isinstance(v, torch.Tensor)}
+                vars(parameter).update({k: v for k, v in own.items() if k not in vars(parameter)})
             record.current = parameter
             if parameter not in self._by_object:
                 record._known.append(parameter)
@@ -168,6 +171,11 @@ class ParameterMap:
         for name, parameter in found.items():
             if name not in self._by_name:
                 self._add(name, parameter, added=True)
+
+    def add(self, name: str, parameter: nn.Parameter) -> ParameterRecord:
+        """Takes note of a further parameter of the original model; of one that is known, by this name, too."""
+        self._add(name, parameter)
+        return self._by_object[parameter]
 
 
 def rebind(optimizer: torch.optim.Optimizer, maps: Iterable[ParameterMap], coordinates: Mapping[str, int]) -> None:
@@ -187,6 +195,7 @@ def rebind(optimizer: torch.optim.Optimizer, maps: Iterable[ParameterMap], coord
     maps = list(maps)
     for index, group in enumerate(optimizer.param_groups):
         parameters: list[nn.Parameter] = []
+        names: list[str] = []
         for position, parameter in enumerate(group["params"]):
             record = next((r for r in (m.find(parameter) for m in maps) if r is not None), None)
             if record is None:
@@ -205,7 +214,11 @@ def rebind(optimizer: torch.optim.Optimizer, maps: Iterable[ParameterMap], coord
                     name: _cut_state(value, record, name, coordinates) for name, value in state.items()
                 }
             parameters.append(record.current)
+            if "param_names" in group:
+                names.append(group["param_names"][position])
         group["params"] = parameters
+        if "param_names" in group:
+            group["param_names"] = names
 
 
 def _cut_state(value: Any, record: ParameterRecord, name: str, coordinates: Mapping[str, int]) -> Any:

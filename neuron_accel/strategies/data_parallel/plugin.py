@@ -6,7 +6,7 @@ The default owner of gradient reduction and clipping. Gradients travel in bucket
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -142,40 +142,53 @@ class GradientAverager:
         self._model, self._run, self._cap_bytes = model, run, int(bucket_cap_mb * (1 << 20))
         self._data_group = run.group(*run.mesh.gradient_axes)
         self._pending: list[tuple[int, list[bool], Pending]] = []
+        self._left: set[torch.Tensor] = set()
         self._action = run.company.register(
-            "a backward pass", lambda: self.watcher.take_part(), settle=lambda: self.flush()
+            "a backward pass", lambda *state: self.watcher.take_part(*state), settle=lambda: self.flush()
         )
-        self._watch([r for r in model.parameters if r.current is not None and r.current.requires_grad])
+        self._watch(agreed=False)
 
-    def _watch(self, records: list[ParameterRecord]) -> None:
-        model, backend = self._model, self._run.backend
+    def _watch(self, *, agreed: bool) -> None:
+        model = self._model
         # Where reading a value would stall the device, what this rank knows of its gradients is taken for all.
-        lazy, reads = backend.is_lazy, backend.reads_are_free
-        self._buckets = [b for b in make_buckets(records, self._cap_bytes) if self._group(b).size > 1]
-        self._memory = None if lazy else [FlatGradients(bucket, flags=reads) for bucket in self._buckets]
+        lazy = self._run.backend.is_lazy
+        self._buckets: list[Bucket] = []
+        self._memory: list[FlatGradients] | None = None if lazy else []
         self.watcher = BackwardWatcher(
-            self._buckets,
+            [r for r in model.parameters if r.current is not None and r.current not in self._left],
+            self._admit,
+            run=self._run,
+            group=self._data_group,
             synchronises=lambda: model.synchronises,
             driven=lambda: model.in_backward,
             ready=self._ready,
             done=self._done,
             overlap=not lazy,  # nothing runs before the graph is complete, and then the compiler decides
             action=self._action,
-            take=self._take if self._memory is not None else None,
+            take=None if lazy else self._take,
+            agreed=agreed,
         )
+
+    def _admit(self, records: list[ParameterRecord]) -> list[Bucket]:
+        """Buckets for parameters that begin to train."""
+        buckets = [b for b in make_buckets(records, self._cap_bytes) if self._group(b).size > 1]
+        self._buckets += buckets
+        if self._memory is not None:
+            reads = self._run.backend.reads_are_free
+            self._memory += [FlatGradients(bucket, flags=reads) for bucket in buckets]
+        return buckets
 
     def again(self) -> None:
         """Begins anew with the parameters as they are now."""
         self.watcher.close()
-        self._watch([r for r in self._model.parameters if r.current is not None and r.current.requires_grad])
+        self._watch(agreed=True)
 
-    def leave(self, parameters: Collection[torch.Tensor]) -> None:
+    def leave(self, parameters: Iterable[torch.Tensor]) -> None:
         """Leaves some parameters to somebody else."""
-        kept = [r for b in self._buckets for r in b.records if r.current not in parameters]
-        if len(kept) < sum(len(b.records) for b in self._buckets):
-            self.watcher.close()
-            wanted = {id(record) for record in kept}
-            self._watch([record for record in self._model.parameters if id(record) in wanted])
+        new = set(parameters) - self._left
+        self._left |= new
+        if any(record.current in new for record in self._model.parameters):
+            self.again()
 
     def _group(self, bucket: Bucket) -> Group:
         return self._run.group(*self._run.mesh.gradient_axes, *bucket.partial_axes)
@@ -216,6 +229,8 @@ class GradientAverager:
             ):
                 if is_used:
                     parameter.grad = part
+        if self.watcher.is_mixed and not self.watcher.unsynchronised:
+            self.again()  # else what is frozen would travel along, and hold its neighbours up
 
     def flush(self) -> None:
         """Reduces what backward passes under ``no_sync`` left behind, unless ``no_sync`` still holds."""
@@ -226,7 +241,10 @@ class GradientAverager:
     def flush_replica(self) -> None:
         """A step inside ``no_sync``: ranks that see different samples go their own ways, but those that hold one copy
         of the model between them still sum what each has of its gradients."""
-        if self._model.sync_enabled or not self.watcher.unsynchronised:
+        if self._model.sync_enabled:
+            return
+        self.watcher.follow(owed=True)
+        if not self.watcher.unsynchronised:
             return
         mesh = self._run.mesh
         within = [axis for axis in mesh.gradient_axes if axis not in mesh.data_axes]
@@ -234,6 +252,7 @@ class GradientAverager:
         if all(group.size == 1 for group in groups):
             return
         for index, group in enumerate(groups):
-            self._send(index, group, self._run.group(*within).size)
+            if self.watcher.owes(index):
+                self._send(index, group, self._run.group(*within).size)
+        self.watcher.forget()
         self._done()
-        self.watcher.unsynchronised = False

@@ -12,8 +12,9 @@ import inspect
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,18 @@ from neuron_accel.engine.optim.buckets import BackwardWatcher, Bucket, make_buck
 from neuron_accel.engine.optim.elementwise import is_elementwise
 from neuron_accel.engine.optim.full_parameter import WholeParameters
 from neuron_accel.engine.optim.norms import GradientPart, clip_coefficient, elsewhere, global_norm
-from neuron_accel.engine.optim.twin import StatePiece, copy_options, recipe_of, twin
+from neuron_accel.engine.optim.twin import (
+    StandIn,
+    StatePiece,
+    attributes_of,
+    copy_options,
+    extend_group,
+    knows_by_parameter,
+    put_state,
+    recipe_of,
+    translate,
+    twin,
+)
 from neuron_accel.errors import ParameterError, UsageError
 from neuron_accel.strategies.zero1.eager_shard import BufferShard, SendBuffers, suitable_cap
 from neuron_accel.strategies.zero1.lazy_shard import JoinedShard
@@ -32,8 +44,8 @@ from neuron_accel.strategies.zero1.partition import alike, even, whole
 from neuron_accel.strategies.zero1.shard import BucketShard, ShardPiece
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.optim.twin import StatePiece
     from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.engine.sharding.layout import Layout
     from neuron_accel.engine.sharding.parameters import ParameterRecord
 
 
@@ -59,6 +71,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         run: the run.
         options: how.
         synchronises: whether a backward pass that runs now is the last before a step; by default what the models say.
+        others: called with the parameters of a group that is added, whose gradients they are to leave to this.
 
     Attributes:
         optimizer: the user's optimizer.
@@ -77,6 +90,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         run: Run,
         options: Zero1Options,
         synchronises: Callable[[], bool] | None = None,
+        others: Sequence[Callable[[Iterable[torch.Tensor]], None]] = (),
     ) -> None:
         # Like Accelerate's own wrapper, this is an Optimizer by interface: groups, state and defaults are those of the
         # optimizers inside, so the base class's constructor, which would make its own, is not run.
@@ -87,59 +101,139 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._has_warned = False
         self._run = run
         self._group = run.group(*run.mesh.gradient_axes)
+        self._others = others
         self._synchronises = synchronises or self._models_synchronise
         self.shards: list[BucketShard] = []
-        self._pieces: dict[nn.Parameter, list[ShardPiece]] = defaultdict(list)
         self._updated: dict[nn.Parameter, list[nn.Parameter]] = defaultdict(list)
-        self._watchers: list[BackwardWatcher] = []
-        self._watched: list[list[BucketShard]] = []
+        self._layouts: dict[nn.Parameter, Layout] = {}
         self._models: list[PreparedModel] = []
-        self._divide(optimizer.param_groups)
-        state = self._divided_state()
-        self.inner = twin(optimizer, [self._inner_group(g) for g in optimizer.param_groups], state)
-        layouts = {p.master: s.bucket.records[p.place.parameter].layout for s in self.shards for p in s.pieces}
-        cut = self.options.whole_parameters and any(layout.axes for layout in layouts.values())
-        if cut and not is_elementwise(optimizer):  # what is whole on this rank is a part of the original
-            self.inner = WholeParameters(self.inner, layouts, run)
-        self._let_go()
+        self._sent: list[BucketShard] = []
+        self._buffers = SendBuffers()
+        self._recipe = recipe_of(optimizer)
+        self.inner: torch.optim.Optimizer | None = None
+        self._action = run.company.register(
+            "a backward pass", lambda *state: self._watcher.take_part(*state), settle=self.flush
+        )
+        self._watcher = BackwardWatcher(
+            self._records(optimizer.param_groups),
+            self._divide,
+            run=run,
+            group=self._group,
+            synchronises=lambda: self.options.use_grad_acc_hook or self._synchronises(),
+            driven=lambda: any(model.in_backward for model in self._models),
+            ready=self._send,
+            done=self._receive,
+            overlap=self.options.overlap and not self._lazy,
+            take=None if self._lazy else lambda bucket, index: self.shards[bucket].take_gradient(index),
+            action=self._action,
+        )
+        self.inner = twin(
+            optimizer, [self._inner_group(g) for g in optimizer.param_groups], self._divided_state(self.shards)
+        )
+        self._carry_attributes()
+        self._translate()
+        if self._sees_wholes(optimizer):
+            self.inner = WholeParameters(self.inner, self._layouts, run)
+        self._let_go(self.shards)
+        if self._recipe is not None:
+            del optimizer._neuron_accel_recipe  # type: ignore[attr-defined]
 
     # ---- construction ----------------------------------------------------------------------------------------------
-    def _divide(self, groups: Iterable[dict[str, Any]]) -> None:
-        buffers = SendBuffers()
-        shards = [self._shard(bucket, buffers) for bucket in self._buckets(groups)]
+    def _records(self, groups: Iterable[dict[str, Any]]) -> list[ParameterRecord]:
+        """All that may train, and the models that they belong to."""
+        records = [self.record(p) for group in groups for p in group["params"]]
+        mine = {id(record) for record in records}
+        for model in self._run.models:
+            if not any(model is m for m in self._models) and any(id(record) in mine for record in model.parameters):
+                self._models.append(model)
+        return records
+
+    def _divide(self, records: list[ParameterRecord]) -> list[Bucket]:
+        """Divides parameters that begin to train. Until then they have no masters, and what state was loaded for them
+        is whole."""
+        group_of = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
+        of_groups: list[list[ParameterRecord]] = [[] for _ in self.param_groups]
+        for record in records:
+            of_groups[group_of[record.current]].append(record)
+        shards = [self._shard(bucket, self._buffers) for bucket in self._buckets(of_groups)]
         for shard in shards:
             for piece in shard.pieces:
-                self._pieces[piece.parameter].append(piece)
+                self._layouts[piece.master] = shard.bucket.records[piece.place.parameter].layout
             for parameter, updated in shard.updated():
                 self._updated[parameter].append(updated)
         self.shards += shards
         if not self._lazy:  # the weights have moved
             return_freed_memory()
-        self._models = [
-            m
-            for m in self._run.models
-            if any(m.parameters.find(p) is not None for s in self.shards for p in s.parameters)
-        ]
-        index = len(self._watchers)
-        self._watched.append(shards)
-        self._watchers.append(
-            BackwardWatcher(
-                [shard.bucket for shard in shards],
-                synchronises=lambda: self.options.use_grad_acc_hook or self._synchronises(),
-                driven=lambda: any(model.in_backward for model in self._models),
-                ready=lambda bucket: shards[bucket].send_gradients(),
-                done=lambda: self._receive(shards),
-                overlap=self.options.overlap and not self._lazy,
-                take=None if self._lazy else lambda bucket, index: shards[bucket].take_gradient(index),
-                action=self._run.company.register(
-                    "a backward pass", lambda: self._watchers[index].take_part(), settle=self.flush
-                ),
-            )
-        )
+        if self.inner is not None:
+            self._update_also(shards)
+        return [shard.bucket for shard in shards]
 
-    def _buckets(self, groups: Iterable[dict[str, Any]]) -> list[Bucket]:
+    def _update_also(self, shards: list[BucketShard]) -> None:
+        """Hands further pieces to the optimizer inside, in those groups of their parameters that it has already."""
+        assert self.inner is not None
+        known = self.param_groups[: len(self.inner.param_groups)]
+        group_of = {p: index for index, group in enumerate(known) for p in group["params"]}
+        updated: list[list[nn.Parameter]] = [[] for _ in known]
+        for parameter, master in (pair for shard in shards for pair in shard.updated()):
+            if parameter in group_of:
+                updated[group_of[parameter]].append(master)
+        for index, masters in enumerate(updated):
+            extend_group(self.inner, index, masters)
+            if "param_names" in known[index]:
+                self.inner.param_groups[index]["param_names"] = self._inner_group(known[index])["param_names"]
+        self._carry_attributes()
+        self._translate()
+        state: Mapping[torch.Tensor, dict[str, Any]] = self._divided_state(shards)
+        if self._recipe is not None:
+            groups = [{**group, "params": masters} for group, masters in zip(known, updated, strict=True)]
+            state = {**self._recipe.build(groups).state, **state}
+        for master, entries in state.items():
+            put_state(self.inner, master, entries)
+        self._let_go(shards)
+
+    def _stand_ins(self) -> dict[torch.Tensor, list[StandIn]]:
+        """What the optimizer inside updates in place of each parameter."""
+        result: dict[torch.Tensor, list[StandIn]] = defaultdict(list)
+        for piece in (piece for shard in self.shards for piece in shard.pieces):
+            result[piece.parameter].append(_stand_in(piece))
+        return result
+
+    def _translate(self) -> None:
+        """What the optimizer knows by parameter, it knows by piece."""
+        assert self.inner is not None
+        if not self._lazy:
+            translate(
+                self.inner.optimizer if isinstance(self.inner, WholeParameters) else self.inner, self._stand_ins()
+            )
+            return
+        known = knows_by_parameter(self.optimizer)
+        if known is not None:
+            raise UsageError(
+                f"{type(self.optimizer).__name__} keeps something for each parameter in {known!r}.",
+                where=f"plugin 'zero1', backend {self._run.backend.name!r}",
+                why="on this device several parameters are updated as one tensor, for which it would find nothing",
+                fix="put it into options of parameter groups, or into attributes of the parameters",
+            )
+
+    def _carry_attributes(self) -> None:
+        """What a loop has set on parameters holds for what is updated in place of them."""
+        for shard in self.shards:
+            if self._lazy:
+                first, master = shard.updated()[0]
+                vars(master).update(vars(first))  # all of a bucket have the same
+                continue
+            for piece in shard.pieces:
+                if vars(piece.parameter):
+                    _stand_in(piece).take_attributes(piece.parameter)
+
+    def _sees_wholes(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether what is whole on this rank is a part of an original parameter that the optimizer has to see whole."""
+        records = self._records(optimizer.param_groups)
+        cut = self.options.whole_parameters and any(record.layout.axes for record in records)
+        return cut and not is_elementwise(optimizer)
+
+    def _buckets(self, of_groups: list[list[ParameterRecord]]) -> list[Bucket]:
         cap = int(self.options.bucket_cap_mb * (1 << 20))
-        of_groups = [[self._record(p) for p in group["params"] if p.requires_grad] for group in groups]
         if not self._lazy:
             everything = self._in_model_order([r for records in of_groups for r in records])
             return make_buckets(everything, suitable_cap(everything, cap))
@@ -147,28 +241,45 @@ class Zero1Optimizer(torch.optim.Optimizer):
         buckets = []
         for records in of_groups:
             ordered = self._in_model_order(records)
-            buckets += make_buckets(sorted(ordered, key=lambda r: (r.axes, r.replicas)), cap)
+            by_attributes: dict[Any, list[ParameterRecord]] = defaultdict(list)
+            for record in ordered:
+                by_attributes[attributes_of(record.current)].append(record)  # type: ignore[arg-type]
+            for alike_ones in by_attributes.values():
+                buckets += make_buckets(sorted(alike_ones, key=lambda r: (r.axes, r.replicas)), cap)
         return buckets
 
     def _shard(self, bucket: Bucket, buffers: SendBuffers) -> BucketShard:
         options, sizes = self.options, [p.numel() for p in bucket.parameters]
+        self._check_dtype(bucket)
+        dtype = torch.promote_types(options.optimizer_dtype, bucket.dtype)
         common: dict[str, Any] = {
             "bucket": bucket,
             "run": self._run,
             "group": self._group,
-            "optimizer_dtype": options.optimizer_dtype,
-            "reduce_dtype": options.optimizer_dtype if options.higher_cc_precision else bucket.dtype,
+            "optimizer_dtype": dtype,
+            "reduce_dtype": dtype if options.higher_cc_precision else bucket.dtype,
         }
         if self._lazy:
             return JoinedShard(partition=alike(sizes, self._group.size), **common)
         partition = (whole if options.whole_parameters else even)(sizes, self._group.size)
         return BufferShard(partition=partition, buffers=buffers, keep_shapes=options.whole_parameters, **common)
 
+    def _check_dtype(self, bucket: Bucket) -> None:
+        if self._lazy and bucket.dtype.is_complex:
+            raise UsageError(
+                f"{bucket.records[0].fqn!r} is {str(bucket.dtype).removeprefix('torch.')}.",
+                where=f"plugin 'zero1', backend {self._run.backend.name!r}",
+                why="this device has no sums of complex numbers over ranks",
+                fix="train without ZeRO-1 on this device, or keep real and imaginary part in a real parameter "
+                "(torch.view_as_real)",
+            )
+
     @property
     def _lazy(self) -> bool:
         return self._run.backend.is_lazy
 
-    def _record(self, parameter: nn.Parameter) -> ParameterRecord:
+    def record(self, parameter: nn.Parameter) -> ParameterRecord:
+        """Whose parameter it is in the original model."""
         record = self._run.find_parameter(parameter)
         if record is None:
             raise ParameterError(
@@ -186,12 +297,16 @@ class Zero1Optimizer(torch.optim.Optimizer):
         return not self._models or any(model.synchronises for model in self._models)
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {**group, "params": [updated for p in group["params"] for updated in self._updated.get(p, ())]}
+        result = {**group, "params": [updated for p in group["params"] for updated in self._updated.get(p, ())]}
+        if "param_names" in group:
+            pairs = zip(group["params"], group["param_names"], strict=True)
+            result["param_names"] = [name for p, name in pairs for _ in self._updated.get(p, ())]
+        return result
 
-    def _divided_state(self) -> dict[torch.Tensor, dict[str, Any]]:
+    def _divided_state(self, shards: Iterable[BucketShard]) -> dict[torch.Tensor, dict[str, Any]]:
         """State that the user's optimizer has from the start, or from steps before, in pieces."""
         state: dict[torch.Tensor, dict[str, Any]] = {}
-        for shard in self.shards if self.optimizer.state else ():
+        for shard in shards if self.optimizer.state else ():
             entries_of = shard.open(state)
             for piece in shard.pieces:
                 for name, value in self.optimizer.state.get(piece.parameter, {}).items():
@@ -200,11 +315,11 @@ class Zero1Optimizer(torch.optim.Optimizer):
             shard.close(state)
         return state
 
-    def _let_go(self) -> None:
+    def _let_go(self, shards: Iterable[BucketShard]) -> None:
         """The user's optimizer is a face from now on: what it holds per parameter would be held twice."""
-        self.optimizer.state = defaultdict(dict)
-        if recipe_of(self.optimizer) is not None:
-            del self.optimizer._neuron_accel_recipe  # type: ignore[attr-defined]
+        for shard in shards:
+            for parameter in shard.parameters:
+                self.optimizer.state.pop(parameter, None)
 
     # ---- the face of an optimizer ----------------------------------------------------------------------------------
     @property
@@ -233,9 +348,18 @@ class Zero1Optimizer(torch.optim.Optimizer):
         """Divides further parameters, of models that are prepared already."""
         self.optimizer.add_param_group(param_group)
         group = self.optimizer.param_groups[-1]
-        self._divide([group])
+        try:
+            records = self._records([group])
+        except ParameterError:
+            self.optimizer.param_groups.pop()
+            raise
+        for leave in self._others:
+            leave(group["params"])
+        self._watcher.extend(records)
         self.inner.add_param_group(self._inner_group(group))
-        self.optimizer.state = defaultdict(dict)
+        self._let_go(self.shards)
+        self._carry_attributes()
+        self._translate()
 
     def __repr__(self) -> str:
         return f"Zero1Optimizer({self.optimizer!r})"
@@ -247,11 +371,15 @@ class Zero1Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-        for watcher in self._watchers:
-            watcher.unsynchronised = False
+        self._watcher.forget()
 
     # ---- gradients -------------------------------------------------------------------------------------------------
-    def _receive(self, shards: list[BucketShard]) -> None:
+    def _send(self, bucket: int) -> None:
+        self.shards[bucket].send_gradients()
+        self._sent.append(self.shards[bucket])
+
+    def _receive(self) -> None:
+        shards, self._sent = self._sent, []
         used = iter(used_anywhere([flag for s in shards for flag in s.used], self._run, self._group))
         for shard in shards:
             partial = self._run.group(*shard.bucket.partial_axes)
@@ -259,15 +387,11 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     def finish_backward(self) -> None:
         """A backward pass is over."""
-        for watcher in self._watchers:
-            watcher.finish()
+        self._watcher.finish()
 
     def flush(self) -> None:
         """Completes the reduction of gradients that wait for it, and takes over what the loop did to reduced ones."""
-        self.finish_backward()
-        if any(watcher.unsynchronised for watcher in self._watchers):
-            for watcher in self._watchers:
-                watcher.flush()
+        self._watcher.flush()
         for shard in self.shards:
             shard.heed_the_loop()
 
@@ -287,7 +411,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         return None
 
     # ---- the step --------------------------------------------------------------------------------------------------
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
         """Updates this rank's pieces and gathers everybody's.
 
         A rank has only its share of the optimizer's state, so none can step alone. Inside ``no_sync`` gradients stay
@@ -295,6 +419,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
         Args:
             closure: runs forward and backward and returns the loss; called once, before the update.
+            options: what the optimizer's own step takes beside.
         """
         loss = None
         self._warn_inside_no_sync()
@@ -308,10 +433,11 @@ class Zero1Optimizer(torch.optim.Optimizer):
             self.grad_norm = global_norm(parts, self._run)
             scale_parts(parts, clip_coefficient(self.grad_norm, self.options.max_norm))
         copy_options(self.optimizer, self.inner)
+        self._carry_attributes()
         self.take_over()
         for shard in self.shards:
             shard.before_update(self.inner.state)
-        self.inner.step()
+        self.inner.step(**options)
         for shard in self.shards:
             shard.after_update(self.inner.state)
         copy_options(self.inner, self.optimizer)
@@ -347,32 +473,72 @@ class Zero1Optimizer(torch.optim.Optimizer):
         return state_pieces(self, self._run.mesh.gradient_axes)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """State of this rank's pieces, with the master weights where they are kept beside the parameters."""
+        """State of this rank's pieces, and which these are, with the master weights where they are kept beside the
+        parameters; options as they are now."""
         self.take_over()
         self._heed_weights()
+        copy_options(self.optimizer, self.inner)
         result = self.inner.state_dict()
+        result["pieces"] = self._held()
+        frozen = {self.record(p).fqn: dict(entries) for p, entries in self.optimizer.state.items() if entries}
+        if frozen:
+            result["whole_state"] = frozen
         if self.options.save_master_weights and any(shard.has_masters for shard in self.shards):
             result["master_weights"] = [master.detach().clone() for master in self._masters()]
         return result
 
+    def _held(self) -> list[list[tuple[str, int, int]]]:
+        """Of which parameters the optimizer inside updates which elements, in the order of its groups."""
+        places: dict[torch.Tensor, list[tuple[str, int, int]]] = {}
+        for shard in self.shards:
+            pieces = [(shard.bucket.records[p.place.parameter].fqn, p.place.start, p.place.stop) for p in shard.pieces]
+            updated = [master for _, master in shard.updated()]
+            for index, master in enumerate(updated):
+                places[master] = pieces if len(updated) < len(pieces) else [pieces[index]]
+        return [places[master] for master in self._masters()]
+
     def _masters(self) -> list[nn.Parameter]:
-        return [master for shard in self.shards for _, master in shard.updated()]
+        return [master for group in self.inner.param_groups for master in group["params"]]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` gave on the same rank of the same mesh. Without master weights in it, they are
-        taken from the model's parameters. Collective."""
+        taken from the model's parameters. Collective.
+
+        Raises:
+            UsageError: if it is the state of other pieces than this rank has.
+        """
         self.take_over()
         self._heed_weights()
-        masters = state_dict.get("master_weights")
-        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "master_weights"})
+        own = ("master_weights", "pieces", "whole_state")
+        given = {key: value for key, value in state_dict.items() if key not in own}
+        held, masters = self._held(), state_dict.get("master_weights")
+        saved = state_dict.get("pieces", held)
+        if saved != held:
+            given = _reordered(given, saved, held, self.inner.state_dict())
+        self.inner.load_state_dict(given)
         copy_options(self.inner, self.optimizer)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            entries = state_dict.get("whole_state", {}).get(self.record(parameter).fqn)
+            if entries is not None and parameter not in self._divided:
+                self.optimizer.state[parameter] = dict(entries)
         if masters is None:
             self.reload_masters()
             return
+        if saved != held:
+            self.reload_masters()
+        if "pieces" not in state_dict:  # written before it said which pieces they are of
+            in_shards = [master for shard in self.shards for _, master in shard.updated()]
+            masters = [dict(zip(in_shards, masters, strict=True))[master] for master in self._masters()]
+        values = dict(zip(map(tuple, saved), masters, strict=True))
         with torch.no_grad():
-            for master, value in zip(self._masters(), masters, strict=True):
-                master.copy_(value)
+            for master, place in zip(self._masters(), held, strict=True):
+                if tuple(place) in values:
+                    master.copy_(values[tuple(place)])
         self.gather_weights()
+
+    @property
+    def _divided(self) -> set[torch.Tensor]:
+        return {p for shard in self.shards for p in shard.parameters}
 
     def reload_masters(self) -> None:
         """Takes the model's weights as the new masters, after somebody else has changed them."""
@@ -383,8 +549,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Stops watching backward passes, and lets go of gradients, which nobody could gather any more."""
-        for watcher in self._watchers:
-            watcher.close()
+        self._watcher.close()
         for shard in self.shards:
             shard.drop_gradients()
 
@@ -393,7 +558,7 @@ def scale_parts(parts: Iterable[GradientPart], coefficient: torch.Tensor) -> Non
     """Multiplies this rank's pieces of gradients in place."""
     tensors = [part.tensor for part in parts if part.tensor is not None]
     if tensors:
-        torch._foreach_mul_(tensors, coefficient.to(tensors[0].dtype))
+        torch._foreach_mul_(tensors, coefficient.to(tensors[0].dtype.to_real()))
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
@@ -406,6 +571,10 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
             why="it runs forward and backward several times inside a step, and looks at all parameters at once",
             fix="train without ZeRO-1",
         )
+
+
+def _stand_in(piece: ShardPiece) -> StandIn:
+    return StandIn(piece.master, partial(_divide_entry, parameter=piece.parameter, piece=piece))
 
 
 def _divide_entry(value: Any, parameter: nn.Parameter, piece: ShardPiece) -> Any:
@@ -424,6 +593,39 @@ def _divide_entry(value: Any, parameter: nn.Parameter, piece: ShardPiece) -> Any
         where="plugin 'zero1'",
         fix="prepare the optimizer before its first step",
     )
+
+
+def _reordered(
+    given: dict[str, Any],
+    saved: list[list[tuple[str, int, int]]],
+    held: list[list[tuple[str, int, int]]],
+    present: dict[str, Any],
+) -> dict[str, Any]:
+    """A state dict of the pieces ``saved`` as one of those that are ``held`` now, some of which began to train later.
+
+    Args:
+        present: a state dict as it is now.
+
+    Raises:
+        UsageError: if some of ``saved`` are not held.
+    """
+    index_of = {tuple(place): index for index, place in enumerate(held)}
+    state = {}
+    for index, entries in given["state"].items():
+        place = tuple(saved[index])
+        if place not in index_of:
+            raise UsageError(
+                f"The state of elements {place[0][1]} to {place[0][2]} of {place[0][0]!r} has no place here.",
+                where="`load_state_dict` of an optimizer under ZeRO-1",
+                why="it was divided in another way: other parameters trained when it was, or there were other ranks",
+                fix="use `accelerator.save_state` and `load_state`, which load into any division",
+            )
+        state[index_of[place]] = entries
+    groups = [
+        {**mine, "params": now["params"]}
+        for mine, now in zip(given["param_groups"], present["param_groups"], strict=True)
+    ]
+    return {**given, "state": state, "param_groups": groups}
 
 
 # ---- Whose state ZeRO-1 keeps on this rank, for checkpoints ----------------------------------------------------------
@@ -449,6 +651,20 @@ def state_pieces(optimizer: Zero1Optimizer, axes: tuple[str, ...]) -> list[State
                     whole=key is not piece.master,
                     key=key,
                     store=store,
+                )
+            )
+    divided = {p for shard in optimizer.shards for p in shard.parameters}
+    for parameter, group in groups.items():  # what never trained is whole on every rank, and so is loaded state of it
+        record = optimizer.record(parameter)
+        if parameter not in divided:
+            pieces.append(
+                StatePiece(
+                    record=record,
+                    parameter=parameter,
+                    start=0,
+                    stop=parameter.numel(),
+                    group=group,
+                    store=optimizer.optimizer.state,
                 )
             )
     return pieces

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import nn
 
-from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable
+from neuron_accel.engine.optim.elementwise import is_separable, why_not_elementwise
 from neuron_accel.engine.optim.norms import clip_coefficient, global_norm, whole_gradients
 from neuron_accel.engine.plan.plugin import Claim, Phase, PluginSpec, StrategyPlugin
 from neuron_accel.errors import ConfigurationError, PlanError, UsageError
@@ -31,7 +31,9 @@ class Zero1Plugin(StrategyPlugin):
     read, which costs a message and the memory, and is collective: every rank reads the same ones in the same order.
 
     Args:
-        optimizer_dtype: dtype of master weights and optimizer state. Parameters of another dtype keep it in the model.
+        optimizer_dtype: dtype of master weights and optimizer state, which are at least as wide as their parameter:
+            those of a float64 parameter are float64, those of a complex one complex. Parameters of another dtype
+            keep it in the model.
         max_norm: gradients are clipped to this global norm at every step; None: only where the loop says so.
         use_grad_acc_hook: gradients are reduced after every micro-batch and accumulate as this rank's share, in
             ``optimizer_dtype``: a rank never holds all accumulated gradients, at the price of sending each time. Off,
@@ -108,12 +110,13 @@ class Zero1Plugin(StrategyPlugin):
                 why="a norm over all of them, or an estimate of the best learning rate, would differ between ranks",
                 fix="train without ZeRO-1, or choose an optimizer that updates every parameter by itself",
             )
-        if self.partition == "even" and not is_elementwise(optimizer):
+        reason = why_not_elementwise(optimizer) if self.partition == "even" else None
+        if reason is not None:
             raise PlanError(
                 f"{type(optimizer).__name__} does not treat the elements of a parameter alike, and ZeRO-1 would cut "
                 "parameters in pieces.",
                 where="plugin 'zero1', partition='even'",
-                why="its update looks at the norm or the shape of a whole parameter, which no rank would have",
+                why=reason,
                 fix="use Zero1Plugin(partition='parameters')",
             )
         sharded = Zero1Optimizer(
@@ -129,11 +132,11 @@ class Zero1Plugin(StrategyPlugin):
                 save_master_weights=self.save_master_weights,
                 overlap=self.overlap,
             ),
+            others=[averager.leave for averager in self._averagers(run)],
         )
         run.state(self).setdefault("optimizers", []).append(sharded)
-        divided = {p for shard in sharded.shards for p in shard.parameters}
         for averager in self._averagers(run):
-            averager.leave(divided)
+            averager.leave(p for group in sharded.param_groups for p in group["params"])
         return sharded
 
     def after_backward(self, run: Run) -> None:

@@ -8,7 +8,7 @@ the hook keeps this rank's share only.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,14 @@ from torch import nn
 
 from neuron_accel.backends.base import Backend
 from neuron_accel.backends.select import connect, settle
-from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable
-from neuron_accel.engine.optim.twin import make_optimizer_constructor_lazy
+from neuron_accel.engine.optim.elementwise import is_separable, why_not_elementwise
+from neuron_accel.engine.optim.twin import checked_groups, make_optimizer_constructor_lazy
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
 from neuron_accel.engine.plan.plan import Plan
 from neuron_accel.engine.runtime.run import PreparedModel, Run
 from neuron_accel.engine.sharding.layout import Cut, Layout
 from neuron_accel.engine.sharding.parameters import ParameterMap
-from neuron_accel.errors import ConfigurationError
+from neuron_accel.errors import ConfigurationError, UsageError
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, Zero1Options
 
 Ranks = Sequence[Sequence[int]]
@@ -35,15 +35,16 @@ class ZeroRedundancyOptimizer(Zero1Optimizer):
     Args:
         params: parameters or groups, as for any optimizer.
         optimizer_class: the optimizer to divide.
-        optimizer_dtype: dtype of master weights and state.
+        optimizer_dtype: dtype of master weights and state; None: float32. Those of a parameter that is wider than that
+            have its dtype.
         grad_clipping: whether every step clips gradients; their norm before is ``optimizer.grad_norm``.
-        max_norm: to which global norm.
+        max_norm: to which global norm; None: 1.0.
         pin_layout: accepted for torch-xla scripts. Collectives here never pin a layout, which is what Neuron needs.
         sharding_groups: lists of ranks that share the state; all ranks by default.
         grad_norm_groups: lists of ranks over which the norm is summed further: those that hold other parts of the same
             parameters. A parameter counts as cut over them if its attribute ``tensor_model_parallel`` is true, as
             neuronx-distributed marks them; the others are copies and count once.
-        lazy_init: accepted for torch-xla scripts; nothing is ever held whole here.
+        lazy_init: accepted for torch-xla scripts, which call :meth:`init_zero` later; nothing is ever held whole here.
         use_grad_acc_hook: gradients are reduced as every backward pass produces them and accumulate as this rank's
             share. Off, they accumulate in ``parameter.grad`` and are sent once, at :meth:`step`.
         higher_cc_precision: gradients travel in ``optimizer_dtype``.
@@ -56,37 +57,41 @@ class ZeroRedundancyOptimizer(Zero1Optimizer):
     Raises:
         ConfigurationError: for groups that do not partition the ranks, or an optimizer that does not treat elements
             alike (use ``Zero1Plugin(partition="parameters")`` for those).
+        ValueError, TypeError: what torch raises for ``params`` that no optimizer can hold: none, one that is no leaf or
+            sparse, something that is no tensor.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
         optimizer_class: type[torch.optim.Optimizer],
-        *,
-        optimizer_dtype: torch.dtype | None = torch.float32,
+        optimizer_dtype: torch.dtype | None = None,
         grad_clipping: bool = True,
-        max_norm: float | None = 1.0,
-        pin_layout: bool = False,
+        max_norm: float | None = None,
+        pin_layout: bool = True,
         sharding_groups: Ranks | None = None,
         grad_norm_groups: Ranks | None = None,
         lazy_init: bool = False,
-        use_grad_acc_hook: bool = False,
-        higher_cc_precision: bool = False,
         bucket_cap_mb_all_gather: float = 0,
         bucket_cap_mb_reduce_scatter: float = 0,
+        use_grad_acc_hook: bool = False,
         save_master_weights: bool = False,
+        higher_cc_precision: bool = False,
+        *,
         backend: Backend | None = None,
         **defaults: Any,
     ) -> None:
         del pin_layout, lazy_init  # neither asks for anything that is not so already
         optimizer = make_optimizer_constructor_lazy(optimizer_class)(params, **defaults)
-        if not is_elementwise(optimizer):
+        _refuse_sparse(optimizer.param_groups)
+        reason = why_not_elementwise(optimizer)
+        if reason is not None:
             by_parameter = is_separable(optimizer)
             raise ConfigurationError(
                 f"{optimizer_class.__name__} does not treat the elements of a parameter alike.",
                 where="ZeroRedundancyOptimizer",
-                why="parameters are cut in pieces, and its update looks at whole ones"
-                + ("" if by_parameter else ", at all of them together"),
+                why=f"parameters are cut in pieces; {reason}"
+                + ("" if by_parameter else ", and it looks at all of them together"),
                 fix="use NeuronAccelerator with Zero1Plugin(partition='parameters')"
                 if by_parameter
                 else "train without ZeRO-1, or choose an optimizer that updates every parameter by itself",
@@ -95,7 +100,7 @@ class ZeroRedundancyOptimizer(Zero1Optimizer):
         run = _run(backend or _connected(), parameters, sharding_groups, grad_norm_groups)
         options = Zero1Options(
             optimizer_dtype=optimizer_dtype or torch.float32,
-            max_norm=max_norm if grad_clipping else None,
+            max_norm=(1.0 if max_norm is None else max_norm) if grad_clipping else None,
             use_grad_acc_hook=use_grad_acc_hook,
             higher_cc_precision=higher_cc_precision,
             bucket_cap_mb=max(bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter) or Zero1Options.bucket_cap_mb,
@@ -104,11 +109,44 @@ class ZeroRedundancyOptimizer(Zero1Optimizer):
         # Nobody announces the last micro-batch here, so nothing is sent before the step unless the hook asks for it.
         super().__init__(optimizer, run, options, synchronises=lambda: False)
 
+    def init_zero(self) -> None:
+        """Takes the parameters' values as they are now: for scripts that load weights after the constructor."""
+        self.reload_masters()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Divides further parameters. Collective.
+
+        Args:
+            param_group: as for any optimizer.
+        """
+        group = checked_groups([param_group])[0]
+        _refuse_sparse([group])
+        _take_note(group["params"], self._run)
+        super().add_param_group(group)
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
+        """Sums gradients over ranks, updates this rank's share, and gathers everybody's weights.
+
+        Args:
+            closure: runs forward and backward and returns the loss; called once, before the update.
+            options: what the step of ``optimizer_class`` takes beside.
+
+        Raises:
+            UsageError: for ``sharding_scheme``, which torch_xla's takes.
+        """
+        if "sharding_scheme" in options:
+            raise UsageError(
+                "`sharding_scheme` has no meaning here.",
+                where="ZeroRedundancyOptimizer.step",
+                why="the ranks over which state is divided are settled by the constructor",
+                fix="give `sharding_groups` to the constructor",
+            )
+        return super().step(closure, **options)
+
     def flush(self) -> None:
         """Sums over ranks what is in ``parameter.grad``, whoever has put it there."""
-        for watcher, shards in zip(self._watchers, self._watched, strict=True):
-            if any(shard.has_unreduced for shard in shards):
-                watcher.unsynchronised = True
+        if any(shard.has_unreduced for shard in self.shards):
+            self._watcher.owe()
         super().flush()
 
 
@@ -129,12 +167,29 @@ def _run(
     run.set_groups(("dp",), sharding)
     run.set_groups(("tp",), norms)
     run.set_groups(("dp", "tp"), _joined(sharding, norms))
-    records = ParameterMap((f"parameters.{i}", p) for i, p in enumerate(parameters))
-    for record in records:
-        if model.degree > 1 and getattr(record.current, "tensor_model_parallel", False):
-            record.layout = _cut_layout(record.layout, getattr(record.current, "partition_dim", 0), model.degree)
-    run.models.append(PreparedModel(original=nn.Module(), module=nn.Module(), parameters=records))
+    run.models.append(PreparedModel(original=nn.Module(), module=nn.Module(), parameters=ParameterMap([])))
+    _take_note(parameters, run)
     return run
+
+
+def _take_note(parameters: Iterable[nn.Parameter], run: Run) -> None:
+    """Lets the run know parameters that it does not know yet, by their number."""
+    records, degree = run.models[0].parameters, run.mesh.degree("tp")
+    for parameter in parameters:
+        if records.find(parameter) is None:
+            record = records.add(f"parameters.{len(records)}", parameter)
+            if degree > 1 and getattr(parameter, "tensor_model_parallel", False):
+                record.layout = _cut_layout(record.layout, getattr(parameter, "partition_dim", 0), degree)
+
+
+def _refuse_sparse(groups: Iterable[dict[str, Any]]) -> None:
+    """Raises ValueError, as torch's own ZeroRedundancyOptimizer does."""
+    for parameter in (p for group in groups for p in group["params"]):
+        if parameter.layout != torch.strided:
+            raise ValueError(
+                "ZeroRedundancyOptimizer only supports dense parameters, but one of the params is "
+                f"{parameter.layout} of shape {tuple(parameter.shape)}"
+            )
 
 
 def _cut_layout(local: Layout, dim: int, degree: int) -> Layout:
