@@ -70,7 +70,7 @@ def plugins(session: nox.Session, package: str) -> None:
     """A strategy shipped as a package of its own: its tests, in an environment without the others."""
     folder = Path("plugins", package)
     shutil.rmtree(folder / "build", ignore_errors=True)
-    install(session, NATIVE_TORCH, ".[testing]", f"./{folder}[test]")
+    install(session, NATIVE_TORCH, ".[conformance]", f"./{folder}[test]")
     with session.chdir(folder):
         session.run("pytest", *session.posargs)
 

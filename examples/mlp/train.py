@@ -57,17 +57,20 @@ def main() -> int:
     model, optimizer, loader, test = accelerator.prepare(model, optimizer, loader, test)
 
     for epoch in range(options.epochs):
+        losses = []
         for inputs, digits in loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), digits)
             accelerator.backward(loss)
             optimizer.step()
+            losses.append(loss.detach())
         right = []
         with torch.no_grad():
             for inputs, digits in test:
                 right.append(accelerator.gather_for_metrics(model(inputs).argmax(-1) == digits))
         accuracy = torch.cat(right).float().mean().item()
-        accelerator.print(f"epoch {epoch + 1}: loss {loss.item():.3f}, {accuracy:.1%} of {len(torch.cat(right))} read")
+        mean = accelerator.reduce(torch.stack(losses).mean(), "mean").item()  # over the epoch, and over all workers
+        accelerator.print(f"epoch {epoch + 1}: loss {mean:.3f}, {accuracy:.1%} of {len(torch.cat(right))} read")
     accelerator.end_training()
     return 0
 

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+VERIFIED = (
+    "largest relative difference of losses that --verify accepts; ten times as much for gradient norms, a hundred "
+    "times for weights, relative to what training changed in them"
+)
 EXAMPLES = """\
 examples:
   4 ranks, divided as train.yaml says:
@@ -28,7 +32,7 @@ def parse(description: str, arguments: list[str] | None = None) -> argparse.Name
     option("--output", type=Path, default=Path("out/quickstart"), help="folder for corpus, trained model and history")
     option("--seed", type=int, default=0, help="of first weights and order of the data; same seed, same losses")
     option("--verify", action="store_true", help="also train in one process on the same batches and compare losses")
-    option("--tolerance", type=_positive(float), default=1e-4, help="largest relative difference that --verify accepts")
+    option("--tolerance", type=_positive(float), default=1e-4, help=VERIFIED)
     option("--prompt", default="def __init__(self,", help="beginning of a line of Python for the model to complete")
 
     option = parser.add_argument_group("training").add_argument

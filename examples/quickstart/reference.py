@@ -65,15 +65,34 @@ def largest_difference(values: Sequence[float], reference: Sequence[float]) -> f
     return max((d if d == d else float("inf") for d in differences), default=0.0)
 
 
-def largest_weight_difference(folder: Path, weights: dict[str, torch.Tensor]) -> float:
-    """Between the weights saved in ``folder`` and ``weights``: the largest difference in a tensor, relative to the
-    tensor's largest entry.
+@dataclass(frozen=True)
+class WeightDifference:
+    """How far two trainings ended from each other.
+
+    Args:
+        of_the_way: norm of the difference of all weights, relative to that of what training changed in them.
+        entry: the largest difference of an entry, relative to the largest entry of its tensor.
+        tensor: the name of that tensor.
+    """
+
+    of_the_way: float
+    entry: float
+    tensor: str
+
+
+def weight_difference(
+    folder: Path, weights: dict[str, torch.Tensor], first: dict[str, torch.Tensor]
+) -> WeightDifference:
+    """Between the weights saved in ``folder`` and ``weights``, where both trainings began with ``first``.
 
     Raises:
         ValueError: if names or shapes are not the same.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    saved = model.state_dict()
+    saved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in weights.items()}:
         raise ValueError(f"{folder} does not hold the weights of the one-process model: names or shapes differ")
-    return max(((saved[n] - w).abs().max() / w.abs().max()).item() for n, w in weights.items())
+    apart = sum((saved[n] - w).double().square().sum() for n, w in weights.items())
+    way = sum((w - first[n]).double().square().sum() for n, w in weights.items())
+    entries = {n: ((saved[n] - w).abs().max() / w.abs().max()).item() for n, w in weights.items()}
+    tensor = max(entries, key=lambda n: entries[n])
+    return WeightDifference(float((apart / way).sqrt()), entries[tensor], tensor)

@@ -100,9 +100,27 @@ def loss_table(losses: Sequence[float], reference: Sequence[float] | None = None
     chosen = [round(i * (len(losses) - 1) / max(count - 1, 1)) for i in range(count)]
     if reference is None:
         return "\n".join([" step      loss", *(f"{i + 1:5d} {losses[i]:9.5f}" for i in chosen)])
-    lines = [" step   sharded  one process  difference"]
-    lines += [f"{i + 1:5d} {losses[i]:9.5f} {reference[i]:12.5f} {losses[i] - reference[i]:11.1e}" for i in chosen]
+    lines = [" step   sharded  one process  relative difference"]
+    relative = [(a - b) / b for a, b in zip(losses, reference, strict=True)]
+    lines += [f"{i + 1:5d} {losses[i]:9.5f} {reference[i]:12.5f} {relative[i]:20.1e}" for i in chosen]
     return "\n".join(lines)
+
+
+def verdict(difference: float, limit: float, what: str = "") -> bool:
+    """Prints a difference, and returns whether it is within its limit."""
+    within = difference <= limit
+    print(f"{what}{difference:.1e} ({'within' if within else 'ABOVE'} the tolerance of {limit:.0e})")
+    return within
+
+
+def about_weights(difference: float, tensor: str) -> str:
+    """What the largest difference of a single weight is, which has no limit."""
+    return (
+        f"The single weight that differs most, by {difference:.1e} of the largest one beside it, is in {tensor}.\n"
+        "AdamW divides each gradient by its own size; where one is as small as the rounding of sums (those of rare\n"
+        "tokens), rounding decides about a whole update. Two runs of one process whose first weights differ in the\n"
+        "seventh digit come about as far apart."
+    )
 
 
 def sparkline(values: Sequence[float], *, width: int = 60, encoding: str | None = None) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.util
 
 if importlib.util.find_spec("transformers") is None:
-    raise ImportError("neuron_accel.trainer needs transformers; install it with: pip install 'neuron-accel[trainer]'")
+    raise ImportError(
+        "neuron_accel.trainer needs transformers; install it with: pip install 'neuron-accel[trainer]', "
+        "or in a clone: pip install '.[trainer]'"
+    )
 
 from neuron_accel.trainer.arguments import (
     NeuronSeq2SeqTrainingArguments,

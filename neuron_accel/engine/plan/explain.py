@@ -123,7 +123,9 @@ def _duties(plan: Plan) -> list[str]:
     rows = [("duty", "owner", "why")]
     for claim in Claim:
         owner = plan.owners.get(claim)
-        why = plan.reasons.get(f"owners.{claim.value}", "not recorded" if owner else "no plugin claims it")
+        # What no plugin owns is done as in any program of PyTorch.
+        default = "autograd (default)" if claim is Claim.BACKWARD else "no plugin claims it"
+        why = plan.reasons.get(f"owners.{claim.value}", "not recorded" if owner else default)
         rows.append((claim.value, owner or "-", why))
     return _table(rows)
 

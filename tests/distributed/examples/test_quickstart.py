@@ -284,7 +284,7 @@ def test_loss_table_shows_first_and_last_and_differences():
         ["1", "3.00000", "3.00000", "0.0e+00"],
         ["3", "1.50000", "1.50000", "0.0e+00"],
     ]
-    assert report.loss_table([3.0, 2.0, 1.5], [3.0, 2.5, 1.5]).splitlines()[2].split()[-1] == "-5.0e-01"
+    assert report.loss_table([3.0, 2.0, 1.5], [3.0, 2.5, 1.5]).splitlines()[2].split()[-1] == "-2.0e-01"
     assert len(report.loss_table([1.0]).splitlines()) == 2
 
 
@@ -293,6 +293,28 @@ def test_largest_difference():
     assert reference.largest_difference([1.0, float("nan")], [1.0, 1.0]) == float("inf")
     with pytest.raises(ValueError, match="zip"):
         reference.largest_difference([1.0], [1.0, 2.0])
+
+
+def test_weights_are_part_of_the_verdict(tmp_path, capsys):
+    config = recipe.llama_config(
+        vocab_size=64, hidden_size=16, layers=1, heads=2, key_value_heads=2, positions=8, end=0
+    )
+    first, model = (recipe.build_model(config, 0) for _ in range(2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    model.save_pretrained(tmp_path)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    assert reference.weight_difference(tmp_path, weights, first.state_dict()).of_the_way == 0
+    weights["lm_head.weight"][:16] += 0.005  # half of the way, in some of the entries
+    found = reference.weight_difference(tmp_path, weights, first.state_dict())
+    assert found.tensor == "lm_head.weight"
+    assert 0.05 < found.of_the_way < 0.5
+    assert not report.verdict(found.of_the_way, 1e-2, "weights: ")
+    assert "ABOVE the tolerance of 1e-02" in capsys.readouterr().out
+    del weights["lm_head.weight"]
+    with pytest.raises(ValueError, match="names or shapes differ"):
+        reference.weight_difference(tmp_path, weights, first.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -362,6 +384,7 @@ def test_sharded_training_agrees_with_one_process(sharded):
     assert history["reference"]["within_tolerance"]
     assert history["losses"] == pytest.approx(history["reference"]["losses"], rel=1e-5)
     assert history["reference"]["largest_norm_difference"] < 1e-4
+    assert history["reference"]["weight_difference"] < 1e-3
     assert history["reference"]["largest_weight_difference"] < 1e-3
 
 
@@ -449,7 +472,8 @@ def test_torchrun(tmp_path):
     shown, progress = ((tmp_path / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
     assert code == 0, progress
     assert "largest relative difference of the losses in 8 steps" in shown
-    assert "\n     class" in shown
+    assert "\n     prompt:     class\n     completion: " in shown
+    assert "of the saved weights, relative to their change: " in shown
     assert shown.count("saved in") == 1, "one rank reports"
     assert "8/8" in progress
     assert "tokens/s" in progress

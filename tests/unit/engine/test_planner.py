@@ -531,7 +531,7 @@ def test_explain():
         "options: all at their defaults",
         "place: phase gradients",
         "gradient_reduction reducer owns it by default; no other plugin claims it",
-        "backward - no plugin claims it",
+        "backward - autograd (default)",
         f"Fingerprint {plan.fingerprint()[:16]}",
     ):
         assert expected in lines
