@@ -22,6 +22,10 @@ METADATA = "neuron_accel"
 """Key of a file's description of its tensors in the metadata of its header."""
 
 
+MOST_RANKS = 2**20
+"""Over how many ranks a tensor may be sharded: more than any machine has, and few enough to count."""
+
+
 def model_collection(index: int) -> str:
     return f"model.{index}"
 
@@ -82,6 +86,7 @@ class Index:
 
     def _add(self, path: Path, header: Header, key: str, description: Mapping[str, Any]) -> None:
         stored = header.tensors[key]
+        _check_types(description)
         layout = Layout.from_dict(description["layout"])
         name, aliases = description["name"], tuple(description.get("aliases", ()))
         tensors = self.collections.setdefault(description["collection"], {})
@@ -102,8 +107,18 @@ class Index:
         start, stop = map(operator.index, description.get("range") or (0, numel))  # a float is an error, also 1.0
         if not (0 <= start <= stop <= numel) or stored.numel != stop - start:
             raise ValueError(f"{name!r} has a range that does not fit")
+        if math.prod(cut.degree for cut in layout.cuts) > MOST_RANKS:
+            raise ValueError(f"{name!r} is sharded over more ranks than there can be")
         place = tuple((cut.axis, operator.index(description["at"][cut.axis])) for cut in layout.cuts)
         source.parts.setdefault(place, []).append(Chunk(start=start, stop=stop, path=path, offset=stored.offset))
+
+
+def _check_types(description: Mapping[str, Any]) -> None:
+    names = (description["collection"], description["name"], *description.get("aliases", ()))
+    if not all(isinstance(name, str) for name in names) or isinstance(description.get("aliases"), str):
+        raise ValueError("a name is not text")
+    if description.get("form", "parameter") not in ("parameter", "own"):
+        raise ValueError(f"its form is {description['form']!r}")
 
 
 def index_checkpoint(folder: Path, manifest: Manifest, kinds: tuple[str, ...] = ("model", "optimizer")) -> Index:

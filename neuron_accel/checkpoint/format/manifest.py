@@ -198,12 +198,12 @@ def _file_entry(entry: Mapping[str, Any]) -> FileEntry:
 def _checked(path: str) -> str:
     pure = PurePosixPath(path)
     if (
-        path in ("", ".")
+        path in ("", ".", NAME)
         or pure.is_absolute()
         or ".." in pure.parts
         or "\\" in path
         or "\0" in path
         or str(pure) != path
     ):
-        raise ValueError(f"the path {path!r} leaves its folder")
+        raise ValueError(f"the path {path!r} is not one of a file in the folder")
     return path

@@ -65,6 +65,8 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
 
 
 def _put(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> str:
+    while where in tensors:  # of two keys that read alike
+        where += "'"
     tensors[where] = tensor.to("cpu", copy=True).contiguous()
     return where
 
@@ -111,7 +113,7 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor], where: str) -> Any
     """
     try:
         return _decode(value, tensor)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(f"The saved state cannot be read: {error!r}.", where=where) from error
 
 

@@ -132,7 +132,7 @@ def load(training: Training, folder: Path, *, verify: bool = True) -> dict[str, 
     with Bytes() as files:
         restored = agreed(run, lambda: _restored(training, folder, manifest, files))
         needs = agreed(run, lambda: _all_needs(training, index))
-        _reset_states(training, index, restored)
+        agreed(run, lambda: _reset_states(training, index, restored))
         agreed(run, lambda: fulfil(needs, files, run))
     refresh_masters(training.optimizers, run, index)
     restored.apply()
@@ -182,7 +182,12 @@ def _restored(training: Training, folder: Path, manifest: Manifest, files: Bytes
     except (KeyError, ValueError, RecursionError) as error:
         raise CheckpointError(f"The training state cannot be read: {error!r}.", where=str(path)) from error
 
+    unread = set(header.tensors)
+
     def tensor(key: str) -> torch.Tensor:
+        if key not in unread:  # each is referred to once; else a small file could ask for any amount of memory
+            raise KeyError(key)
+        unread.remove(key)
         stored = header.tensors[key]
         result = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
         if stored.nbytes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,17 @@ import torch
 
 from neuron_accel.checkpoint.format.files import checksums_of
 from neuron_accel.checkpoint.format.plain_state import decode, encode
+from neuron_accel.checkpoint.state.fitting import (
+    check_buffers,
+    check_counters,
+    check_options,
+    check_plugin_state,
+    check_position,
+    check_random,
+    check_scheduler,
+    check_values,
+    fits,
+)
 from neuron_accel.checkpoint.state.snapshot import (
     Item,
     buffers_of,
@@ -23,7 +35,7 @@ from neuron_accel.checkpoint.state.snapshot import (
 )
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
 from neuron_accel.engine.runtime.run import agreed
-from neuron_accel.errors import CheckpointError
+from neuron_accel.errors import CheckpointError, NeuronAccelError
 
 if TYPE_CHECKING:
     from neuron_accel.backends.randomness import DeviceGenerator
@@ -199,7 +211,7 @@ class Restored:
     ) -> None:
         self._training = training
         try:
-            self.counters: dict[str, int] = dict(state["counters"])
+            self.counters = check_counters(state["counters"])
             self.optimizers = [self._decoded_optimizer(o, tensor, i) for i, o in enumerate(state["optimizers"])]
             self._states = {
                 kind: [decode(o["state"], tensor, f"{kind} {i}") for i, o in enumerate(state[kind])]
@@ -210,11 +222,14 @@ class Restored:
             self._plugins = {name: decode(o, tensor, f"plugin {name}") for name, o in state.get("plugins", {}).items()}
             random = [decode(o, tensor, f"random {i}") for i, o in enumerate(state["random"])]
             saved = mesh_from(info["mesh"])
+            if saved.world_size != len(random):  # also so that no mesh is larger than the file
+                raise ValueError(f"a mesh of {saved.world_size} ranks, and {len(random)} states of random numbers")
             own = state["buffers"][training.run.backend.rank] if saved == training.run.mesh else {}
-            self._buffers = decode(own, tensor, "buffers")
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            self._buffers = check_buffers(decode(own, tensor, "buffers"))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"The saved training state cannot be read: {error!r}.") from error
         self._random = state_for(random, saved, training.run.mesh, training.run.backend.rank)
+        check_random(self._random[0], training.run.backend.generator)
         for kind, mine, theirs in (
             ("optimizers", training.optimizers, self.optimizers),
             ("schedulers", training.schedulers, self._states["schedulers"]),
@@ -226,11 +241,26 @@ class Restored:
             raise _wrong_count(
                 "objects registered for checkpointing", len(self._states["custom"]), len(training.custom)
             )
-        for loader, position in zip(training.loaders, self._loaders, strict=False):
-            if position is not None and hasattr(loader, "check_position"):
-                loader.check_position(position)
+        for index, (loader, position) in enumerate(zip(training.loaders, self._loaders, strict=False)):
+            check_position(loader, position, f"loader {index}")
         for index, optimizer in enumerate(training.optimizers):
             self._check_groups(optimizer, index)
+        for index, (scheduler, saved_state) in enumerate(
+            zip(training.schedulers, self._states["schedulers"], strict=False)
+        ):
+            check_scheduler(scheduler, saved_state, f"scheduler {index}")
+        for index, (custom, saved_state) in enumerate(zip(training.custom, self._states["custom"], strict=True)):
+            # What these hold is theirs alone, and may change its form with time.
+            if isinstance(saved_state, dict) != isinstance(custom.state_dict(), dict):
+                raise CheckpointError(
+                    "The saved state of an object registered for checkpointing is that of another one.",
+                    where=f"custom object {index} ({type(custom).__name__})",
+                    fix="register the same objects in the same order as when the checkpoint was saved",
+                )
+        if training.scaler is not None and not fits(self._scaler, training.scaler.state_dict()):
+            raise CheckpointError("The saved state of the gradient scaler cannot be used.", where="scaler")
+        for name, plugin_state in self._plugins.items():
+            check_plugin_state(plugin_state, name)
 
     def _decoded_optimizer(self, data: Mapping[str, Any], tensor: Any, index: int) -> dict[str, Any]:
         return {
@@ -243,6 +273,7 @@ class Restored:
 
     def _check_groups(self, optimizer: Any, index: int) -> None:
         groups = self.optimizers[index]["groups"]
+        check_values(self.optimizers[index]["values"], f"optimizer {index}")
         where = f"optimizer {index} ({type(getattr(optimizer, 'optimizer', optimizer)).__name__})"
         if len(groups) != len(optimizer.param_groups):
             raise CheckpointError(
@@ -251,6 +282,7 @@ class Restored:
                 fix="build the optimizer as it was when the checkpoint was saved",
             )
         for i, (saved, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+            check_options(saved["options"], group, getattr(optimizer, "defaults", {}), f"{where}, group {i}")
             for parameter in group["params"]:
                 record = self._training.run.find_parameter(parameter)
                 if record is None or saved["names"].isdisjoint(record.names):
@@ -274,14 +306,14 @@ class Restored:
         for loader, position in zip(training.loaders, self._loaders, strict=False):
             if position is not None and hasattr(loader, "set_position"):
                 loader.set_position(position)
-        for custom, state in zip(training.custom, self._states["custom"], strict=True):
-            custom.load_state_dict(state)
+        agreed(training.run, self._apply_custom)
         if training.scaler is not None and self._scaler is not None:
             training.scaler.load_state_dict(self._scaler)
         plugins = {plugin.spec.name: plugin for plugin in training.run.plan.plugins}
         for name, state in self._plugins.items():
             if name in plugins:
-                plugins[name].load_checkpoint_state(state, training.run)
+                with _refusing(f"Plugin {name!r} cannot take back its state."):
+                    plugins[name].load_checkpoint_state(state, training.run)
             else:
                 _log.warning("The checkpoint has state of a plugin %r, which this run has not; it is left out.", name)
         state, newcomer = self._random
@@ -292,6 +324,27 @@ class Restored:
         set_random_state(state, generator)
         if newcomer is not None:
             reseed(newcomer, generator)
+
+    def _apply_custom(self) -> None:
+        for index, (custom, state) in enumerate(zip(self._training.custom, self._states["custom"], strict=True)):
+            with _refusing(f"Object {index} registered for checkpointing ({type(custom).__name__}) refuses its state."):
+                custom.load_state_dict(state)
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """What code that is not ours says to a state becomes a CheckpointError."""
+    try:
+        yield
+    except NeuronAccelError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            what,
+            where=f"load_state_dict: {type(error).__name__}: {error}",
+            why="models, optimizers and schedulers have been loaded already",
+            fix="load another checkpoint before going on, or mend the object",
+        ) from error
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
@@ -319,8 +372,10 @@ def mesh_to(mesh: Mesh) -> list[dict[str, Any]]:
 
 def mesh_from(data: Sequence[Mapping[str, Any]]) -> Mesh:
     """The inverse of :func:`mesh_to`."""
-    axes = (AxisSpec(name=a["name"], degree=a["degree"], kind=AxisKind(a["kind"])) for a in data)
-    return Mesh(tuple(axes))
+    axes = tuple(AxisSpec(name=a["name"], degree=a["degree"], kind=AxisKind(a["kind"])) for a in data)
+    if not all(isinstance(axis.name, str) and type(axis.degree) is int and axis.degree >= 1 for axis in axes):
+        raise ValueError(f"{data!r:.80} is not a valid mesh")
+    return Mesh(axes)
 
 
 # ---- Random numbers of every kind, taken and given back --------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from neuron_accel.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
+_WEIGHTS = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 _BLOCK = 1 << 20  # fits into a core's cache, where it is read, compared and written
 _SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 Progress = Callable[[int, int], None]
@@ -98,6 +100,11 @@ def consolidate(
     if not tensors:
         raise CheckpointError("The checkpoint holds no model.", where=str(folder))
     held = [path.name for pattern in ("*.safetensors*", "*.bin*") for path in output.glob(pattern)]
+    reserved = [name for name in manifest.of_kind("auxiliary") if _WEIGHTS.fullmatch(name)]
+    if reserved:
+        raise CheckpointError(
+            f"The checkpoint has a file {reserved[0]!r} that would take the place of weights.", where=str(folder)
+        )
     if held:
         raise CheckpointError(
             f"{str(output)!r} holds weights already: {held[0]}.", where=str(output), fix="name a new folder"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ def inspect(folder: Path) -> dict[str, Any]:
     manifest = read_manifest(folder)
     index = index_checkpoint(folder, manifest)
     info = manifest.info
+    _check_info(info, folder)
     return {
         "folder": str(folder),
         "saved": info.get("saved"),
@@ -39,10 +40,46 @@ def inspect(folder: Path) -> dict[str, Any]:
             for path, entry in manifest.files.items()
         },
         "collections": {
-            collection: [_tensor(tensor) for tensor in index.tensors(collection)]
+            collection: [
+                _tensor(tensor) for tensor in sorted(index.tensors(collection), key=lambda t: _by_number(t.name))
+            ]
             for collection in sorted(index.collections)
         },
     }
+
+
+def _check_info(info: Mapping[str, Any], folder: Path) -> None:
+    """Checks the types of what is shown."""
+    try:
+        known = {
+            "saved": (str, type(None)),
+            "mesh": list,
+            "world_size": (int, type(None)),
+            "plugins": dict,
+            "libraries": dict,
+            "models": list,
+            "optimizers": list,
+            "counters": dict,
+        }
+        wrong = [name for name, kinds in known.items() if name in info and not isinstance(info[name], kinds)]  # type: ignore[arg-type]
+        for axis in [] if wrong else info.get("mesh", []):
+            wrong += [] if isinstance(axis["name"], str) and type(axis["degree"]) is int else ["mesh"]
+        for model in [] if wrong else info.get("models", []):
+            wrong += [] if model is None or isinstance(model["class"], str) else ["models"]
+        wrong += [] if wrong or all(isinstance(name, str) for name in info.get("optimizers", [])) else ["optimizers"]
+    except (TypeError, KeyError) as error:
+        wrong = [f"{error!r}"]
+    if wrong:
+        raise CheckpointError(
+            f"The manifest says something absurd about where the checkpoint comes from: {wrong[0]}.",
+            where=str(folder),
+            why="it was not written by `save_state`, or by another version",
+        )
+
+
+def _by_number(name: str) -> list[Any]:
+    """Sorts names as a model has them, as far as names tell: ``layers.2`` before ``layers.10``."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
 def _tensor(tensor: SourceTensor) -> dict[str, Any]:

@@ -118,6 +118,8 @@ def reshard(
         entries[relative] = FileEntry(size=written.size, checksums=written.checksums, kind=kind)
     for relative, entry in manifest.files.items():
         if entry.kind not in ("model", "optimizer"):
+            if relative in entries:
+                raise CheckpointError(f"The checkpoint has two files {relative!r}.", where=str(folder))
             copied: Written = files.write(output / relative, [read_bytes(locate(folder, relative))])
             entries[relative] = FileEntry(size=copied.size, checksums=copied.checksums, kind=entry.kind)
     for path in (output / MODEL_FOLDER, output / "optimizer", output):

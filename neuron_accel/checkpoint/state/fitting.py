@@ -1,0 +1,174 @@
+"""Whether state that was read can take the place of what a training has, asked before anything is changed.
+
+Checksums find damage and tell nothing about sense: a file may have been written by another program, or to do harm.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from neuron_accel.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.randomness import DeviceGenerator
+
+_WORDS = 624  # of the state of a Mersenne twister
+
+
+def fits(saved: Any, present: Any) -> bool:
+    """Whether ``saved`` is of the kind of ``present``: a number for a number, text for text, a container of the same
+    kind. What is not there yet (None) may become anything, and the other way round."""
+    if saved is None or present is None:
+        return True
+    if isinstance(present, bool):
+        return isinstance(saved, bool)
+    if isinstance(present, torch.Tensor) and present.dim():
+        return isinstance(saved, torch.Tensor) and saved.shape == present.shape
+    if isinstance(present, (int, float, np.number, torch.Tensor)):
+        return _is_number(saved)
+    if isinstance(present, str):
+        return isinstance(saved, str)
+    if isinstance(present, (list, tuple)):
+        if not isinstance(saved, (list, tuple)):
+            return False
+        return not present or all(fits(item, present[min(i, len(present) - 1)]) for i, item in enumerate(saved))
+    if isinstance(present, Mapping):
+        return isinstance(saved, Mapping) and all(fits(saved[key], present[key]) for key in saved if key in present)
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def check_counters(counters: Any) -> dict[str, int]:
+    """Names and numbers that count something."""
+    if not isinstance(counters, dict) or not all(
+        isinstance(name, str) and type(number) is int and 0 <= number < 2**63 for name, number in counters.items()
+    ):
+        raise _absurd("counters", counters)
+    return counters
+
+
+def check_options(saved: Any, present: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
+    """The options of one group of an optimizer; ``defaults`` are those that it was made with."""
+    if not isinstance(saved, dict) or "params" in saved:
+        raise _absurd("options", saved, where)
+    for name, value in saved.items():
+        now = defaults.get(name, present.get(name))
+        number = isinstance(defaults.get(name), (int, float, tuple)) and not isinstance(now, bool)
+        if not isinstance(name, str) or not fits(value, now) or (number and value is None):
+            raise _absurd(f"option {name!r}", value, where)
+        if isinstance(now, tuple) and len(value) != len(now):
+            raise _absurd(f"option {name!r}", value, where)
+
+
+def check_values(values: Any, where: str) -> None:
+    """What an optimizer's state has beside tensors: values by parameter and entry."""
+    if not isinstance(values, dict) or not all(
+        isinstance(name, str) and isinstance(entries, dict) and all(isinstance(entry, str) for entry in entries)
+        for name, entries in values.items()
+    ):
+        raise _absurd("values of its state", values, where)
+
+
+def check_scheduler(scheduler: Any, saved: Any, where: str) -> None:
+    """The state of a scheduler: its own entries, and for torch's schedulers of the kinds that they have. It must not
+    put values in the place of methods, or of the optimizer."""
+    if not isinstance(saved, dict) or not all(isinstance(name, str) for name in saved):
+        raise _absurd("state", saved, where)
+    inner = getattr(scheduler, "scheduler", scheduler)
+    present = inner.state_dict()
+    if not isinstance(present, Mapping):
+        return
+    for name, value in saved.items():
+        if name not in present and hasattr(inner, name):
+            raise _absurd(f"entry {name!r}", value, where)
+        of_torch = type(inner).__module__.startswith("torch.optim")
+        if of_torch and name in present and not fits(value, present[name]):
+            raise _absurd(f"entry {name!r}", value, where)
+
+
+def check_position(loader: Any, saved: Any, where: str) -> None:
+    """Where a loader was."""
+    if saved is None or not hasattr(loader, "check_position"):
+        return
+    try:
+        if set(saved) != {"epoch", "samples", "begin", "next"}:
+            raise ValueError("it has other entries")
+        for name in ("epoch", "samples"):
+            if type(saved[name]) is not int or not 0 <= saved[name] < 2**63:
+                raise ValueError(f"{name} is {saved[name]!r}")
+        for order in (saved["begin"], saved["next"]):
+            if order is not None:
+                _check_order(order)
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"The position of a loader makes no sense: {error}.", where=where) from error
+    loader.check_position(saved)
+
+
+def _check_order(order: Any) -> None:
+    """What a loader draws the order of an epoch from: states of torch's generator on the CPU, and perhaps a seed."""
+    states = dict(order)
+    seed = states.pop("seed", 0)
+    if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**64):
+        raise ValueError(f"the seed of its order is {seed!r:.40}")
+    if "default" not in states or not set(states) <= {"default", "own", "drawn"}:
+        raise ValueError(f"its order comes from {', '.join(map(repr, states))}")
+    for state in states.values():
+        torch.Generator().set_state(state)
+
+
+def check_random(state: Any, device: DeviceGenerator) -> None:
+    """The state of random number generators: tried out on generators that nothing uses."""
+    try:
+        version, words, extra = state["python"]
+        random.Random().setstate((version, tuple(words), extra))
+        kind, keys, position, *_ = state["numpy"]
+        if kind != "MT19937" or np.shape(keys) != (_WORDS,) or not 0 <= position <= _WORDS:
+            raise ValueError("numpy's state is that of another generator")
+        np.random.RandomState().set_state(state["numpy"])
+        torch.Generator().set_state(state["torch"])
+        if device.apart and "device" in state:
+            present = device.get_state()
+            ours = isinstance(state["device"], type(present)) and not isinstance(state["device"], bool)
+            alike = not isinstance(present, torch.Tensor) or (
+                ours and state["device"].dtype == present.dtype and state["device"].shape == present.shape
+            )
+            if not ours or not alike:
+                raise ValueError("the device's state is that of another generator")
+            if isinstance(present, int) and not 0 <= state["device"] < 2**64:
+                raise ValueError("the device's state is out of range")
+    except Exception as error:  # whatever a generator says to a state that it never had
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError(f"The state of the random numbers cannot be used: {reason}.") from error
+
+
+def check_buffers(buffers: Any) -> dict[str, torch.Tensor]:
+    """Buffers by number of the model and name."""
+    if not isinstance(buffers, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in buffers.items()
+    ):
+        raise _absurd("buffers", buffers)
+    return buffers
+
+
+def check_plugin_state(state: Any, name: str) -> None:
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise _absurd("state", state, f"plugin {name!r}")
+
+
+def _absurd(what: str, value: Any, where: str | None = None) -> CheckpointError:
+    return CheckpointError(
+        f"The saved {what} cannot be used: {value!r:.80}.",
+        where=where,
+        why="nothing that `save_state` writes looks like this, or it is that of another object",
+        fix="use another checkpoint",
+    )
