@@ -25,14 +25,14 @@ from neuron_accel.data.loaders import prepare_data_loader, skip_first_batches  #
 from neuron_accel.engine.optim.full_parameter import stepping_on_wholes  # noqa: E402
 from neuron_accel.engine.optim.twin import keep_promise  # noqa: E402
 from neuron_accel.engine.plan.config import RunConfig, load_config  # noqa: E402
-from neuron_accel.engine.plan.explain import explain_model  # noqa: E402
+from neuron_accel.engine.plan.explain import explain_parameters  # noqa: E402
 from neuron_accel.engine.plan.plan import agree_on_plan  # noqa: E402
 from neuron_accel.engine.plan.planner import make_plan  # noqa: E402
 from neuron_accel.engine.plan.plugin import Claim, Phase, StrategyPlugin  # noqa: E402
 from neuron_accel.engine.plan.registry import default_registry  # noqa: E402
 from neuron_accel.engine.runtime.preview import preview  # noqa: E402
 from neuron_accel.engine.runtime.replica_groups import PartitionLimit  # noqa: E402
-from neuron_accel.engine.runtime.run import PreparedModel, Run  # noqa: E402
+from neuron_accel.engine.runtime.run import PreparedModel, Run, transform_model  # noqa: E402
 from neuron_accel.engine.runtime.tensors import (  # noqa: E402
     broadcast_tensors,
     place,
@@ -149,8 +149,8 @@ class NeuronAccelerator(Accelerator):
         self._items, self._clipping = ItemCount(self.run), Clipping(self.run)
         self._session = Session(self)
         self._in_micro_batch, self._accumulating = False, 0
-        for plugin in plan.plugins:
-            plugin.setup(self.run)
+        for setup in self.run.hooks["setup"]:
+            setup(self.run)
 
     # ---- the run ---------------------------------------------------------------------------------------------------
     @property
@@ -209,8 +209,8 @@ class NeuronAccelerator(Accelerator):
     def model_init(self) -> Iterator[None]:
         """A context to build models in, as the plugins want them built."""
         with ExitStack() as stack:
-            for plugin in self.plan.plugins:
-                stack.enter_context(plugin.model_init(self.run))
+            for model_init in self.run.hooks["model_init"]:
+                stack.enter_context(model_init(self.run))
             yield
 
     def explain(self, model: nn.Module, *, tokens: int | None = None) -> str:
@@ -226,7 +226,7 @@ class NeuronAccelerator(Accelerator):
         prepared, run = self.run.prepared(model), self.run
         if prepared is None:
             prepared, run = preview(model, self.run)
-        return explain_model(prepared, run, tokens=tokens)
+        return explain_parameters(prepared, run, tokens=tokens)
 
     # ---- prepare ---------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -286,24 +286,23 @@ class NeuronAccelerator(Accelerator):
         origin = origin_of(model, self.run)
         broadcast_tensors(state_tensors(model), self.run, self.run.world)
         record = PreparedModel(
-            original=model, module=model, parameters=ParameterMap(model), optimizable=not evaluation_mode
+            original=model,
+            module=model,
+            parameters=ParameterMap(model, mesh=self.run.mesh),
+            optimizable=not evaluation_mode,
         )
         self.run.models.append(record)
-        for plugin in self.plan.plugins:
-            if plugin.spec.phase < Phase.GRADIENTS:
-                self._transform(plugin, record)
+        transform_model(record, self.run, before=Phase.GRADIENTS)
         if origin is not None:
             give_memory(origin, record, self.run)
         if self.device_placement if device_placement is None else device_placement:
             place(record.module, self.device, record.parameters)
         # In "evaluation mode" Accelerate casts and compiles, and leaves out its own data parallelism.
         record.module = super().prepare_model(record.module, False, evaluation_mode=True)
-        record.parameters.follow(_inner(record.module))
+        record.parameters.follow(record.inner)
         self._session.adopt(record)
         if not evaluation_mode:
-            for plugin in self.plan.plugins:
-                if plugin.spec.phase >= Phase.GRADIENTS:
-                    self._transform(plugin, record)
+            transform_model(record, self.run, since=Phase.GRADIENTS)
             record.handles.append(record.module.register_forward_pre_hook(record.settle_synchronisation))
             if self.run.backend.is_lazy:
                 record.handles.append(record.module.register_forward_pre_hook(lambda *_: self._finish_micro_batch()))
@@ -313,10 +312,6 @@ class NeuronAccelerator(Accelerator):
         for each in (model, record.module):
             each._neuron_accel_owner = Owner(self)  # type: ignore[assignment]
         return record.module
-
-    def _transform(self, plugin: StrategyPlugin, record: PreparedModel) -> None:
-        record.module = plugin.transform_model(record.module, self.run, record.parameters)
-        record.parameters.follow(_inner(record.module))
 
     def prepare_data_loader(self, data_loader, device_placement=None, slice_fn_for_dispatch=None):
         """Divides a loader over the ranks that see different data."""
@@ -336,8 +331,7 @@ class NeuronAccelerator(Accelerator):
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
-        for plugin in self.plan.plugins:
-            prepared = plugin.transform_dataloader(prepared, self.run)
+        prepared = self.run.hooks.transform("transform_dataloader", prepared, self.run)
         prepared._is_accelerate_prepared = True
         self._dataloaders.append(prepared)
         return prepared
@@ -348,8 +342,7 @@ class NeuronAccelerator(Accelerator):
             return super().prepare_optimizer(optimizer, device_placement)
         self._admit_unprepared(optimizer)
         rebind(optimizer, self.run.parameter_maps, self.run.coordinates)
-        for plugin in self.plan.plugins:
-            optimizer = plugin.transform_optimizer(optimizer, self.run)
+        optimizer = self.run.hooks.transform("transform_optimizer", optimizer, self.run)
         optimizer = stepping_on_wholes(optimizer, self.run)
         keep_promise(optimizer)
         if self._on_neuron:
@@ -392,8 +385,6 @@ class NeuronAccelerator(Accelerator):
         """Lets a scheduler advance with its optimizer, by data-parallel size."""
         if getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
-        for plugin in self.plan.plugins:
-            scheduler = plugin.transform_scheduler(scheduler, self.run)
         mine = [o for o in self._optimizers if _wraps(o, getattr(scheduler, "optimizer", None))]
         prepared = PreparedScheduler(
             scheduler,
@@ -428,8 +419,7 @@ class NeuronAccelerator(Accelerator):
             kwargs: passed on to ``loss.backward``.
         """
         run = self.run
-        for plugin in self.plan.plugins:
-            loss = plugin.before_backward(loss, run)
+        loss = run.hooks.transform("before_backward", loss, run)
         owner = run.owner(Claim.BACKWARD)
         share = getattr(self.gradient_state.active_dataloader, "row_share", None) if owner is None else None
         if num_items is not None:
@@ -456,8 +446,8 @@ class NeuronAccelerator(Accelerator):
                 owner.backward(loss / self.gradient_accumulation_steps, run, **kwargs)
         for optimizer in blank:
             optimizer.blank.complete()
-        for plugin in self.plan.plugins:
-            plugin.after_backward(run)
+        for after_backward in run.hooks["after_backward"]:
+            after_backward(run)
         self._in_micro_batch = not self.sync_gradients
 
     @contextmanager
@@ -477,8 +467,8 @@ class NeuronAccelerator(Accelerator):
         if self._in_micro_batch and not self._accumulating:
             self._in_micro_batch = False
             self.run.backend.step_boundary()
-            for plugin in self.plan.plugins:
-                plugin.after_boundary(self.run)
+            for after_boundary in self.run.hooks["after_boundary"]:
+                after_boundary(self.run)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -788,8 +778,8 @@ class NeuronAccelerator(Accelerator):
             optimizer.release()
 
     def _teardown(self) -> None:
-        for plugin in reversed(self.plan.plugins):
-            plugin.teardown(self.run)
+        for teardown in reversed(self.run.hooks["teardown"]):
+            teardown(self.run)
         for optimizer in self._optimizers:
             optimizer.blank.close()
         for record in self.run.models:
@@ -859,11 +849,6 @@ def _owner_of(model: nn.Module) -> NeuronAccelerator | None:
     """The accelerator that prepared a model; None if none of ours did."""
     owner = getattr(model, "_neuron_accel_owner", None)
     return owner.accelerator if isinstance(owner, Owner) else None
-
-
-def _inner(module: nn.Module) -> nn.Module:
-    """The module whose parameters have the original names, below a compiled one."""
-    return getattr(module, "_orig_mod", module)
 
 
 def _wraps(prepared: Any, optimizer: Any) -> bool:

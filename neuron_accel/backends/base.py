@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from neuron_accel.errors import UsageError
 
@@ -197,6 +197,15 @@ class Traffic:
         return [t for t in self.transfers if op in (None, t.op) and group in (None, t.group)]
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def communicates(method: _Method) -> _Method:
+    """Marks a method of :class:`Backend` that other ranks take part in: what a preview of a plan must not call."""
+    method.communicates = True  # type: ignore[attr-defined]
+    return method
+
+
 class Backend(ABC):
     """A device and the collectives between its ranks."""
 
@@ -271,11 +280,13 @@ class Backend(ABC):
         return torch.tensor(value, dtype=torch.float32, device=self.device)
 
     # ---- collectives on tensors ------------------------------------------------------------------------------------
+    @communicates
     def all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> torch.Tensor:
         """The element-wise reduction over the group, same shape, on every rank. **May reuse the input's memory**: the
         caller gives ``tensor`` up."""
         return self.start_all_reduce(tensor, group, op).wait()
 
+    @communicates
     def all_reduce_together(
         self, tensors: Sequence[torch.Tensor], group: Group, scale: float = 1.0
     ) -> list[torch.Tensor]:
@@ -289,20 +300,25 @@ class Backend(ABC):
         # Changing a view in place would rewrite all of them, each by itself, on a lazy device.
         return [part.view(tensor.shape).clone() for part, tensor in zip(parts, tensors, strict=True)]
 
+    @communicates
     def all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
         """The concatenation along ``dim`` of the group's tensors, which have equal shapes."""
         return self.start_all_gather(tensor, group, dim).wait()
 
+    @communicates
     def reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
         """This rank's chunk along ``dim`` of the sum over the group; ``group.size`` divides the dim."""
         return self.start_reduce_scatter(tensor, group, dim).wait()
 
     @abstractmethod
+    @communicates
     def start_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> Pending: ...
 
     @abstractmethod
+    @communicates
     def start_all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending: ...
 
+    @communicates
     def start_all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Pending:
         """An all-gather along dim 0 into memory of the caller's; the result is ``out``.
 
@@ -314,8 +330,10 @@ class Backend(ABC):
         return Then(pending, lambda gathered: out.copy_(gathered.view(out.shape)))
 
     @abstractmethod
+    @communicates
     def start_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending: ...
 
+    @communicates
     def start_reduce_scatter_into(
         self,
         out: torch.Tensor,
@@ -338,19 +356,23 @@ class Backend(ABC):
         return Then(pending, lambda reduced: out.copy_(reduced).mul_(scale))
 
     @abstractmethod
+    @communicates
     def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
         """Sends chunk i along ``split_dim`` to the i-th rank, returns what was received along ``concat_dim``."""
 
     @abstractmethod
+    @communicates
     def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
         """What the rank ``shift`` positions before this one in the group's ring holds."""
 
+    @communicates
     def start_permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> Pending:
         """:meth:`permute`, started: what is computed before ``wait()`` overlaps with it where the backend
         :attr:`overlaps`. ``tensor`` stays as it is until then."""
         return Done(self.permute(tensor, group, shift))
 
     @abstractmethod
+    @communicates
     def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
         """The tensor of the rank at position ``source``; shapes and dtypes agree on all ranks."""
 
@@ -360,25 +382,30 @@ class Backend(ABC):
         lazy device the rank is data, not a constant, so that all ranks trace the same graph."""
 
     # ---- point to point, where the backend :attr:`has_point_to_point` ----------------------------------------------
+    @communicates
     def start_send(self, tensor: torch.Tensor, group: Group, target: int) -> Pending:
         """Sends to the rank at position ``target``, which receives the same shape and dtype. Messages between two ranks
         of a group arrive in order. Whoever waits gets ``tensor`` back, and may write into it again."""
         raise UsageError(f"The {self.name} backend cannot send from rank to rank.")
 
+    @communicates
     def start_receive(self, shape: Sequence[int], dtype: torch.dtype, group: Group, source: int) -> Pending:
         """Receives what the rank at position ``source`` sends to this one, in new memory."""
         raise UsageError(f"The {self.name} backend cannot receive from a single rank.")
 
     # ---- collectives on objects ------------------------------------------------------------------------------------
     @abstractmethod
+    @communicates
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
         """Every rank's picklable ``value``, in the order of the group."""
 
     @abstractmethod
+    @communicates
     def broadcast_object(self, value: Any, group: Group, source: int = 0) -> Any:
         """The ``value`` of the rank at position ``source``."""
 
     @abstractmethod
+    @communicates
     def barrier(self) -> None:
         """Returns once every rank has called it."""
 
@@ -388,7 +415,8 @@ class Backend(ABC):
         calls it in the same place."""
         return tensor.detach().to("cpu", copy=True)
 
-    def step_boundary(self) -> None:  # noqa: B027  most devices have nothing to do
+    @communicates  # noqa: B027  most devices have nothing to do
+    def step_boundary(self) -> None:
         """A training step is complete; a lazy device executes what it has collected."""
 
     def run_apart(self, group: Group) -> None:  # noqa: B027  eager devices meet wherever ranks do
@@ -444,3 +472,7 @@ class Backend(ABC):
             observer.issued(op, group, sent, deferred=self.is_lazy)
         for traffic in self._recordings:
             traffic.transfers.append(Transfer(op=op, group=group.name, size=group.size, sent=sent))
+
+
+COLLECTIVES = frozenset(name for name, value in vars(Backend).items() if hasattr(value, "communicates"))
+"""Names of the methods that other ranks take part in."""

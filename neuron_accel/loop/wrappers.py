@@ -81,22 +81,22 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._gradients_complete()
         self._stepping()
         if closure is not None or self._may_step():
-            for plugin in self._run.plan.plugins:
-                plugin.before_step(self.optimizer, self._run)
+            for before_step in self._run.hooks["before_step"]:
+                before_step(self.optimizer, self._run)
             with as_device_data(self.optimizer, self._run.backend):
                 self._update(closure)
-            for plugin in self._run.plan.plugins:
-                plugin.after_step(self.optimizer, self._run)
+            for after_step in self._run.hooks["after_step"]:
+                after_step(self.optimizer, self._run)
         self.blank.prepare()
         self._run.backend.step_boundary()
-        for plugin in self._run.plan.plugins:
-            plugin.after_boundary(self._run)
+        for after_boundary in self._run.hooks["after_boundary"]:
+            after_boundary(self._run)
 
     def _may_step(self) -> bool:
         """Whether no plugin wants this step skipped. A gradient scaler decides by itself."""
         if self.scaler is not None:
             return True
-        allowed = [plugin.should_step(self.optimizer, self._run) for plugin in self._run.plan.plugins]
+        allowed = [should_step(self.optimizer, self._run) for should_step in self._run.hooks["should_step"]]
         self._is_overflow = not all(allowed)  # what Accelerate's schedulers and `step_was_skipped` look at
         return not self._is_overflow
 

@@ -97,8 +97,8 @@ class Resize:
         """
         run = self._run
         prepared = next((m for m in run.models if m.parameters is self._parameters), None)
-        for plugin in run.plan.plugins:
-            plugin.before_reshape(prepared, run)
+        for before_reshape in run.hooks["before_reshape"]:
+            before_reshape(prepared, run)
         wholes = {r.fqn: nn.Parameter(self._whole(r), requires_grad=False) for r, *_ in self._records()}
         stand_ins = {table.fqn: table.stand_in(self._of(table, wholes)) for table in self._tables}
         resized = self._resize(stand_ins, wholes, new_num_tokens, pad_to_multiple_of, mean_resizing)
@@ -107,8 +107,8 @@ class Resize:
         for table in self._tables:
             self._show_sizes(table, resized[table.fqn])
         self._parameters.follow(self._model)
-        for plugin in run.plan.plugins:
-            plugin.after_reshape(prepared, run)
+        for after_reshape in run.hooks["after_reshape"]:
+            after_reshape(prepared, run)
         return self._owner.get_input_embeddings()
 
     def _records(self) -> list[tuple[ParameterRecord, _Table, str]]:

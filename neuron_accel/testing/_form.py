@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
 import os
 import random
 import threading
@@ -16,27 +14,11 @@ import torch
 import yaml
 
 from neuron_accel.engine.plan.config import load_config, to_config
-from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin, check_contract
+from neuron_accel.engine.plan.plugin import StrategyPlugin, check_contract
 from neuron_accel.engine.plan.registry import default_registry
 from neuron_accel.errors import NeuronAccelError, PluginError
 from neuron_accel.testing._cases import fingerprint
 from neuron_accel.testing.ranks import run_ranks
-
-DUTIES = {
-    "backward": Claim.BACKWARD,
-    "clip_grad_norm": Claim.GRADIENT_CLIPPING,
-    "clip_grad_value": Claim.GRADIENT_CLIPPING,
-    "scale_gradients": Claim.GRADIENT_REDUCTION,
-    "full_gradient": Claim.GRADIENT_REDUCTION,
-}
-"""Hooks that only the owner of a duty is asked for."""
-
-_MUST_OVERRIDE = ("clip_grad_norm", "clip_grad_value")
-
-
-def hooks() -> list[str]:
-    """Names of everything that a plugin may override."""
-    return [name for name, value in vars(StrategyPlugin).items() if callable(value) and not name.startswith("_")]
 
 
 def discovery_problems(plugin: StrategyPlugin) -> list[str]:
@@ -66,46 +48,6 @@ def form_problems(plugin: StrategyPlugin) -> list[str]:
     positional = [f.name for f in dataclasses.fields(plugin) if f.init and not f.kw_only]
     if positional:
         problems.append(f"options {', '.join(positional)} can be given by position; say kw_only=True")
-    for base in cls.__mro__:
-        if issubclass(base, StrategyPlugin) and base is not StrategyPlugin:
-            problems += _hook_problems(base)
-    return problems + _claim_problems(cls)
-
-
-def _hook_problems(cls: type[StrategyPlugin]) -> list[str]:
-    problems = []
-    known = hooks()
-    for name, value in vars(cls).items():
-        if not inspect.isfunction(value) or name.startswith("_"):
-            continue
-        if name in known:
-            problems += _signature_problems(name, value)
-        elif near := difflib.get_close_matches(name, known, n=1, cutoff=0.85):
-            problems.append(f"{name} is no hook and never called; did you mean {near[0]}?")
-    return problems
-
-
-def _signature_problems(name: str, function: Any) -> list[str]:
-    """A hook takes what the contract passes: by position under any name, keyword-only arguments by theirs."""
-    expected = list(inspect.signature(getattr(StrategyPlugin, name)).parameters.values())
-    keywords = {p.name: object() for p in expected if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    positional = [object() for p in expected if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    try:
-        inspect.signature(function).bind(*positional, **keywords)
-    except TypeError as error:
-        wanted = ", ".join(str(p) for p in expected)
-        return [f"{name} does not take what it is called with, ({wanted}): {error}"]
-    return []
-
-
-def _claim_problems(cls: type[StrategyPlugin]) -> list[str]:
-    claims, problems = cls.spec.claims, []
-    for name, claim in DUTIES.items():
-        overridden = getattr(cls, name) is not getattr(StrategyPlugin, name)
-        if overridden and claim not in claims:
-            problems.append(f"{name} is only called on the owner of {claim.value}, which it does not claim")
-        if not overridden and claim in claims and name in _MUST_OVERRIDE:
-            problems.append(f"it claims {claim.value} and has no {name}")
     return problems
 
 

@@ -77,8 +77,8 @@ class TakesAnything(StrategyPlugin):
 class LooksAtItsRank(StrategyPlugin):
     spec = spec("looks_at_its_rank")
 
-    def config_dict(self):
-        return {"rank": os.environ.get("RANK")}
+    def companions(self):
+        return (Healthy(width=int(os.environ.get("RANK", "0")) + 1),)
 
 
 COUNTER = itertools.count()
@@ -88,8 +88,8 @@ COUNTER = itertools.count()
 class CountsPlans(StrategyPlugin):
     spec = spec("counts_plans")
 
-    def config_dict(self):
-        return {"plan": next(COUNTER)}
+    def companions(self):
+        return (Healthy(width=next(COUNTER)),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +145,8 @@ class DividesTwice(StrategyPlugin):
 class Unfreezes(StrategyPlugin):
     spec = spec("unfreezes")
 
-    def transform_model(self, model, run, parameters):
-        return model.requires_grad_(True)
+    def transform_model(self, model, run):
+        model.module = model.module.requires_grad_(True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,21 +155,19 @@ class Decays(StrategyPlugin):
 
     spec = spec("decays")
 
-    def transform_model(self, model, run, parameters):
+    def transform_model(self, model, run):
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in model.module.parameters():
                 if not parameter.requires_grad:
                     parameter.mul_(1 - 1e-6)
-        return model
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unties(StrategyPlugin):
     spec = spec("unties")
 
-    def transform_model(self, model, run, parameters):
-        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-        return model
+    def transform_model(self, model, run):
+        model.module.lm_head.weight = nn.Parameter(model.module.lm_head.weight.detach().clone())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,12 +294,11 @@ class ShowsOtherWeights(StrategyPlugin):
 
     spec = spec("shows_other_weights")
 
-    def transform_model(self, model, run, parameters):
+    def transform_model(self, model, run):
         def double(module, state, prefix, metadata):
             state["model.norm.weight"] = state["model.norm.weight"] * 2
 
-        model.register_state_dict_post_hook(double)
-        return model
+        model.module.register_state_dict_post_hook(double)
 
 
 # ---- leaving ---------------------------------------------------------------------------------------------------------
@@ -309,8 +306,8 @@ class ShowsOtherWeights(StrategyPlugin):
 class TrainsACopy(StrategyPlugin):
     spec = spec("trains_a_copy")
 
-    def transform_model(self, model, run, parameters):
-        return copy.deepcopy(model)
+    def transform_model(self, model, run):
+        model.module = copy.deepcopy(model.module)
 
 
 SEEN: list[str] = []
@@ -331,12 +328,11 @@ class Litters(StrategyPlugin):
         original = nn.functional.silu
         nn.functional.silu = lambda *args, **kwargs: original(*args, **kwargs)
 
-    def transform_model(self, model, run, parameters):
-        run.state(self)["model"] = model
-        model.litter = True
-        model.lm_head.register_forward_hook(lambda *_: None)
-        model.lm_head.weight.register_hook(lambda gradient: gradient)
-        return model
+    def transform_model(self, model, run):
+        run.state(self)["model"] = model.module
+        model.module.litter = True
+        model.module.lm_head.register_forward_hook(lambda *_: None)
+        model.module.lm_head.weight.register_hook(lambda gradient: gradient)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,17 @@ from neuron_accel.engine.plan.plugin import Claim, Phase, PluginSpec, StrategyPl
 
 KINDS = {"pp": AxisKind.STAGE, "dp": AxisKind.DATA, "cp": AxisKind.SEQUENCE, "tp": AxisKind.MODEL}
 
+WORK: dict[Claim, dict[str, Any]] = {
+    Claim.BACKWARD: {"backward": lambda self, loss, run, **kwargs: None},
+    Claim.GRADIENT_REDUCTION: {"after_backward": lambda self, run: None},
+    Claim.GRADIENT_CLIPPING: {
+        "clip_grad_norm": lambda self, parameters, max_norm, norm_type, run: None,
+        "clip_grad_value": lambda self, parameters, clip_value, run: None,
+    },
+    Claim.OPTIMIZER_STATE: {"transform_optimizer": lambda self, optimizer, run: optimizer},
+}
+"""What owners must implement."""
+
 
 def fake(
     name: str, phase: Phase = Phase.MEMORY, *, axes: dict[str, int] | None = None, options: Any = None, **spec: Any
@@ -23,7 +34,11 @@ def fake(
         f"{name.title()}Plugin",
         [(key, Any, field(default_factory=partial(copy, value))) for key, value in (options or {}).items()],
         bases=(StrategyPlugin,),
-        namespace={"spec": PluginSpec(name=name, phase=phase, **sets), "axes": lambda self: brought},
+        namespace={
+            "spec": PluginSpec(name=name, phase=phase, **sets),
+            "axes": lambda self: brought,
+            **{hook: value for claim in sets.get("claims", ()) for hook, value in WORK[claim].items()},
+        },
         frozen=True,
         kw_only=True,
     )

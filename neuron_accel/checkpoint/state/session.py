@@ -262,6 +262,8 @@ class Checkpoints:
         """
         self.wait()
         run, files = self._run, self._files
+        for before_save in run.hooks["before_save"]:
+            before_save(run)
         captured = capture(training)
         contents = Contents(
             items=written_here(captured.items, run), state=captured.state, state_tensors=captured.tensors

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from neuron_accel.engine.plan.mesh import Mesh
 from neuron_accel.engine.plan.plan import Plan
-from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
+from neuron_accel.engine.plan.plugin import HOOKS, Claim, StrategyPlugin, overrides
 
 if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import PreparedModel, Run
@@ -23,17 +23,18 @@ _SEGMENT = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def explain(plan: Plan) -> str:
-    """What ``plan`` decided and why, in sections: mesh, plugins, duties."""
+    """What ``plan`` decided and why, in sections: mesh, plugins, owners, and what happens in order."""
     ranks = plan.mesh.world_size
     lines = [f"Plan for {ranks} rank{'s' if ranks > 1 else ''}: {plan.mesh}", ""]
     lines += ["Mesh, outer to inner axis", *_mesh(plan.mesh), ""]
     lines += ["Plugins, in the order in which they act", *(_plugins(plan) or ["  none"]), ""]
-    lines += ["Duties and their owners", *_duties(plan), ""]
+    lines += ["Responsibilities and their owners", *_owners(plan), ""]
+    lines += ["What each plugin does, in the order in which it happens", *(_moments(plan) or ["  nothing"]), ""]
     lines += [f"Fingerprint {plan.fingerprint()[:16]}"]
     return "\n".join(lines)
 
 
-def explain_model(prepared: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
+def explain_parameters(prepared: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
     """What became of every parameter of a prepared model on this rank, and what the plugins say of its modules.
 
     Args:
@@ -51,8 +52,8 @@ def explain_model(prepared: PreparedModel, run: Run, *, tokens: int | None = Non
         table.append((name, str(len(each)), rule, how, shape, here, gradient, f"{sum(each):,}"))
     total = sum(sum(each) for each in rows.values())
     lines = [f"Parameters on rank {run.backend.rank}: {total:,} bytes", *_table(table)]
-    for plugin in run.plan.plugins:
-        text = plugin.explain_model(prepared.module, run, tokens=tokens)
+    for explain_model in run.hooks["explain_model"]:
+        text = explain_model(prepared, run, tokens=tokens)
         lines += ["", text] if text else []
     return "\n".join(lines)
 
@@ -119,8 +120,27 @@ def _indented(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=" " * 5, subsequent_indent=" " * 9, break_long_words=False)
 
 
-def _duties(plan: Plan) -> list[str]:
-    rows = [("duty", "owner", "why")]
+def _moments(plan: Plan) -> list[str]:
+    rows = [("when", "plugin", "what it does")]
+    for name, moment in HOOKS.items():
+        acting = (
+            plan.plugins
+            if moment.owner is None
+            else [p for p in plan.plugins if plan.owners.get(moment.owner) == p.spec.name]
+        )
+        rows += [(moment.text, p.spec.name, _first_sentence(p, name)) for p in acting if overrides(p, name)]
+    return _table(rows) if len(rows) > 1 else []
+
+
+def _first_sentence(plugin: StrategyPlugin, name: str) -> str:
+    """What the documentation of a plugin's hook begins with; its name where it has none of its own."""
+    doc = getattr(type(plugin), name).__doc__ or name
+    sentence = re.split(r"(?<=[a-z)`])[.:](?:\s|$)", " ".join(doc.split()), maxsplit=1)[0]
+    return textwrap.shorten(sentence, WIDTH - 45, placeholder=" ...")
+
+
+def _owners(plan: Plan) -> list[str]:
+    rows = [("responsibility", "owner", "why")]
     for claim in Claim:
         owner = plan.owners.get(claim)
         # What no plugin owns is done as in any program of PyTorch.

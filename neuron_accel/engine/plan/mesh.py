@@ -115,6 +115,11 @@ class Mesh:
         """The degree of ``axis``; 1 if the mesh has none of that name."""
         return next((a.degree for a in self.axes if a.name == axis), 1)
 
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Names of all axes, those of one rank too, outer to inner."""
+        return tuple(axis.name for axis in self.axes)
+
     def names(self, *kinds: AxisKind) -> tuple[str, ...]:
         """Names of the axes of these kinds that have more than one rank, outer to inner."""
         return tuple(axis.name for axis in self.axes if axis.kind in kinds and axis.degree > 1)

@@ -84,7 +84,10 @@ class Plan:
     def _plugin_dict(self, plugin: StrategyPlugin) -> dict[str, Any]:
         name, cls = plugin.spec.name, type(plugin)
         config = {}
-        for key, value in plugin.config_dict().items():
+        for f in dataclasses.fields(plugin):
+            if not (f.init and f.metadata.get("in_plan", True)):
+                continue
+            key, value = f.name, getattr(plugin, f.name)
             try:
                 config[key] = to_plain(value, _reference)
             except TypeError as error:
@@ -92,7 +95,7 @@ class Plan:
                     f"Option {key!r} of plugin {name!r} cannot become part of the plan's fingerprint.",
                     where=self.provenance.get(name, cls.__module__),
                     why=str(error),
-                    fix="give the field metadata={'in_plan': False} if ranks may differ in it, or override config_dict",
+                    fix="give the field metadata={'in_plan': False} if ranks may differ in it",
                 ) from error
         return {
             "class": f"{cls.__module__}:{cls.__qualname__}",

@@ -11,14 +11,16 @@ annotation says, and numbers are finite, unless the field says otherwise with ``
 
 from __future__ import annotations
 
-import dataclasses
+import difflib
 import functools
 import inspect
 import os
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from neuron_accel.engine.plan.coerce import check_fields
 from neuron_accel.engine.plan.mesh import AxisSpec
@@ -29,10 +31,9 @@ if TYPE_CHECKING:
 
     from neuron_accel.engine.plan.mesh import Mesh
     from neuron_accel.engine.runtime.run import PreparedModel, Run
-    from neuron_accel.engine.sharding.parameters import ParameterMap
 
 
-API_VERSION = 1
+API_VERSION = 2
 """Version of this contract. A plugin that declares another one is refused by name."""
 
 
@@ -67,6 +68,32 @@ class Claim(str, Enum):
     GRADIENT_REDUCTION = "gradient_reduction"
     GRADIENT_CLIPPING = "gradient_clipping"
     OPTIMIZER_STATE = "optimizer_state"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a hook is called.
+
+    Args:
+        text: for people.
+        owner: the responsibility whose owner alone is called; None: every plugin that implements the hook.
+    """
+
+    text: str
+    owner: Claim | None = None
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def hook(text: str, *, owner: Claim | None = None) -> Callable[[_Method], _Method]:
+    """Marks a method of :class:`StrategyPlugin` as a hook."""
+
+    def mark(method: _Method) -> _Method:
+        method.moment = Moment(text, owner)  # type: ignore[attr-defined]
+        return method
+
+    return mark
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,98 +195,63 @@ class StrategyPlugin:
     def validate(self, context: PlanContext) -> None:
         """Raises :class:`~neuron_accel.errors.PlanError` if this plugin cannot run in ``context``."""
 
-    def config_dict(self) -> dict[str, Any]:
-        """This plugin's configuration as plain data, the same on every rank; it becomes part of the plan's hash."""
-        return {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if f.init and f.metadata.get("in_plan", True)
-        }
-
     # ---- life of a run ---------------------------------------------------------------------------------------------
+    @hook("the run begins")
     def setup(self, run: Run) -> None:
         """Groups exist, no model has been seen."""
 
+    @hook("models are built")
     def model_init(self, run: Run) -> AbstractContextManager[Any]:
         """A context in which users build models."""
         return nullcontext()
 
+    @hook("models are prepared")
     def initial_weights(self) -> str | os.PathLike[str] | None:
         """A checkpoint, or a folder of transformers, whose weights the first model that is prepared takes once it is
-        divided; None: it keeps those it has. Asked at planning, too: one plugin of a run may name a folder, several are
+        sharded; None: it keeps those it has. Asked at planning, too: one plugin of a run may name a folder, several are
         a :class:`~neuron_accel.errors.PlanError`."""
         return None
 
-    def transform_model(self, model: torch.nn.Module, run: Run, parameters: ParameterMap) -> torch.nn.Module:
-        """Rewrites ``model`` in place, or returns a new one. FQNs keep their meaning; a parameter whose shape changes
-        gets its :class:`~neuron_accel.engine.sharding.layout.Layout` through ``parameters.set_layout``."""
-        return model
+    @hook("models are prepared")
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
+        """Rewrites ``model.module`` in place, or puts another module there. FQNs keep their meaning; a parameter whose
+        shape changes gets its :class:`~neuron_accel.contract.Layout` through ``model.parameters.set_layout``."""
 
-    def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
-        """``optimizer`` already holds the rewritten parameters."""
-        return optimizer
-
+    @hook("loaders are prepared")
     def transform_dataloader(self, dataloader: Any, run: Run) -> Any:
+        """Wraps a loader that the ranks with other samples share already."""
         return dataloader
 
-    def transform_scheduler(self, scheduler: Any, run: Run) -> Any:
-        return scheduler
+    @hook("optimizers are prepared")
+    def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
+        """Wraps an optimizer, which holds the rewritten parameters already."""
+        return optimizer
 
+    # ---- a step, in order ------------------------------------------------------------------------------------------
+    @hook("backward begins")
     def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
+        """The loss of a micro-batch, 0-dim, before its backward pass; returns the one to differentiate."""
         return loss
 
-    def after_backward(self, run: Run) -> None:
-        """``accelerator.backward`` has returned; gradients of this micro-batch exist."""
-
-    def should_step(self, optimizer: torch.optim.Optimizer, run: Run) -> bool:
-        """Whether an optimizer may update weights now; False, on every rank alike, skips the step: ``before_step`` and
-        ``after_step`` are not called then, and schedulers stay where they are. Every plugin is asked. Not called for
-        steps that accumulation skips or that get a closure, nor where a gradient scaler decides. Collective."""
-        return True
-
-    def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Just before an optimizer updates weights. Not called for steps that accumulation skips."""
-
-    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Just after an optimizer updated weights."""
-
-    def checkpoint_state(self, run: Run) -> dict[str, Any]:
-        """What a checkpoint keeps of this plugin beside parameters and optimizers, which it has anyway: plain values
-        and tensors, whole and alike on every rank, so that any mesh can load them. Collective."""
-        return {}
-
-    def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
-        """Takes back what :meth:`checkpoint_state` gave; tensors are on the CPU. Called where a checkpoint has some for
-        a plugin of this name, after everything else was loaded. Collective."""
-
-    def after_boundary(self, run: Run) -> None:
-        """What a step, or a micro-batch before the last, has asked for was handed to the device: the place to look at
-        what a lazy device made of it."""
-
-    def before_reshape(self, model: PreparedModel | None, run: Run) -> None:
-        """Some parameters of a prepared model are about to get other shapes, and stay the objects that they are: raises
-        a :class:`~neuron_accel.errors.UsageError` on every rank if that is not possible any more."""
-
-    def after_reshape(self, model: PreparedModel | None, run: Run) -> None:
-        """They have got them, and layouts to match; their gradients are gone."""
-
-    def explain_model(self, model: torch.nn.Module, run: Run, *, tokens: int | None = None) -> str:
-        """What this plugin does in a model that it transformed, as text for people; empty for nothing.
-
-        Args:
-            tokens: how many tokens this rank has in a step, for amounts that depend on it; None: they are for each
-                token.
-        """
-        return ""
-
-    def teardown(self, run: Run) -> None:
-        """The run ends; called in reverse order."""
-
-    # ---- duties: called only on the owner of the claim -------------------------------------------------------------
+    @hook("backward", owner=Claim.BACKWARD)
     def backward(self, loss: torch.Tensor, run: Run, **kwargs: Any) -> None:
-        """Owner of :attr:`Claim.BACKWARD`."""
+        """Owner of :attr:`Claim.BACKWARD`: computes the gradients of ``loss``; ``kwargs`` are those of
+        ``torch.Tensor.backward``."""
         loss.backward(**kwargs)
 
+    @hook("backward ends")
+    def after_backward(self, run: Run) -> None:
+        """``accelerator.backward`` returns; gradients of this micro-batch exist."""
+
+    @hook("gradients are averaged over items", owner=Claim.GRADIENT_REDUCTION)
+    def scale_gradients(self, parameters: list[torch.nn.Parameter], factor: torch.Tensor, run: Run) -> None:
+        """Owner of :attr:`Claim.GRADIENT_REDUCTION`: multiplies the gradients of local parameters, wherever they are
+        stored, by ``factor`` (0-dim, fp32)."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    @hook("gradients are clipped", owner=Claim.GRADIENT_CLIPPING)
     def clip_grad_norm(
         self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float, run: Run
     ) -> torch.Tensor:
@@ -268,23 +260,100 @@ class StrategyPlugin:
         Returns:
             The norm before clipping over every element of the original parameters, each counted once; 0-dim, fp32.
         """
-        raise NotImplementedError(f"{type(self).__name__} claims gradient clipping without doing it")
+        raise NotImplementedError  # check_contract refuses an owner without it
 
+    @hook("gradients are clipped", owner=Claim.GRADIENT_CLIPPING)
     def clip_grad_value(self, parameters: list[torch.nn.Parameter], clip_value: float, run: Run) -> None:
         """Owner of :attr:`Claim.GRADIENT_CLIPPING`: clamps every gradient element to ``[-clip_value, clip_value]``."""
-        raise NotImplementedError(f"{type(self).__name__} claims gradient clipping without doing it")
+        raise NotImplementedError  # check_contract refuses an owner without it
 
-    def scale_gradients(self, parameters: list[torch.nn.Parameter], factor: torch.Tensor, run: Run) -> None:
-        """Owner of :attr:`Claim.GRADIENT_REDUCTION`: multiplies the gradients of local parameters, wherever they lie,
-        by ``factor`` (0-dim, fp32)."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
+    @hook("gradients are read", owner=Claim.GRADIENT_REDUCTION)
     def full_gradient(self, parameter: torch.nn.Parameter, run: Run) -> torch.Tensor | None:
         """Owner of :attr:`Claim.GRADIENT_REDUCTION`: the reduced gradient of a local parameter, in its local shape, or
         None if it has none. Collective: every rank of the parameter's group calls it in the same order."""
         return parameter.grad
+
+    @hook("the optimizer steps")
+    def should_step(self, optimizer: torch.optim.Optimizer, run: Run) -> bool:
+        """Whether an optimizer may update weights now; False, on every rank alike, skips the step: ``before_step`` and
+        ``after_step`` are not called then, and schedulers stay where they are. Every plugin is asked. Not called for
+        steps that accumulation skips or that get a closure, nor where a gradient scaler decides. Collective."""
+        return True
+
+    @hook("the optimizer steps")
+    def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        """Just before an optimizer updates weights. Not called for steps that accumulation skips. ``optimizer`` is what
+        :meth:`transform_optimizer` returned, below Accelerate's wrapper."""
+
+    @hook("the optimizer has stepped")
+    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        """Just after an optimizer updated weights."""
+
+    @hook("the device has the step")
+    def after_boundary(self, run: Run) -> None:
+        """What a step, or a micro-batch before the last, has asked for was handed to the device: the place to look at
+        what a lazy device made of it."""
+
+    # ---- now and then ----------------------------------------------------------------------------------------------
+    @hook("a checkpoint is saved")
+    def before_save(self, run: Run) -> None:
+        """A checkpoint is about to be saved: settles what is under way, before any tensor is read. Collective."""
+
+    @hook("a checkpoint is saved")
+    def checkpoint_state(self, run: Run) -> dict[str, Any]:
+        """What a checkpoint keeps of this plugin beside parameters and optimizers, which it has anyway: plain values
+        and tensors, whole and alike on every rank, so that any mesh can load them. Collective."""
+        return {}
+
+    @hook("a checkpoint is loaded")
+    def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
+        """Takes back what :meth:`checkpoint_state` gave; tensors are on the CPU. Called where a checkpoint has some for
+        a plugin of this name, after everything else was loaded. Collective."""
+
+    @hook("parameters get other shapes")
+    def before_reshape(self, model: PreparedModel | None, run: Run) -> None:
+        """Some parameters of a prepared model are about to get other shapes, and stay the objects that they are: raises
+        a :class:`~neuron_accel.errors.UsageError` on every rank if that is not possible any more."""
+
+    @hook("parameters got other shapes")
+    def after_reshape(self, model: PreparedModel | None, run: Run) -> None:
+        """They have got them, and layouts to match; their gradients are gone."""
+
+    @hook("a model is explained")
+    def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
+        """What this plugin does in a model that it transformed, as text for people; empty for nothing.
+
+        Args:
+            tokens: how many tokens this rank has in a step, for amounts that depend on it; None: they are for each
+                token.
+        """
+        return ""
+
+    @hook("the run ends")
+    def teardown(self, run: Run) -> None:
+        """The run ends; called in reverse order."""
+
+
+HOOKS: Mapping[str, Moment] = MappingProxyType(
+    {name: value.moment for name, value in vars(StrategyPlugin).items() if hasattr(value, "moment")}
+)
+"""Every hook of a run by name, in the order in which they are called."""
+
+_ENTAILS: Mapping[Claim, tuple[frozenset[str], ...]] = {
+    Claim.BACKWARD: (frozenset({"backward"}),),
+    Claim.GRADIENT_REDUCTION: (
+        frozenset({"transform_model", "transform_optimizer", "after_backward", "before_step", "after_step"}),
+    ),
+    Claim.GRADIENT_CLIPPING: (frozenset({"clip_grad_norm"}), frozenset({"clip_grad_value"})),
+    Claim.OPTIMIZER_STATE: (frozenset({"transform_optimizer"}),),
+}
+"""What an owner implements: of each of these sets at least one hook."""
+
+
+def overrides(plugin: StrategyPlugin | type[StrategyPlugin], name: str) -> bool:
+    """Whether a plugin implements a hook."""
+    cls = plugin if isinstance(plugin, type) else type(plugin)
+    return getattr(cls, name) is not getattr(StrategyPlugin, name)
 
 
 # ---- Whether a class keeps the form of the plugin contract -----------------------------------------------------------
@@ -296,7 +365,9 @@ def check_contract(cls: object, source: str) -> None:
         source: the distribution or module it comes from, for messages.
 
     Raises:
-        PluginError: if it is no plugin class, or was written for another version of the contract.
+        PluginError: if it is not a plugin class, was written for another version of the contract, has a method that is
+            almost a hook or takes other arguments than the hook is called with, or claims a responsibility without the
+            hooks that it entails.
     """
     if not (isinstance(cls, type) and issubclass(cls, StrategyPlugin)):
         raise PluginError(
@@ -323,6 +394,13 @@ def check_contract(cls: object, source: str) -> None:
             why="hooks may have other names, arguments or meanings",
             fix=f"install a newer version of {source if older else 'neuron-accel'}",
         )
+    if problems := [*hook_problems(cls), *claim_problems(cls)]:
+        raise PluginError(
+            f"{cls.__name__} does not keep the form of the contract.",
+            where=where,
+            why="; ".join(problems),
+            fix="compare it with the hooks of neuron_accel.contract.StrategyPlugin",
+        )
     own = [name for name, hint in inspect.get_annotations(cls).items() if "ClassVar" not in str(hint)]
     if own and "__dataclass_fields__" not in vars(cls):
         raise PluginError(
@@ -331,3 +409,46 @@ def check_contract(cls: object, source: str) -> None:
             why="they would be no part of its configuration",
             fix="put @dataclass(frozen=True, kw_only=True) above the class",
         )
+
+
+def hook_problems(cls: type[StrategyPlugin]) -> list[str]:
+    """Methods whose name is almost that of a hook, and hooks that cannot take what they are called with."""
+    problems = []
+    known = [*HOOKS, "axes", "companions", "validate"]
+    for base in cls.__mro__:
+        if base is StrategyPlugin or not issubclass(base, StrategyPlugin):
+            continue
+        for name, value in vars(base).items():
+            if not inspect.isfunction(value) or name.startswith("_"):
+                continue
+            if name in known:
+                problems += _signature_problems(name, value)
+            elif near := difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+                problems.append(f"{name} is not a hook and never called; did you mean {near[0]}?")
+    return problems
+
+
+def _signature_problems(name: str, function: Callable[..., Any]) -> list[str]:
+    """A hook takes what the contract passes: by position under any name, keyword-only arguments by theirs."""
+    expected = list(inspect.signature(getattr(StrategyPlugin, name)).parameters.values())
+    keywords = {p.name: object() for p in expected if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    positional = [object() for p in expected if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    try:
+        inspect.signature(function).bind(*positional, **keywords)
+    except TypeError as error:
+        wanted = ", ".join(str(p) for p in expected)
+        return [f"{name} does not take what it is called with, ({wanted}): {error}"]
+    return []
+
+
+def claim_problems(cls: type[StrategyPlugin]) -> list[str]:
+    """Responsibilities claimed without what they entail, and hooks of an owner on a plugin that is none."""
+    claims, problems = cls.spec.claims, []
+    for name, moment in HOOKS.items():
+        if moment.owner is not None and moment.owner not in claims and overrides(cls, name):
+            problems.append(f"{name} is only called on the owner of {moment.owner.value}, which it does not claim")
+    for claim in sorted(claims):
+        for choice in _ENTAILS[claim]:
+            if not any(overrides(cls, name) for name in choice):
+                problems.append(f"it claims {claim.value} and has no {' or '.join(sorted(choice))}")
+    return problems

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from neuron_accel.backends.base import COLLECTIVES, Group
 from neuron_accel.engine.plan.plugin import Phase
-from neuron_accel.engine.runtime.run import PreparedModel, Run
+from neuron_accel.engine.runtime.run import PreparedModel, Run, transform_model
 from neuron_accel.engine.sharding.parameters import ParameterMap
 from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Backend, Group
-
-_COLLECTIVE = ("all_", "reduce", "broadcast", "start_", "send", "receive", "permute", "barrier", "step_boundary")
+    from neuron_accel.backends.base import Backend
 
 
 class _OnPaper:
@@ -27,7 +26,7 @@ class _OnPaper:
         self._backend = backend
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(_COLLECTIVE):
+        if name in COLLECTIVES:
             raise UsageError(
                 "What becomes of this model cannot be told before it is prepared.",
                 why=f"a plugin exchanges something with other ranks ({name}) when it rewrites a model",
@@ -36,8 +35,6 @@ class _OnPaper:
         return getattr(self._backend, name)
 
     def new_group(self, partition: Sequence[Sequence[int]], name: str) -> Group:
-        from neuron_accel.backends.base import Group
-
         key = tuple(sorted(tuple(sorted(ranks)) for ranks in partition))
         ranks = next(ranks for ranks in key if self._backend.rank in ranks)
         return Group(ranks=ranks, index=ranks.index(self._backend.rank), partition=key, name=name)
@@ -53,12 +50,9 @@ def preview(model: nn.Module, run: Run) -> tuple[PreparedModel, Run]:
     paper = Run(plan=run.plan, backend=_OnPaper(run.backend))  # type: ignore[arg-type]
     paper.set_known_groups(run)
     module = without_weights(model)
-    record = PreparedModel(original=module, module=module, parameters=ParameterMap(module))
+    record = PreparedModel(original=module, module=module, parameters=ParameterMap(module, mesh=run.mesh))
     paper.models.append(record)
-    for plugin in run.plan.plugins:
-        if plugin.spec.phase < Phase.GRADIENTS:
-            record.module = plugin.transform_model(record.module, paper, record.parameters)
-            record.parameters.follow(record.module)
+    transform_model(record, paper, before=Phase.GRADIENTS)
     return record, paper
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from neuron_accel.backends.randomness import RankRandomness
+from neuron_accel.engine.plan.plugin import HOOKS, Phase, overrides
 from neuron_accel.engine.runtime.join import Company
 from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
-from neuron_accel.errors import CheckpointError, NeuronAccelError
+from neuron_accel.errors import CheckpointError, NeuronAccelError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend, Group
@@ -46,10 +47,38 @@ class PreparedModel:
     handles: list[Any] = field(default_factory=list)
     """Hooks to be removed when the run lets go of the model."""
 
+    @property
+    def inner(self) -> nn.Module:
+        """The module whose parameters have the original names, below a compiled one."""
+        return getattr(self.module, "_orig_mod", self.module)
+
     def settle_synchronisation(self, *_: Any) -> None:
         """A forward pass begins, for which a backward pass will follow."""
         if torch.is_grad_enabled():
             self.synchronises = self.sync_enabled
+
+
+class BoundHooks:
+    """The hooks of a plan, each bound to the plugins that implement it, in the order in which they are called.
+
+    Args:
+        plan: the plan.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._bound = {
+            name: tuple(getattr(plugin, name) for plugin in plan.plugins if overrides(plugin, name)) for name in HOOKS
+        }
+
+    def __getitem__(self, name: str) -> tuple[Callable[..., Any], ...]:
+        """The methods to call, in order."""
+        return self._bound[name]
+
+    def transform(self, name: str, value: Any, run: Run) -> Any:
+        """What the hooks of that name make of ``value``, one after another."""
+        for hook in self._bound[name]:
+            value = hook(value, run)
+        return value
 
 
 @dataclass
@@ -69,6 +98,8 @@ class Run:
     backward_scale: Callable[[], float] = lambda: 1.0
     """What a loss is multiplied by before its backward pass: one over the number of accumulated micro-batches. For who
     runs backward passes before the loss is returned."""
+    hooks: BoundHooks = field(init=False)
+    """The plugins' hooks; who drives the run calls them."""
     company: Company = field(init=False)
     """How a rank that ran out of data keeps up with the others."""
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
@@ -76,6 +107,7 @@ class Run:
     _randomness: dict[str, RankRandomness] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.hooks = BoundHooks(self.plan)
         self.company = Company(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -101,7 +133,18 @@ class Run:
 
     def group(self, *axes: str) -> Group:
         """The group of ranks that differ from this one only along ``axes``. Made at the first request, collectively:
-        every rank asks for the same groups in the same order."""
+        every rank asks for the same groups in the same order.
+
+        Raises:
+            UsageError: if the mesh has no axis of that name.
+        """
+        for axis in axes:
+            if axis not in self.mesh.axis_names:
+                raise UsageError(
+                    f"The mesh has no axis {axis!r}.",
+                    why="a group of one rank in its place would leave sums undone without a word",
+                    fix=did_you_mean(axis, self.mesh.axis_names),
+                )
         key = tuple(axis.name for axis in self.mesh.axes if axis.name in axes and axis.degree > 1)
         if key not in self._groups:
             self._groups[key] = self.backend.new_group(self.mesh.groups(*key), " x ".join(key) or "self")
@@ -170,6 +213,22 @@ class Run:
         finally:
             for model in self.models:
                 model.in_backward = False
+
+
+def transform_model(model: PreparedModel, run: Run, *, since: Phase | None = None, before: Phase | None = None) -> None:
+    """Lets the plugins of these phases rewrite a model, one after another, and follows what becomes of its parameters.
+
+    Raises:
+        NeuronAccelError: what a plugin raises.
+    """
+    for hook in run.hooks["transform_model"]:
+        plugin = hook.__self__  # type: ignore[attr-defined]  # a bound method
+        phase = plugin.spec.phase
+        if (since is not None and phase < since) or (before is not None and phase >= before):
+            continue
+        with model.parameters.changed_by(plugin.spec.name):
+            hook(model, run)
+            model.parameters.follow(model.inner)
 
 
 # ---- Ranks that fail together: what one cannot do, none goes on from -------------------------------------------------

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from neuron_accel.engine.sharding.layout import Layout
-from neuron_accel.errors import ParameterError
+from neuron_accel.errors import LayoutError, ParameterError, did_you_mean
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.plan.mesh import Mesh
 
 
 @dataclass
@@ -72,9 +76,11 @@ class ParameterMap:
 
     Args:
         model: the model as the user built it, or its parameters with their names.
+        mesh: whose axes layouts may name; None: they are not checked.
     """
 
-    def __init__(self, model: nn.Module | Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, model: nn.Module | Iterable[tuple[str, nn.Parameter]], mesh: Mesh | None = None) -> None:
+        self._mesh, self._author = mesh, ""
         self._records: dict[str, ParameterRecord] = {}
         self._by_name: dict[str, ParameterRecord] = {}
         self._by_object: dict[nn.Parameter, ParameterRecord] = {}
@@ -103,26 +109,78 @@ class ParameterMap:
         return name in self._by_name
 
     def __getitem__(self, name: str) -> ParameterRecord:
-        """The record of a parameter by any of its names."""
-        return self._by_name[name]
+        """The record of a parameter by any of its names.
+
+        Raises:
+            ParameterError: if no parameter is named so.
+        """
+        record = self._by_name.get(name)
+        if record is None:
+            raise ParameterError(
+                f"The model has no parameter {name!r}.",
+                where=self._author or None,
+                why="a parameter is named as in the original model, whatever has been rewritten",
+                fix=did_you_mean(name, self._by_name),
+            )
+        return record
+
+    @contextmanager
+    def changed_by(self, plugin: str) -> Iterator[None]:
+        """Errors that are raised inside name ``plugin``."""
+        self._author = f"plugin {plugin!r}"
+        try:
+            yield
+        finally:
+            self._author = ""
+
+    def _check_axes(self, axes: Iterable[str], name: str) -> None:
+        known = None if self._mesh is None else self._mesh.axis_names
+        for axis in axes:
+            if known is not None and axis not in known:
+                raise LayoutError(
+                    f"The mesh has no axis {axis!r}, over which {name!r} is said to be sharded or summed.",
+                    where=self._author or None,
+                    fix=did_you_mean(axis, known),
+                )
 
     def find(self, parameter: torch.Tensor) -> ParameterRecord | None:
         """The record of a parameter object, original or rewritten; None if it is not of this model."""
         return self._by_object.get(parameter)  # type: ignore[call-overload]  # keys hash by identity
 
     def set_layout(self, name: str, layout: Layout) -> None:
-        """Says how a parameter lies over the mesh from now on."""
-        self._by_name[name].layout = layout
+        """Says how a parameter is sharded over the mesh from now on.
+
+        Raises:
+            ParameterError: if no parameter is named so.
+            LayoutError: if the mesh has no such axis.
+        """
+        record = self[name]
+        self._check_axes(layout.axes, name)
+        record.layout = layout
 
     def add_partial_axis(self, name: str, axis: str) -> None:
-        """Says that the gradient autograd computes for a parameter is a partial sum over ``axis``."""
-        record = self._by_name[name]
+        """Says that the gradient autograd computes for a parameter is a partial sum over ``axis``; the owner of the
+        reduction completes it.
+
+        Raises:
+            ParameterError: if no parameter is named so.
+            LayoutError: if the mesh has no such axis.
+        """
+        record = self[name]
+        self._check_axes([axis], name)
         if axis not in record.partial_axes:
             record.partial_axes += (axis,)
 
     def set_holders(self, name: str, axis: str, indices: Iterable[int]) -> None:
-        """Says which ranks along ``axis`` hold a parameter. Whoever says so adds up the gradients of several."""
-        self._by_name[name].holders[axis] = tuple(sorted(indices))
+        """Says which ranks along ``axis`` hold a parameter. The caller adds up the gradients of several holders.
+
+        Raises:
+            ParameterError: if no parameter is named so.
+            LayoutError: if the mesh has no such axis.
+        """
+        record = self[name]
+        self._check_axes([axis], name)
+        record.holders[axis] = tuple(sorted(indices))
 
     def follow(self, model: nn.Module, absent: Iterable[str] = ()) -> None:
         """Takes note of what a rewrite made of the parameters.

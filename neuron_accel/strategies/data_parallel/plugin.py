@@ -22,7 +22,7 @@ from neuron_accel.errors import ConfigurationError
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Group, Pending
     from neuron_accel.engine.runtime.run import PreparedModel, Run
-    from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,11 @@ class DataParallelPlugin(StrategyPlugin):
         if self.bucket_cap_mb <= 0:
             raise ConfigurationError(f"bucket_cap_mb is {self.bucket_cap_mb}; it must be positive.")
 
-    def transform_model(self, model: nn.Module, run: Run, parameters: ParameterMap) -> nn.Module:
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
         if self.owns_reduction(run):
-            record = next(m for m in run.models if m.parameters is parameters)
-            run.state(self).setdefault("reducers", []).append(GradientAverager(record, run, self.bucket_cap_mb))
+            run.state(self).setdefault("reducers", []).append(GradientAverager(model, run, self.bucket_cap_mb))
             if self.broadcast_buffers:
-                self._follow_buffers(model, run)
-        return model
+                self._follow_buffers(model.module, run)
 
     def owns_reduction(self, run: Run) -> bool:
         return run.owner(Claim.GRADIENT_REDUCTION) is self

@@ -14,8 +14,7 @@ from neuron_accel.engine.plan.plugin import Phase, PlanContext, PluginSpec, Stra
 from neuron_accel.errors import ConfigurationError, NonFiniteError, PlanError
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.runtime.run import Run
-    from neuron_accel.engine.sharding.parameters import ParameterMap
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
 
 ACTIONS = ("raise", "skip", "warn")
 _SHOWN = 4
@@ -65,7 +64,7 @@ class FiniteGuard(StrategyPlugin):
         return self._watch(run).skipped
 
     def validate(self, context: PlanContext) -> None:
-        if self.action == "skip" and context.is_lazy:
+        if self.action == "skip" and "lazy" in context.capabilities:
             raise PlanError(
                 "Steps cannot be skipped on this device.",
                 where="plugin 'finite_guard', action='skip'",
@@ -73,15 +72,14 @@ class FiniteGuard(StrategyPlugin):
                 fix="use action='raise' and continue from a checkpoint, or action='warn'",
             )
 
-    def transform_model(self, model: nn.Module, run: Run, parameters: ParameterMap) -> nn.Module:
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
         watch = self._watch(run)
 
         def follow(*_: Any) -> None:  # a parameter can be unfrozen at any time
-            watch.follow(record.current for record in parameters if record.current is not None)
+            watch.follow(record.current for record in model.parameters if record.current is not None)
 
         follow()
-        watch.handles.append(model.register_forward_pre_hook(follow))
-        return model
+        watch.handles.append(model.module.register_forward_pre_hook(follow))
 
     def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
         self._watch(run).losses.append(_is_bad(loss.detach()))

@@ -18,8 +18,7 @@ from neuron_accel.engine.plan.plugin import Phase, PluginSpec, StrategyPlugin
 from neuron_accel.errors import ConfigurationError, RecompileError
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.runtime.run import Run
-    from neuron_accel.engine.sharding.parameters import ParameterMap
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
 
 
 _WHY = "on Trainium every graph is compiled by itself, which takes minutes, and all ranks wait for it"
@@ -66,7 +65,7 @@ class RecompileGuard(StrategyPlugin):
         """Number of graphs so far: compiled ones, or those that a lazy device would compile."""
         return self._watch(run).graphs
 
-    def transform_model(self, model: nn.Module, run: Run, parameters: ParameterMap) -> nn.Module:
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
         watch, index = self._watch(run), len(run.models)
 
         def look(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -74,8 +73,7 @@ class RecompileGuard(StrategyPlugin):
             use += "" if torch.is_grad_enabled() else " without gradients"
             self._report(watch.called(use, signature_of(module, args, kwargs), place_in_users_code()))
 
-        watch.handles.append(model.register_forward_pre_hook(look, with_kwargs=True))
-        return model
+        watch.handles.append(model.module.register_forward_pre_hook(look, with_kwargs=True))
 
     def after_backward(self, run: Run) -> None:
         self._watch(run).micro_batches += 1

@@ -15,7 +15,7 @@ from neuron_accel.errors import ConfigurationError, DesyncError
 
 if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import PreparedModel, Run
-    from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
 
 _SHOWN = 5
 
@@ -46,18 +46,16 @@ class ReplicaCheck(StrategyPlugin):
         if self.every < 0:
             raise ConfigurationError(f"every is {self.every}; it is a number of steps, or 0 for none.")
 
-    def transform_model(self, model: nn.Module, run: Run, parameters: ParameterMap) -> nn.Module:
-        record = next(m for m in run.models if m.parameters is parameters)
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
         state = run.state(self)
 
         def look(module: nn.Module, _: Any) -> None:
-            if state["due"] > state["checked"].get(id(record), -1) and module.training:
-                state["checked"][id(record)] = state["due"]
-                check_replicas(record, run, state["steps"])
+            if state["due"] > state["checked"].get(id(model), -1) and module.training:
+                state["checked"][id(model)] = state["due"]
+                check_replicas(model, run, state["steps"])
 
         state.setdefault("due", 0), state.setdefault("steps", 0), state.setdefault("checked", {})
-        state.setdefault("handles", []).append(model.register_forward_pre_hook(look))
-        return model
+        state.setdefault("handles", []).append(model.module.register_forward_pre_hook(look))
 
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
         state = run.state(self)

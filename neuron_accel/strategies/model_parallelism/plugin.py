@@ -14,10 +14,7 @@ from neuron_accel.errors import ConfigurationError, PlanError
 from neuron_accel.strategies.pipeline.plugin import PipelinePlugin
 
 if TYPE_CHECKING:
-    import torch
-
-    from neuron_accel.engine.runtime.run import Run
-    from neuron_accel.engine.sharding.parameters import ParameterMap
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
     from neuron_accel.models.support import SupportReport
 
 _OF_A_PIPELINE = ("num_microbatches", "schedule", "virtual_stages", "stage_cuts", "evaluation_logits")
@@ -125,7 +122,7 @@ class ModelParallelismPlugin(StrategyPlugin):
     def initial_weights(self) -> str | os.PathLike[str] | None:
         return self.checkpoint_dir
 
-    def transform_model(self, model: torch.nn.Module, run: Run, parameters: ParameterMap) -> torch.nn.Module:
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Divides ``model`` in place.
 
         Raises:
@@ -134,7 +131,7 @@ class ModelParallelismPlugin(StrategyPlugin):
         """
         degree = run.mesh.degree("tp")
         if degree == 1:
-            return model
+            return
         from neuron_accel.models.architecture import architecture_of
         from neuron_accel.models.catalog import registered_plans
         from neuron_accel.models.user_plan import given_architecture
@@ -142,19 +139,20 @@ class ModelParallelismPlugin(StrategyPlugin):
         from neuron_accel.strategies.tensor_parallel.shard_plan import divide
 
         given = self.tensor_parallel_plan
-        given = registered_plans().find(model) if given is None else given
-        architecture = architecture_of(model) if given is None else given_architecture(model, given, degree)
+        given = registered_plans().find(model.module) if given is None else given
+        architecture = (
+            architecture_of(model.module) if given is None else given_architecture(model.module, given, degree)
+        )
         # A forward that somebody put on the object (a fused head and loss) may read the head's weight past the head.
-        own_forward = "forward" not in vars(model)
+        own_forward = "forward" not in vars(model.module)
         embeddings = self.parallelize_embeddings and given is None and own_forward
-        rewrite(architecture, divide(architecture, degree, parallelize_embeddings=embeddings), run, parameters)
-        return model
+        rewrite(architecture, divide(architecture, degree, parallelize_embeddings=embeddings), run, model.parameters)
 
-    def explain_model(self, model: torch.nn.Module, run: Run, *, tokens: int | None = None) -> str:
+    def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """What the divided modules of a prepared model send."""
         from neuron_accel.strategies.tensor_parallel.traffic import explain_traffic
 
-        return explain_traffic(model, tokens)
+        return explain_traffic(model.module, tokens)
 
     @staticmethod
     def supports(config: Any, *, tensor_parallel_size: int = 2, parallelize_embeddings: bool = True) -> SupportReport:

@@ -14,8 +14,7 @@ from neuron_accel.strategies.pipeline.schedules import make_schedule
 if TYPE_CHECKING:
     import torch
 
-    from neuron_accel.engine.runtime.run import Run
-    from neuron_accel.engine.sharding.parameters import ParameterMap
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
     from neuron_accel.strategies.pipeline.pipeline import Pipeline
 
 AXIS = "pp"
@@ -67,7 +66,7 @@ class PipelinePlugin(StrategyPlugin):
     def setup(self, run: Run) -> None:
         run.backend.run_apart(run.group(AXIS))
 
-    def transform_model(self, model: torch.nn.Module, run: Run, parameters: ParameterMap) -> torch.nn.Module:
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Leaves this rank's stages of ``model``, and makes calling it run the pipeline.
 
         Raises:
@@ -80,36 +79,35 @@ class PipelinePlugin(StrategyPlugin):
         from neuron_accel.strategies.resize import install_resize
 
         stages = self.degree * self.virtual_stages
-        stack, starts = cut(model, stages, self.stage_cuts)
-        stage_of = stages_of_parameters(model, dict(stack.stages_of(starts)))
-        check_shared_memory(model, stage_of)
-        install_resize(model, run, parameters)
+        stack, starts = cut(model.module, stages, self.stage_cuts)
+        stage_of = stages_of_parameters(model.module, dict(stack.stages_of(starts)))
+        check_shared_memory(model.module, stage_of)
+        install_resize(model.module, run, model.parameters)
         rank = run.coordinates[AXIS]
-        forward = model.forward
-        mine = make_stages(model, stack, starts, list(range(rank, stages, self.degree)), forward)
+        forward = model.module.forward
+        mine = make_stages(model.module, stack, starts, list(range(rank, stages, self.degree)), forward)
         absent = []
-        for record in parameters:
+        for record in model.parameters:
             holders = tuple(sorted({stage_of[name] % self.degree for name in record.names}))
-            parameters.set_holders(record.fqn, AXIS, holders)
+            model.parameters.set_holders(record.fqn, AXIS, holders)
             if rank not in holders:
                 absent.append(record.fqn)
-        parameters.follow(model, absent=absent)
+        model.parameters.follow(model.module, absent=absent)
         pipeline = Pipeline(
-            model,
+            model.module,
             mine,
             forward,
-            record=next(m for m in run.models if m.parameters is parameters),
+            record=model,
             run=run,
             axis=AXIS,
-            ties=Ties(find_ties(parameters, run, AXIS), run),
+            ties=Ties(find_ties(model.parameters, run, AXIS), run),
             schedule=self.schedule,
             microbatches=self.num_microbatches,
             virtual_stages=self.virtual_stages,
             evaluation_logits=self.evaluation_logits,
         )
         self.pipelines(run).append(pipeline)
-        model.forward = _function(pipeline, inspect.signature(forward))  # type: ignore[method-assign]
-        return model
+        model.module.forward = _function(pipeline, inspect.signature(forward))  # type: ignore[method-assign]
 
     def pipelines(self, run: Run) -> list[Pipeline]:
         """The pipelines of a run, one for each prepared model."""

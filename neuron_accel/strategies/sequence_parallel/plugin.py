@@ -21,9 +21,7 @@ from neuron_accel.strategies.tensor_parallel.shard_plan import AXIS
 from neuron_accel.strategies.tensor_parallel.tp_region import Boundary, SequenceFlow
 
 if TYPE_CHECKING:
-    import torch
-
-    from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
     from neuron_accel.engine.sharding.parameters import ParameterMap
 
 
@@ -41,7 +39,7 @@ class SequenceParallelPlugin(StrategyPlugin):
 
     spec = PluginSpec(name="sequence_parallel", phase=Phase.ACTIVATIONS, requires=frozenset({"axis:tp"}))
 
-    def transform_model(self, model: torch.nn.Module, run: Run, parameters: ParameterMap) -> torch.nn.Module:
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Makes the activations of ``model``, which tensor parallelism has divided, flow in shares of the sequence.
 
         Raises:
@@ -50,16 +48,15 @@ class SequenceParallelPlugin(StrategyPlugin):
         """
         from neuron_accel.strategies.tensor_parallel.tp_region import boundary_of
 
-        boundary = boundary_of(model)
+        boundary = boundary_of(model.module)
         if boundary is None or boundary.architecture is None:
             raise PlanError(
-                f"Sequence parallelism found no tensor-parallel region in {type(model).__name__}.",
+                f"Sequence parallelism found no tensor-parallel region in {type(model.module).__name__}.",
                 where="plugin sequence_parallel",
                 why="it divides what lies between such regions",
                 fix="use it together with ModelParallelismPlugin(tensor_parallel_size=...)",
             )
-        divide_sequence(boundary.architecture, boundary, parameters)
-        return model
+        divide_sequence(boundary.architecture, boundary, model.parameters)
 
 
 # ---- Attaches a division along the sequence to a model whose weights are divided already -----------------------------

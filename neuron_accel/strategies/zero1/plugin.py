@@ -17,7 +17,6 @@ from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, Zero1Options
 
 if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import PreparedModel, Run
-    from neuron_accel.engine.sharding.parameters import ParameterMap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +73,9 @@ class Zero1Plugin(StrategyPlugin):
         if not self.optimizer_dtype.is_floating_point:
             raise ConfigurationError(f"optimizer_dtype is {self.optimizer_dtype}; it must be a floating-point dtype.")
 
-    def transform_model(self, model: nn.Module, run: Run, parameters: ParameterMap) -> nn.Module:
-        record = next(m for m in run.models if m.parameters is parameters)
-        averager = GradientAverager(record, run, self.bucket_cap_mb)
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
+        averager = GradientAverager(model, run, self.bucket_cap_mb)
         run.state(self).setdefault("averagers", []).append(averager)
-        return model
 
     def before_reshape(self, model: PreparedModel | None, run: Run) -> None:
         if self._optimizers(run):

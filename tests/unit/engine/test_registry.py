@@ -24,6 +24,8 @@ from neuron_accel.engine.plan.plugin import Claim, Phase, PluginSpec, StrategyPl
 @dataclass(frozen=True, kw_only=True)
 class {name}(StrategyPlugin):
     spec = PluginSpec(name="{spec}", phase=Phase.GRADIENTS, claims=frozenset({{Claim.GRADIENT_REDUCTION}}))
+
+    def after_backward(self, run): pass
 """
 
 Install = Callable[..., None]

@@ -25,6 +25,7 @@ from transformers import (
 from neuron_accel.backends.randomness import RankRandomness
 from neuron_accel.engine.plan.planner import make_plan
 from neuron_accel.engine.plan.plugin import Claim
+from neuron_accel.engine.runtime.run import PreparedModel
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.engine.sharding.parameters import ParameterMap
 from neuron_accel.errors import LayoutError, PlanError, UnsupportedModelError
@@ -334,7 +335,6 @@ def test_plans_with_tensor_parallelism() -> None:
         ([ModelParallelismPlugin(pipeline_parallel_size=2)], "pipeline_parallel_size=2"),
         ([ModelParallelismPlugin(tensor_parallel_size=2, num_microbatches=4)], "num_microbatches=4"),
         ([ModelParallelismPlugin(tensor_parallel_size=3)], "4 ranks cannot be divided"),
-        ([ModelParallelismPlugin(tensor_parallel_size=0)], "degree 0"),
         ([SequenceParallelPlugin()], "sequence_parallel"),
         ([SequenceParallelPlugin(), ModelParallelismPlugin(tensor_parallel_size=1)], "sequence_parallel"),
     ],
@@ -347,7 +347,7 @@ def test_plans_that_cannot_be(plugins: list, message: str) -> None:
 def test_sequence_parallelism_of_a_model_that_is_not_divided() -> None:
     model = _llama()
     with pytest.raises(PlanError, match="no tensor-parallel region in LlamaForCausalLM"):
-        SequenceParallelPlugin().transform_model(model, None, ParameterMap(model))
+        SequenceParallelPlugin().transform_model(PreparedModel(model, model, ParameterMap(model)), None)
 
 
 def test_importing_the_plugins_is_cheap() -> None:

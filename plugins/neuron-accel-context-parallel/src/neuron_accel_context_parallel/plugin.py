@@ -15,9 +15,7 @@ from neuron_accel.contract import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
-    from neuron_accel.contract import ParameterMap, Run
+    from neuron_accel.contract import PreparedModel, Run
 
 AXIS = "cp"
 """The mesh axis of context parallelism."""
@@ -60,21 +58,22 @@ class ContextParallelPlugin(StrategyPlugin):
     def setup(self, run: Run) -> None:
         run.group(AXIS)  # made now, in the same order on every rank
 
-    def transform_model(self, model: torch.nn.Module, run: Run, parameters: ParameterMap) -> torch.nn.Module:
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Makes calls of ``model`` divide what they are given.
 
         Raises:
             UnsupportedModelError: if its attention cannot be divided. It is unchanged then.
         """
         if run.mesh.degree(AXIS) == 1:
-            return model
+            return
         from neuron_accel_context_parallel.models import Attached
 
-        attached = Attached(model, run, AXIS, keeps_logits=self.training_logits, staged=run.mesh.degree("pp") > 1)
+        attached = Attached(
+            model.module, run, AXIS, keeps_logits=self.training_logits, staged=run.mesh.degree("pp") > 1
+        )
         run.state(self).setdefault("models", []).append(attached)
-        return model
 
-    def explain_model(self, model: torch.nn.Module, run: Run, *, tokens: int | None = None) -> str:
+    def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """What each layer sends, as text."""
         degree = run.mesh.degree(AXIS)
         if degree == 1:

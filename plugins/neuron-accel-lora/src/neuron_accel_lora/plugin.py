@@ -121,19 +121,18 @@ class LoraPlugin(StrategyPlugin):
     def survey_of(self, parameters: ParameterMap, run: Run) -> Survey:
         return next(survey for known, survey in self.surveys(run) if known is parameters)
 
-    def transform_model(self, model: torch.nn.Module, run: Run, parameters: ParameterMap) -> torch.nn.Module:
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Decides what is adapted, lets adapters begin alike on all ranks, and freezes the rest. The model's layers are
         still whole."""
         from neuron_accel_lora.files import load_adapter
         from neuron_accel_lora.survey import agree_on_values, in_turn, take_survey
 
         with in_turn(run):
-            survey = take_survey(model, self.options())
+            survey = take_survey(model.module, self.options())
         if self.adapter is not None:
-            load_adapter(self.adapter, survey, model)
+            load_adapter(self.adapter, survey, model.module)
         agree_on_values(survey, run)
-        self.surveys(run).append((parameters, survey))
-        return model
+        self.surveys(run).append((model.parameters, survey))
 
     def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
         """Leaves what trains in ``optimizer``, and puts each adapter in the group of the weight that it adapts."""
@@ -172,11 +171,10 @@ class LoraPlugin(StrategyPlugin):
                 if record.parameters is parameters and model in (None, record):
                     _refuse_adapted_ends(record.original, survey)
 
-    def explain_model(self, model: torch.nn.Module, run: Run, *, tokens: int | None = None) -> str:
+    def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         from neuron_accel_lora.report import explain
 
-        record = run.prepared(model)
-        return "" if record is None else explain(record.parameters, self.survey_of(record.parameters, run))
+        return explain(model.parameters, self.survey_of(model.parameters, run))
 
     def teardown(self, run: Run) -> None:
         run.state(self).clear()
@@ -190,7 +188,7 @@ class LoraLayersPlugin(StrategyPlugin):
         name="lora_layers", phase=Phase.ACTIVATIONS, after=frozenset({"sequence_parallel", "context_parallel"})
     )
 
-    def transform_model(self, model: torch.nn.Module, run: Run, parameters: ParameterMap) -> torch.nn.Module:
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Gives the layers of ``model`` their adapters.
 
         Raises:
@@ -200,10 +198,9 @@ class LoraLayersPlugin(StrategyPlugin):
         from neuron_accel_lora.report import check_trained
 
         lora = run.plan.plugin(LoraPlugin.spec.name)
-        survey = lora.survey_of(parameters, run)
-        attach(survey, model, run, parameters)
-        check_trained(parameters, survey, lora.trainable_parameters)
-        return model
+        survey = lora.survey_of(model.parameters, run)
+        attach(survey, model.module, run, model.parameters)
+        check_trained(model.parameters, survey, lora.trainable_parameters)
 
 
 def _refuse_adapted_ends(model: torch.nn.Module, survey: Survey) -> None:

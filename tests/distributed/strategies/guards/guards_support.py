@@ -117,14 +117,13 @@ class PlantsNaN(StrategyPlugin):
 
     rank: int = 1
 
-    def transform_model(self, model, run, parameters):
-        here = [r for r in parameters if r.current is not None and r.fqn.endswith("norm.weight")]
+    def transform_model(self, model, run):
+        here = [r for r in model.parameters if r.current is not None and r.fqn.endswith("norm.weight")]
         if run.backend.rank == self.rank and here:
             run.state(self).update(armed=False, fqn=here[-1].fqn)
             run.state(self)["handle"] = here[-1].current.register_hook(
                 lambda gradient: gradient * float("nan") if run.state(self)["armed"] else None
             )
-        return model
 
     def teardown(self, run):
         if run.state(self):

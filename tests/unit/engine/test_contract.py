@@ -1,0 +1,116 @@
+"""What the contract refuses at planning, and what it tells of a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from neuron_accel.backends.base import COLLECTIVES, Backend
+from neuron_accel.backends.torch_distributed import TorchBackend
+from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec
+from neuron_accel.engine.plan.planner import make_plan
+from neuron_accel.engine.plan.plugin import HOOKS, Claim, StrategyPlugin
+from neuron_accel.engine.runtime.run import PreparedModel, Run, transform_model
+from neuron_accel.engine.sharding.layout import Cut, Layout
+from neuron_accel.engine.sharding.parameters import ParameterMap
+from neuron_accel.errors import LayoutError, ParameterError, PluginError, UsageError
+from tests.unit.fake_plugins import DEFAULTS, fake
+
+
+def with_methods(name: str, claims: tuple[Claim, ...] = (), **methods) -> StrategyPlugin:
+    plugin = fake(name)
+    spec = type(plugin).spec
+    namespace = {"spec": type(spec)(name=name, phase=spec.phase, claims=frozenset(claims)), **methods}
+    return type(name.title(), (type(plugin),), namespace)()
+
+
+def run_of(*plugins: StrategyPlugin) -> Run:
+    backend = TorchBackend(torch.device("cpu"))
+    plan = make_plan(plugins, world_size=1, backend_capabilities=backend.capabilities, default_owners=DEFAULTS)
+    return Run(plan=plan, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        (lambda: with_methods("a", after_stepp=lambda self, optimizer, run: None), "did you mean after_step?"),
+        (lambda: with_methods("a", after_step=lambda self, run: None), "after_step does not take"),
+        (lambda: with_methods("a", transform_model=lambda self, model, run, parameters: model), "transform_model does"),
+        (lambda: with_methods("a", claims=(Claim.GRADIENT_REDUCTION,)), "claims gradient_reduction and has no"),
+        (lambda: with_methods("a", claims=(Claim.OPTIMIZER_STATE,)), "has no transform_optimizer"),
+        (lambda: with_methods("a", claims=(Claim.BACKWARD,)), "has no backward"),
+        (lambda: with_methods("a", full_gradient=lambda self, parameter, run: None), "only called on the owner"),
+    ],
+)
+def test_a_class_that_does_not_keep_the_form_is_refused_at_planning(plugin, message):
+    with pytest.raises(PluginError, match="does not keep the form") as caught:
+        run_of(plugin())
+    assert message in caught.value.why
+
+
+def test_methods_of_its_own_are_a_plugins_own_business():
+    run_of(with_methods("a", graphs=lambda self: 3, survey_of=lambda self, x: x))
+
+
+def test_only_implemented_hooks_are_called_in_the_order_of_the_plan():
+    told = []
+    first = with_methods("first", after_step=lambda self, optimizer, run: told.append("first"))
+    second = with_methods("second", before_backward=lambda self, loss, run: loss * 2)
+    run = run_of(second, first)
+    assert [hook.__self__.spec.name for hook in run.hooks["after_step"]] == ["first"]
+    assert run.hooks.transform("before_backward", 3, run) == 6
+    assert run.hooks["setup"] == ()
+    with pytest.raises(KeyError):
+        run.hooks["after_stepp"]
+
+
+def test_a_plan_prints_who_acts_when():
+    def after_step(self, optimizer, run):
+        """Counts the step. And more."""
+
+    text = run_of(with_methods("counter", after_step=after_step)).plan.explain()
+    rows = [line.split("  ") for line in text.splitlines()]
+    (row,) = [[cell.strip() for cell in row if cell.strip()] for row in rows if "Counts the step" in "".join(row)]
+    assert row == [HOOKS["after_step"].text, "counter", "Counts the step"]
+    order = [text.index(HOOKS[name].text) for name in ("after_backward", "clip_grad_norm", "after_step")]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "hint"),
+    [
+        (lambda p: p.set_layout("wieght", Layout.of(torch.empty(4, 4))), ParameterError, "Did you mean 'weight'?"),
+        (lambda p: p.add_partial_axis("weight", "tpp"), LayoutError, "Did you mean 'tp'?"),
+        (lambda p: p.set_holders("weight", "tpp", [0]), LayoutError, "Did you mean 'tp'?"),
+        (
+            lambda p: p.set_layout(
+                "weight", Layout(shape=(4, 4), dtype="float32", cuts=(Cut(dim=0, axis="ep", degree=2, size=4),))
+            ),
+            LayoutError,
+            "Known: dp, tp",
+        ),
+    ],
+)
+def test_names_are_checked_where_they_are_given(change, error, hint):
+    plugin = with_methods("mistaken", transform_model=lambda self, model, run: change(model.parameters))
+    tp = fake("other")
+    object.__setattr__(tp, "axes", lambda: (AxisSpec(name="tp", degree=1, kind=AxisKind.MODEL),))
+    run, module = run_of(plugin, tp), nn.Linear(4, 4)
+    model = PreparedModel(original=module, module=module, parameters=ParameterMap(module, mesh=run.mesh))
+    with pytest.raises(error) as caught:
+        transform_model(model, run)
+    assert hint in str(caught.value)
+    assert caught.value.where == "plugin 'mistaken'"
+
+
+def test_a_group_of_an_axis_that_is_not_there():
+    with pytest.raises(UsageError, match="no axis 'nonsense'"):
+        run_of(fake("a")).group("nonsense")
+
+
+def test_what_needs_other_ranks_is_marked_on_the_backend():
+    assert {"all_reduce", "start_send", "broadcast_object", "barrier"} <= COLLECTIVES
+    assert not {"chunk", "number", "record", "rank", "device"} & COLLECTIVES
+    public = {name for name in vars(Backend) if not name.startswith("_")}
+    assert public >= COLLECTIVES
