@@ -124,16 +124,12 @@ class PreparedOptimizer(AcceleratedOptimizer):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy knows its optimizer, and nothing of the run's other objects.
-
-        `xm.optimizer_step` averages the gradients of the groups in here and calls `step`. Gradients are reduced
-        already, over the ranks that hold the same parameters, so there is no group for it.
-        """
+        """A copy knows its optimizer, and nothing of the run's other objects."""
         left_out = dict.fromkeys(("_peers", "_gradients_complete", "blank", "_stepping", "_zeroing"))
-        return {**super().__getstate__(), **left_out, "param_groups": []}
+        return _State({**super().__getstate__(), **left_out})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({key: value for key, value in state.items() if key != "param_groups"})
+        super().__setstate__(state)
         self._peers, self._gradients_complete = [self], _nothing
         self._take_part()
 
@@ -149,6 +145,20 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.gradient_state._set_sync_gradients(True)
         self.step()
         self.optimizer.zero_grad()
+
+
+class _State(dict[str, Any]):
+    """The state of a prepared optimizer. `xm.optimizer_step` looks for the groups in it, to average their gradients."""
+
+    def __missing__(self, key: str) -> Any:
+        if key != "param_groups":
+            raise KeyError(key)
+        raise UsageError(
+            "`xm.optimizer_step` cannot step a prepared optimizer.",
+            why="it averages gradients over all ranks, and these are reduced already, over those ranks that hold the "
+            "same parameters",
+            fix="write `optimizer.step()`",
+        )
 
 
 def _nothing() -> None:

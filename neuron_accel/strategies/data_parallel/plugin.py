@@ -81,9 +81,16 @@ class DataParallelPlugin(StrategyPlugin):
         for reducer in self._reducers(run):
             reducer.again()
 
+    def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
+        if run.owner(Claim.BACKWARD) is None:
+            for reducer in self._reducers(run):
+                reducer.set_aside()
+        return loss
+
     def after_backward(self, run: Run) -> None:
         for reducer in self._reducers(run):
             reducer.watcher.finish()
+            reducer.put_back()
 
     def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
         self._flush(run)
@@ -141,6 +148,7 @@ class GradientAverager:
         self._data_group = run.group(*run.mesh.gradient_axes)
         self._pending: list[tuple[int, list[bool], Pending]] = []
         self._left: set[torch.Tensor] = set()
+        self._before: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._action = run.company.register(
             "a backward pass", lambda *state: self.watcher.take_part(*state), settle=lambda: self.flush()
         )
@@ -188,6 +196,23 @@ class GradientAverager:
         if any(record.current in new for record in self._model.parameters):
             self.again()
 
+    def set_aside(self) -> None:
+        """A pass begins that will be reduced. Gradients of passes before it, where a loop does not zero them, are sums
+        already: averaged again they stay what they are, but summed again they would be multiplied."""
+        if not self._model.synchronises:
+            return
+        for index, bucket in enumerate(self._buckets):
+            if self._run.group(*bucket.partial_axes).size > 1 and not self.watcher.owes(index):
+                for parameter in bucket.parameters:
+                    if parameter.requires_grad and parameter.grad is not None:
+                        self._before[parameter], parameter.grad = parameter.grad.clone(), None
+
+    def put_back(self) -> None:
+        """The pass is over."""
+        before, self._before = self._before, {}
+        for parameter, gradient in before.items():
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
     def _group(self, bucket: Bucket) -> Group:
         return self._run.group(*self._run.mesh.gradient_axes, *bucket.partial_axes)
 
@@ -227,6 +252,7 @@ class GradientAverager:
             ):
                 if is_used:
                     parameter.grad = part
+        self.put_back()
         if self.watcher.is_mixed and not self.watcher.unsynchronised:
             self.again()  # else what is frozen would travel along, and hold its neighbours up
 

@@ -433,3 +433,30 @@ def test_ranks_that_unfreeze_other_parameters_are_told(plugin):
     for kind, message in run_ranks(differ, 2, [plugin]):
         assert kind == "DesyncError"
         assert "'layers.1.bias'" in message
+
+
+# ---- several backward passes for a step ------------------------------------------------------------------------------
+def gradients_of_two_passes(compositions, data):
+    from neuron_accel import NeuronAccelerator
+
+    results = {}
+    for name in compositions:
+        accelerator = NeuronAccelerator(config={"plugins": COMPOSITIONS[name]})
+        model = tied_llama()
+        model, _ = accelerator.prepare(model, usual(model.parameters()))
+        rank, size = accelerator.data_parallel_rank, accelerator.data_parallel_size
+        for batch in data:
+            accelerator.backward(model(**{key: value.chunk(size)[rank] for key, value in batch.items()}).loss)
+        results[name] = accelerator.get_gradients(model)
+        accelerator.free_memory()
+    return results
+
+
+def test_gradients_that_are_sums_already_are_not_summed_again():
+    data = token_batches(3)
+    model = tied_llama()
+    for batch in data:
+        model(**batch).loss.backward()
+    for name, gradients in run_ranks(gradients_of_two_passes, 4, ("tp2-sp", "tp2-sp-zero1"), data)[0].items():
+        for key, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")

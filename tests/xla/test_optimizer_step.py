@@ -1,0 +1,40 @@
+"""`xm.optimizer_step` of a prepared optimizer, as scripts for torch_xla have it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import torch
+from torch import nn
+
+from neuron_accel.testing import run_ranks
+
+
+def step():
+    import torch_xla.core.xla_model as xm
+
+    from neuron_accel import NeuronAccelerator, NeuronAccelError
+
+    accelerator = NeuronAccelerator(config={"backend": "xla"})
+    model = nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(3, 4, device=accelerator.device)).sum())
+    try:
+        xm.optimizer_step(optimizer)
+    except NeuronAccelError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def test_it_says_what_to_write():
+    for kind, message in run_ranks(step, 2, backend="xla", timeout=110):
+        assert kind == "UsageError"
+        assert "write `optimizer.step()`" in message
+
+
+def test_a_prepared_optimizer_is_copied_as_before():
+    from neuron_accel.loop.wrappers import _State
+
+    state = _State({"a": 1})
+    assert pickle.loads(pickle.dumps(state)) == copy.deepcopy(state) == {"a": 1}
