@@ -309,6 +309,20 @@ def test_tools_refuse_what_is_forged_in_words(tool, good, tmp_path):
     assert refused > 5 or tool == "verify"
 
 
+def test_tensors_are_listed_in_the_order_of_their_numbers():
+    from neuron_accel.checkpoint.tools.report import _by_number
+
+    names = ["net.10.weight", "net.2.weight", "net.2.bias", "head.weight", "10", "2"]
+    assert sorted(names, key=_by_number) == [
+        "head.weight",
+        "net.2.bias",
+        "net.2.weight",
+        "net.10.weight",
+        "2",
+        "10",
+    ]
+
+
 def test_an_auxiliary_file_does_not_take_the_place_of_weights(good, tmp_path):
     shutil.copytree(good, tmp_path / "forged")
     manifest = read_manifest(good)
