@@ -45,7 +45,9 @@ def fits(saved: Any, present: Any) -> bool:
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and abs(value) < 2**63
+    if isinstance(value, (int, np.integer)):
+        return not isinstance(value, bool) and abs(value) < 2**63
+    return isinstance(value, (float, np.floating))  # infinity, too: the worst metric of ReduceLROnPlateau
 
 
 def check_counters(counters: Any) -> dict[str, int]:
