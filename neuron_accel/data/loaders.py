@@ -12,7 +12,7 @@ from accelerate.data_loader import skip_first_batches as accelerate_skip
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from neuron_accel.data.fixed_rows import with_fixed_rows
-from neuron_accel.data.position import batches_read, positioned, samples_at_once
+from neuron_accel.data.position import positioned, samples_at_once, without_first
 from neuron_accel.data.shared import share, sharing_group
 from neuron_accel.data.streams import count_stream, counted
 from neuron_accel.errors import ConfigurationError
@@ -121,7 +121,7 @@ def skip_first_batches(loader: Any, count: int, run: Run) -> Any:
 
 def _skip(loader: Any, count: int, run: Run) -> Any:
     if not run.backend.is_lazy:
-        return accelerate_skip(loader, num_batches=batches_read(loader, count))
+        return without_first(loader, count)
     # Accelerate expects a loader of torch_xla's there, and wraps what it makes in one.
     skipping = accelerate_skip(_Wrapped(loader, run.device), num_batches=count)
     inner = getattr(skipping, "dataloader", skipping)

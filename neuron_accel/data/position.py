@@ -187,13 +187,28 @@ def samples_at_once(loader: Any) -> int:
     return loader.total_batch_size
 
 
-def batches_read(loader: Any, count: int) -> int:
-    """What Accelerate's ``skip_first_batches`` has to be told to skip ``count`` batches of a prepared loader. Where one
-    process reads a map-style dataset for all, it counts the batches that are read, one for each rank."""
-    reads_for_all = isinstance(loader, DataLoaderDispatcher) and not loader.split_batches
-    if reads_for_all and not isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        return count * loader.state.num_processes
-    return count
+def without_first(loader: Any, count: int) -> Any:
+    """A prepared loader, as Accelerate knows it, without its first ``count`` batches. Where one
+    process reads a map-style dataset for all, Accelerate counts the batches that are read, one for each rank, and fills
+    up a ragged end from the first batch that is left, where the whole epoch takes the first of all."""
+    iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    if not isinstance(loader, DataLoaderDispatcher) or iterable:
+        return skip_first_batches(loader, count)
+    if _is_filled_up(loader):
+        rest = skip_first_batches(loader, 0)
+        rest.skip_batches = count  # reads them, to have the first
+        return rest
+    return skip_first_batches(loader, count if loader.split_batches else count * loader.state.num_processes)
+
+
+def _is_filled_up(loader: DataLoaderDispatcher) -> bool:
+    """Whether the last batch of an epoch is completed with samples from the first."""
+    if loader._drop_last:
+        return False
+    try:
+        return len(sampler_of(loader)) % loader.state.num_processes != 0
+    except TypeError:  # of no known length
+        return True
 
 
 _END = object()
@@ -229,7 +244,7 @@ def _without(loader: Any, samples: int) -> Any:
     sampler = _batch_sampler(loader)
     own_sampler = isinstance(loader.dataset, torch.utils.data.IterableDataset) or sampler is loader.sampler
     if isinstance(loader, DataLoaderDispatcher) or own_sampler:
-        rest = skip_first_batches(loader, batches_read(loader, samples // at_once))
+        rest = without_first(loader, samples // at_once)
         rest._drop_last, rest._non_blocking = loader._drop_last, loader._non_blocking
         return counted(share(rest, loader.run) if hasattr(loader, "run") else rest)
     if samples % at_once == 0:
