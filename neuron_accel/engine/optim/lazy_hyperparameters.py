@@ -55,13 +55,15 @@ def _kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 @contextmanager
 def _on_device(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterator[None]:
     takes_tensors = isinstance(_innermost(optimizer), torch.optim.Adam)  # AdamW is one
+    # Adadelta counts, but computes nothing from it, and refuses to count on XLA devices.
+    counts = not isinstance(_innermost(optimizer), torch.optim.Adadelta)
     with _kept(optimizer):
         for group in optimizer.param_groups:
-            if "capturable" in group:
+            if counts and "capturable" in group:
                 group["capturable"] = True
             if "lr" in group:
                 group["lr"] = _rate(group["lr"], takes_tensors, backend)
-        if any("capturable" in group for group in optimizer.param_groups):
+        if counts and any("capturable" in group for group in optimizer.param_groups):
             _move_counters(optimizer, backend)
         yield
 
