@@ -50,8 +50,6 @@ _WHERE = {
     "NeuronTrainingArguments": "neuron_accel.trainer",
 }
 
-__version__ = "0.1.0"
-
 __all__ = list(_WHERE)
 
 

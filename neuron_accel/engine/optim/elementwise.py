@@ -8,6 +8,7 @@ several that know nothing of each other, must agree.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -73,6 +74,12 @@ def _kinds(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], t
             if len(kinds) == _KINDS:
                 break
         yield from ((group, owner) for owner in kinds.values() or [None])
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer cannot step without a closure, as LBFGS: it runs forward and backward inside a step."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _agrees(

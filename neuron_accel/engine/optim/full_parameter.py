@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from neuron_accel.engine.optim.elementwise import is_elementwise
+from neuron_accel.engine.optim.elementwise import is_elementwise, needs_closure
 from neuron_accel.engine.optim.twin import StandIn, StatePiece, copy_options, recipe_of, translate, twin
 from neuron_accel.engine.plan.plugin import Claim
 from neuron_accel.engine.runtime.tensors import full_tensor
@@ -100,6 +100,11 @@ class WholeParameters(torch.optim.Optimizer):
                     whole.data = full_tensor(part.detach(), layout, self._run)
                     whole.grad = None if part.grad is None else full_tensor(part.grad, layout, self._run)
 
+    def _hand_out(self) -> None:
+        """Every rank keeps its own part."""
+        for part, whole in self._wholes.items():
+            part.copy_(self._layout_of[part].shard(whole.detach(), self._run.coordinates))
+
     def _let_go(self) -> None:
         for whole in self._wholes.values():
             whole.data, whole.grad = whole.new_empty(0), None
@@ -150,16 +155,28 @@ class WholeParameters(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
         """One step on whole parameters; collective along the axes that cut them."""
-        loss = None
-        if closure is not None:
+        loss, inside = None, needs_closure(self.inner)
+        if closure is not None and not inside:
             with torch.enable_grad():
                 loss = closure()
+
+        @torch.no_grad()  # LBFGS calls it with gradients on
+        def evaluate() -> Any:
+            """The user's closure, at the weights that the optimizer tries."""
+            self._hand_out()
+            with torch.enable_grad():
+                loss = closure()  # type: ignore[misc]
+            self._put_together()
+            return loss
+
         self._put_together()
         copy_options(self.optimizer, self.inner)
-        self.inner.step(**options)
+        if closure is not None and inside:
+            loss = self.inner.step(evaluate, **options)
+        else:
+            self.inner.step(**options)
         copy_options(self.inner, self.optimizer)
-        for part, whole in self._wholes.items():
-            part.copy_(self._layout_of[part].shard(whole.detach(), self._run.coordinates))
+        self._hand_out()
         self._let_go()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks at it
         return loss

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec
 from neuron_accel.engine.plan.plugin import Phase, PlanContext, PluginSpec, StrategyPlugin
 from neuron_accel.errors import ConfigurationError, PlanError
 from neuron_accel.strategies.pipeline.plugin import PipelinePlugin
-from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin
 
 if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import PreparedModel, Run
@@ -54,11 +53,9 @@ class ModelParallelismPlugin(StrategyPlugin):
             :func:`~neuron_accel.models.register_tensor_parallel_plan` to say it once for a class.
         checkpoint_dir: a checkpoint of any mesh, or a folder of transformers, whose weights the model takes when it is
             prepared; each rank reads its part.
-        sequence_parallel_enabled: as in optimum-neuron: True adds ``SequenceParallelPlugin()``, where
-            ``tensor_parallel_size`` is above 1.
     """
 
-    tensor_parallel_size: int = field(default=1, kw_only=False)
+    tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     num_microbatches: int = 1
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
@@ -68,7 +65,6 @@ class ModelParallelismPlugin(StrategyPlugin):
     parallelize_embeddings: bool = True
     tensor_parallel_plan: Mapping[str, str] | None = None
     checkpoint_dir: str | os.PathLike[str] | None = None
-    sequence_parallel_enabled: bool = False
 
     spec = PluginSpec(name="model_parallelism", phase=Phase.LAYOUT)
 
@@ -85,10 +81,6 @@ class ModelParallelismPlugin(StrategyPlugin):
         return (AxisSpec(name="tp", degree=self.tensor_parallel_size, kind=AxisKind.MODEL),)
 
     def companions(self) -> tuple[StrategyPlugin, ...]:
-        sequence = self.sequence_parallel_enabled and self.tensor_parallel_size > 1
-        return (*([SequenceParallelPlugin()] if sequence else []), *self._pipeline())
-
-    def _pipeline(self) -> tuple[StrategyPlugin, ...]:
         if self.pipeline_parallel_size == 1:
             return ()
         return (

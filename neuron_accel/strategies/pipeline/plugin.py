@@ -6,6 +6,7 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from neuron_accel.engine.optim.elementwise import is_separable, needs_closure
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec
 from neuron_accel.engine.plan.plugin import Claim, Phase, PlanContext, PluginSpec, StrategyPlugin
 from neuron_accel.errors import PlanError
@@ -108,6 +109,22 @@ class PipelinePlugin(StrategyPlugin):
         )
         self.pipelines(run).append(pipeline)
         model.module.forward = _function(pipeline, inspect.signature(forward))  # type: ignore[method-assign]
+
+    def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
+        """Leaves ``optimizer`` as it is: it updates what this rank has.
+
+        Raises:
+            PlanError: if that is not what one process would do, because it looks at all parameters together.
+        """
+        if needs_closure(optimizer) or not is_separable(optimizer):
+            raise PlanError(
+                f"{type(optimizer).__name__} looks at all parameters together, and a stage has only some of them.",
+                where="plugin 'model_parallelism', pipeline_parallel_size",
+                why="a norm over all of them, a line search, or an estimate of the best learning rate, would differ "
+                "between stages",
+                fix="train without a pipeline, or choose an optimizer that updates every parameter by itself",
+            )
+        return optimizer
 
     def pipelines(self, run: Run) -> list[Pipeline]:
         """The pipelines of a run, one for each prepared model."""
