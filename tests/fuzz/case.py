@@ -326,7 +326,15 @@ def draw(seed: int, *, composition: str | None = None, backend: str = "gloo") ->
         fields["lr_by_hand"] = not fields["scheduler"] and sometimes(0.1)
         fields["penalty"] = whole and not fields["masked"] and sometimes(0.08)
     if sometimes(0.4) and loop in ("plain", "two optimizers", "teacher", "gan"):
-        fields["clip"] = r.choice(("norm", "norm", "inf", "value", "plugin" if zero and loop == "plain" else "norm"))
+        fields["clip"] = r.choice(
+            (
+                "norm",
+                "norm",
+                "norm" if model == "odd" else "inf",
+                "value",
+                "plugin" if zero and loop == "plain" else "norm",
+            )
+        )
     if model in RECOMPUTING and sometimes(0.15) and not staged:
         fields["recompute"] = True
     if model in DROPPING and whole and backend == "gloo" and loop != "teacher" and sometimes(0.2):
@@ -367,6 +375,7 @@ def _for_xla(fields: dict[str, Any], mesh: Composition) -> dict[str, Any]:
         "samples": fields["size"] * mesh.data_ranks * max(fields.get("accumulation", 1), 2) * 2,
         "loader": loader if loader in ("map", "sampler", "tensors", "collate") else "map",
         "workers": 0,
+        "recompute": False,  # torch.utils.checkpoint knows no XLA devices
         "model": "mlp" if fields["model"] in ("sometimes", "spectral_norm") else fields["model"],
     }
 

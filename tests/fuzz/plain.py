@@ -191,7 +191,7 @@ class Optimizer:
 
 
 class Scheduler:
-    """Advances once for every data-parallel rank, as Accelerate's does."""
+    """Advances once for every data-parallel rank, as Accelerate's does; one that counts metrics, once for each."""
 
     def __init__(self, scheduler: Any, process: Process) -> None:
         self.scheduler, self._process = scheduler, process
@@ -204,7 +204,8 @@ class Scheduler:
         if not process.scheduler_follows:
             self.scheduler.step(*args)
         elif process.sync_gradients:
-            for _ in range(1 if process.splits else process.ranks):
+            counts_metrics = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            for _ in range(1 if process.splits or counts_metrics else process.ranks):
                 self.scheduler.step(*args)
 
 

@@ -214,7 +214,8 @@ def _prepare_all(case: Case, out: Lines) -> None:
         dtype = "" if case.dtype == "float32" else f", dtype=torch.{case.dtype}"
         out(f"held_out = DataLoader(parts.Rows({_data(case)!r}, 11, 5{dtype}), batch_size={2 * case.mesh.data_ranks})")
     if case.loop == "teacher":
-        out("teacher = copy.deepcopy(model).requires_grad_(False).eval()")
+        device = ".to(accelerator.device)" if case.backend == "xla" else ""
+        out(f"teacher = copy.deepcopy(model).requires_grad_(False).eval(){device}")
         if case.prepare_apart:
             out("teacher = accelerator.prepare_model(teacher, evaluation_mode=True)")
     names = ["model", "optimizer", "loader"]
