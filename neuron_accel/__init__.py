@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from neuron_accel.lazy import lazy_load_for_parallelism as lazy_load_for_parallelism
     from neuron_accel.lazy import materialize as materialize
     from neuron_accel.models import register_tensor_parallel_plan as register_tensor_parallel_plan
+    from neuron_accel.standalone import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from neuron_accel.strategies.data_parallel.plugin import DataParallelPlugin as DataParallelPlugin
     from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin as ModelParallelismPlugin
     from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin as SequenceParallelPlugin
     from neuron_accel.strategies.zero1 import Zero1Plugin as Zero1Plugin
-    from neuron_accel.strategies.zero1.standalone import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from neuron_accel.trainer import NeuronSeq2SeqTrainer as NeuronSeq2SeqTrainer
     from neuron_accel.trainer import NeuronSeq2SeqTrainingArguments as NeuronSeq2SeqTrainingArguments
     from neuron_accel.trainer import NeuronTrainer as NeuronTrainer
@@ -33,7 +33,7 @@ _WHERE = {
     "NeuronAccelerator": "neuron_accel.accelerator",
     "NeuronAccelError": "neuron_accel.errors",
     "StrategyPlugin": "neuron_accel.engine.plan.plugin",
-    "ZeroRedundancyOptimizer": "neuron_accel.strategies.zero1.standalone",
+    "ZeroRedundancyOptimizer": "neuron_accel.standalone",
     "lazy_load_for_parallelism": "neuron_accel.lazy",
     "make_optimizer_constructor_lazy": "neuron_accel.engine.optim.twin",
     "materialize": "neuron_accel.lazy",

@@ -1,12 +1,13 @@
 """Everything that a strategy plugin may use: the contract as one module.
 
-A plugin of a third party imports from here, from ``neuron_accel`` and from ``neuron_accel.testing``; everything else is
-private and may change in any release. What is here changes only together with :data:`API_VERSION`, or by additions. The
-built-in strategies are written with the same names.
+Built-in strategies import this module and nothing else of the core, and so does a plugin of a third party, beside
+``neuron_accel`` and ``neuron_accel.testing``. Everything else is private and may change in any release. What is here
+changes only together with :data:`API_VERSION`, or by additions.
 """
 
 from __future__ import annotations
 
+# the machine: devices, groups, collectives
 from neuron_accel.backends.autograd import (
     all_to_all,
     chunk_to_group,
@@ -16,17 +17,71 @@ from neuron_accel.backends.autograd import (
     reduce_from_group,
     reduce_scatter_to_group,
 )
-from neuron_accel.backends.base import Backend, Group, Pending, Traffic, Transfer
-from neuron_accel.backends.randomness import RankRandomness
-from neuron_accel.engine.optim.norms import GradientPart, clip_coefficient, global_norm, whole_gradients
+from neuron_accel.backends.base import (
+    Backend,
+    Board,
+    CollectiveObserver,
+    Done,
+    Group,
+    Pending,
+    Traffic,
+    Transfer,
+)
+from neuron_accel.backends.failures import reported
+from neuron_accel.backends.payload import object_to_tensor, tensor_to_object
+from neuron_accel.backends.randomness import DeviceGenerator, RankRandomness
+
+# gradients: buckets that travel, and norms
+from neuron_accel.engine.optim.buckets import (
+    BackwardWatcher,
+    Bucket,
+    FlatGradients,
+    check_dense,
+    make_buckets,
+    used_anywhere,
+)
+
+# optimizers: the same one for other parameters, what kind it is, and its state in terms of the original parameters
+from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, why_not_elementwise
+from neuron_accel.engine.optim.full_parameter import WholeParameters
+from neuron_accel.engine.optim.norms import GradientPart, clip_coefficient, elsewhere, global_norm, whole_gradients
+from neuron_accel.engine.optim.twin import (
+    StandIn,
+    StatePiece,
+    attributes_of,
+    copy_options,
+    extend_group,
+    knows_by_parameter,
+    put_state,
+    recipe_of,
+    translate,
+    twin,
+)
+
+# what a plugin is, and what was planned
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
 from neuron_accel.engine.plan.plan import Plan
-from neuron_accel.engine.plan.plugin import API_VERSION, Claim, Phase, PlanContext, PluginSpec, StrategyPlugin
+from neuron_accel.engine.plan.plugin import (
+    API_VERSION,
+    Claim,
+    Phase,
+    PlanContext,
+    PluginSpec,
+    StrategyPlugin,
+)
 from neuron_accel.engine.plan.registry import register_plugin
+
+# the state of a run
+from neuron_accel.engine.runtime.join import Action, Company
 from neuron_accel.engine.runtime.run import PreparedModel, Run
+from neuron_accel.engine.runtime.tensors import broadcast_tensors, full_tensor
+
+# what a tensor of the original model is on this rank
 from neuron_accel.engine.sharding.layout import Cut, Layout, Piece, Segment
 from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
-from neuron_accel.engine.sharding.product_hooks import ProductHook, register_product_hook
+from neuron_accel.engine.sharding.product_hooks import ProductHook, WithProductHooks, register_product_hook
+
+# what users read
 from neuron_accel.errors import (
     CheckpointError,
     CommunicationError,
@@ -34,9 +89,11 @@ from neuron_accel.errors import (
     DesyncError,
     LayoutError,
     NeuronAccelError,
+    NonFiniteError,
     ParameterError,
     PlanError,
     PluginError,
+    RecompileError,
     UnsupportedModelError,
     UsageError,
     did_you_mean,
@@ -44,21 +101,31 @@ from neuron_accel.errors import (
 
 __all__ = [
     "API_VERSION",
+    "Action",
     "AxisKind",
     "AxisSpec",
     "Backend",
+    "BackwardWatcher",
+    "Board",
+    "Bucket",
     "CheckpointError",
     "Claim",
+    "CollectiveObserver",
     "CommunicationError",
+    "Company",
     "ConfigurationError",
     "Cut",
     "DesyncError",
+    "DeviceGenerator",
+    "Done",
+    "FlatGradients",
     "GradientPart",
     "Group",
     "Layout",
     "LayoutError",
     "Mesh",
     "NeuronAccelError",
+    "NonFiniteError",
     "ParameterError",
     "ParameterMap",
     "ParameterRecord",
@@ -73,24 +140,49 @@ __all__ = [
     "PreparedModel",
     "ProductHook",
     "RankRandomness",
+    "RecompileError",
     "Run",
     "Segment",
+    "StandIn",
+    "StatePiece",
     "StrategyPlugin",
     "Traffic",
     "Transfer",
     "UnsupportedModelError",
     "UsageError",
+    "WholeParameters",
+    "WithProductHooks",
     "all_to_all",
+    "attributes_of",
+    "broadcast_tensors",
+    "check_dense",
     "chunk_to_group",
     "clip_coefficient",
+    "copy_options",
     "copy_to_group",
     "did_you_mean",
+    "elsewhere",
+    "extend_group",
+    "full_tensor",
     "gather_from_group",
     "global_norm",
+    "is_elementwise",
+    "is_separable",
+    "knows_by_parameter",
+    "make_buckets",
+    "object_to_tensor",
     "permute",
+    "put_state",
+    "recipe_of",
     "reduce_from_group",
     "reduce_scatter_to_group",
     "register_plugin",
     "register_product_hook",
+    "reported",
+    "tensor_to_object",
+    "translate",
+    "twin",
+    "used_anywhere",
     "whole_gradients",
+    "why_not_elementwise",
 ]

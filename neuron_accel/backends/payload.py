@@ -32,6 +32,20 @@ def unpack(tensor: torch.Tensor, length: int) -> bytes:
     return tensor[:length].cpu().numpy().tobytes()
 
 
+def object_to_tensor(value: Any, size: int) -> torch.Tensor:
+    """A picklable object as a uint8 tensor of ``size`` elements on the CPU, for ranks that send to each other.
+
+    Raises:
+        ValueError: if it does not fit.
+    """
+    return pack(dump(value), size)
+
+
+def tensor_to_object(tensor: torch.Tensor) -> Any:
+    """Inverse of :func:`object_to_tensor`. Only for what this run's own ranks sent."""
+    return load(unpack(tensor, tensor.numel()))
+
+
 def dump(value: Any) -> bytes:
     """``value`` as bytes."""
     return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)

@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from neuron_accel.engine.runtime.tensors import full_tensor
-from neuron_accel.engine.sharding.layout import Layout
-from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
-from neuron_accel.errors import UnsupportedModelError
+from neuron_accel.contract import Layout, ParameterMap, ParameterRecord, UnsupportedModelError, full_tensor
 from neuron_accel.models.architecture import family_inside, join
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.contract import Run
 
 
 @dataclass

@@ -13,16 +13,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from neuron_accel.engine.optim.buckets import BackwardWatcher, Bucket, FlatGradients, make_buckets
-from neuron_accel.engine.optim.norms import clip_coefficient, global_norm, whole_gradients
-from neuron_accel.engine.plan.plugin import Claim, Phase, PluginSpec, StrategyPlugin
-from neuron_accel.engine.runtime.tensors import broadcast_tensors
-from neuron_accel.errors import ConfigurationError
+from neuron_accel.contract import (
+    BackwardWatcher,
+    Bucket,
+    Claim,
+    ConfigurationError,
+    FlatGradients,
+    Phase,
+    PluginSpec,
+    StrategyPlugin,
+    broadcast_tensors,
+    clip_coefficient,
+    global_norm,
+    make_buckets,
+    whole_gradients,
+)
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Group, Pending
-    from neuron_accel.engine.runtime.run import PreparedModel, Run
-    from neuron_accel.engine.sharding.parameters import ParameterRecord
+    from neuron_accel.contract import Group, ParameterRecord, Pending, PreparedModel, Run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,15 +13,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from neuron_accel.backends.base import CollectiveObserver, Group
-from neuron_accel.backends.failures import reported
-from neuron_accel.engine.plan.plugin import Phase, PluginSpec, StrategyPlugin
-from neuron_accel.errors import ConfigurationError, DesyncError
+from neuron_accel.contract import (
+    CollectiveObserver,
+    ConfigurationError,
+    DesyncError,
+    Group,
+    Phase,
+    PluginSpec,
+    StrategyPlugin,
+    reported,
+)
 
 if TYPE_CHECKING:
     import torch
 
-    from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.contract import Run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from neuron_accel.engine.plan.plugin import Phase, PlanContext, PluginSpec, StrategyPlugin
-from neuron_accel.errors import ConfigurationError, NonFiniteError, PlanError
+from neuron_accel.contract import (
+    ConfigurationError,
+    NonFiniteError,
+    Phase,
+    PlanContext,
+    PlanError,
+    PluginSpec,
+    StrategyPlugin,
+)
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.contract import PreparedModel, Run
 
 ACTIONS = ("raise", "skip", "warn")
 _SHOWN = 4

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from neuron_accel.engine.plan.plugin import Phase, PluginSpec, StrategyPlugin
-from neuron_accel.errors import ConfigurationError, RecompileError
+from neuron_accel.contract import ConfigurationError, Phase, PluginSpec, RecompileError, StrategyPlugin
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.contract import PreparedModel, Run
 
 
 _WHY = "on Trainium every graph is compiled by itself, which takes minutes, and all ranks wait for it"

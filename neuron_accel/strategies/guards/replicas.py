@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from neuron_accel.engine.plan.plugin import Phase, PluginSpec, StrategyPlugin
-from neuron_accel.errors import ConfigurationError, DesyncError
+from neuron_accel.contract import ConfigurationError, DesyncError, Phase, PluginSpec, StrategyPlugin
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.runtime.run import PreparedModel, Run
-    from neuron_accel.engine.sharding.parameters import ParameterRecord
+    from neuron_accel.contract import ParameterRecord, PreparedModel, Run
 
 _SHOWN = 5
 

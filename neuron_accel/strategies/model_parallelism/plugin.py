@@ -8,13 +8,20 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec
-from neuron_accel.engine.plan.plugin import Phase, PlanContext, PluginSpec, StrategyPlugin
-from neuron_accel.errors import ConfigurationError, PlanError
+from neuron_accel.contract import (
+    AxisKind,
+    AxisSpec,
+    ConfigurationError,
+    Phase,
+    PlanContext,
+    PlanError,
+    PluginSpec,
+    StrategyPlugin,
+)
 from neuron_accel.strategies.pipeline.plugin import PipelinePlugin
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.contract import PreparedModel, Run
     from neuron_accel.models.support import SupportReport
 
 _OF_A_PIPELINE = ("num_microbatches", "schedule", "virtual_stages", "stage_cuts", "evaluation_logits")
@@ -164,7 +171,7 @@ class ModelParallelismPlugin(StrategyPlugin):
             tensor_parallel_size: the degree to ask about.
             parallelize_embeddings: as in the plugin.
         """
-        from neuron_accel.errors import NeuronAccelError
+        from neuron_accel.contract import NeuronAccelError
         from neuron_accel.models.architecture import architecture_of
         from neuron_accel.models.support import SupportReport, model_without_weights
         from neuron_accel.strategies.tensor_parallel.shard_plan import divide, sizes_of

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from neuron_accel.errors import UnsupportedModelError
+from neuron_accel.contract import UnsupportedModelError
 from neuron_accel.models.stages import Stack, container_of, stack_of
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_accel.errors import UsageError
+from neuron_accel.contract import UsageError
 
 IGNORED = -100
 """The label that counts nothing, transformers' and torch's default."""

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.errors import UsageError
+from neuron_accel.contract import UsageError
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Group
-    from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.contract import Group, Run
 
 TENSOR, MAPPING, TUPLE = 0, 1, 2
 """Kinds of outputs: a tensor, something with names, a tuple."""

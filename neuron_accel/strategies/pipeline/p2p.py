@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from neuron_accel.backends import payload
-from neuron_accel.backends.base import Done
+from neuron_accel.contract import Done, object_to_tensor, tensor_to_object
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Backend, Group, Pending
+    from neuron_accel.contract import Backend, Group, Pending
 
 
 # ---- Messages between neighbouring stages ----------------------------------------------------------------------------
@@ -73,7 +72,7 @@ class Wire:
         pending = []
         if key not in self._forms:
             form = None if values is None else Form.of(values, as_tuple)
-            header = payload.pack(payload.dump(form), _HEADER).to(self._backend.device)
+            header = object_to_tensor(form, _HEADER).to(self._backend.device)
             pending.append(self._backend.start_send(header, self._group, target))
             if form is None:
                 return pending
@@ -84,7 +83,7 @@ class Wire:
         """Starts to receive activations; None if the sender failed before it knew what they look like."""
         if key not in self._forms:
             header = self._backend.start_receive((_HEADER,), torch.uint8, self._group, source).wait()
-            form = payload.load(payload.unpack(header, _HEADER))
+            form = tensor_to_object(header)
             if form is None:
                 return None
             self._forms[key] = form

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from neuron_accel.errors import UsageError
+from neuron_accel.contract import UsageError
 from neuron_accel.strategies.pipeline.deferred_wgrad import WeightsLater
 from neuron_accel.strategies.pipeline.microbatches import Shares, batch_size, signature, split
 from neuron_accel.strategies.pipeline.outputs import kind_of, loss_of, of_loss, put_together, tell_everyone
@@ -28,8 +28,7 @@ from neuron_accel.strategies.pipeline.step import (
 )
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Group
-    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.contract import Group, PreparedModel, Run
     from neuron_accel.strategies.pipeline.schedules import Schedule
     from neuron_accel.strategies.pipeline.stage import Stage
     from neuron_accel.strategies.pipeline.tied_weights import Ties

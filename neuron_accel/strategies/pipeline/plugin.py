@@ -6,16 +6,24 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from neuron_accel.engine.optim.elementwise import is_separable, needs_closure
-from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec
-from neuron_accel.engine.plan.plugin import Claim, Phase, PlanContext, PluginSpec, StrategyPlugin
-from neuron_accel.errors import PlanError
+from neuron_accel.contract import (
+    AxisKind,
+    AxisSpec,
+    Claim,
+    Phase,
+    PlanContext,
+    PlanError,
+    PluginSpec,
+    StrategyPlugin,
+    is_separable,
+    needs_closure,
+)
 from neuron_accel.strategies.pipeline.schedules import make_schedule
 
 if TYPE_CHECKING:
     import torch
 
-    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.contract import PreparedModel, Run
     from neuron_accel.strategies.pipeline.pipeline import Pipeline
 
 AXIS = "pp"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from neuron_accel.errors import ConfigurationError, did_you_mean
+from neuron_accel.contract import ConfigurationError, did_you_mean
 
 
 # ---- What a schedule consists of: pure data, without torch -----------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from neuron_accel.errors import UnsupportedModelError
+from neuron_accel.contract import UnsupportedModelError
 from neuron_accel.models.stages import Stack
 from neuron_accel.strategies.pipeline.p2p import Values
 from neuron_accel.strategies.pipeline.stubs import Entry, Exit, NotHere, OnLastStage, Passage, Skipped, StageEnd

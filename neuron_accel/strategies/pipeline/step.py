@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from neuron_accel.errors import UnsupportedModelError, UsageError
+from neuron_accel.contract import UnsupportedModelError, UsageError
 from neuron_accel.strategies.pipeline.deferred_wgrad import Later, WeightsLater
 from neuron_accel.strategies.pipeline.outputs import loss_of
 from neuron_accel.strategies.pipeline.p2p import Form, Part, Values, Wire
 from neuron_accel.strategies.pipeline.schedules import Action, Kind, Schedule, in_rounds, transfers_after
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Backend, Pending
+    from neuron_accel.contract import Backend, Pending
     from neuron_accel.strategies.pipeline.p2p import Ring
     from neuron_accel.strategies.pipeline.stage import Stage
 

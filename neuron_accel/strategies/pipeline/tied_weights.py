@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from neuron_accel.errors import UnsupportedModelError
+from neuron_accel.contract import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Group
-    from neuron_accel.engine.runtime.run import Run
-    from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
+    from neuron_accel.contract import Group, ParameterMap, ParameterRecord, Run
 
 
 @dataclass

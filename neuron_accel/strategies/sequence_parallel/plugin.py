@@ -11,9 +11,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from neuron_accel.engine.plan.plugin import Phase, PluginSpec, StrategyPlugin
-from neuron_accel.engine.sharding.parameters import ParameterMap
-from neuron_accel.errors import PlanError, UnsupportedModelError, UsageError
+from neuron_accel.contract import (
+    ParameterMap,
+    Phase,
+    PlanError,
+    PluginSpec,
+    StrategyPlugin,
+    UnsupportedModelError,
+    UsageError,
+)
 from neuron_accel.models.architecture import Architecture, join
 from neuron_accel.strategies.tensor_parallel.linear import is_row_parallel
 from neuron_accel.strategies.tensor_parallel.regions import Dropouts, change_first, change_output, replace_hidden
@@ -21,8 +27,7 @@ from neuron_accel.strategies.tensor_parallel.shard_plan import AXIS
 from neuron_accel.strategies.tensor_parallel.tp_region import Boundary, SequenceFlow
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.runtime.run import PreparedModel, Run
-    from neuron_accel.engine.sharding.parameters import ParameterMap
+    from neuron_accel.contract import ParameterMap, PreparedModel, Run
 
 
 # ---- Activations between tensor-parallel regions divided along the sequence ------------------------------------------

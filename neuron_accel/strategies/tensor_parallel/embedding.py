@@ -9,9 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from neuron_accel.backends.autograd import copy_to_group, reduce_from_group
-from neuron_accel.engine.sharding.product_hooks import WithProductHooks
-from neuron_accel.errors import UnsupportedModelError
+from neuron_accel.contract import UnsupportedModelError, WithProductHooks, copy_to_group, reduce_from_group
 from neuron_accel.strategies.tensor_parallel.linear import take_over
 from neuron_accel.strategies.tensor_parallel.vocabulary import Vocabulary, VocabularyShard
 

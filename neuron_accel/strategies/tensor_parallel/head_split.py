@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neuron_accel.errors import LayoutError
+from neuron_accel.contract import LayoutError
 from neuron_accel.models.architecture import Architecture
 
 

@@ -14,12 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from neuron_accel.backends.autograd import copy_to_group
-from neuron_accel.engine.sharding.product_hooks import WithProductHooks
+from neuron_accel.contract import WithProductHooks, copy_to_group
 from neuron_accel.strategies.tensor_parallel.tp_region import Boundary
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Group
+    from neuron_accel.contract import Group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from neuron_accel.engine.runtime.run import Run
-from neuron_accel.engine.sharding.parameters import ParameterMap
+from neuron_accel.contract import ParameterMap, Run
 from neuron_accel.models.architecture import Architecture, join
 from neuron_accel.strategies.resize import install_resize
 from neuron_accel.strategies.tensor_parallel.embedding import (
@@ -35,7 +34,7 @@ from neuron_accel.strategies.tensor_parallel.tp_region import Boundary
 from neuron_accel.strategies.tensor_parallel.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Group
+    from neuron_accel.contract import Group
 
 
 _HEADS_OF_A_GROUP = "num_key_value_groups"

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_accel.engine.sharding.layout import Cut, Layout
-from neuron_accel.errors import LayoutError, UnsupportedModelError
+from neuron_accel.contract import Cut, Layout, LayoutError, UnsupportedModelError
 from neuron_accel.models.architecture import Architecture, join
 from neuron_accel.models.plan import Style
 from neuron_accel.strategies.tensor_parallel.embedding import is_plain, is_scaled_embedding

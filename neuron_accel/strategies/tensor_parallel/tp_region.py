@@ -15,17 +15,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from neuron_accel.backends.autograd import (
+from neuron_accel.contract import (
+    RankRandomness,
     chunk_to_group,
     copy_to_group,
     gather_from_group,
     reduce_from_group,
     reduce_scatter_to_group,
 )
-from neuron_accel.backends.randomness import RankRandomness
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Backend, Group
+    from neuron_accel.contract import Backend, Group
     from neuron_accel.models.architecture import Architecture
 
 

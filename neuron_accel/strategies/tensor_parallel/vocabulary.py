@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from neuron_accel.backends.autograd import gather_from_group
-from neuron_accel.errors import UsageError
+from neuron_accel.contract import UsageError, gather_from_group
 from neuron_accel.strategies.tensor_parallel import vocabulary as local_operations
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Backend, Group
+    from neuron_accel.contract import Backend, Group
 
 
 # ---- A vocabulary divided over ranks: which ids a rank has, and logits of which each rank holds a share --------------

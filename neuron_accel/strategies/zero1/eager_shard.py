@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from neuron_accel.engine.optim.buckets import check_dense
-from neuron_accel.errors import UsageError
+from neuron_accel.contract import UsageError, check_dense
 from neuron_accel.strategies.zero1.partition import Piece
 from neuron_accel.strategies.zero1.shard import BucketShard, ShardPiece
 from neuron_accel.strategies.zero1.sharded_grad import DividedGradient
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Group
-    from neuron_accel.engine.sharding.parameters import ParameterRecord
+    from neuron_accel.contract import Group, ParameterRecord
 
 
 class Buffer:

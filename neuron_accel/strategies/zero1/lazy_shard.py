@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import nn
 
-from neuron_accel.engine.optim.norms import GradientPart
+from neuron_accel.contract import GradientPart
 from neuron_accel.strategies.zero1.partition import AlikePartition, Piece
 from neuron_accel.strategies.zero1.shard import BucketShard, ShardPiece
 

@@ -21,32 +21,37 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from neuron_accel.engine.optim.buckets import BackwardWatcher, Bucket, make_buckets, used_anywhere
-from neuron_accel.engine.optim.elementwise import is_elementwise
-from neuron_accel.engine.optim.full_parameter import WholeParameters
-from neuron_accel.engine.optim.norms import GradientPart, clip_coefficient, elsewhere, global_norm
-from neuron_accel.engine.optim.twin import (
+from neuron_accel.contract import (
+    BackwardWatcher,
+    Bucket,
+    GradientPart,
+    ParameterError,
     StandIn,
     StatePiece,
+    UsageError,
+    WholeParameters,
     attributes_of,
+    clip_coefficient,
     copy_options,
+    elsewhere,
     extend_group,
+    global_norm,
+    is_elementwise,
     knows_by_parameter,
+    make_buckets,
     put_state,
     recipe_of,
     translate,
     twin,
+    used_anywhere,
 )
-from neuron_accel.errors import ParameterError, UsageError
 from neuron_accel.strategies.zero1.eager_shard import BufferShard, SendBuffers, suitable_cap
 from neuron_accel.strategies.zero1.lazy_shard import JoinedShard
 from neuron_accel.strategies.zero1.partition import alike, even, whole
 from neuron_accel.strategies.zero1.shard import BucketShard, ShardPiece
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.runtime.run import PreparedModel, Run
-    from neuron_accel.engine.sharding.layout import Layout
-    from neuron_accel.engine.sharding.parameters import ParameterRecord
+    from neuron_accel.contract import Layout, ParameterRecord, PreparedModel, Run
 
 
 @dataclass(frozen=True, kw_only=True)

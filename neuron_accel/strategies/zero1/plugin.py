@@ -8,15 +8,25 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import nn
 
-from neuron_accel.engine.optim.elementwise import is_separable, why_not_elementwise
-from neuron_accel.engine.optim.norms import clip_coefficient, global_norm, whole_gradients
-from neuron_accel.engine.plan.plugin import Claim, Phase, PluginSpec, StrategyPlugin
-from neuron_accel.errors import ConfigurationError, PlanError, UsageError
+from neuron_accel.contract import (
+    Claim,
+    ConfigurationError,
+    Phase,
+    PlanError,
+    PluginSpec,
+    StrategyPlugin,
+    UsageError,
+    clip_coefficient,
+    global_norm,
+    is_separable,
+    whole_gradients,
+    why_not_elementwise,
+)
 from neuron_accel.strategies.data_parallel.plugin import GradientAverager
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, Zero1Options, refuse_closures, scale_parts
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.contract import PreparedModel, Run
 
 
 @dataclass(frozen=True, kw_only=True)

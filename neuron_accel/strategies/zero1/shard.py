@@ -15,16 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from neuron_accel.engine.optim.buckets import Bucket, check_dense
-from neuron_accel.engine.optim.norms import GradientPart
-from neuron_accel.errors import DesyncError, UsageError
+from neuron_accel.contract import Bucket, DesyncError, GradientPart, UsageError, check_dense
 from neuron_accel.strategies.zero1.partition import Partition, Piece
 from neuron_accel.strategies.zero1.sharded_grad import DividedGradient
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Group, Pending
-    from neuron_accel.engine.runtime.run import Run
-    from neuron_accel.engine.sharding.parameters import ParameterRecord
+    from neuron_accel.contract import Group, ParameterRecord, Pending, Run
 
 
 @dataclass

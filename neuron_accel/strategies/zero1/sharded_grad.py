@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from neuron_accel.errors import UsageError
+from neuron_accel.contract import UsageError
 
 
 class GradientSource(Protocol):

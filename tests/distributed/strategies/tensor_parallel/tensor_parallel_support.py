@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from neuron_accel.backends.torch_distributed import TorchBackend
 from neuron_accel.engine.plan.planner import make_plan
 from neuron_accel.engine.plan.plugin import Claim, Phase
-from neuron_accel.engine.runtime.run import Run
+from neuron_accel.engine.runtime.run import PreparedModel, Run, transform_model
 from neuron_accel.engine.sharding.parameters import ParameterMap
 from neuron_accel.strategies.data_parallel.plugin import DataParallelPlugin
 from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin
@@ -89,13 +89,10 @@ def make_run(*, degree: int, sequence_parallel: bool = False, **options: Any) ->
 
 def divide(model: nn.Module, run: Run) -> ParameterMap:
     """Lets the plugins of ``run`` rewrite ``model`` in place."""
-    parameters = ParameterMap(model)
-    for plugin in run.plan.plugins:
-        if plugin.spec.phase >= Phase.GRADIENTS:
-            continue  # sums gradients itself; the tests here do that by hand
-        assert plugin.transform_model(model, run, parameters) is model
-    parameters.follow(model)
-    return parameters
+    prepared = PreparedModel(original=model, module=model, parameters=ParameterMap(model, mesh=run.mesh))
+    transform_model(prepared, run, before=Phase.GRADIENTS)  # sums of gradients are made by hand in these tests
+    assert prepared.module is model
+    return prepared.parameters
 
 
 def full_gradients(parameters: ParameterMap, run: Run) -> dict[str, torch.Tensor]:
