@@ -42,7 +42,7 @@ from neuron_accel.engine.optim.buckets import (
 )
 
 # optimizers: the same one for other parameters, what kind it is, and its state in terms of the original parameters
-from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, why_not_elementwise
+from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure, why_not_elementwise
 from neuron_accel.engine.optim.full_parameter import WholeParameters
 from neuron_accel.engine.optim.norms import GradientPart, clip_coefficient, elsewhere, global_norm, whole_gradients
 from neuron_accel.engine.optim.twin import (
@@ -170,6 +170,7 @@ __all__ = [
     "is_separable",
     "knows_by_parameter",
     "make_buckets",
+    "needs_closure",
     "object_to_tensor",
     "permute",
     "put_state",
