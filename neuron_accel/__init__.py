@@ -50,6 +50,8 @@ _WHERE = {
     "NeuronTrainingArguments": "neuron_accel.trainer",
 }
 
+__version__ = "0.1.0"
+
 __all__ = list(_WHERE)
 
 

@@ -17,7 +17,6 @@ settle(os.environ)
 
 import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
-from accelerate.utils import DataLoaderConfiguration  # noqa: E402
 from torch import nn  # noqa: E402
 
 from neuron_accel.checkpoint.state.full_state import full_gradients, full_state_dict  # noqa: E402
@@ -40,31 +39,50 @@ from neuron_accel.engine.runtime.tensors import (  # noqa: E402
     state_tensors,
 )
 from neuron_accel.engine.sharding.parameters import ParameterMap, rebind  # noqa: E402
-from neuron_accel.errors import ConfigurationError, UsageError  # noqa: E402
+from neuron_accel.errors import UsageError  # noqa: E402
 from neuron_accel.lazy.filling import give_memory, origin_of  # noqa: E402
 from neuron_accel.loop import gather as values  # noqa: E402
+from neuron_accel.loop.arguments import (  # noqa: E402
+    ACCELERATES,
+    NOT_GIVEN,
+    checked_handlers,
+    checked_plugins,
+    known_names_only,
+    merged_options,
+    timeout_of,
+    with_ddp_options,
+)
 from neuron_accel.loop.deferred_values import look, numbers, progress_bar  # noqa: E402
 from neuron_accel.loop.gather import share_of  # noqa: E402
 from neuron_accel.loop.join import even_batches_as, join_uneven_inputs  # noqa: E402
 from neuron_accel.loop.no_sync import NoSync  # noqa: E402
 from neuron_accel.loop.precompile_mode import folder, for_trial, is_trial, itself, no, nothing, steps_aside  # noqa: E402
 from neuron_accel.loop.step import Clipping, ItemCount  # noqa: E402
+from neuron_accel.loop.waiting import collective, watch  # noqa: E402
 from neuron_accel.loop.wrappers import Owner, PreparedOptimizer, PreparedScheduler  # noqa: E402
 from neuron_accel.neuron.environment import hardware_of_run  # noqa: E402
 from neuron_accel.neuron.precision import lost_updates, settle_precision  # noqa: E402
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.plan.plan import Plan
+    from accelerate.tracking import GeneralTracker
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        DeepSpeedPlugin,
+        DynamoBackend,
+        FullyShardedDataParallelPlugin,
+        GradientAccumulationPlugin,
+        KwargsHandler,
+        LoggerType,
+        MegatronLMPlugin,
+        ParallelismConfig,
+        PrecisionType,
+        ProjectConfiguration,
+        RNGType,
+        TorchDynamoPlugin,
+        TorchTensorParallelPlugin,
+    )
 
-# What Accelerate offers instead of plugins. Silently ignored on some devices there, refused here.
-_REFUSED = {
-    "deepspeed_plugin": "Zero1Plugin, ModelParallelismPlugin",
-    "deepspeed_plugins": "Zero1Plugin, ModelParallelismPlugin",
-    "fsdp_plugin": "Zero1Plugin",
-    "megatron_lm_plugin": "ModelParallelismPlugin, SequenceParallelPlugin",
-    "torch_tp_plugin": "ModelParallelismPlugin",
-    "parallelism_config": "ModelParallelismPlugin, SequenceParallelPlugin",
-}
+    from neuron_accel.engine.plan.plan import Plan
 
 
 class NeuronAccelerator(Accelerator):
@@ -76,11 +94,19 @@ class NeuronAccelerator(Accelerator):
         zero_1: True adds ``Zero1Plugin()``.
         mp_plugin: a ``ModelParallelismPlugin``; the same as naming it in ``plugins``.
         backend: "torch", "xla" or "auto", which is what the machine has.
-        accelerate_kwargs: everything else ``accelerate.Accelerator`` takes.
+        device_placement, mixed_precision, gradient_accumulation_steps, cpu, dataloader_config, rng_types, log_with,
+        project_dir, project_config, gradient_accumulation_plugin, step_scheduler_with_optimizer, dynamo_backend,
+        dynamo_plugin: as in ``accelerate.Accelerator``, with its defaults.
+        kwargs_handlers: as there. ``DistributedDataParallelKwargs`` set the options of the plugin that reduces
+            gradients; what has no effect here is refused.
+        split_batches, deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin,
+        parallelism_config: refused, with what to use instead.
 
     Attributes:
         plan: what was decided, immutable; ``print(accelerator.plan.explain())``.
         run: the state of the run, for plugins.
+        num_processes: number of ranks that see different data. ``accelerator.state.num_processes`` and
+            ``AcceleratorState().num_processes`` stay the number of processes, :attr:`world_size`.
         is_precompiling: whether this is a trial of neuron_parallel_compile, which collects graphs: every value is zero.
             Saving, loading, logging and checks of values do nothing then.
 
@@ -95,6 +121,7 @@ class NeuronAccelerator(Accelerator):
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
 
+    @known_names_only
     def __init__(
         self,
         *,
@@ -103,16 +130,39 @@ class NeuronAccelerator(Accelerator):
         zero_1: bool = False,
         mp_plugin: StrategyPlugin | None = None,
         backend: str | None = None,
-        **accelerate_kwargs: Any,
+        device_placement: bool = NOT_GIVEN,
+        split_batches: bool = NOT_GIVEN,
+        mixed_precision: PrecisionType | str | None = None,
+        gradient_accumulation_steps: int = NOT_GIVEN,
+        cpu: bool = NOT_GIVEN,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
+        rng_types: list[str | RNGType] | None = None,
+        log_with: str | LoggerType | GeneralTracker | list[str | LoggerType | GeneralTracker] | None = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = NOT_GIVEN,
+        kwargs_handlers: list[KwargsHandler] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in ACCELERATES}
         configured = load_config(config) if config is not None else RunConfig()
-        options = _merged_options(configured, accelerate_kwargs)
-        wanted = [*plugins, *configured.plugins, *([mp_plugin] if mp_plugin else [])]
+        options = merged_options(configured, given, os.environ)
+        wanted = [*checked_plugins(plugins, mp_plugin), *configured.plugins]
+        handlers = options["kwargs_handlers"] = checked_handlers(kwargs_handlers)
         registry = default_registry()
         if zero_1:
             wanted.append(registry.get("zero1")())
         for plugin in wanted:
             registry.refuse_disabled(type(plugin))
+        wanted = with_ddp_options(wanted, handlers, registry)
         decision = settle(os.environ, requested=backend or configured.backend, cpu=bool(options.get("cpu")))
         options["cpu"] = decision.device == "cpu"
         self._on_neuron = decision.device == "neuron" or (decision.backend == "xla" and Machine().xla_neuron)
@@ -126,7 +176,7 @@ class NeuronAccelerator(Accelerator):
         super().__init__(**options)
         if self.is_precompiling:
             wanted = for_trial(wanted, self.gradient_accumulation_steps, os.environ)
-        ranks = connect(decision, adopts=not was_connected)
+        ranks = connect(decision, timeout=timeout_of(handlers), adopts=not was_connected)
         _check_connected(ranks.world_size, self.state.num_processes)
         plan = agree_on_plan(
             lambda: make_plan(
@@ -149,9 +199,19 @@ class NeuronAccelerator(Accelerator):
             self.run.group(*axes)  # now, in the same order on every rank
         self._items, self._clipping = ItemCount(self.run), Clipping(self.run)
         self._session = Session(self)
+        self._waiting = watch(self.run, self)
         self._in_micro_batch, self._accumulating = False, 0
         for setup in self.run.hooks["setup"]:
             setup(self.run)
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "run"):
+            return f"<{type(self).__name__}, under construction>"
+        backend, names = self.run.backend, ", ".join(plugin.spec.name for plugin in self.plan.plugins)
+        return (
+            f"<{type(self).__name__}: {self.plan.mesh}; plugins: {names or 'none'}; "
+            f"rank {backend.rank} of {backend.world_size} on {backend.device}, backend {backend.name!r}>"
+        )
 
     # ---- the run ---------------------------------------------------------------------------------------------------
     @property
@@ -161,7 +221,8 @@ class NeuronAccelerator(Accelerator):
     @property
     def num_processes(self) -> int:
         """Number of ranks that see different data: what loops multiply batch sizes and schedules by. Equal to the
-        number of processes unless a plugin lets several ranks share data; that one is ``accelerator.world_size``."""
+        number of processes unless a plugin lets several ranks share data, as tensor parallelism does; all processes
+        are ``accelerator.world_size``, and also ``AcceleratorState().num_processes``, Accelerate's own count."""
         known = self.state.num_processes  # raises, as Accelerate's does, if its state was reset
         return self.run.data_parallel_size if hasattr(self, "run") else known
 
@@ -237,6 +298,11 @@ class NeuronAccelerator(Accelerator):
             UsageError: if a model was prepared before.
             ParameterError: if an optimizer holds a parameter of no prepared model.
         """
+        if not args:
+            raise UsageError(
+                "`prepare` was called without anything to prepare.",
+                fix="model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
+            )
         placements = device_placement or [None] * len(args)
         if len(placements) != len(args):
             raise UsageError(f"device_placement has {len(placements)} entries for {len(args)} objects.")
@@ -585,11 +651,13 @@ class NeuronAccelerator(Accelerator):
         lazy devices, where Accelerate's own collectives would cut a step's graph in two."""
         return self._shares_data or self.run.backend.is_lazy
 
+    @collective
     def gather(self, tensor):
         """Concatenates tensors of the ranks that see different data along the first dim."""
         self.run.company.together_only("`gather`")
         return values.gather(tensor, self.run) if self._own_exchange else super().gather(tensor)
 
+    @collective
     def gather_for_metrics(self, input_data, use_gather_object=False):
         """Gathers over the ranks that see different data and drops what a ragged end was filled up with. A lazy device
         executes what has collected first: when training, call it after the optimizer's step."""
@@ -609,17 +677,20 @@ class NeuronAccelerator(Accelerator):
         lazy = self.run.backend.is_lazy
         return values.without_repeats(data, self.gradient_state.remainder, on_host=lazy) if end else data
 
+    @collective
     def reduce(self, tensor, reduction="sum", scale=1.0):
         """Sums (or averages) over the ranks that see different data."""
         self.run.company.together_only("`reduce`")
         return values.reduce(tensor, self.run, reduction, scale)
 
     @steps_aside(itself)
+    @collective
     def pad_across_processes(self, tensor, dim=0, pad_index=0, pad_first=False):
         """Tensors of all ranks with the size of the largest along ``dim``."""
         self.run.company.together_only("`pad_across_processes`")
         return super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
+    @collective
     def wait_for_everyone(self) -> None:
         """Returns once every process has called it."""
         self.run.company.together_only("`wait_for_everyone`")
@@ -629,6 +700,7 @@ class NeuronAccelerator(Accelerator):
             super().wait_for_everyone()
 
     @steps_aside(no)
+    @collective
     def check_trigger(self) -> bool:
         """Whether any process called ``set_trigger`` since it was last found set; the same answer on every process."""
         self.run.company.together_only("`check_trigger`")
@@ -673,6 +745,7 @@ class NeuronAccelerator(Accelerator):
         return skip_first_batches(dataloader, num_batches, self.run)
 
     # ---- state -----------------------------------------------------------------------------------------------------
+    @collective
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The state dict of the original model: original names and shapes, on the main process's CPU. Collective.
 
@@ -683,6 +756,7 @@ class NeuronAccelerator(Accelerator):
             return super().get_state_dict(model, unwrap)
         return full_state_dict(record, self.run)
 
+    @collective
     def get_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The gradients of the last step by FQN, reduced, in the original shapes, on every process's CPU. Collective;
         for tests and for looking: it holds all gradients at once."""
@@ -693,6 +767,7 @@ class NeuronAccelerator(Accelerator):
         return full_gradients(record, self.run)
 
     @steps_aside(nothing)
+    @collective
     def save_model(
         self,
         model: nn.Module,
@@ -712,6 +787,7 @@ class NeuronAccelerator(Accelerator):
         self.wait_for_everyone()
 
     @steps_aside(folder)
+    @collective
     def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,
@@ -741,6 +817,7 @@ class NeuronAccelerator(Accelerator):
         return self._session.save(output_dir, safe_serialization=safe_serialization, **options)
 
     @steps_aside(no)
+    @collective
     def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,
@@ -786,6 +863,8 @@ class NeuronAccelerator(Accelerator):
         self.run.backend.step_boundary()  # what is still to be logged
         self._teardown()
         super().end_training()
+        if self._waiting is not None:
+            self._waiting.stop()
         self.run.backend.shutdown()
 
     def _release(self) -> None:
@@ -818,31 +897,13 @@ class NeuronAccelerator(Accelerator):
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process knows the plan, its place in it and the loaders, but is connected to no one and has
         prepared no model."""
-        prepared = ("_models", "_optimizers", "_schedulers")
-        return {**self.__dict__, **{name: [] for name in prepared}, "_items": None, "_clipping": None, "_session": None}
+        prepared = {name: [] for name in ("_models", "_optimizers", "_schedulers")}
+        return {**self.__dict__, **prepared, **dict.fromkeys(("_items", "_clipping", "_session", "_waiting"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._items, self._clipping = ItemCount(self.run), Clipping(self.run)
         self._session = Session(self)
-
-
-def _merged_options(configured: RunConfig, given: dict[str, Any]) -> dict[str, Any]:
-    options = dict(configured.accelerate)
-    if configured.dataloader:
-        options["dataloader_config"] = DataLoaderConfiguration(**configured.dataloader)
-    for name in given:
-        if given[name] is not None and name in _REFUSED:
-            raise ConfigurationError(
-                f"{name!r} is not possible here.",
-                why="it would bypass the plan, or do nothing",
-                fix=f"use these plugins instead: {_REFUSED[name]}",
-            )
-        if name in options:
-            raise ConfigurationError(
-                f"{name!r} is given twice, as an argument and in the configuration.", fix="keep one of them"
-            )
-    return options | given
 
 
 def _check_connected(world_size: int, known_to_accelerate: int) -> None:

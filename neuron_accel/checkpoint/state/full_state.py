@@ -165,11 +165,12 @@ class SaveFull:
         self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any
     ) -> None:
         """As in transformers; a ``state_dict`` that is given is taken for the full one."""
-        if state_dict is None:
-            state_dict = full_state_dict(self._record, self._run)
-        if self._run.backend.rank == 0:
-            self._save(save_directory, is_main_process=True, state_dict=state_dict, **options)
-        self._run.backend.barrier()
+        with self._run.calling("save_pretrained"):
+            if state_dict is None:
+                state_dict = full_state_dict(self._record, self._run)
+            if self._run.backend.rank == 0:
+                self._save(save_directory, is_main_process=True, state_dict=state_dict, **options)
+            self._run.backend.barrier()
 
     def __reduce__(self) -> tuple[type[SaveNothing], tuple[()]]:
         return SaveNothing, ()  # of copies and pickles of the model

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from neuron_accel.engine.plan.coerce import build
+from neuron_accel.engine.plan.coerce import build, field_type
 from neuron_accel.engine.plan.plugin import StrategyPlugin
 from neuron_accel.engine.plan.registry import Registry, default_registry
 from neuron_accel.engine.plan.serialize import to_plain
@@ -78,6 +78,11 @@ class _Keys:
     backend: str | None = None
     dataloader: _DataLoaderKeys = field(default_factory=_DataLoaderKeys)
     plugins: list[Any] = field(default_factory=list)
+
+
+def option_type(name: str) -> Any:
+    """The type of an option at the top of a configuration, which the argument of that name has as well."""
+    return field_type(_Keys, next(f for f in dataclasses.fields(_Keys) if f.name == name))
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any], *, registry: Registry | None = None) -> RunConfig:

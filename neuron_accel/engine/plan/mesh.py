@@ -90,11 +90,17 @@ class Mesh:
             below = world_size // needed * needed
             legal = [n for n in (below, below + needed) if n > 0]
             nearest = min(legal, key=lambda n: (abs(n - world_size), n))
+            start = f"`neuron-accel launch --nproc-per-node {nearest}`"
+            if world_size == 1:
+                fix = f"start {nearest} ranks: start it with {start}"
+            else:
+                fix = f"start {nearest} ranks ({start}), or choose degrees whose product divides {world_size}"
+            ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
             raise PlanError(
-                f"{world_size} ranks cannot be divided into groups of {needed} ({product}).",
-                where=f"{world_size} ranks",
+                f"{ranks} cannot be divided into groups of {needed} ({product}).",
+                where=ranks,
                 why="the number of ranks is a multiple of the product of all degrees; the rest is data parallel",
-                fix=f"start {nearest} ranks, or choose degrees whose product divides {world_size}",
+                fix=fix,
             )
         if "dp" not in names:
             axes.append(AxisSpec(name="dp", degree=world_size // needed, kind=AxisKind.DATA))

@@ -117,6 +117,10 @@ class Plan:
     def __str__(self) -> str:
         return self.explain()
 
+    def __repr__(self) -> str:
+        names = ", ".join(plugin.spec.name for plugin in self.plugins)
+        return f"<Plan: {self.mesh}; plugins: {names or 'none'}; fingerprint {self.fingerprint()[:8]}>"
+
 
 def _rebuild(values: dict[str, Any]) -> Plan:
     return Plan(**values)

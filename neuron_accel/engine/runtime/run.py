@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -81,6 +81,10 @@ class BoundHooks:
         return value
 
 
+def _unwatched(_: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @dataclass
 class Run:
     """The explicit state of a run. Plugins get it in every hook and keep their own state in :meth:`state`.
@@ -100,6 +104,8 @@ class Run:
     runs backward passes before the loss is returned."""
     hooks: BoundHooks = field(init=False)
     """The plugins' hooks; who drives the run calls them."""
+    calling: Callable[[str], AbstractContextManager[None]] = field(init=False)
+    """A context for what every rank has to call, by its name: where others wait too long, it is said who and where."""
     company: Company = field(init=False)
     """How a rank that ran out of data keeps up with the others."""
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
@@ -108,7 +114,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.hooks = BoundHooks(self.plan)
-        self.company = Company(self)
+        self.company, self.calling = Company(self), _unwatched
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy for another process: who is where, and nothing that was prepared."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from neuron_accel.contract import (
@@ -19,6 +19,7 @@ from neuron_accel.contract import (
     StrategyPlugin,
 )
 from neuron_accel.strategies.pipeline.plugin import PipelinePlugin
+from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin
 
 if TYPE_CHECKING:
     from neuron_accel.contract import PreparedModel, Run
@@ -60,9 +61,11 @@ class ModelParallelismPlugin(StrategyPlugin):
             :func:`~neuron_accel.models.register_tensor_parallel_plan` to say it once for a class.
         checkpoint_dir: a checkpoint of any mesh, or a folder of transformers, whose weights the model takes when it is
             prepared; each rank reads its part.
+        sequence_parallel_enabled: as in optimum-neuron: True adds ``SequenceParallelPlugin()``, where
+            ``tensor_parallel_size`` is above 1.
     """
 
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = field(default=1, kw_only=False)
     pipeline_parallel_size: int = 1
     num_microbatches: int = 1
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
@@ -72,6 +75,7 @@ class ModelParallelismPlugin(StrategyPlugin):
     parallelize_embeddings: bool = True
     tensor_parallel_plan: Mapping[str, str] | None = None
     checkpoint_dir: str | os.PathLike[str] | None = None
+    sequence_parallel_enabled: bool = False
 
     spec = PluginSpec(name="model_parallelism", phase=Phase.LAYOUT)
 
@@ -88,6 +92,10 @@ class ModelParallelismPlugin(StrategyPlugin):
         return (AxisSpec(name="tp", degree=self.tensor_parallel_size, kind=AxisKind.MODEL),)
 
     def companions(self) -> tuple[StrategyPlugin, ...]:
+        sequence = self.sequence_parallel_enabled and self.tensor_parallel_size > 1
+        return (*([SequenceParallelPlugin()] if sequence else []), *self._pipeline())
+
+    def _pipeline(self) -> tuple[StrategyPlugin, ...]:
         if self.pipeline_parallel_size == 1:
             return ()
         return (

@@ -444,7 +444,7 @@ def test_a_difference_above_the_tolerance_fails(tmp_path):
     ("ranks", "arguments", "message"),
     [
         (4, ["--batch-size", "6"], "A batch of 6 sequences cannot be divided into 4 equal parts"),
-        (1, [], "1 ranks cannot be divided into groups of 2"),
+        (1, [], "1 rank cannot be divided into groups of 2"),
         (1, [*DATA_PARALLEL, "--corpus-share", "1e-9"], "0 files to train on"),
         (1, [*DATA_PARALLEL, "--batch-size", "100000"], "less than one batch of 100000"),
         (1, [*DATA_PARALLEL, "--vocab-size", "100"], "needs at least 257"),

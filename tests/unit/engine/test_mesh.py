@@ -127,9 +127,10 @@ def test_ranks_that_cannot_be_divided(world_size, degrees, nearest):
     with pytest.raises(PlanError) as caught:
         mesh_of(world_size, **degrees)
     error = caught.value
-    assert error.what.startswith(f"{world_size} ranks cannot be divided into groups of {math.prod(degrees.values())}")
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    assert error.what.startswith(f"{ranks} cannot be divided into groups of {math.prod(degrees.values())}")
     assert all(f"{name} {degree}" in error.what for name, degree in degrees.items())
-    assert error.where == f"{world_size} ranks"
+    assert error.where == ranks
     assert "multiple of the product" in error.why
     assert f"start {nearest} ranks" in error.fix
 

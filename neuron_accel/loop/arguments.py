@@ -1,0 +1,299 @@
+"""What a NeuronAccelerator may be constructed with, checked as strictly as a configuration file."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from accelerate import Accelerator
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    TorchDynamoPlugin,
+)
+
+from neuron_accel.backends.select import flag
+from neuron_accel.engine.plan.coerce import convert
+from neuron_accel.engine.plan.config import RunConfig, option_type
+from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
+from neuron_accel.engine.plan.registry import Registry
+from neuron_accel.engine.plan.source import Location
+from neuron_accel.errors import ConfigurationError, did_you_mean
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _NotGiven:
+    def __repr__(self) -> str:
+        return "<Accelerate's default>"
+
+
+NOT_GIVEN: Any = _NotGiven()
+"""Default of arguments for which None is a value, or not allowed: Accelerate's own default, or the configuration's."""
+
+ACCELERATES = tuple(name for name in inspect.signature(Accelerator.__init__).parameters if name != "self")
+"""The arguments of ``accelerate.Accelerator``."""
+
+_WHERE = "NeuronAccelerator(...)"
+
+# What Accelerate offers instead of plugins. Silently ignored on some devices there, refused here.
+_REFUSED = {
+    "deepspeed_plugin": "Zero1Plugin, ModelParallelismPlugin",
+    "deepspeed_plugins": "Zero1Plugin, ModelParallelismPlugin",
+    "fsdp_plugin": "Zero1Plugin",
+    "megatron_lm_plugin": "ModelParallelismPlugin, SequenceParallelPlugin",
+    "torch_tp_plugin": "ModelParallelismPlugin",
+    "parallelism_config": "ModelParallelismPlugin, SequenceParallelPlugin",
+}
+# The same from `accelerate launch` or a configuration file of `accelerate config`.
+_REFUSED_VARIABLES = {
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
+    "ACCELERATE_USE_FSDP": "fsdp_plugin",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+}
+_CHECKED = (
+    "mixed_precision",
+    "gradient_accumulation_steps",
+    "cpu",
+    "device_placement",
+    "step_scheduler_with_optimizer",
+)
+
+
+def known_names_only(function: Callable[P, R]) -> Callable[P, R]:
+    """For a constructor: a misspelt argument is a ConfigurationError with the nearest name, as in a file."""
+    names = [name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in names:
+                raise ConfigurationError(
+                    f"{name!r} is not an option of NeuronAccelerator.", where=_WHERE, fix=did_you_mean(name, names)
+                )
+        if len(args) > 1:
+            raise ConfigurationError(
+                f"NeuronAccelerator takes no argument by position, but was given {args[1]!r}.",
+                where=_WHERE,
+                fix=f"name it: {', '.join(names[:3])}, ...",
+            )
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def checked_plugins(plugins: Any, mp_plugin: Any) -> list[StrategyPlugin]:
+    """The plugins that were given, as a list.
+
+    Raises:
+        ConfigurationError: if something else than plugin objects was given.
+    """
+    if isinstance(plugins, (StrategyPlugin, type, str)) or not isinstance(plugins, Iterable):
+        raise ConfigurationError(
+            f"'plugins' must be a list of plugins, not {_named(plugins)}.",
+            where=f"{_WHERE}, plugins",
+            fix=f"write plugins=[{_written(plugins)}]" if not isinstance(plugins, str) else _by_name([plugins]),
+        )
+    plugins = list(plugins)
+    for index, plugin in enumerate([*plugins, *([] if mp_plugin is None else [mp_plugin])]):
+        if not isinstance(plugin, StrategyPlugin):
+            raise ConfigurationError(
+                f"Expected a plugin object, got {_named(plugin)}.",
+                where=f"{_WHERE}, " + (f"plugins[{index}]" if index < len(plugins) else "mp_plugin"),
+                fix=_by_name([plugin]) if isinstance(plugin, str) else f"write {_written(plugin)}",
+            )
+    return [*plugins, *([] if mp_plugin is None else [mp_plugin])]
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, str):
+        return f"the string {value!r}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, type) and issubclass(value, StrategyPlugin):
+        return f"{value.__name__}()"
+    return f"{type(value).__name__}(...)" if isinstance(value, StrategyPlugin) else "Zero1Plugin()"
+
+
+def _by_name(names: list[str]) -> str:
+    return f"names are for configurations: config={{'plugins': {names!r}}}"
+
+
+def merged_options(configured: RunConfig, given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments for ``Accelerator``: those of the configuration and those given.
+
+    Args:
+        given: by name; what is None or :data:`NOT_GIVEN` is left out.
+        environ: environment variables.
+
+    Raises:
+        ConfigurationError: for an argument of a wrong type or value, given twice, or that a plugin replaces.
+    """
+    given = {name: value for name, value in given.items() if value is not None and value is not NOT_GIVEN}
+    for name, value in given.items():
+        if name in _REFUSED:
+            raise _refused(f"{name!r}", name)
+        if name in _CHECKED:
+            given[name] = _checked(name, value)
+    for variable, name in _REFUSED_VARIABLES.items():
+        if flag(environ, variable):
+            raise _refused(
+                f"{variable}={environ[variable]}",
+                name,
+                where=f"environment variable {variable}: from `accelerate launch`, or the file of `accelerate config`",
+            )
+    if given.pop("split_batches", False):
+        raise ConfigurationError(
+            "'split_batches' is not an argument any more.",
+            where=_WHERE,
+            why="Accelerate ignores it",
+            fix="dataloader_config=DataLoaderConfiguration(split_batches=True)",
+        )
+    options = dict(configured.accelerate)
+    if configured.dataloader:
+        options["dataloader_config"] = DataLoaderConfiguration(**configured.dataloader)
+    for name in given:
+        if name in options:
+            raise ConfigurationError(
+                f"{name!r} is given twice, as an argument and in the configuration.", fix="keep one of them"
+            )
+    if "gradient_accumulation_plugin" in given and options.get("gradient_accumulation_steps", 1) != 1:
+        raise ConfigurationError(
+            "The number of gradient accumulation steps is given twice.",
+            where="gradient_accumulation_steps of the configuration, and gradient_accumulation_plugin",
+            fix="keep one of them",
+        )
+    _checked("mixed_precision", environ.get("ACCELERATE_MIXED_PRECISION") or None, "ACCELERATE_MIXED_PRECISION")
+    return options | given
+
+
+def _refused(what: str, name: str, where: str = _WHERE) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what} is not possible here.",
+        where=where,
+        why="it would bypass the plan, or do nothing",
+        fix=f"use these plugins instead: {_REFUSED[name]}",
+    )
+
+
+def _checked(name: str, value: Any, where: str = _WHERE) -> Any:
+    if name == "mixed_precision" and value is not None:
+        value = str(value).lower()  # a member of Accelerate's enumeration prints as its value
+    if name == "gradient_accumulation_steps" and not isinstance(value, bool) and hasattr(value, "__index__"):
+        value = operator.index(value)
+    value = convert(value, option_type(name), Location(source=where, path=(name,)))
+    if name == "gradient_accumulation_steps" and value < 1:
+        raise ConfigurationError(
+            f"'gradient_accumulation_steps' is {value}.",
+            where=where,
+            why="an optimizer step needs at least one micro-batch",
+            fix="give a whole number of at least 1",
+        )
+    return value
+
+
+# ---- kwargs handlers -------------------------------------------------------------------------------------------------
+def checked_handlers(handlers: Any) -> list[KwargsHandler]:
+    """The ``kwargs_handlers`` that were given.
+
+    Raises:
+        ConfigurationError: if they are not a list of different handlers.
+    """
+    if handlers is None:
+        return []
+    if isinstance(handlers, KwargsHandler) or not isinstance(handlers, Iterable):
+        raise ConfigurationError(
+            f"'kwargs_handlers' must be a list, not {_named(handlers)}.",
+            where=_WHERE,
+            fix=f"write kwargs_handlers=[{type(handlers).__name__}(...)]",
+        )
+    handlers = list(handlers)
+    instead = {
+        GradientAccumulationPlugin: "gradient_accumulation_plugin=GradientAccumulationPlugin(...)",
+        TorchDynamoPlugin: "dynamo_plugin=TorchDynamoPlugin(...)",
+    }
+    for index, handler in enumerate(handlers):
+        if not isinstance(handler, KwargsHandler) or type(handler) in instead:
+            raise ConfigurationError(
+                f"Expected a kwargs handler of Accelerate, got {_named(handler)}.",
+                where=f"{_WHERE}, kwargs_handlers[{index}]",
+                fix=instead.get(type(handler), "use a class of accelerate.utils, such as InitProcessGroupKwargs"),
+            )
+        if any(type(handler) is type(other) for other in handlers[:index]):
+            raise ConfigurationError(
+                f"There are two {type(handler).__name__} in 'kwargs_handlers'.", where=_WHERE, fix="keep one of them"
+            )
+    return handlers
+
+
+def timeout_of(handlers: Iterable[KwargsHandler]) -> Any:
+    """How long a collective may take, if a handler says so; Accelerate sets it for its own group only."""
+    given = [handler.to_kwargs() for handler in handlers if isinstance(handler, InitProcessGroupKwargs)]
+    return given[0].get("timeout") if given else None
+
+
+def with_ddp_options(
+    plugins: list[StrategyPlugin], handlers: Iterable[KwargsHandler], registry: Registry
+) -> list[StrategyPlugin]:
+    """``plugins``, with what a ``DistributedDataParallelKwargs`` asks for: the options of the default owner of gradient
+    reduction.
+
+    What DistributedDataParallel needs to be told, and is the case here anyway, is accepted: ``find_unused_parameters``,
+    ``gradient_as_bucket_view``, ``static_graph``.
+
+    Raises:
+        ConfigurationError: for an option that would have no effect, or that contradicts a plugin.
+    """
+    handler = next((h for h in handlers if isinstance(h, DistributedDataParallelKwargs)), None)
+    if handler is None:
+        return plugins
+    asked = handler.to_kwargs()  # what is not the default
+    no_effect = {
+        "dim": "batches are divided by the loader, along the first dim",
+        "check_reduction": "torch ignores it, too",
+        "comm_hook": "gradients travel in the dtype of the parameters: train in bf16 to send less",
+        "comm_wrapper": "gradients travel in the dtype of the parameters: train in bf16 to send less",
+        "comm_state_option": "there is no communication hook",
+    }
+    for name, why in no_effect.items():
+        if getattr(handler, name) != getattr(DistributedDataParallelKwargs(), name):
+            raise ConfigurationError(
+                f"{name}={getattr(handler, name)!r} has no effect here.",
+                where="DistributedDataParallelKwargs",
+                why=why,
+                fix="leave it out",
+            )
+    wanted = {name: asked[name] for name in ("bucket_cap_mb", "broadcast_buffers") if name in asked}
+    if not wanted:
+        return plugins
+    owner = next((p for p in plugins if Claim.GRADIENT_REDUCTION in p.spec.claims), None)
+    if owner is None:
+        default = registry.default_owners()[Claim.GRADIENT_REDUCTION]
+        return [*plugins, dataclasses.replace(default, **_coerced(default, wanted))]
+    for name, value in _coerced(owner, wanted).items():
+        if getattr(owner, name, None) != value:
+            has = any(field.name == name for field in dataclasses.fields(owner))
+            raise ConfigurationError(
+                f"{name}={value!r} of DistributedDataParallelKwargs is not what reduces the gradients uses.",
+                where=f"plugin {owner.spec.name!r}",
+                why="it reduces gradients in this run" + ("" if has else ", and has no such option"),
+                fix=f"leave it out there, and write {type(owner).__name__}({name}={value!r})"
+                if has
+                else "leave it out",
+            )
+    return plugins
+
+
+def _coerced(plugin: StrategyPlugin, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: float(v) if isinstance(getattr(plugin, n, None), float) else v for n, v in wanted.items()}

@@ -1,0 +1,107 @@
+"""What a NeuronAccelerator may be constructed with."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from accelerate import Accelerator
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    PrecisionType,
+)
+
+from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, SequenceParallelPlugin, Zero1Plugin
+from neuron_accel.engine.plan.config import RunConfig, load_config
+from neuron_accel.engine.plan.registry import default_registry
+from neuron_accel.errors import ConfigurationError
+from neuron_accel.loop.arguments import ACCELERATES, NOT_GIVEN, merged_options, timeout_of, with_ddp_options
+
+
+def test_every_argument_of_accelerate_is_spelt_out_with_its_default_or_what_stands_for_it():
+    theirs = inspect.signature(Accelerator.__init__).parameters
+    ours = inspect.signature(NeuronAccelerator.__init__).parameters
+    assert not [p for p in ours.values() if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    for name in ACCELERATES:
+        assert ours[name].default is (None if theirs[name].default is None else NOT_GIVEN), name
+    assert set(ours) - set(theirs) == {"plugins", "config", "zero_1", "mp_plugin", "backend"}
+
+
+def test_what_was_not_given_is_not_passed_on():
+    given = dict.fromkeys(ACCELERATES) | {"cpu": False, "device_placement": NOT_GIVEN}
+    assert merged_options(RunConfig(), given, {}) == {"cpu": False}
+    configured = load_config({"gradient_accumulation_steps": 3, "dataloader": {"even_batches": False}})
+    options = merged_options(configured, {"mixed_precision": PrecisionType.BF16}, {})
+    assert options.pop("dataloader_config") == DataLoaderConfiguration(even_batches=False)
+    assert options == {"gradient_accumulation_steps": 3, "mixed_precision": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"gradient_acumulation_steps": 2}, "Did you mean 'gradient_accumulation_steps'"),
+        ({"plugins": Zero1Plugin()}, r"write plugins=\[Zero1Plugin\(\.\.\.\)\]"),
+        ({"plugins": "zero1"}, r"config=\{'plugins': \['zero1'\]\}"),
+        ({"plugins": [Zero1Plugin]}, r"got the class Zero1Plugin(.|\n)*plugins\[0\](.|\n)*write Zero1Plugin\(\)"),
+        ({"plugins": ["zero1"]}, "got the string 'zero1'"),
+        ({"mp_plugin": 2}, "mp_plugin"),
+        ({"mixed_precision": "bf17"}, "Did you mean 'bf16'"),
+        ({"gradient_accumulation_steps": "2"}, "must be a whole number, not '2'"),
+        ({"gradient_accumulation_steps": 0}, "at least one micro-batch"),
+        ({"cpu": "yes"}, "'cpu' must be true or false"),
+        ({"split_batches": True}, r"DataLoaderConfiguration\(split_batches=True\)"),
+        ({"gradient_accumulation_steps": 1, "config": {"gradient_accumulation_steps": 2}}, "given twice"),
+        ({"fsdp_plugin": FullyShardedDataParallelPlugin}, "use these plugins instead: Zero1Plugin"),
+        ({"kwargs_handlers": InitProcessGroupKwargs()}, r"kwargs_handlers=\[InitProcessGroupKwargs"),
+        ({"kwargs_handlers": [GradientAccumulationPlugin()]}, "gradient_accumulation_plugin=Gradient"),
+        ({"kwargs_handlers": [3]}, "Expected a kwargs handler of Accelerate, got a int"),
+        ({"kwargs_handlers": [InitProcessGroupKwargs(), InitProcessGroupKwargs()]}, "two InitProcessGroupKwargs"),
+        ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="fp16")]}, "comm_hook='fp16' has no effect"),
+    ],
+)
+def test_slips_are_configuration_errors_that_say_what_to_write(arguments, expected):
+    with pytest.raises(ConfigurationError, match=expected):
+        NeuronAccelerator(**arguments)
+
+
+@pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"])
+def test_strategies_of_accelerate_launch_are_refused_like_their_arguments(name):
+    with pytest.raises(ConfigurationError, match=f"ACCELERATE_USE_{name}=true(.|\n)*use these plugins instead"):
+        merged_options(RunConfig(), {}, {f"ACCELERATE_USE_{name}": "true"})
+    assert merged_options(RunConfig(), {}, {f"ACCELERATE_USE_{name}": "false"}) == {}
+
+
+def test_a_wrong_precision_from_a_launcher_is_refused():
+    with pytest.raises(ConfigurationError, match="ACCELERATE_MIXED_PRECISION"):
+        merged_options(RunConfig(), {}, {"ACCELERATE_MIXED_PRECISION": "fp61"})
+
+
+def test_options_of_ddp_reach_what_reduces_gradients():
+    registry = default_registry()
+    handler = DistributedDataParallelKwargs(bucket_cap_mb=7, broadcast_buffers=False, find_unused_parameters=True)
+    (plugin,) = with_ddp_options([], [handler], registry)
+    assert (plugin.spec.name, plugin.bucket_cap_mb, plugin.broadcast_buffers) == ("data_parallel", 7.0, False)
+    assert with_ddp_options([], [DistributedDataParallelKwargs(find_unused_parameters=True)], registry) == []
+    same = Zero1Plugin(bucket_cap_mb=7.0)
+    assert with_ddp_options([same], [DistributedDataParallelKwargs(bucket_cap_mb=7)], registry) == [same]
+    with pytest.raises(ConfigurationError, match=r"write Zero1Plugin\(bucket_cap_mb=7.0\)"):
+        with_ddp_options([Zero1Plugin()], [DistributedDataParallelKwargs(bucket_cap_mb=7)], registry)
+
+
+def test_the_timeout_of_a_handler_is_that_of_every_group():
+    import datetime
+
+    limit = datetime.timedelta(seconds=7)
+    assert timeout_of([InitProcessGroupKwargs(timeout=limit)]) == limit
+    assert timeout_of([]) is None
+
+
+def test_model_parallelism_is_written_as_in_optimum_neuron():
+    plugin = ModelParallelismPlugin(2, sequence_parallel_enabled=True)
+    assert plugin.tensor_parallel_size == 2
+    assert plugin.companions() == (SequenceParallelPlugin(),)
+    assert ModelParallelismPlugin(1, sequence_parallel_enabled=True).companions() == ()
