@@ -72,7 +72,7 @@ from neuron_accel.engine.plan.plugin import (
 from neuron_accel.engine.plan.registry import register_plugin
 
 # the state of a run
-from neuron_accel.engine.runtime.join import Action, Company
+from neuron_accel.engine.runtime.join import Company, JoinAction
 from neuron_accel.engine.runtime.run import PreparedModel, Run
 from neuron_accel.engine.runtime.tensors import broadcast_tensors, full_tensor
 
@@ -101,7 +101,6 @@ from neuron_accel.errors import (
 
 __all__ = [
     "API_VERSION",
-    "Action",
     "AxisKind",
     "AxisSpec",
     "Backend",
@@ -121,6 +120,7 @@ __all__ = [
     "FlatGradients",
     "GradientPart",
     "Group",
+    "JoinAction",
     "Layout",
     "LayoutError",
     "Mesh",

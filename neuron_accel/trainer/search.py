@@ -131,12 +131,12 @@ class Searching:
             if self.objective is None:  # nothing was evaluated in between
                 self.objective = self.compute_objective(self.evaluate())  # type: ignore[attr-defined]
         except optuna.TrialPruned:
-            self._let_go()
+            self._release()
             raise
-        self._let_go()
+        self._release()
         return self.objective
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self.accelerator.start_over()
         self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = None
 

@@ -19,7 +19,7 @@ from neuron_accel.errors import DesyncError, UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Group
-    from neuron_accel.engine.runtime.join import Action
+    from neuron_accel.engine.runtime.join import JoinAction
     from neuron_accel.engine.runtime.run import Run
     from neuron_accel.engine.sharding.parameters import ParameterRecord
 
@@ -113,7 +113,7 @@ class BackwardWatcher:
         ready: Callable[[int], None],
         done: Callable[[], None],
         overlap: bool = True,
-        action: Action | None = None,
+        action: JoinAction | None = None,
         take: Callable[[int, int], None] | None = None,
         agreed: bool = False,
     ) -> None:

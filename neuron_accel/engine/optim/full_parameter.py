@@ -63,7 +63,7 @@ class WholeParameters(torch.optim.Optimizer):
             self._put_together()
         self.inner = twin(optimizer, [self._inner_group(group) for group in optimizer.param_groups])
         self._translate()
-        self._let_go()
+        self._release()
         if recipe_of(optimizer) is not None:
             del optimizer._neuron_accel_recipe  # type: ignore[attr-defined]
 
@@ -105,7 +105,7 @@ class WholeParameters(torch.optim.Optimizer):
         for part, whole in self._wholes.items():
             part.copy_(self._layout_of[part].shard(whole.detach(), self._run.coordinates))
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         for whole in self._wholes.values():
             whole.data, whole.grad = whole.new_empty(0), None
 
@@ -177,7 +177,7 @@ class WholeParameters(torch.optim.Optimizer):
             self.inner.step(**options)
         copy_options(self.inner, self.optimizer)
         self._hand_out()
-        self._let_go()
+        self._release()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks at it
         return loss
 

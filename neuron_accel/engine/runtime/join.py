@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Action:
+class JoinAction:
     """A piece of a step that ranks do together. Call it with the arguments of ``perform`` to announce it.
 
     Args:
@@ -61,15 +61,15 @@ class Company:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._actions: list[Action] = []
+        self._actions: list[JoinAction] = []
         self.is_uneven = False
         self.leader = 0
         self.has_parted = False
         self._together_only = self.register("a collective of the loop", _refuse)
 
-    def register(self, name: str, perform: Callable[..., Any], **options: Any) -> Action:
-        """A new action; see :class:`Action`. Every rank registers the same ones in the same order."""
-        action = Action(self, name, perform, **options)
+    def register(self, name: str, perform: Callable[..., Any], **options: Any) -> JoinAction:
+        """A new action; see :class:`JoinAction`. Every rank registers the same ones in the same order."""
+        action = JoinAction(self, name, perform, **options)
         self._actions.append(action)
         return action
 
@@ -77,7 +77,7 @@ class Company:
         """Lets go of everything that was registered."""
         self._actions = [self._together_only]
 
-    def announce(self, action: Action, *arguments: Any) -> None:
+    def announce(self, action: JoinAction, *arguments: Any) -> None:
         """Tells ranks without data what comes next, and waits for them. Collective.
 
         Raises:

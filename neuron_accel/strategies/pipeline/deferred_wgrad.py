@@ -1,6 +1,6 @@
 """Backward passes in two halves: gradients of activations now, those of weights when there is time.
 
-While :class:`WeightsLater` is active, linear projections record what their weight's gradient is made of instead of
+While :class:`DeferredWgrad` is active, linear projections record what their weight's gradient is made of instead of
 making it. Everything else, norms, embeddings, experts, is differentiated at once.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), section 2.
@@ -20,19 +20,19 @@ from torch.overrides import TorchFunctionMode
 
 
 class Later:
-    """The weight gradients that one micro-batch owes on one stage."""
+    """The weight gradients of one micro-batch on one stage that are deferred."""
 
     def __init__(self) -> None:
-        self._owed: dict[nn.Parameter, list[Callable[[], torch.Tensor]]] = {}
+        self._deferred: dict[nn.Parameter, list[Callable[[], torch.Tensor]]] = {}
 
     def add(self, weight: nn.Parameter, make: Callable[[], torch.Tensor]) -> None:
-        self._owed.setdefault(weight, []).append(make)
+        self._deferred.setdefault(weight, []).append(make)
 
-    def pay(self) -> None:
+    def run(self) -> None:
         """Makes the gradients and adds them to ``weight.grad``, each once, as autograd would."""
-        owed, self._owed = self._owed, {}
+        deferred, self._deferred = self._deferred, {}
         weights, gradients = [], []
-        for weight, makers in owed.items():
+        for weight, makers in deferred.items():
             total = makers[0]()
             for make in makers[1:]:
                 total += make()
@@ -42,8 +42,8 @@ class Later:
             torch.autograd.backward(weights, gradients)
 
 
-class WeightsLater(TorchFunctionMode):
-    """Linear projections inside owe the gradient of their weight to :attr:`later`, if there is one.
+class DeferredWgrad(TorchFunctionMode):
+    """Defers the weight gradients of linear projections inside to :attr:`later`, if it is set.
 
     It is active only inside layers that :meth:`attach` prepared, also when activation checkpointing computes them again
     during the backward pass.
@@ -52,7 +52,7 @@ class WeightsLater(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.later: Later | None = None
-        """Who keeps account for the micro-batch under way."""
+        """Collects the deferred gradients of the micro-batch under way."""
 
     def attach(self, model: nn.Module) -> None:
         """Prepares every layer of ``model`` that holds a matrix itself."""
@@ -63,8 +63,8 @@ class WeightsLater(TorchFunctionMode):
                 module.register_forward_hook(self._after, always_call=True)
 
     @contextmanager
-    def owing(self, later: Later | None) -> Iterator[None]:
-        """What is computed inside, forward or backward, owes to ``later``."""
+    def deferring(self, later: Later | None) -> Iterator[None]:
+        """Weight gradients of what runs inside, forward or backward, are deferred to ``later``."""
         previous, self.later = self.later, later
         try:
             yield
@@ -88,13 +88,13 @@ class WeightsLater(TorchFunctionMode):
             found = None
         if found is not None and self.later is not None and _can_wait(found[0], found[1]):
             x, weight, bias, turned = found
-            return _Projection.apply(x, bias, _Owed(weight, turned, self.later))
+            return _Projection.apply(x, bias, _Deferred(weight, turned, self.later))
         return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
-class _Owed:
-    """A weight, whether it is stored as [in, out], and who keeps account of its gradient."""
+class _Deferred:
+    """A weight, whether it is stored as [in, out], and what its gradient is deferred to."""
 
     weight: nn.Parameter
     turned: bool
@@ -115,17 +115,17 @@ class _Projection(torch.autograd.Function):
     it would announce that its gradient has arrived."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, owed: _Owed) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, deferred: _Deferred) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.owed = owed
+        ctx.deferred = deferred
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return torch.addmm(bias, x, owed.weight) if owed.turned else F.linear(x, owed.weight, bias)
+        return torch.addmm(bias, x, deferred.weight) if deferred.turned else F.linear(x, deferred.weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        weight, turned, dtype = ctx.owed.weight, ctx.owed.turned, gradient.dtype
+        weight, turned, dtype = ctx.deferred.weight, ctx.deferred.turned, gradient.dtype
         flat = gradient.reshape(-1, gradient.shape[-1])
 
         def make() -> torch.Tensor:
@@ -133,7 +133,7 @@ class _Projection(torch.autograd.Function):
             product = rows.t() @ flat if turned else flat.t() @ rows
             return product.to(weight.dtype)
 
-        ctx.owed.later.add(weight, make)
+        ctx.deferred.later.add(weight, make)
         back = weight.to(dtype)
         of_x = (gradient @ (back.t() if turned else back)).to(x.dtype)
         of_bias = flat.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None

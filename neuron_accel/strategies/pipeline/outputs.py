@@ -109,7 +109,7 @@ def _merge(values: list[torch.Tensor], shares: Sequence[torch.Tensor | float]) -
     return torch.stack(parts).sum().to(values[0].dtype)
 
 
-def tell_everyone(
+def broadcast_outputs(
     kind: int, fields: list[tuple[str, torch.Tensor]] | None, run: Run, group: Group, *, only_loss: bool
 ) -> Any:
     """Gives every rank of a pipeline the output of its last one. Collective.

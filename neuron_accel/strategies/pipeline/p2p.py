@@ -47,7 +47,7 @@ class Form:
         return tuple(part if part is not None and part[1].is_floating_point else None for part in self.parts)
 
 
-class Wire:
+class P2P:
     """Sends and receives hidden states and their gradients between the ranks of a pipeline.
 
     The first time that a kind of batch comes by, a small header goes ahead of the activations of its first micro-batch

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from neuron_accel.contract import UsageError
-from neuron_accel.strategies.pipeline.deferred_wgrad import WeightsLater
+from neuron_accel.strategies.pipeline.deferred_wgrad import DeferredWgrad
 from neuron_accel.strategies.pipeline.microbatches import Shares, batch_size, signature, split
-from neuron_accel.strategies.pipeline.outputs import kind_of, loss_of, of_loss, put_together, tell_everyone
-from neuron_accel.strategies.pipeline.p2p import Ring, Wire
+from neuron_accel.strategies.pipeline.outputs import broadcast_outputs, kind_of, loss_of, of_loss, put_together
+from neuron_accel.strategies.pipeline.p2p import P2P, Ring
 from neuron_accel.strategies.pipeline.schedules import make_schedule
 from neuron_accel.strategies.pipeline.step import (
     Call,
-    Fault,
+    Failure,
     NeighbourFailed,
     SendingStep,
     StageFailed,
@@ -76,7 +76,7 @@ class Pipeline:
         self._action = run.company.register("the end of a pipeline's step", self._without_data)
         self._make_step: Callable[..., Step]
         if run.backend.has_point_to_point:
-            self._make_step = functools.partial(SendingStep, Wire(run.backend, self._group))
+            self._make_step = functools.partial(SendingStep, P2P(run.backend, self._group))
         else:
             self._make_step = functools.partial(
                 TurningStep, Ring(run.backend, self._group, self._everyone), run.backend
@@ -85,9 +85,9 @@ class Pipeline:
         self._evaluation_logits = evaluation_logits
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters wrap a model
         self._shares = Shares(inner, forward)
-        self._weights_later = WeightsLater() if schedule == "zero-bubble" else None
-        if self._weights_later is not None:
-            self._weights_later.attach(model)
+        self._deferred_wgrad = DeferredWgrad() if schedule == "zero-bubble" else None
+        if self._deferred_wgrad is not None:
+            self._deferred_wgrad.attach(model)
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self.most_in_flight = 0
         """The largest number of micro-batches whose activations this rank kept at a time in the last training step."""
@@ -120,7 +120,7 @@ class Pipeline:
         try:
             calls = split(args, kwargs, self._microbatches)
         except UsageError as error:  # of this batch; other pipelines may be at work on theirs
-            self._end_step(Fault(error, "dividing its batch"))
+            self._end_step(Failure(error, "dividing its batch"))
             raise
         shares = self._shares.of(calls)
         scale = self._run.backward_scale()
@@ -133,7 +133,7 @@ class Pipeline:
             calls,
             self._name,
             weight=lambda m: shares[m] * scale,
-            weights_later=self._weights_later,
+            deferred_wgrad=self._deferred_wgrad,
             synchronise=synchronise,
         )
         self.ties.begin()
@@ -141,14 +141,14 @@ class Pipeline:
             step.run()
         self._record.synchronises, self.most_in_flight = wanted, step.most_in_flight
         total, kind = self._losses(step, shares)
-        total, kind = self._end_step(step.fault, total, kind)
+        total, kind = self._end_step(step.failure, total, kind)
         self.ties.finish()
         loss = _Settled.apply(torch.zeros((), device=total.device, requires_grad=True), total, scale, self._host_reads)
         return of_loss(kind, loss)
 
     def _losses(self, step: Step, shares: list[torch.Tensor | float]) -> tuple[torch.Tensor, int]:
         """The batch's loss, and the kind of the model's output, on the rank of the last stage; zeros elsewhere."""
-        if step.fault is not None or not step.outputs:
+        if step.failure is not None or not step.outputs:
             return torch.zeros((), device=self._run.device), 0
         _, fields = put_together([loss_of(output).detach() for output in step.outputs], shares)
         return fields[0][1].float(), kind_of(step.outputs[0])
@@ -160,13 +160,13 @@ class Pipeline:
         step = self._step(calls, "forward")
         step.run()
         kind, fields = 0, None
-        if step.outputs and step.fault is None:
+        if step.outputs and step.failure is None:
             kind, fields = put_together(step.outputs, self._shares.of(calls))
         # Replicas may evaluate different numbers of batches, unless all ranks keep pace anyway.
         group = self._everyone if self._run.backend.is_lazy else self._group
-        self._agree(step.fault, group)
+        self._agree(step.failure, group)
         only_loss = not self._evaluation_logits and kwargs.get("labels") is not None
-        return tell_everyone(kind, fields, self._run, self._group, only_loss=only_loss)
+        return broadcast_outputs(kind, fields, self._run, self._group, only_loss=only_loss)
 
     # ---- both ------------------------------------------------------------------------------------------------------
     def _step(self, calls: list[Call], name: str, **options: Any) -> Step:
@@ -187,23 +187,23 @@ class Pipeline:
         return self._run.backend.reads_are_free
 
     def _end_step(
-        self, fault: Fault | None, loss: torch.Tensor | None = None, kind: int = 0
+        self, failure: Failure | None, loss: torch.Tensor | None = None, kind: int = 0
     ) -> tuple[torch.Tensor, int]:
         """:meth:`_agree` of all replicas, which would wait for a failed one in the sums of gradients. Collective."""
         self._action()
-        return self._agree(fault, self._everyone, loss, kind)
+        return self._agree(failure, self._everyone, loss, kind)
 
     def _without_data(self) -> None:
         """The end of a step of others, while this rank has run out of data."""
         self._agree(None, self._everyone)
 
     def _agree(
-        self, fault: Fault | None, group: Group, loss: torch.Tensor | None = None, kind: int = 0
+        self, failure: Failure | None, group: Group, loss: torch.Tensor | None = None, kind: int = 0
     ) -> tuple[torch.Tensor, int]:
         """Tells every rank the loss that the last one of its pipeline knows, and whether a stage raised. Collective.
 
         Args:
-            fault: what this rank's stage raised.
+            failure: what this rank's stage raised.
             group: who is told: this pipeline, or all replicas of it.
             loss, kind: of the model's output, on the last rank of a pipeline; nothing on others.
 
@@ -212,37 +212,37 @@ class Pipeline:
         """
         loss = torch.zeros((), device=self._run.device) if loss is None else loss
         if not self._host_reads:
-            return self._agree_beside_the_device(fault, group, loss, kind)
+            return self._agree_beside_the_device(failure, group, loss, kind)
         told = loss.new_zeros((self._replicas.size, 3))  # a row for each pipeline
         row = self._replicas.index
-        told[row] = torch.stack([loss, loss.new_tensor(float(kind)), loss.new_tensor(float(fault is not None))])
+        told[row] = torch.stack([loss, loss.new_tensor(float(kind)), loss.new_tensor(float(failure is not None))])
         told = self._run.backend.all_reduce(told, group)
         if told[:, 2].any():
-            self._raise(fault, group)
+            self._raise(failure, group)
         return told[row, 0], int(told[row, 1])
 
     def _agree_beside_the_device(
-        self, fault: Fault | None, group: Group, loss: torch.Tensor, kind: int
+        self, failure: Failure | None, group: Group, loss: torch.Tensor, kind: int
     ) -> tuple[torch.Tensor, int]:
         """:meth:`_agree` where reading a value would stall the device."""
-        told = self._run.backend.all_gather_object((fault is not None, kind), group)
+        told = self._run.backend.all_gather_object((failure is not None, kind), group)
         if any(failed for failed, _ in told):
-            self._raise(fault, group)
+            self._raise(failure, group)
         return self._run.backend.all_reduce(loss, self._group), max(kind for _, kind in told)
 
-    def _raise(self, fault: Fault | None, group: Group) -> NoReturn:
+    def _raise(self, failure: Failure | None, group: Group) -> NoReturn:
         mine = None
-        if fault is not None and not isinstance(fault.error, NeighbourFailed):
-            mine = Fault(fault.error, f"Rank {self._run.backend.rank} ({fault.place})")
-        portable = None if mine is None else Fault(_portable(mine.error), mine.place)
+        if failure is not None and not isinstance(failure.error, NeighbourFailed):
+            mine = Failure(failure.error, f"Rank {self._run.backend.rank} ({failure.place})")
+        portable = None if mine is None else Failure(_portable(mine.error), mine.place)
         told = self._run.backend.all_gather_object(portable, group)
-        mine = mine or next(fault for fault in told if fault is not None)
+        mine = mine or next(failure for failure in told if failure is not None)
         raise mine.error from _origin(mine)
 
 
-def _origin(fault: Fault) -> StageFailed:
-    """What a fault's error comes from: from that stage, and there from what it came from before."""
-    origin, error = StageFailed(f"{fault.place} raised this; all ranks end with it."), fault.error
+def _origin(failure: Failure) -> StageFailed:
+    """What the error of a failure comes from: from that stage, and there from what it came from before."""
+    origin, error = StageFailed(f"{failure.place} raised this; all ranks end with it."), failure.error
     origin.__cause__, origin.__context__ = error.__cause__, error.__context__
     origin.__suppress_context__ = error.__suppress_context__
     return origin

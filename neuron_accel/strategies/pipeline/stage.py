@@ -12,7 +12,7 @@ from torch import nn
 from neuron_accel.contract import UnsupportedModelError
 from neuron_accel.models.stages import Stack
 from neuron_accel.strategies.pipeline.p2p import Values
-from neuron_accel.strategies.pipeline.stubs import Entry, Exit, NotHere, OnLastStage, Passage, Skipped, StageEnd
+from neuron_accel.strategies.pipeline.stubs import Exit, NotHere, OnLastStage, Passage, Skipped, StageEnd, StageInput
 
 
 @dataclass
@@ -138,7 +138,7 @@ def _blocks_of(blocks: list[nn.Module], start: int, stop: int, passage: Passage)
         if start <= index < stop:
             result.append(block)
         elif index == start - 1:
-            result.append(Entry(block, passage))
+            result.append(StageInput(block, passage))
         elif index == stop:
             result.append(Exit(block, passage))
         else:

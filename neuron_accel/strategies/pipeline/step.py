@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from neuron_accel.contract import UnsupportedModelError, UsageError
-from neuron_accel.strategies.pipeline.deferred_wgrad import Later, WeightsLater
+from neuron_accel.strategies.pipeline.deferred_wgrad import DeferredWgrad, Later
 from neuron_accel.strategies.pipeline.outputs import loss_of
-from neuron_accel.strategies.pipeline.p2p import Form, Part, Values, Wire
+from neuron_accel.strategies.pipeline.p2p import P2P, Form, Part, Values
 from neuron_accel.strategies.pipeline.schedules import Action, Kind, Schedule, in_rounds, transfers_after
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Flight:
     Args:
         received: the stage's input, whose gradients go back; nothing on the first stage.
         result: what it handed on, or on the last stage the micro-batch's part of the loss.
-        later: what it owes to weights.
+        later: its deferred weight gradients.
     """
 
     received: Values
@@ -42,7 +42,7 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class Fault:
+class Failure:
     """What a stage raised, and where: which stage, doing what."""
 
     error: Exception
@@ -59,7 +59,7 @@ class Step(ABC):
         calls: the model's arguments for each micro-batch.
         key: what the shapes of activations depend on.
         weight: gives the factor by which a micro-batch's loss is multiplied before backward; None to run forward only.
-        weights_later: divides backward passes in two, for schedules that want it.
+        deferred_wgrad: divides backward passes in two, for schedules that want it.
         synchronise: called before each backward pass with whether it is the stage's last.
     """
 
@@ -72,12 +72,12 @@ class Step(ABC):
         key: Hashable,
         *,
         weight: Callable[[int], torch.Tensor | float] | None = None,
-        weights_later: WeightsLater | None = None,
+        deferred_wgrad: DeferredWgrad | None = None,
         synchronise: Callable[[bool], None] = lambda last: None,
     ) -> None:
         self._schedule, self._rank, self._stages = schedule, rank, stages
         self._calls, self._key, self._weight, self._synchronise = calls, key, weight, synchronise
-        self._weights_later = weights_later
+        self._deferred_wgrad = deferred_wgrad
         self._arriving: dict[tuple[Kind, int, int], list[Pending | None] | None] = {}
         self._leaving: dict[tuple[Kind, int, int], Values] = {}
         self._flights: dict[tuple[int, int], Flight] = {}
@@ -86,13 +86,13 @@ class Step(ABC):
         """The last stage's outputs by micro-batch; losses, detached, where backward passes run."""
         self.most_in_flight = 0
         """The largest number of micro-batches whose activations were kept at a time."""
-        self.fault: Fault | None = None
+        self.failure: Failure | None = None
         """What a stage of this rank raised."""
 
     @abstractmethod
     def run(self) -> None:
-        """Carries out everything. A stage that raises leaves :attr:`fault`; from then on messages have no meaning, but
-        all of them are sent and received, so that no neighbour waits for ever."""
+        """Carries out everything. A stage that raises leaves :attr:`failure`; from then on
+        messages have no meaning, but all of them are sent and received, so that no neighbour waits for ever."""
 
     @abstractmethod
     def _form(self, stage: int) -> Form | None:
@@ -110,13 +110,13 @@ class Step(ABC):
 
     # ---- computing -------------------------------------------------------------------------------------------------
     def _attempt(self, action: Action) -> None:
-        if self.fault is None:
+        if self.failure is None:
             try:
                 self._compute(action)
             except Exception as error:
                 direction = "forward" if action.kind is Kind.FORWARD else "backward"
                 place = f"stage {action.stage}, {direction} pass of micro-batch {action.microbatch}"
-                self.fault = Fault(error, place)
+                self.failure = Failure(error, place)
                 self._flights.clear()
 
     def _compute(self, action: Action) -> None:
@@ -128,7 +128,7 @@ class Step(ABC):
             self._synchronise(self._last[action.stage, action.kind] == action)
             flight = self._flights.pop((action.stage, action.microbatch))
             if flight.later is not None:
-                flight.later.pay()
+                flight.later.run()
 
     def _forward(self, action: Action) -> None:
         stage = self._stages[action.stage]
@@ -140,8 +140,8 @@ class Step(ABC):
             for value in received:
                 if self._weight is not None and value is not None and value.is_floating_point():
                     value.requires_grad_()
-        later = Later() if self._weights_later and self._weight is not None else None
-        with self._owing(later):
+        later = Later() if self._deferred_wgrad and self._weight is not None else None
+        with self._deferring(later):
             result = stage.run(*self._calls[action.microbatch], received)
         if stage.last:
             result = (self._finish(result, action.microbatch),)
@@ -153,8 +153,8 @@ class Step(ABC):
             self._flights[action.stage, action.microbatch] = Flight(received, result, later)
             self.most_in_flight = max(self.most_in_flight, len(self._flights))
 
-    def _owing(self, later: Later | None) -> AbstractContextManager[Any]:
-        return nullcontext() if self._weights_later is None else self._weights_later.owing(later)
+    def _deferring(self, later: Later | None) -> AbstractContextManager[Any]:
+        return nullcontext() if self._deferred_wgrad is None else self._deferred_wgrad.deferring(later)
 
     def _finish(self, output: Any, microbatch: int) -> Any:
         if self._weight is None:
@@ -176,7 +176,7 @@ class Step(ABC):
         flight = self._flights[key]
         pairs = [(r, g) for r, g in zip(flight.result, gradients, strict=True) if r is not None and r.requires_grad]
         if pairs:
-            with torch.autocast(pairs[0][0].device.type, enabled=False), self._owing(flight.later):
+            with torch.autocast(pairs[0][0].device.type, enabled=False), self._deferring(flight.later):
                 torch.autograd.backward([result for result, _ in pairs], [gradient for _, gradient in pairs])
         if action.stage:
             leaving = tuple(None if value is None else value.grad for value in flight.received)
@@ -191,13 +191,13 @@ class SendingStep(Step):
     """Ranks send to each other; messages travel while they compute.
 
     Args:
-        wire: to the neighbours.
+        p2p: to the neighbours.
         arguments, options: see :class:`Step`.
     """
 
-    def __init__(self, wire: Wire, *arguments: Any, **options: Any) -> None:
+    def __init__(self, p2p: P2P, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._wire = wire
+        self._p2p = p2p
         self._sends: deque[Pending] = deque()
 
     def run(self) -> None:
@@ -224,22 +224,22 @@ class SendingStep(Step):
         peer = self._schedule.peer(action)
         if action.kind is Kind.SEND_ACTIVATION:
             as_tuple = self._stages[action.stage].passage.as_tuple
-            self._sends += self._wire.send(values, self._edge(action.stage), peer, as_tuple)
+            self._sends += self._p2p.send(values, self._edge(action.stage), peer, as_tuple)
         else:
-            self._sends += self._wire.send_gradient(values, self._edge(action.stage - 1), peer)
+            self._sends += self._p2p.send_gradient(values, self._edge(action.stage - 1), peer)
         while len(self._sends) > 2 * self._schedule.ranks * self._schedule.virtual_stages:
             self._sends.popleft().wait()
 
     def _receive(self, action: Action) -> None:
         peer = self._schedule.peer(action)
         if action.kind is Kind.RECEIVE_ACTIVATION:
-            pending = self._wire.receive(self._edge(action.stage - 1), peer)
+            pending = self._p2p.receive(self._edge(action.stage - 1), peer)
         else:
-            pending = self._wire.receive_gradient(self._edge(action.stage), peer)
+            pending = self._p2p.receive_gradient(self._edge(action.stage), peer)
         self._arriving[action.kind, action.stage, action.microbatch] = pending
 
     def _form(self, stage: int) -> Form | None:
-        return self._wire.form(self._edge(stage))
+        return self._p2p.form(self._edge(stage))
 
     def _refuse_form(self, found: Form, form: Form, stage: int) -> NoReturn:
         raise UsageError(

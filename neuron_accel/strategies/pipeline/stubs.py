@@ -72,7 +72,7 @@ class Skipped(nn.Module):
         return self.passage.returned((hidden_of(args, kwargs), *[None] * (len(self.passage.received) - 1)))
 
 
-class Entry(Skipped):
+class StageInput(Skipped):
     """Stands in place of the block before a stage's first one: hands in what was received."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from neuron_accel.models.architecture import Architecture, join
 from neuron_accel.strategies.tensor_parallel.linear import is_row_parallel
 from neuron_accel.strategies.tensor_parallel.regions import Dropouts, change_first, change_output, replace_hidden
 from neuron_accel.strategies.tensor_parallel.shard_plan import AXIS
-from neuron_accel.strategies.tensor_parallel.tp_region import Boundary, SequenceFlow
+from neuron_accel.strategies.tensor_parallel.tp_region import SequenceFlow, TpRegion
 
 if TYPE_CHECKING:
     from neuron_accel.contract import ParameterMap, PreparedModel, Run
@@ -51,27 +51,27 @@ class SequenceParallelPlugin(StrategyPlugin):
             PlanError: if nothing has divided the model.
             UnsupportedModelError: if no plan covers it.
         """
-        from neuron_accel.strategies.tensor_parallel.tp_region import boundary_of
+        from neuron_accel.strategies.tensor_parallel.tp_region import tp_region_of
 
-        boundary = boundary_of(model.module)
-        if boundary is None or boundary.architecture is None:
+        tp_region = tp_region_of(model.module)
+        if tp_region is None or tp_region.architecture is None:
             raise PlanError(
                 f"Sequence parallelism found no tensor-parallel region in {type(model.module).__name__}.",
                 where="plugin sequence_parallel",
                 why="it divides what lies between such regions",
                 fix="use it together with ModelParallelismPlugin(tensor_parallel_size=...)",
             )
-        divide_sequence(boundary.architecture, boundary, model.parameters)
+        divide_sequence(tp_region.architecture, tp_region, model.parameters)
 
 
 # ---- Attaches a division along the sequence to a model whose weights are divided already -----------------------------
-def divide_sequence(architecture: Architecture, boundary: Boundary, parameters: ParameterMap) -> None:
+def divide_sequence(architecture: Architecture, tp_region: TpRegion, parameters: ParameterMap) -> None:
     """Makes what lies between a model's tensor-parallel regions flow in shares of the sequence, from the input of the
     first block to the output of the final norm.
 
     Args:
         architecture: the model.
-        boundary: the one that its regions share.
+        tp_region: the one that its regions share.
         parameters: learns whose gradients become sums over the axis.
 
     Raises:
@@ -91,9 +91,9 @@ def divide_sequence(architecture: Architecture, boundary: Boundary, parameters: 
         raise UnsupportedModelError(f"{type(architecture.owner).__name__} has no blocks to divide the sequence for.")
     if users:
         _refuse_mixing(architecture)
-    flow = SequenceFlow(boundary.backend, boundary.group)
-    boundary.flow = flow
-    stack = _Stack(blocks, boundary, flow)
+    flow = SequenceFlow(tp_region.backend, tp_region.group)
+    tp_region.flow = flow
+    stack = _Stack(blocks, tp_region, flow)
     blocks[0].register_forward_pre_hook(stack.enter, with_kwargs=True)
     architecture.last[1].register_forward_hook(stack.leave)
     architecture.base.register_forward_hook(stack.ended, always_call=True)
@@ -111,8 +111,8 @@ def divide_sequence(architecture: Architecture, boundary: Boundary, parameters: 
 class _Stack:
     """The blocks and the final norm of one model, whose activations are shares of the sequence."""
 
-    def __init__(self, blocks: list[nn.Module], boundary: Boundary, flow: SequenceFlow) -> None:
-        self._boundary, self._flow, self._dropouts = boundary, flow, Dropouts(blocks)
+    def __init__(self, blocks: list[nn.Module], tp_region: TpRegion, flow: SequenceFlow) -> None:
+        self._tp_region, self._flow, self._dropouts = tp_region, flow, Dropouts(blocks)
         self._inside = False
         self._watches: list[RemovableHandle] = []
 
@@ -139,19 +139,19 @@ class _Stack:
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # every rank has other positions, and must drop other elements of them
         self._inside = True
-        self._boundary.randomness.begin(self._dropouts.active)
+        self._tp_region.randomness.begin(self._dropouts.active)
         return replace_hidden(args, kwargs, self._flow.split)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._inside:  # a norm that is also applied before the blocks
             return output
         self._inside = False
-        self._boundary.randomness.end()
+        self._tp_region.randomness.end()
         return change_first(output, self._flow.join)
 
     def ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._inside = False
-        self._boundary.randomness.end()  # after an error inside
+        self._tp_region.randomness.end()  # after an error inside
         while self._watches:  # activation checkpointing calls modules again, in another order
             self._watches.pop().remove()
 

@@ -1,4 +1,4 @@
-"""How many heads a rank gets: what divides, what is padded, what several ranks hold alike."""
+"""How many heads a rank gets: which divide evenly, which are padded, which several ranks hold."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from neuron_accel.models.architecture import Architecture
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """The division of something countable over the ranks.
+class HeadSplit:
+    """How something countable (heads, groups) is split over the ranks.
 
     Args:
         name: the configuration attribute that counts it.
@@ -41,8 +41,8 @@ class Share:
         return -(-self.units // self.parts) * (self.count // self.units)
 
 
-def shares_of(architecture: Architecture, degree: int) -> dict[str, Share]:
-    """The shares of everything that a plan counts, by configuration attribute. Attributes that the configuration lacks
+def head_splits(architecture: Architecture, degree: int) -> dict[str, HeadSplit]:
+    """How everything that a plan counts is split, by configuration attribute. Attributes that the configuration lacks
     are left out.
 
     Heads that do not divide are padded with heads that compute nothing; more ranks than key/value heads hold them
@@ -55,19 +55,19 @@ def shares_of(architecture: Architecture, degree: int) -> dict[str, Share]:
     names = {name for style in plan.styles.values() for name in style.units_of_blocks if name}
     names |= {name for counted in plan.per_rank.values() for name in counted.values()}
     counts = {name: getattr(config, name, None) for name in sorted(names)}
-    shares = {
-        name: Share(name=name, count=count, units=count, degree=degree) for name, count in counts.items() if count
+    splits = {
+        name: HeadSplit(name=name, count=count, units=count, degree=degree) for name, count in counts.items() if count
     }
-    heads = shares.get(plan.heads)
-    groups = shares.get(plan.key_value_heads)
+    heads = splits.get(plan.heads)
+    groups = splits.get(plan.key_value_heads)
     if heads is not None and groups is not None:
-        shares[heads.name], shares[groups.name] = _together(architecture, heads, groups)
+        splits[heads.name], splits[groups.name] = _together(architecture, heads, groups)
     elif heads is not None and heads.count < degree:
         raise _too_many(architecture, heads, degree)
-    return shares
+    return splits
 
 
-def _together(architecture: Architecture, heads: Share, groups: Share) -> tuple[Share, Share]:
+def _together(architecture: Architecture, heads: HeadSplit, groups: HeadSplit) -> tuple[HeadSplit, HeadSplit]:
     degree = heads.degree
     if heads.count < degree or heads.count % groups.count:
         raise _too_many(architecture, heads, degree)
@@ -76,21 +76,21 @@ def _together(architecture: Architecture, heads: Share, groups: Share) -> tuple[
     if degree % groups.count == 0:
         if heads.count % degree:
             raise _too_many(architecture, heads, degree)
-        replicated = Share(
+        replicated = HeadSplit(
             name=groups.name, count=groups.count, units=groups.count, degree=degree, replicas=degree // groups.count
         )
         return heads, replicated
     if groups.count < degree:
         raise _too_many(architecture, groups, degree)
     # A key/value head and the heads that read it stay together, and are padded together.
-    return Share(name=heads.name, count=heads.count, units=groups.count, degree=degree), groups
+    return HeadSplit(name=heads.name, count=heads.count, units=groups.count, degree=degree), groups
 
 
-def _too_many(architecture: Architecture, share: Share, degree: int) -> LayoutError:
+def _too_many(architecture: Architecture, split: HeadSplit, degree: int) -> LayoutError:
     heads = getattr(architecture.config, architecture.plan.heads)
     legal = [str(n) for n in range(1, heads + 1) if heads % n == 0 and _fits(architecture, n)]
     return LayoutError(
-        f"{share.name} = {share.count} does not divide by {degree}.",
+        f"{split.name} = {split.count} does not divide by {degree}.",
         where=f"{type(architecture.owner).__name__} with tensor_parallel_size={degree}",
         why="every rank computes whole heads, as many as the others, together with the key/value heads that they read",
         fix=f"choose tensor_parallel_size from: {', '.join(legal)}",

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from neuron_accel.contract import WithProductHooks, copy_to_group
-from neuron_accel.strategies.tensor_parallel.tp_region import Boundary
+from neuron_accel.strategies.tensor_parallel.tp_region import TpRegion
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Group
@@ -58,45 +58,45 @@ def take_over(cls: type[nn.Module], source: nn.Module) -> nn.Module:
 
 
 class ColumnParallelLinear(nn.Linear):
-    """A share of the output features of an ``nn.Linear``. Input [..., in], output [..., out / degree].
+    """A shard of the output features of an ``nn.Linear``. Input [..., in], output [..., out / degree].
 
     The input enters the region once for all its column-wise layers, so there is no communication here, unless several
-    ranks hold the same features: ``alike`` is the group of those. Their gradients are then summed while they are
-    computed, so that what arrives at a parameter is as complete as anywhere else.
+    ranks hold the same features: ``replica_group`` is the group of those. Their gradients are then summed while they
+    are computed, so that what arrives at a parameter is as complete as anywhere else.
     """
 
-    boundary: Boundary
-    alike: Group | None = None
+    tp_region: TpRegion
+    replica_group: Group | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.alike is None:
+        if self.replica_group is None:
             return F.linear(input, self.weight, self.bias)
-        backend = self.boundary.backend
-        bias = None if self.bias is None else copy_to_group(self.bias, backend, self.alike)
-        return F.linear(input, copy_to_group(self.weight, backend, self.alike), bias)
+        backend = self.tp_region.backend
+        bias = None if self.bias is None else copy_to_group(self.bias, backend, self.replica_group)
+        return F.linear(input, copy_to_group(self.weight, backend, self.replica_group), bias)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, degree={self.boundary.group.size}"
+        return f"{super().extra_repr()}, degree={self.tp_region.group.size}"
 
 
 class RowParallelLinear(WithProductHooks, nn.Linear):
-    """A share of the input features of an ``nn.Linear``. Input [..., in / degree]; the output [..., out] leaves the
+    """A shard of the input features of an ``nn.Linear``. Input [..., in / degree]; the output [..., out] leaves the
     region, and the bias, which every rank has whole, is added once."""
 
-    boundary: Boundary
+    tp_region: TpRegion
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _leave(self._product(input, F.linear(input, self.weight)), self.bias, self.boundary)
+        return _leave(self._product(input, F.linear(input, self.weight)), self.bias, self.tp_region)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, degree={self.boundary.group.size}"
+        return f"{super().extra_repr()}, degree={self.tp_region.group.size}"
 
 
 class PartialLinear(nn.Linear):
-    """A share of the input features of an ``nn.Linear`` without bias, whose output [..., out] is one term of a sum over
+    """A shard of the input features of an ``nn.Linear`` without bias, whose output [..., out] is one term of a sum over
     the ranks, taken later."""
 
-    boundary: Boundary
+    tp_region: TpRegion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +123,10 @@ class RowBlock:
 class OwnRowsLinear(WithProductHooks, nn.Linear):
     """A projection that every rank holds whole, and of whose output features it computes its own, block by block. Input
     [..., in], output [..., sum of ``local``]. Each rank reads only the rows that it needs, so that gradients are a
-    share of a sum. Rows that there are not compute zero.
+    term of a sum. Rows that do not exist compute zero.
     """
 
-    boundary: Boundary
+    tp_region: TpRegion
     blocks: tuple[RowBlock, ...]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ class OwnRowsLinear(WithProductHooks, nn.Linear):
         return self._rows(device)[1]
 
     def _parts(self, block: RowBlock) -> int:
-        return self.boundary.group.size // block.replicas
+        return self.tp_region.group.size // block.replicas
 
     def _rows(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices of the rows that this rank needs, and which of them stand for none: data, rather than constants of
@@ -157,7 +157,7 @@ class OwnRowsLinear(WithProductHooks, nn.Linear):
         for block in self.blocks:
             shards = torch.arange(block.local * self._parts(block), device=device).view(-1, 1, block.local)
             each = shards.expand(-1, block.replicas, -1).reshape(-1)
-            own = self.boundary.backend.chunk(each, self.boundary.group, 0)
+            own = self.tp_region.backend.chunk(each, self.tp_region.group, 0)
             missing.append(own >= block.size)
             own = own.clamp(max=block.size - 1)
             if block.run:
@@ -172,33 +172,33 @@ class OwnRowsLinear(WithProductHooks, nn.Linear):
 class ColumnParallelConv1D(nn.Module):
     """:class:`ColumnParallelLinear` for a layer whose weight is [in, out], as GPT-2's are."""
 
-    boundary: Boundary
+    tp_region: TpRegion
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return F.linear(input, self.weight.t(), self.bias)
 
     def extra_repr(self) -> str:
-        return f"in={self.weight.shape[0]}, out={self.weight.shape[1]}, degree={self.boundary.group.size}"
+        return f"in={self.weight.shape[0]}, out={self.weight.shape[1]}, degree={self.tp_region.group.size}"
 
 
 class RowParallelConv1D(WithProductHooks):
     """:class:`RowParallelLinear` for a layer whose weight is [in, out], as GPT-2's are."""
 
-    boundary: Boundary
+    tp_region: TpRegion
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _leave(self._product(input, F.linear(input, self.weight.t())), self.bias, self.boundary)
+        return _leave(self._product(input, F.linear(input, self.weight.t())), self.bias, self.tp_region)
 
     def extra_repr(self) -> str:
-        return f"in={self.weight.shape[0]}, out={self.weight.shape[1]}, degree={self.boundary.group.size}"
+        return f"in={self.weight.shape[0]}, out={self.weight.shape[1]}, degree={self.tp_region.group.size}"
 
 
-def _leave(partial: torch.Tensor, bias: torch.Tensor | None, boundary: Boundary) -> torch.Tensor:
-    output = boundary.exit(partial, given_up=True)
+def _leave(partial: torch.Tensor, bias: torch.Tensor | None, tp_region: TpRegion) -> torch.Tensor:
+    output = tp_region.exit(partial, given_up=True)
     return output if bias is None else output + bias.to(output.dtype)  # autocast leaves parameters in full precision
 
 
-def parallel_linear(source: nn.Module, kind: str, boundary: Boundary) -> nn.Module:
+def parallel_linear(source: nn.Module, kind: str, tp_region: TpRegion) -> nn.Module:
     """The module that replaces a linear layer of style ``kind``, still with the whole parameters."""
     transposed = not isinstance(source, nn.Linear)
     if kind == "partial":
@@ -208,15 +208,15 @@ def parallel_linear(source: nn.Module, kind: str, boundary: Boundary) -> nn.Modu
     else:
         cls = RowParallelConv1D if transposed else RowParallelLinear
     module = take_over(cls, source)
-    module.boundary = boundary
+    module.tp_region = tp_region
     return module
 
 
-def own_rows_linear(source: nn.Module, boundary: Boundary, blocks: tuple[RowBlock, ...]) -> OwnRowsLinear:
+def own_rows_linear(source: nn.Module, tp_region: TpRegion, blocks: tuple[RowBlock, ...]) -> OwnRowsLinear:
     """The module that replaces a linear layer of which each rank computes the rows that ``blocks`` say."""
     module = take_over(OwnRowsLinear, source)
     assert isinstance(module, OwnRowsLinear)
-    module.boundary, module.blocks = boundary, blocks
+    module.tp_region, module.blocks = tp_region, blocks
     return module
 
 

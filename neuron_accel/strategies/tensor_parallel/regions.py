@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from neuron_accel.contract import LayoutError, UsageError, chunk_to_group, gather_from_group
 from neuron_accel.models.architecture import Architecture
 from neuron_accel.strategies.tensor_parallel.embedding import VocabularyParallelHead
-from neuron_accel.strategies.tensor_parallel.head_split import Share
-from neuron_accel.strategies.tensor_parallel.tp_region import Boundary
+from neuron_accel.strategies.tensor_parallel.head_split import HeadSplit
+from neuron_accel.strategies.tensor_parallel.tp_region import TpRegion
 
 HIDDEN = "hidden_states"
 
@@ -64,18 +64,18 @@ class Dropouts:
 
 
 class _Region:
-    def __init__(self, module: nn.Module, boundary: Boundary) -> None:
-        self._boundary, self._dropouts = boundary, Dropouts([module])
+    def __init__(self, module: nn.Module, tp_region: TpRegion) -> None:
+        self._tp_region, self._dropouts = tp_region, Dropouts([module])
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         draws = self._dropouts.active
-        return replace_hidden(args, kwargs, lambda hidden: self._boundary.enter(hidden, draws=draws))
+        return replace_hidden(args, kwargs, lambda hidden: self._tp_region.enter(hidden, draws=draws))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._boundary.leave()  # after an error inside, or a region that ends in no row-wise projection
+        self._tp_region.leave()  # after an error inside, or a region that ends in no row-wise projection
 
     def sum(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return change_first(output, self._boundary.exit)
+        return change_first(output, self._tp_region.exit)
 
 
 def change_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -86,26 +86,26 @@ def change_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
     return changed if isinstance(output, tuple) else list(changed)
 
 
-def install_regions(architecture: Architecture, boundary: Boundary, partial: Iterable[str] = ()) -> None:
-    """Makes the input of every region of a model go through ``boundary``, and the output of those that hold a module of
-    ``partial`` (FQNs)."""
+def install_regions(architecture: Architecture, tp_region: TpRegion, partial: Iterable[str] = ()) -> None:
+    """Makes the input of every region of a model go through ``tp_region``, and the output of those that hold a module
+    of ``partial`` (FQNs)."""
     partial = tuple(partial)
     for fqn, module in architecture.regions:
-        region = _Region(module, boundary)
-        module.boundary = boundary
+        region = _Region(module, tp_region)
+        module.tp_region = tp_region
         module.register_forward_pre_hook(region.enter, with_kwargs=True)
         if any(name.startswith(fqn + ".") for name in partial):
             module.register_forward_hook(region.sum)
         module.register_forward_hook(region.leave, always_call=True)
 
 
-def count_once(module: nn.Module, boundary: Boundary) -> None:
+def count_once(module: nn.Module, tp_region: TpRegion) -> None:
     """Makes the output of a module that all ranks apply alike this rank's part of a sum over them."""
-    degree = boundary.group.size
+    degree = tp_region.group.size
     module.register_forward_hook(lambda _module, _args, output: output / degree)
 
 
-def divide_arguments(architecture: Architecture, boundary: Boundary, heads: Share) -> None:
+def divide_arguments(architecture: Architecture, tp_region: TpRegion, heads: HeadSplit) -> None:
     """Gives each rank those entries of what is different for each head, [batch x heads, ...] or, of four dims, [batch,
     heads, ...], that are its heads'. What is None, or the same for all heads, stays as it is.
 
@@ -117,11 +117,11 @@ def divide_arguments(architecture: Architecture, boundary: Boundary, heads: Shar
         if value is None:
             return None
         if value.dim() == 4:
-            return value if value.shape[1] == 1 else backend.chunk(value, boundary.group, 1)
+            return value if value.shape[1] == 1 else backend.chunk(value, tp_region.group, 1)
         each = value.unflatten(0, (-1, heads.count))
-        return backend.chunk(each, boundary.group, 1).flatten(0, 1)
+        return backend.chunk(each, tp_region.group, 1).flatten(0, 1)
 
-    backend = boundary.backend
+    backend = tp_region.backend
     arguments = [(pattern, name) for pattern, names in architecture.plan.per_head.items() for name in names]
     for pattern, argument in arguments:
         if heads.padded:
@@ -158,29 +158,29 @@ def refuse_arguments(architecture: Architecture) -> None:
         architecture.owner.register_forward_pre_hook(check, with_kwargs=True)
 
 
-def span_features(module: nn.Module, boundary: Boundary, share: Share | None = None) -> None:
+def span_features(module: nn.Module, tp_region: TpRegion, split: HeadSplit | None = None) -> None:
     """Applies a module, a norm say, to the features, the last dim, of all ranks; each goes on with its own.
 
     Every rank computes the same, so that the module's gradients are whole on each.
 
     Args:
-        share: how what the features belong to is divided; None: evenly. Of features that several ranks hold the module
+        split: how the heads of its features are split; None: evenly. Of features that several ranks hold the module
             gets one, whose rank gets the gradient of all; of padding it gets nothing, and zeros come back.
     """
-    backend, group = boundary.backend, boundary.group
-    replicas = 1 if share is None else share.replicas
+    backend, group = tp_region.backend, tp_region.group
+    replicas = 1 if split is None else split.replicas
 
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         features = gather_from_group(args[0], backend, group, args[0].dim() - 1, grad="chunk")
         if replicas > 1:
             features = features.unflatten(-1, (-1, replicas, args[0].shape[-1]))[..., 0, :].flatten(-2)
-        if share is not None and share.padded:
-            features = features.narrow(-1, 0, features.shape[-1] // (share.local * share.parts) * share.count)
+        if split is not None and split.padded:
+            features = features.narrow(-1, 0, features.shape[-1] // (split.local * split.parts) * split.count)
         return (features, *args[1:])
 
     def own(_: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        if share is not None and share.padded:
-            output = F.pad(output, (0, output.shape[-1] // share.count * share.local * share.parts - output.shape[-1]))
+        if split is not None and split.padded:
+            output = F.pad(output, (0, output.shape[-1] // split.count * split.local * split.parts - output.shape[-1]))
         if replicas > 1:
             shards = output.unflatten(-1, (group.size // replicas, 1, -1))
             output = shards.expand(*shards.shape[:-2], replicas, -1).flatten(-3)
@@ -247,11 +247,11 @@ def change_output(
     architecture.base.register_forward_hook(hook, with_kwargs=True)
 
 
-def gather_heads(boundary: Boundary, heads: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
+def gather_heads(tp_region: TpRegion, heads: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
     """Attention weights [batch, heads / degree, query, key] to those of all ``heads``, without padding."""
 
     def gather(weights: torch.Tensor) -> torch.Tensor:
-        full = gather_from_group(weights, boundary.backend, boundary.group, 1, grad="chunk")
+        full = gather_from_group(weights, tp_region.backend, tp_region.group, 1, grad="chunk")
         return full if heads is None or full.shape[1] == heads else full.narrow(1, 0, heads)
 
     return gather

@@ -1,4 +1,4 @@
-"""Carries out a division: replaces modules, cuts parameters, and lets activations in and out."""
+"""Shards a model as planned: replaces modules, shards parameters, and lets activations in and out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from neuron_accel.strategies.tensor_parallel.embedding import (
     parallel_embedding,
     parallel_head,
 )
-from neuron_accel.strategies.tensor_parallel.head_split import Share, shares_of
+from neuron_accel.strategies.tensor_parallel.head_split import HeadSplit, head_splits
 from neuron_accel.strategies.tensor_parallel.linear import RowBlock, own_rows_linear, parallel_linear, refresh_features
 from neuron_accel.strategies.tensor_parallel.regions import (
     change_output,
@@ -29,8 +29,8 @@ from neuron_accel.strategies.tensor_parallel.regions import (
     refuse_arguments,
     span_features,
 )
-from neuron_accel.strategies.tensor_parallel.shard_plan import AXIS, Division
-from neuron_accel.strategies.tensor_parallel.tp_region import Boundary
+from neuron_accel.strategies.tensor_parallel.shard_plan import AXIS, ShardPlan
+from neuron_accel.strategies.tensor_parallel.tp_region import TpRegion
 from neuron_accel.strategies.tensor_parallel.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -42,65 +42,65 @@ _HEADS_OF_A_GROUP = "num_key_value_groups"
 
 
 _SUMMED = ("partial", "experts", "counted_once")
-"""Kinds of modules whose output is a share of a sum when it leaves the region."""
+"""Kinds of modules whose output is one term of a sum when it leaves the region."""
 
 
-def rewrite(architecture: Architecture, divisions: list[Division], run: Run, parameters: ParameterMap) -> None:
-    """Divides a model in place.
+def rewrite(architecture: Architecture, shard_plans: list[ShardPlan], run: Run, parameters: ParameterMap) -> None:
+    """Shards a model in place.
 
     Args:
         architecture: the model.
-        divisions: what becomes of its modules.
+        shard_plans: what becomes of its modules.
         run: ranks and backend.
         parameters: gets the layouts; to be told to follow the model afterwards.
     """
     architecture = architecture.at(run.group(AXIS).size)
-    boundary = Boundary(run.backend, run.group(AXIS), architecture, run.randomness(AXIS))
-    shares = shares_of(architecture, boundary.group.size)
-    sharing = _groups_that_share(shares, run)
+    tp_region = TpRegion(run.backend, run.group(AXIS), architecture, run.randomness(AXIS))
+    splits = head_splits(architecture, tp_region.group.size)
+    replica_groups = _replica_groups(splits, run)
     cutter = _Cutter(run.coordinates)
-    for division in divisions:
-        for name in division.layouts:
-            parameters[join(division.fqn, name)].rule = division.kind
-        if division.kind in ("shared", "counted_once"):
-            for name in division.layouts:
-                parameters.add_partial_axis(join(division.fqn, name), AXIS)
-            if division.kind == "counted_once":
-                count_once(division.module, boundary)
+    for shards in shard_plans:
+        for name in shards.layouts:
+            parameters[join(shards.fqn, name)].rule = shards.kind
+        if shards.kind in ("shared", "counted_once"):
+            for name in shards.layouts:
+                parameters.add_partial_axis(join(shards.fqn, name), AXIS)
+            if shards.kind == "counted_once":
+                count_once(shards.module, tp_region)
             continue
-        if division.kind == "spanning":
-            span_features(division.module, boundary, division.share)
+        if shards.kind == "spanning":
+            span_features(shards.module, tp_region, shards.split)
             continue
-        if division.kind in ("own_queries", "own_rows"):
-            for name in division.layouts:
-                parameters.add_partial_axis(join(division.fqn, name), AXIS)
-            if division.kind == "own_rows":
-                module = own_rows_linear(division.module, boundary, division.rows)
+        if shards.kind in ("own_queries", "own_rows"):
+            for name in shards.layouts:
+                parameters.add_partial_axis(join(shards.fqn, name), AXIS)
+            if shards.kind == "own_rows":
+                module = own_rows_linear(shards.module, tp_region, shards.rows)
             else:
-                module = _own_queries(architecture, division, boundary, shares, divisions)
-            _put(architecture.model, division.fqn, module)
+                module = _own_queries(architecture, shards, tp_region, splits, shard_plans)
+            _put(architecture.model, shards.fqn, module)
             continue
-        if division.kind == "experts":
-            for name in share_bias(division.module, boundary.group.size):
-                parameters.add_partial_axis(join(division.fqn, name), AXIS)
-        module = _replacement(division, boundary)
-        for name, layout in division.layouts.items():
+        if shards.kind == "experts":
+            for name in share_bias(shards.module, tp_region.group.size):
+                parameters.add_partial_axis(join(shards.fqn, name), AXIS)
+        module = _replacement(shards, tp_region)
+        for name, layout in shards.layouts.items():
             if layout.cuts:
-                parameters.set_layout(join(division.fqn, name), layout)
+                parameters.set_layout(join(shards.fqn, name), layout)
                 whole = getattr(module, name)
                 module.register_parameter(name, cutter.cut(whole, layout))
-                _put_tied(architecture.model, parameters[join(division.fqn, name)].names, whole, getattr(module, name))
+                _put_tied(architecture.model, parameters[join(shards.fqn, name)].names, whole, getattr(module, name))
                 if layout.replicas > 1:
-                    module.alike = sharing[layout.replicas]
+                    module.replica_group = replica_groups[layout.replicas]
         refresh_features(module)
-        _put(architecture.model, division.fqn, module)
-    heads = shares.get(architecture.plan.heads)
-    _divide_attributes(architecture, shares)
-    install_regions(architecture, boundary, [d.fqn for d in divisions if d.kind in _SUMMED])
+        _put(architecture.model, shards.fqn, module)
+    heads = splits.get(architecture.plan.heads)
+    _shard_attributes(architecture, splits)
+    install_regions(architecture, tp_region, [d.fqn for d in shard_plans if d.kind in _SUMMED])
     refuse_arguments(architecture)
     if heads is not None:
-        divide_arguments(architecture, boundary, heads)
-    change_output(architecture, "attentions", gather_heads(boundary, heads.count if heads else None))
+        divide_arguments(architecture, tp_region, heads)
+    change_output(architecture, "attentions", gather_heads(tp_region, heads.count if heads else None))
     install_resize(architecture.model, run, parameters)
     head = architecture.head
     if head is not None and isinstance(head[1], VocabularyParallelHead):
@@ -121,31 +121,35 @@ class _Cutter:
         return self._done[parameter]
 
 
-def _replacement(division: Division, boundary: Boundary) -> nn.Module:
-    if division.kind in ("colwise", "rowwise", "partial"):
-        return parallel_linear(division.module, division.kind, boundary)
-    if division.kind in ("divided", "experts"):
-        return division.module
-    vocabulary = Vocabulary(size=division.module.weight.shape[0], backend=boundary.backend, group=boundary.group)
-    if division.kind == "embedding":
-        return parallel_embedding(division.fqn, division.module, vocabulary)
-    return parallel_head(division.module, vocabulary)
+def _replacement(shard_plan: ShardPlan, tp_region: TpRegion) -> nn.Module:
+    if shard_plan.kind in ("colwise", "rowwise", "partial"):
+        return parallel_linear(shard_plan.module, shard_plan.kind, tp_region)
+    if shard_plan.kind in ("divided", "experts"):
+        return shard_plan.module
+    vocabulary = Vocabulary(size=shard_plan.module.weight.shape[0], backend=tp_region.backend, group=tp_region.group)
+    if shard_plan.kind == "embedding":
+        return parallel_embedding(shard_plan.fqn, shard_plan.module, vocabulary)
+    return parallel_head(shard_plan.module, vocabulary)
 
 
 def _own_queries(
-    architecture: Architecture, division: Division, boundary: Boundary, shares: dict[str, Share], all: list[Division]
+    architecture: Architecture,
+    shard_plan: ShardPlan,
+    tp_region: TpRegion,
+    splits: dict[str, HeadSplit],
+    all: list[ShardPlan],
 ) -> nn.Module:
-    heads = shares[architecture.plan.heads]
-    holder = division.fqn.rpartition(".")[0]
+    heads = splits[architecture.plan.heads]
+    holder = shard_plan.fqn.rpartition(".")[0]
     exit = next(d for d in all if d.kind == "rowwise" and d.fqn.startswith(holder + "."))
     queries = exit.layouts["weight"].shape[1]  # as many as there are features behind the attention
-    both = division.module.weight.shape[0] - queries  # one key and one value head
+    both = shard_plan.module.weight.shape[0] - queries  # one key and one value head
     local = queries // heads.count * heads.local
     blocks = (
         RowBlock(start=0, size=queries, local=local),
-        RowBlock(start=queries, size=both, local=both, replicas=boundary.group.size),
+        RowBlock(start=queries, size=both, local=both, replicas=tp_region.group.size),
     )
-    module = own_rows_linear(division.module, boundary, blocks)
+    module = own_rows_linear(shard_plan.module, tp_region, blocks)
     if heads.padded:
 
         def without_padding(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -170,9 +174,9 @@ def _put_tied(model: nn.Module, names: Iterable[str], whole: nn.Parameter, cut: 
             module.register_parameter(name, cut)
 
 
-def _groups_that_share(shares: dict[str, Share], run: Run) -> dict[int, Group]:
+def _replica_groups(splits: dict[str, HeadSplit], run: Run) -> dict[int, Group]:
     """For each number of replicas, the neighbouring ranks of this one that hold the same heads."""
-    counts = sorted({share.replicas for share in shares.values() if share.replicas > 1})
+    counts = sorted({split.replicas for split in splits.values() if split.replicas > 1})
     groups = run.mesh.groups(AXIS)
     return {
         count: run.backend.new_group(
@@ -183,16 +187,16 @@ def _groups_that_share(shares: dict[str, Share], run: Run) -> dict[int, Group]:
     }
 
 
-def _divide_attributes(architecture: Architecture, shares: dict[str, Share]) -> None:
+def _shard_attributes(architecture: Architecture, splits: dict[str, HeadSplit]) -> None:
     for pattern, counted in architecture.plan.per_rank.items():
         for _, module in architecture.find(pattern):
             for name, counts in counted.items():
                 holder, _, attribute = name.rpartition(".")
                 if holder:  # the module's own view of the configuration, which others share
                     setattr(module, holder, copy.copy(getattr(module, holder)))
-                target, share = getattr(module, holder) if holder else module, shares[counts]
-                setattr(target, attribute, getattr(target, attribute) // share.count * share.local)
-    groups = shares.get(architecture.plan.key_value_heads)
+                target, split = getattr(module, holder) if holder else module, splits[counts]
+                setattr(target, attribute, getattr(target, attribute) // split.count * split.local)
+    groups = splits.get(architecture.plan.key_value_heads)
     if groups is None or groups.replicas == 1:
         return
     for _, module in architecture.regions:
@@ -209,7 +213,7 @@ def share_bias(module: nn.Module, degree: int) -> list[str]:
     in the sum over the ranks.
 
     Returns:
-        the names of the parameters whose gradients are shares of a sum from now on.
+        the names of the parameters whose gradients are partial sums from now on.
     """
     if _BIAS not in module._parameters:
         return []

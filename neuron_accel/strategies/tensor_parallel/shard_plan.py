@@ -1,4 +1,4 @@
-"""Which parameter of a model is cut where: a pure function of the model and the degree."""
+"""Which parameter of a model is sharded along which dim: a pure function of the model and the degree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from neuron_accel.contract import Cut, Layout, LayoutError, UnsupportedModelErro
 from neuron_accel.models.architecture import Architecture, join
 from neuron_accel.models.plan import Style
 from neuron_accel.strategies.tensor_parallel.embedding import is_plain, is_scaled_embedding
-from neuron_accel.strategies.tensor_parallel.head_split import Share, shares_of
+from neuron_accel.strategies.tensor_parallel.head_split import HeadSplit, head_splits
 from neuron_accel.strategies.tensor_parallel.linear import RowBlock, feature_dims
 
 AXIS = "tp"
@@ -30,7 +30,7 @@ _ACTIVATIONS = ("act", "act_fn", "activation_fn", "activation", "activation_func
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:
+class ShardPlan:
     """What becomes of one module.
 
     Args:
@@ -40,7 +40,7 @@ class Division:
             output features that it needs), ``"embedding"`` or ``"head"``.
         layouts: how each of its own parameters will lie, by the parameter's name in the module.
         rows: of kind ``"own_rows"``, the rows of its weight.
-        share: of kind ``"spanning"``, how what its features belong to is divided.
+        split: of kind ``"spanning"``, how the heads that its features belong to are split.
     """
 
     fqn: str
@@ -48,10 +48,10 @@ class Division:
     kind: str
     layouts: dict[str, Layout]
     rows: tuple[RowBlock, ...] = ()
-    share: Share | None = None
+    split: HeadSplit | None = None
 
 
-def divide(architecture: Architecture, degree: int, *, parallelize_embeddings: bool = True) -> list[Division]:
+def divide(architecture: Architecture, degree: int, *, parallelize_embeddings: bool = True) -> list[ShardPlan]:
     """Decides what becomes of every module that tensor parallelism touches. Changes nothing.
 
     Args:
@@ -64,38 +64,38 @@ def divide(architecture: Architecture, degree: int, *, parallelize_embeddings: b
         UnsupportedModelError: if the model is not built as its plan says, or a parameter of a region has no style.
     """
     architecture = architecture.at(degree)
-    shares = shares_of(architecture, degree)
-    divisions = [
-        _division(architecture, fqn, module, style, shares, degree) for fqn, module, style in _styled(architecture)
+    splits = head_splits(architecture, degree)
+    shard_plans = [
+        _shard_plan(architecture, fqn, module, style, splits, degree) for fqn, module, style in _styled(architecture)
     ]
-    divisions += _tables(architecture, shares, degree)
-    _check_padding(architecture, divisions, shares)
-    _check_covered(architecture, divisions)
+    shard_plans += _tables(architecture, splits, degree)
+    _check_padding(architecture, shard_plans, splits)
+    _check_covered(architecture, shard_plans)
     if parallelize_embeddings:
-        divisions += _vocabulary(architecture, degree)
-    return divisions
+        shard_plans += _vocabulary(architecture, degree)
+    return shard_plans
 
 
-def _division(
-    architecture: Architecture, fqn: str, module: nn.Module, style: Style, shares: dict[str, Share], degree: int
-) -> Division:
+def _shard_plan(
+    architecture: Architecture, fqn: str, module: nn.Module, style: Style, splits: dict[str, HeadSplit], degree: int
+) -> ShardPlan:
     if style.kind == "spanning":
         whole = {name: Layout.of(parameter) for name, parameter in module.named_parameters()}
         units = style.units_of_blocks[0]
-        share = None if units is None else shares.get(units) or shares.get(architecture.plan.heads)
-        return Division(fqn=fqn, module=module, kind=style.kind, layouts=whole, share=share)
-    rows = _own_rows(architecture, fqn, module, style, shares) if style.kind == "colwise" else ()
+        split = None if units is None else splits.get(units) or splits.get(architecture.plan.heads)
+        return ShardPlan(fqn=fqn, module=module, kind=style.kind, layouts=whole, split=split)
+    rows = _own_rows(architecture, fqn, module, style, splits) if style.kind == "colwise" else ()
     if rows:
         whole = {name: Layout.of(parameter) for name, parameter in module.named_parameters()}
-        return Division(fqn=fqn, module=module, kind="own_rows", layouts=whole, rows=rows)
-    layouts = _layouts(architecture, fqn, module, style, shares, degree)
-    return Division(fqn=fqn, module=module, kind=style.kind, layouts=layouts)
+        return ShardPlan(fqn=fqn, module=module, kind="own_rows", layouts=whole, rows=rows)
+    layouts = _layouts(architecture, fqn, module, style, splits, degree)
+    return ShardPlan(fqn=fqn, module=module, kind=style.kind, layouts=layouts)
 
 
-def sizes_of(model: nn.Module, divisions: list[Division]) -> dict[str, int]:
+def sizes_of(model: nn.Module, shard_plans: list[ShardPlan]) -> dict[str, int]:
     """Numbers of elements, tied weights counted once: of parameters that are ``"divided"``, of those that are
     ``"whole"`` on every rank, and those of both that are ``"local"`` to each."""
-    layouts = {join(d.fqn, name): layout for d in divisions for name, layout in d.layouts.items()}
+    layouts = {join(d.fqn, name): layout for d in shard_plans for name, layout in d.layouts.items()}
     sizes = dict.fromkeys(("divided", "whole", "local"), 0)
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -138,7 +138,7 @@ def _holders(architecture: Architecture, pattern: str) -> Iterator[tuple[str, nn
     return ((fqn, module) for fqn, module in architecture.find(holder) if name in module._parameters)
 
 
-def _tables(architecture: Architecture, shares: dict[str, Share], degree: int) -> Iterator[Division]:
+def _tables(architecture: Architecture, splits: dict[str, HeadSplit], degree: int) -> Iterator[ShardPlan]:
     """Parameters that have a style of their own: divided along one dim, or shared."""
     for pattern, style in architecture.plan.styles.items():
         name = pattern.rpartition(".")[2]
@@ -147,15 +147,15 @@ def _tables(architecture: Architecture, shares: dict[str, Share], degree: int) -
         for fqn, module in _holders(architecture, pattern):
             layout = Layout.of(getattr(module, name))
             if style.kind == "shared":
-                yield Division(fqn=fqn, module=module, kind="shared", layouts={name: layout})
+                yield ShardPlan(fqn=fqn, module=module, kind="shared", layouts={name: layout})
                 continue
             size = layout.shape[style.dim]
-            cut = _cut_of(architecture, join(fqn, name), style, shares, degree, dim=style.dim, size=size)
-            yield Division(fqn=fqn, module=module, kind="divided", layouts={name: _cut(layout, cut)})
+            cut = _cut_of(architecture, join(fqn, name), style, splits, degree, dim=style.dim, size=size)
+            yield ShardPlan(fqn=fqn, module=module, kind="divided", layouts={name: _cut(layout, cut)})
 
 
 def _layouts(
-    architecture: Architecture, fqn: str, module: nn.Module, style: Style, shares: dict[str, Share], degree: int
+    architecture: Architecture, fqn: str, module: nn.Module, style: Style, splits: dict[str, HeadSplit], degree: int
 ) -> dict[str, Layout]:
     whole = {name: Layout.of(parameter) for name, parameter in module.named_parameters()}
     dims = feature_dims(module)
@@ -163,7 +163,7 @@ def _layouts(
         return {
             name: _cut(
                 layout,
-                _cut_of(architecture, fqn, style, shares, degree, dim=style.dim, size=layout.shape[style.dim]),
+                _cut_of(architecture, fqn, style, splits, degree, dim=style.dim, size=layout.shape[style.dim]),
             )
             for name, layout in whole.items()
         }
@@ -180,9 +180,9 @@ def _layouts(
         )
     dim = dims.output if style.kind == "colwise" else dims.input
     size = module.weight.shape[dim]
-    found: dict[str, Cut] = {"weight": _cut_of(architecture, fqn, style, shares, degree, dim=dim, size=size)}
+    found: dict[str, Cut] = {"weight": _cut_of(architecture, fqn, style, splits, degree, dim=dim, size=size)}
     if style.kind == "colwise":
-        found["bias"] = _cut_of(architecture, fqn, style, shares, degree, dim=0, size=size)
+        found["bias"] = _cut_of(architecture, fqn, style, splits, degree, dim=0, size=size)
     return {name: _cut(layout, found.get(name)) for name, layout in whole.items()}
 
 
@@ -217,29 +217,29 @@ def _experts(fqn: str, module: nn.Module, degree: int) -> dict[str, Cut]:
 
 
 def _own_rows(
-    architecture: Architecture, fqn: str, module: nn.Module, style: Style, shares: dict[str, Share]
+    architecture: Architecture, fqn: str, module: nn.Module, style: Style, splits: dict[str, HeadSplit]
 ) -> tuple[RowBlock, ...]:
     """The rows that a rank needs of a weight that fuses heads and key/value heads which ranks do not hold equally often
     or in equal units, so that no cut gives each rank its own. Empty where a cut does."""
     if not isinstance(module, nn.Linear) or style.widths or style.groups > 1:
         return ()
     size = module.weight.shape[0]
-    sizes, blocks = _blocks_of(architecture, fqn, style, shares, size)
+    sizes, blocks = _blocks_of(architecture, fqn, style, splits, size)
     if not all(blocks):
         return ()
     if style.fused:
-        return _own_rows_of_groups(size, shares.get(architecture.plan.heads), blocks[0])
-    units = {block // share.units for block, share in zip(sizes, blocks, strict=True)}
-    if len(units) == 1 and len({share.replicas for share in blocks}) == 1:
+        return _own_rows_of_groups(size, splits.get(architecture.plan.heads), blocks[0])
+    units = {block // split.units for block, split in zip(sizes, blocks, strict=True)}
+    if len(units) == 1 and len({split.replicas for split in blocks}) == 1:
         return ()
     starts = itertools.accumulate(sizes, initial=0)
     return tuple(
-        RowBlock(start=start, size=block, local=block // share.count * share.local, replicas=share.replicas)
-        for start, block, share in zip(starts, sizes, blocks, strict=False)
+        RowBlock(start=start, size=block, local=block // split.count * split.local, replicas=split.replicas)
+        for start, block, split in zip(starts, sizes, blocks, strict=False)
     )
 
 
-def _own_rows_of_groups(size: int, heads: Share | None, groups: Share) -> tuple[RowBlock, ...]:
+def _own_rows_of_groups(size: int, heads: HeadSplit | None, groups: HeadSplit) -> tuple[RowBlock, ...]:
     """The same of a weight in which each key/value head is laid out with the heads that read it, first queries, then
     key, then value, where several ranks hold one."""
     if groups.replicas == 1 or heads is None:
@@ -253,22 +253,22 @@ def _own_rows_of_groups(size: int, heads: Share | None, groups: Share) -> tuple[
 
 
 def _blocks_of(
-    architecture: Architecture, fqn: str, style: Style, shares: dict[str, Share], size: int
-) -> tuple[list[int], list[Share | None]]:
+    architecture: Architecture, fqn: str, style: Style, splits: dict[str, HeadSplit], size: int
+) -> tuple[list[int], list[HeadSplit | None]]:
     """Sizes of the blocks that the divided features of a weight fuse, and how what each consists of is divided.
 
     Raises:
         UnsupportedModelError: if the features are no such blocks.
     """
-    blocks = [shares.get(name) if name else None for name in style.units_of_blocks]
-    counts = [share.count if share else 0 for share in blocks]
+    blocks = [splits.get(name) if name else None for name in style.units_of_blocks]
+    counts = [split.count if split else 0 for split in blocks]
     total = sum(counts) if all(counts) else 0
     sizes = [size * count // total for count in counts] if total else [size // len(blocks)] * len(blocks)
     if style.widths:
         widths = [getattr(architecture.config, name) for name in style.widths]
         sizes = [count * width for count, width in zip(counts, widths, strict=True)]
     exact = sum(sizes) == size and not any(
-        block % share.count for block, share in zip(sizes, blocks, strict=True) if share
+        block % split.count for block, split in zip(sizes, blocks, strict=True) if split
     )
     if not exact:
         raise UnsupportedModelError(
@@ -281,14 +281,21 @@ def _blocks_of(
 
 
 def _cut_of(
-    architecture: Architecture, fqn: str, style: Style, shares: dict[str, Share], degree: int, *, dim: int, size: int
+    architecture: Architecture,
+    fqn: str,
+    style: Style,
+    splits: dict[str, HeadSplit],
+    degree: int,
+    *,
+    dim: int,
+    size: int,
 ) -> Cut:
-    sizes, blocks = _blocks_of(architecture, fqn, style, shares, size)
-    units = {block * style.groups // share.units if share else 1 for block, share in zip(sizes, blocks, strict=True)}
+    sizes, blocks = _blocks_of(architecture, fqn, style, splits, size)
+    units = {block * style.groups // split.units if split else 1 for block, split in zip(sizes, blocks, strict=True)}
     if style.widths:
         units = {math.gcd(*(getattr(architecture.config, name) for name in style.widths))}
-    replicas = {share.replicas if share else 1 for share in blocks}
-    uneven = any(share.units // style.groups % share.parts or share.units % style.groups for share in blocks if share)
+    replicas = {split.replicas if split else 1 for split in blocks}
+    uneven = any(split.units // style.groups % split.parts or split.units % style.groups for split in blocks if split)
     whole_only = style.fused or style.groups > 1 or style.widths
     if len(units) > 1 or len(replicas) > 1 or (whole_only and (uneven or replicas != {1})):
         raise LayoutError(
@@ -309,31 +316,31 @@ def _cut_of(
     )
 
 
-def _check_padding(architecture: Architecture, divisions: list[Division], shares: dict[str, Share]) -> None:
+def _check_padding(architecture: Architecture, shard_plans: list[ShardPlan], splits: dict[str, HeadSplit]) -> None:
     """Padding must compute nothing: zero features stay zero on their way through a region, and get no gradient."""
-    heads = {name for name in (architecture.plan.heads, architecture.plan.key_value_heads) if name in shares}
-    uneven_heads = any(shares[name].padded or shares[name].replicas > 1 for name in heads)
+    heads = {name for name in (architecture.plan.heads, architecture.plan.key_value_heads) if name in splits}
+    uneven_heads = any(splits[name].padded or splits[name].replicas > 1 for name in heads)
     counted = {
         pattern: heads.intersection(style.units_of_blocks) for pattern, style in architecture.plan.styles.items()
     }
     of_heads = {fqn for pattern, names in counted.items() if names for fqn, _ in architecture.find(pattern)}
-    for division in divisions:
-        if division.kind == "spanning" and division.share is None and uneven_heads:
-            raise _no_padding(architecture, division.fqn, "it looks at the features of all heads at once")
-        if any(layout.replicas > 1 for layout in division.layouts.values()) and not isinstance(
-            division.module, nn.Linear
+    for shard_plan in shard_plans:
+        if shard_plan.kind == "spanning" and shard_plan.split is None and uneven_heads:
+            raise _no_padding(architecture, shard_plan.fqn, "it looks at the features of all heads at once")
+        if any(layout.replicas > 1 for layout in shard_plan.layouts.values()) and not isinstance(
+            shard_plan.module, nn.Linear
         ):
             raise _no_padding(
-                architecture, division.fqn, "only linear layers sum gradients over ranks that hold the same"
+                architecture, shard_plan.fqn, "only linear layers sum gradients over ranks that hold the same"
             )
-        if division.fqn in of_heads or not any(layout.padded for layout in division.layouts.values()):
+        if shard_plan.fqn in of_heads or not any(layout.padded for layout in shard_plan.layouts.values()):
             continue
-        region = _region_around(architecture, division.fqn)
+        region = _region_around(architecture, shard_plan.fqn)
         activation = next(
             (getattr(region, name) for name in _ACTIVATIONS if callable(getattr(region, name, None))), None
         )
         if activation is None or bool(activation(torch.zeros(1)).any()):
-            raise _no_padding(architecture, division.fqn, "what its activation makes of zero is not known to be zero")
+            raise _no_padding(architecture, shard_plan.fqn, "what its activation makes of zero is not known to be zero")
 
 
 def _region_around(architecture: Architecture, fqn: str) -> nn.Module | None:
@@ -354,7 +361,7 @@ def _cut(layout: Layout, cut: Cut | None) -> Layout:
     return Layout(shape=layout.shape, dtype=layout.dtype, cuts=() if cut is None else (cut,))
 
 
-def _vocabulary(architecture: Architecture, degree: int) -> Iterator[Division]:
+def _vocabulary(architecture: Architecture, degree: int) -> Iterator[ShardPlan]:
     tables = [architecture.token_embedding]
     tables += [found for pattern in architecture.plan.further_embeddings for found in architecture.find(pattern)]
     parts = [("embedding", table, nn.Embedding) for table in tables]
@@ -375,12 +382,12 @@ def _vocabulary(architecture: Architecture, degree: int) -> Iterator[Division]:
             )
             for name, parameter in module.named_parameters()
         }
-        yield Division(fqn=fqn, module=module, kind=kind, layouts=layouts)
+        yield ShardPlan(fqn=fqn, module=module, kind=kind, layouts=layouts)
 
 
-def _check_covered(architecture: Architecture, divisions: list[Division]) -> None:
+def _check_covered(architecture: Architecture, shard_plans: list[ShardPlan]) -> None:
     """A parameter of a region that is neither cut nor declared shared would get a wrong gradient, silently."""
-    covered = {join(division.fqn, name) for division in divisions for name in division.layouts}
+    covered = {join(shard_plan.fqn, name) for shard_plan in shard_plans for name in shard_plan.layouts}
     for region, module in architecture.regions:
         for name, _ in module.named_parameters():
             if join(region, name) not in covered:

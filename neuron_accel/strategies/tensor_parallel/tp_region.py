@@ -1,7 +1,7 @@
 """How activations enter and leave the regions in which the ranks of an axis compute different things.
 
-All regions of a model share one :class:`Boundary`. What lies between two regions is either the same on every rank
-(:class:`ReplicatedFlow`) or a share of the sequence (:class:`SequenceFlow`); a strategy may exchange one for the other.
+All regions of a model share one :class:`TpRegion`. What lies between two regions is either the same on every rank
+(:class:`ReplicatedFlow`) or a shard of the sequence (:class:`SequenceFlow`); a strategy may exchange one for the other.
 
 Source: Shoeybi et al. 2019 (the conjugate operators f and g), Korthikanti et al. 2022 (g and its conjugate).
 """
@@ -61,7 +61,7 @@ class ReplicatedFlow(Flow):
 
 
 class SequenceFlow(Flow):
-    """A share of the sequence, dim 1, on each rank: all-gather on entry, reduce-scatter on exit; the other way round in
+    """A shard of the sequence, dim 1, on each rank: all-gather on entry, reduce-scatter on exit; the other way round in
     backward.
 
     A sequence that does not divide is padded at its end between regions; inside a region it has its true length. Some
@@ -75,20 +75,20 @@ class SequenceFlow(Flow):
         self._length = 0
 
     def split(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[batch, sequence, hidden], the same on every rank, to this rank's share of it."""
+        """[batch, sequence, hidden], the same on every rank, to this rank's shard of it."""
         self._length = hidden.shape[1]
         return chunk_to_group(self._pad(hidden), self._backend, self._group, 1)
 
-    def join(self, share: torch.Tensor) -> torch.Tensor:
+    def join(self, shard: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`split`; what follows must compute the same on every rank."""
-        full = self._trim(gather_from_group(share, self._backend, self._group, 1, grad="chunk"))
+        full = self._trim(gather_from_group(shard, self._backend, self._group, 1, grad="chunk"))
         self._remember_length(full)
         return full
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.dim() == 2:
-            share = -(-self._length // self._group.size)
-            return self.enter(hidden.unflatten(0, (-1, share))).flatten(0, 1)
+            length = -(-self._length // self._group.size)
+            return self.enter(hidden.unflatten(0, (-1, length))).flatten(0, 1)
         return self._trim(gather_from_group(hidden, self._backend, self._group, 1, grad="reduce_scatter"))
 
     def exit(self, partial: torch.Tensor, *, given_up: bool = False) -> torch.Tensor:
@@ -118,7 +118,7 @@ class SequenceFlow(Flow):
         return full if full.shape[1] == self._length else full.narrow(1, 0, self._length).contiguous()
 
 
-class Boundary:
+class TpRegion:
     """The one way in and out of all tensor-parallel regions of a model.
 
     Args:
@@ -141,7 +141,7 @@ class Boundary:
         self.flow: Flow = ReplicatedFlow(backend, group)
         self.randomness = randomness or RankRandomness(backend.device, group.index, backend.generator)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TpRegion:
         return self  # a copied model runs on the same ranks
 
     def enter(self, hidden: torch.Tensor, *, draws: bool) -> torch.Tensor:
@@ -161,7 +161,7 @@ class Boundary:
             self.randomness.end()
 
 
-def boundary_of(model: nn.Module) -> Boundary | None:
-    """The boundary that a model's divided modules share; None if none is divided."""
-    found = (getattr(module, "boundary", None) for module in model.modules())
-    return next((boundary for boundary in found if isinstance(boundary, Boundary)), None)
+def tp_region_of(model: nn.Module) -> TpRegion | None:
+    """What the sharded modules of a model share; None if none is sharded."""
+    found = (getattr(module, "tp_region", None) for module in model.modules())
+    return next((tp_region for tp_region in found if isinstance(tp_region, TpRegion)), None)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from neuron_accel.strategies.tensor_parallel.embedding import VocabularyParallelEmbedding, VocabularyParallelHead
-from neuron_accel.strategies.tensor_parallel.head_split import shares_of
+from neuron_accel.strategies.tensor_parallel.head_split import head_splits
 from neuron_accel.strategies.tensor_parallel.linear import ColumnParallelLinear
-from neuron_accel.strategies.tensor_parallel.tp_region import Boundary, SequenceFlow, boundary_of
+from neuron_accel.strategies.tensor_parallel.tp_region import SequenceFlow, TpRegion, tp_region_of
 
 if TYPE_CHECKING:
     from neuron_accel.models.architecture import Architecture
@@ -22,22 +22,22 @@ def explain_traffic(model: nn.Module, tokens: int | None = None) -> str:
     Bytes are those of the tensors that collectives work on, forward and backward together, in the dtype of the model's
     parameters: of a step with ``tokens`` tokens, or for each token.
     """
-    boundary = boundary_of(model)
-    if boundary is None or boundary.architecture is None:
+    tp_region = tp_region_of(model)
+    if tp_region is None or tp_region.architecture is None:
         return ""
     unit = "bytes per token" if tokens is None else f"bytes per step of {tokens:,} tokens"
     rows = [("module", "what is exchanged", unit)]
-    for fqn, what, size in _rows(model, boundary):
+    for fqn, what, size in _rows(model, tp_region):
         rows.append((fqn, what, "-" if size is None else f"{size * (tokens or 1):,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([f"Tensor parallel over {boundary.group.size} ranks", *(f"  {line}" for line in lines)])
+    return "\n".join([f"Tensor parallel over {tp_region.group.size} ranks", *(f"  {line}" for line in lines)])
 
 
-def _rows(model: nn.Module, boundary: Boundary) -> Iterator[tuple[str, str, int | None]]:
-    architecture = boundary.architecture
+def _rows(model: nn.Module, tp_region: TpRegion) -> Iterator[tuple[str, str, int | None]]:
+    architecture = tp_region.architecture
     assert architecture is not None
-    divided = isinstance(boundary.flow, SequenceFlow)
+    divided = isinstance(tp_region.flow, SequenceFlow)
     each = "all-gather and reduce-scatter in, reduce-scatter and all-gather out" if divided else "all-reduce in and out"
     for fqn, module in architecture.regions:
         width = _hidden(architecture, module)
@@ -47,13 +47,15 @@ def _rows(model: nn.Module, boundary: Boundary) -> Iterator[tuple[str, str, int 
             yield fqn, "all-reduce out", module.weight.shape[1] * module.weight.element_size()
         elif isinstance(module, VocabularyParallelHead):
             yield fqn, _of_head(module), module.weight.shape[1] * module.weight.element_size()
-    alike = any(isinstance(module, ColumnParallelLinear) and module.alike is not None for module in model.modules())
-    shares = shares_of(architecture, boundary.group.size)
-    for share in shares.values():
-        if alike and share.replicas > 1:
+    has_replicas = any(
+        isinstance(module, ColumnParallelLinear) and module.replica_group is not None for module in model.modules()
+    )
+    splits = head_splits(architecture, tp_region.group.size)
+    for split in splits.values():
+        if has_replicas and split.replicas > 1:
             yield (
-                f"{share.name} = {share.count}",
-                f"gradients summed over {share.replicas} ranks that share heads",
+                f"{split.name} = {split.count}",
+                f"gradients summed over {split.replicas} ranks that share heads",
                 None,
             )
 

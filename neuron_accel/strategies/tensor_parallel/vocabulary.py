@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from neuron_accel.contract import Backend, Group
 
 
-# ---- A vocabulary divided over ranks: which ids a rank has, and logits of which each rank holds a share --------------
+# ---- A vocabulary divided over ranks: which ids a rank has, and logits of which each rank holds a shard --------------
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Vocabulary:
     """The ids 0 to ``size`` - 1, in consecutive parts of equal length; the last parts are padded.
@@ -78,10 +78,10 @@ class Vocabulary:
 
 
 class VocabularyShard(torch.Tensor):
-    """Logits [..., vocabulary] of which this rank holds a share of the last dim.
+    """Logits [..., vocabulary] of which this rank holds a shard of the last dim.
 
     It looks like the full logits. Casts, scaling by a number, tanh, and views and slices that leave the last dim alone
-    stay on the share; :func:`torch.nn.functional.cross_entropy` is computed without gathering; every other operation
+    stay on the shard; :func:`torch.nn.functional.cross_entropy` is computed without gathering; every other operation
     gathers the full logits first, a collective that all ranks of the group must take part in, and goes on with a plain
     tensor. :meth:`full_tensor` does so explicitly.
     """
@@ -92,7 +92,7 @@ class VocabularyShard(torch.Tensor):
 
     @staticmethod
     def of(local: torch.Tensor, vocabulary: Vocabulary, dtype: torch.dtype | None = None) -> VocabularyShard:
-        """Logits from this rank's share of them.
+        """Logits from this rank's shard of them.
 
         Args:
             local: [..., vocabulary.local_size].
@@ -162,7 +162,7 @@ class VocabularyShard(torch.Tensor):
 
 
 class _Wrap(torch.autograd.Function):
-    """The node between this rank's share and a shard, for operations that autograd records on the shard itself."""
+    """The node between this rank's shard and a shard, for operations that autograd records on the shard itself."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, vocabulary: Vocabulary, dtype: torch.dtype) -> torch.Tensor:
@@ -196,7 +196,7 @@ def _parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """``F.cross_entropy`` on a share of the logits; None where it has to be computed on the full ones: class weights,
+    """``F.cross_entropy`` on a shard of the logits; None where it has to be computed on the full ones: class weights,
     class probabilities as targets, classes that are not the last dim."""
     plain = (
         isinstance(input, VocabularyShard)
@@ -234,7 +234,7 @@ def cross_entropy(
     """What :func:`torch.nn.functional.cross_entropy` gives for the full logits; the same on every rank.
 
     Args:
-        local: this rank's share of the logits, [tokens, vocabulary.local_size] or [vocabulary.local_size].
+        local: this rank's shard of the logits, [tokens, vocabulary.local_size] or [vocabulary.local_size].
         target: the ids to predict, int64 of shape [tokens] or [].
         ignore_index: targets of this value count nothing.
         reduction: ``"mean"`` over the targets that count (NaN if there are none), ``"sum"`` or ``"none"``.
@@ -315,7 +315,7 @@ class _CrossEntropy(torch.autograd.Function):
         return result.to(ctx.dtype), None, None, None, None
 
 
-# ---- Operations on divided logits that need no other rank's share ----------------------------------------------------
+# ---- Operations on divided logits that need no other rank's shard ----------------------------------------------------
 _ATTRIBUTES = (
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "names", "itemsize", "nbytes",
     "is_cuda", "is_cpu", "is_meta", "is_xla", "is_sparse", "is_quantized", "is_mkldnn", "is_mps", "is_nested",
@@ -364,7 +364,7 @@ def is_metadata(func: Callable[..., Any]) -> bool:
 def apply(
     func: Callable[..., Any], shard: VocabularyShard, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any | None:
-    """``func(shard, *args, **kwargs)`` computed on this rank's share; None if that takes the full logits."""
+    """``func(shard, *args, **kwargs)`` computed on this rank's shard; None if that takes the full logits."""
     if func in _CASTS and not args and not kwargs:
         return _cast(shard, _CASTS[func])
     if func is torch.Tensor.to and len(args) == 1 and not kwargs and isinstance(args[0], torch.dtype):

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from neuron_accel.contract import UsageError, check_dense
-from neuron_accel.strategies.zero1.partition import Piece
-from neuron_accel.strategies.zero1.shard import BucketShard, ShardPiece
-from neuron_accel.strategies.zero1.sharded_grad import DividedGradient
+from neuron_accel.strategies.zero1.partition import Span
+from neuron_accel.strategies.zero1.shard import BucketShard, ParameterShard
+from neuron_accel.strategies.zero1.sharded_grad import ShardedGrad
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Group, ParameterRecord
@@ -29,12 +29,12 @@ class Buffer:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.gradients = torch.empty(numel, dtype=dtype, device=device)
         self.received = torch.empty(numel, dtype=dtype, device=device)
-        self._slots: dict[BufferShard, list[torch.Tensor]] = {}
+        self._slots: dict[EagerShard, list[torch.Tensor]] = {}
 
     def fits(self, numel: int, dtype: torch.dtype) -> bool:
         return self.gradients.dtype == dtype and numel <= self.gradients.numel() <= 4 * numel
 
-    def slots(self, shard: BufferShard) -> list[torch.Tensor]:
+    def slots(self, shard: EagerShard) -> list[torch.Tensor]:
         """Where the gradients of a shard's parameters go."""
         if shard not in self._slots:
             self._slots[shard] = shard._split(self.gradients)
@@ -50,7 +50,7 @@ class SendBuffers:
 
     def __init__(self, limit: int = 2) -> None:
         self._limit = limit
-        self._travelling: deque[tuple[BufferShard, Buffer]] = deque()
+        self._travelling: deque[tuple[EagerShard, Buffer]] = deque()
         self._free: list[Buffer] = []
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Buffer:
@@ -64,7 +64,7 @@ class SendBuffers:
         self._free.remove(buffer)
         return buffer
 
-    def sent(self, shard: BufferShard, buffer: Buffer) -> None:
+    def sent(self, shard: EagerShard, buffer: Buffer) -> None:
         """The gradients of ``shard`` are on their way."""
         self._travelling.append((shard, buffer))
 
@@ -79,7 +79,7 @@ class SendBuffers:
         self._free.append(buffer)  # of each size there are no more than were in use at once
 
 
-class BufferShard(BucketShard):
+class EagerShard(BucketShard):
     """The share of a bucket whose parameters are views of one flat buffer.
 
     Args:
@@ -115,12 +115,12 @@ class BufferShard(BucketShard):
     def _device(self) -> torch.device:
         return self.parameters[0].device
 
-    def _piece(self, place: Piece) -> ShardPiece:
+    def _piece(self, place: Span) -> ParameterShard:
         parameter = self.parameters[place.parameter]
         view = self._chunk[place.offset : place.offset + place.length]
         if self._keep_shapes or parameter.dim() == 0:
             view = view.view(parameter.shape)
-        return ShardPiece(parameter=parameter, place=place, master=nn.Parameter(view))
+        return ParameterShard(parameter=parameter, place=place, master=nn.Parameter(view))
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [
@@ -149,7 +149,7 @@ class BufferShard(BucketShard):
         if gradient is None:
             return
         parameter.grad = None
-        if isinstance(gradient, DividedGradient):
+        if isinstance(gradient, ShardedGrad):
             self._kept[index] = self._is_visible(gradient)
             gradient = gradient.take_waiting()
             if gradient is None:
@@ -212,7 +212,7 @@ class BufferShard(BucketShard):
         super().drop_gradients()
         self._buffer = None  # what a pass left there that did not come to its end
 
-    def _part(self, chunk: torch.Tensor, piece: ShardPiece) -> torch.Tensor:
+    def _part(self, chunk: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
         return chunk[piece.place.offset : piece.place.offset + piece.place.length].view(piece.master.shape)
 
     # ---- weights ---------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class BufferShard(BucketShard):
 
         return finish
 
-    def heed_weights(self) -> None:
+    def sync_user_weights(self) -> None:
         """The parameters become views of the buffer again. A master keeps the digits that a weight does not have,
         unless the weight is another now."""
         addresses = [parameter.data_ptr() for parameter in self.parameters]

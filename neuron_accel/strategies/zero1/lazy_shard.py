@@ -17,16 +17,16 @@ import xxhash
 from torch import nn
 
 from neuron_accel.contract import GradientPart
-from neuron_accel.strategies.zero1.partition import AlikePartition, Piece
-from neuron_accel.strategies.zero1.shard import BucketShard, ShardPiece
+from neuron_accel.strategies.zero1.partition import LazyPartition, Span
+from neuron_accel.strategies.zero1.shard import BucketShard, ParameterShard
 
 
 @dataclass
-class JoinedPiece(ShardPiece):
+class LazyParameterShard(ParameterShard):
     """A piece that lies in its shard's tensor. ``master`` is empty unless the shard is open; then it is a copy on the
     host."""
 
-    shard: JoinedShard
+    shard: LazyShard
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -38,7 +38,7 @@ class JoinedPiece(ShardPiece):
             raise ValueError("the gradient of a joined piece is that of its shard")
 
 
-class JoinedShard(BucketShard):
+class LazyShard(BucketShard):
     """The share of a bucket in one tensor.
 
     A parameter that has no gradient in a step is left as it is, with its state; only counters of steps, of which there
@@ -48,14 +48,14 @@ class JoinedShard(BucketShard):
         flat: the masters, ``[partition.chunk]``.
     """
 
-    partition: AlikePartition
+    partition: LazyPartition
 
     def __init__(self, **common: Any) -> None:
         super().__init__(**common)
         with torch.no_grad():
             self.flat = nn.Parameter(self._own_weights().to(self._device))
         self.pieces = [
-            JoinedPiece(
+            LazyParameterShard(
                 parameter=self.parameters[place.parameter],
                 place=place,
                 master=nn.Parameter(torch.empty(0, dtype=self.optimizer_dtype)),
@@ -113,10 +113,10 @@ class JoinedShard(BucketShard):
             if before[index] and not self.used_anywhere[index]:
                 self._part(self._gradient, piece).zero_()
 
-    def _part(self, chunk: torch.Tensor, piece: ShardPiece) -> torch.Tensor:
+    def _part(self, chunk: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
         return chunk[piece.place.offset : piece.place.offset + piece.place.length]
 
-    def gradient_of(self, place: Piece) -> torch.Tensor | None:
+    def gradient_of(self, place: Span) -> torch.Tensor | None:
         """The part of the reduced gradient at a piece; a view."""
         if self._gradient is None or not self.used_anywhere[place.parameter]:
             return None
@@ -128,7 +128,7 @@ class JoinedShard(BucketShard):
         if self._gradient is None:
             return []
 
-        def kind(piece: ShardPiece) -> tuple[bool, tuple[str, ...], int]:
+        def kind(piece: ParameterShard) -> tuple[bool, tuple[str, ...], int]:
             index = piece.place.parameter
             record = self.bucket.records[index]
             return piece.parameter in wanted and self.used_anywhere[index], self._axes_of(record), record.replicas

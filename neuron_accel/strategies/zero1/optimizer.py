@@ -45,10 +45,10 @@ from neuron_accel.contract import (
     twin,
     used_anywhere,
 )
-from neuron_accel.strategies.zero1.eager_shard import BufferShard, SendBuffers, suitable_cap
-from neuron_accel.strategies.zero1.lazy_shard import JoinedShard
-from neuron_accel.strategies.zero1.partition import alike, even, whole
-from neuron_accel.strategies.zero1.shard import BucketShard, ShardPiece
+from neuron_accel.strategies.zero1.eager_shard import EagerShard, SendBuffers, suitable_cap
+from neuron_accel.strategies.zero1.lazy_shard import LazyShard
+from neuron_accel.strategies.zero1.partition import even, lazy_partition, whole
+from neuron_accel.strategies.zero1.shard import BucketShard, ParameterShard
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Layout, ParameterRecord, PreparedModel, Run
@@ -139,7 +139,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._translate()
         if self._sees_wholes(optimizer):
             self.inner = WholeParameters(self.inner, self._layouts, run)
-        self._let_go(self.shards)
+        self._release(self.shards)
         if self._recipe is not None:
             del optimizer._neuron_accel_recipe  # type: ignore[attr-defined]
 
@@ -194,7 +194,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             state = {**self._recipe.build(groups).state, **state}
         for master, entries in state.items():
             put_state(self.inner, master, entries)
-        self._let_go(shards)
+        self._release(shards)
 
     def _stand_ins(self) -> dict[torch.Tensor, list[StandIn]]:
         """What the optimizer inside updates in place of each parameter."""
@@ -265,9 +265,9 @@ class Zero1Optimizer(torch.optim.Optimizer):
             "reduce_dtype": dtype if options.higher_cc_precision else bucket.dtype,
         }
         if self._lazy:
-            return JoinedShard(partition=alike(sizes, self._group.size), **common)
+            return LazyShard(partition=lazy_partition(sizes, self._group.size), **common)
         partition = (whole if options.whole_parameters else even)(sizes, self._group.size)
-        return BufferShard(partition=partition, buffers=buffers, keep_shapes=options.whole_parameters, **common)
+        return EagerShard(partition=partition, buffers=buffers, keep_shapes=options.whole_parameters, **common)
 
     def _check_dtype(self, bucket: Bucket) -> None:
         if self._lazy and bucket.dtype.is_complex:
@@ -320,7 +320,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             shard.close(state)
         return state
 
-    def _let_go(self, shards: Iterable[BucketShard]) -> None:
+    def _release(self, shards: Iterable[BucketShard]) -> None:
         """The user's optimizer is a face from now on: what it holds per parameter would be held twice."""
         for shard in shards:
             for parameter in shard.parameters:
@@ -362,7 +362,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             leave(group["params"])
         self._watcher.extend(records)
         self.inner.add_param_group(self._inner_group(group))
-        self._let_go(self.shards)
+        self._release(self.shards)
         self._carry_attributes()
         self._translate()
 
@@ -398,7 +398,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         """Completes the reduction of gradients that wait for it, and takes over what the loop did to reduced ones."""
         self._watcher.flush()
         for shard in self.shards:
-            shard.heed_the_loop()
+            shard.sync_user_edits()
 
     def gradient_parts(self, parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
         """This rank's pieces of the reduced gradients of ``parameters``, those of other optimizers left out; the caller
@@ -464,7 +464,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     def _heed_weights(self) -> None:
         for shard in self.shards:
-            shard.heed_weights()
+            shard.sync_user_weights()
 
     def gather_weights(self) -> None:
         """Gives every rank the weights that the pieces of all ranks stand for."""
@@ -578,11 +578,11 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _stand_in(piece: ShardPiece) -> StandIn:
+def _stand_in(piece: ParameterShard) -> StandIn:
     return StandIn(piece.master, partial(_divide_entry, parameter=piece.parameter, piece=piece))
 
 
-def _divide_entry(value: Any, parameter: nn.Parameter, piece: ShardPiece) -> Any:
+def _divide_entry(value: Any, parameter: nn.Parameter, piece: ParameterShard) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape == parameter.shape and parameter.dim() > 0:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 # only in where each begins: one after another, so that chunks cut through them ("even"), or such that none is cut
 # ("parameters").
 @dataclass(frozen=True)
-class Piece:
+class Span:
     """A run of elements of one flattened parameter in one rank's chunk.
 
     Args:
@@ -57,14 +57,14 @@ class Partition:
         """Elements of the buffer, padding included."""
         return self.degree * self.chunk
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
+    def pieces(self, rank: int) -> tuple[Span, ...]:
         """What lies in the chunk of ``rank``, in the order of the parameters."""
         begin, end = rank * self.chunk, (rank + 1) * self.chunk
         result = []
         for index, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             start, stop = max(begin, offset), min(end, offset + size)
             if start < stop:
-                result.append(Piece(parameter=index, start=start - offset, stop=stop - offset, offset=start - begin))
+                result.append(Span(parameter=index, start=start - offset, stop=stop - offset, offset=start - begin))
         return tuple(result)
 
 
@@ -101,7 +101,7 @@ def whole(sizes: Sequence[int], degree: int) -> Partition:
 # are ranks, the last ones padded, and the buffer is ordered by rank first: chunk r consists of the r-th pieces of all
 # parameters. The padding is less than one element per rank and parameter.
 @dataclass(frozen=True)
-class AlikePartition(Partition):
+class LazyPartition(Partition):
     """The layout of one bucket; ``offsets`` are those of a parameter's piece within a chunk.
 
     Args:
@@ -110,10 +110,10 @@ class AlikePartition(Partition):
 
     lengths: tuple[int, ...]
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
+    def pieces(self, rank: int) -> tuple[Span, ...]:
         """One of each parameter; ``start`` to ``stop`` are those of its elements that are not padding."""
         return tuple(
-            Piece(
+            Span(
                 parameter=index,
                 start=min(rank * length, size),
                 stop=min((rank + 1) * length, size),
@@ -144,13 +144,13 @@ class AlikePartition(Partition):
         return [value if len(value) == size else value[:size] for value, size in zip(wholes, self.sizes, strict=True)]
 
 
-def alike(sizes: Sequence[int], degree: int) -> AlikePartition:
+def lazy_partition(sizes: Sequence[int], degree: int) -> LazyPartition:
     """Every parameter cut into ``degree`` pieces of equal length."""
     lengths = [max(1, -(-size // degree)) for size in sizes]
     offsets, total = [], 0
     for length in lengths:
         offsets.append(total)
         total += length
-    return AlikePartition(
+    return LazyPartition(
         degree=degree, chunk=max(1, total), offsets=tuple(offsets), sizes=tuple(sizes), lengths=tuple(lengths)
     )

@@ -1,7 +1,7 @@
 """This rank's share of a bucket: gradients are scattered to it, it is updated, and weights are gathered from it.
 
-There are two kinds. :class:`~neuron_accel.strategies.zero1.eager_shard.BufferShard` keeps parameters as views of one
-flat buffer, so that nothing is copied; :class:`~neuron_accel.strategies.zero1.lazy_shard.JoinedShard` is for devices
+There are two kinds. :class:`~neuron_accel.strategies.zero1.eager_shard.EagerShard` keeps parameters as views of one
+flat buffer, so that nothing is copied; :class:`~neuron_accel.strategies.zero1.lazy_shard.LazyShard` is for devices
 that run one compiled graph on all ranks.
 """
 
@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from neuron_accel.contract import Bucket, DesyncError, GradientPart, UsageError, check_dense
-from neuron_accel.strategies.zero1.partition import Partition, Piece
-from neuron_accel.strategies.zero1.sharded_grad import DividedGradient
+from neuron_accel.strategies.zero1.partition import Partition, Span
+from neuron_accel.strategies.zero1.sharded_grad import ShardedGrad
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Group, ParameterRecord, Pending, Run
 
 
 @dataclass
-class ShardPiece:
+class ParameterShard:
     """What this rank optimizes of one parameter.
 
     Args:
@@ -35,7 +35,7 @@ class ShardPiece:
     """
 
     parameter: nn.Parameter
-    place: Piece
+    place: Span
     master: nn.Parameter
 
     @property
@@ -65,7 +65,7 @@ class BucketShard(ABC):
         used_anywhere: for each parameter, whether some rank had one since gradients were last dropped.
     """
 
-    pieces: list[ShardPiece]
+    pieces: list[ParameterShard]
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class BucketShard(ABC):
         self.used = [False] * len(bucket.parameters)
         self.used_anywhere = [False] * len(bucket.parameters)
         self._gradient: torch.Tensor | None = None
-        self._visible: tuple[DividedGradient, ...] = ()
+        self._visible: tuple[ShardedGrad, ...] = ()
         self._whole = _Whole()
         self._pending: Pending | None = None
         self._reduced: torch.Tensor | None = None
@@ -140,14 +140,14 @@ class BucketShard(ABC):
         """The parameters' values in a buffer, in their shapes."""
 
     @abstractmethod
-    def _part(self, chunk: torch.Tensor, piece: ShardPiece) -> torch.Tensor:
+    def _part(self, chunk: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
         """A piece's own part of a chunk, which may be changed in place."""
 
     @abstractmethod
     def send_weights(self) -> Callable[[], None]:
         """Starts to gather the updated weights; what it returns finishes that."""
 
-    def heed_weights(self) -> None:  # noqa: B027  nothing to do where parameters are no views
+    def sync_user_weights(self) -> None:  # noqa: B027  nothing to do where parameters are no views
         """Takes over weights that a loop has put in the place of a parameter's own: ``parameter.data = ...``."""
 
     @abstractmethod
@@ -163,7 +163,7 @@ class BucketShard(ABC):
             if gradient is not None:
                 check_dense(gradient, self.bucket.records[index])
             kept.append(self._is_visible(gradient))
-            gradients.append(gradient.take_waiting() if isinstance(gradient, DividedGradient) else gradient)
+            gradients.append(gradient.take_waiting() if isinstance(gradient, ShardedGrad) else gradient)
             parameter.grad = None
         self.before_change()
         self._forget_all_but(kept)
@@ -203,7 +203,7 @@ class BucketShard(ABC):
     def _show(self, indices: Sequence[int]) -> None:
         """Lets these gradients be read at their parameters."""
         if not self._visible:
-            self._visible = tuple(DividedGradient(p, self, i) for i, p in enumerate(self.parameters))
+            self._visible = tuple(ShardedGrad(p, self, i) for i, p in enumerate(self.parameters))
         for index in indices:
             self.parameters[index].grad = self._visible[index]
 
@@ -225,11 +225,11 @@ class BucketShard(ABC):
         for piece in self.pieces:
             piece.grad = None
         for parameter in self.parameters:
-            if isinstance(parameter.grad, DividedGradient):
+            if isinstance(parameter.grad, ShardedGrad):
                 parameter.grad = None
 
     # ---- gradients as a loop sees them -------------------------------------------------------------------------------
-    def heed_the_loop(self) -> None:
+    def sync_user_edits(self) -> None:
         """Takes over what a loop has done to the gradients that it sees: changed them, dropped or replaced some. What
         it puts in their place counts as reduced, as it does beside plain data parallelism."""
         self._take_edits()
@@ -291,12 +291,12 @@ class BucketShard(ABC):
         """The reduced gradients of the bucket's parameters, whole, in the optimizer's dtype; collective."""
         if self._gradient is None:
             return [None] * len(self.parameters)
-        self.heed_the_loop()
+        self.sync_user_edits()
         values = self._split(self.run.backend.all_gather(self._own_gradient(), self.group))
         return [value if used else None for value, used in zip(values, self.used_anywhere, strict=True)]
 
     def _is_visible(self, gradient: torch.Tensor | None) -> bool:
-        return isinstance(gradient, DividedGradient) and gradient.belongs_to(self)
+        return isinstance(gradient, ShardedGrad) and gradient.belongs_to(self)
 
     def _check_all_read(self, index: int) -> None:
         """Of another length than gradients, so that a rank that does something else cannot take it for one."""

@@ -29,7 +29,7 @@ class GradientSource(Protocol):
         """Sets the share of one parameter's gradient to zero."""
 
 
-class DividedGradient(torch.Tensor):
+class ShardedGrad(torch.Tensor):
     """The reduced gradient of ``parameter``, of which this rank has a share.
 
     A backward pass that meets it (a loop that did not zero gradients) adds to it what this rank alone has; that waits
@@ -46,7 +46,7 @@ class DividedGradient(torch.Tensor):
     _waiting: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, parameter: nn.Parameter, source: GradientSource, index: int) -> DividedGradient:
+    def __new__(cls, parameter: nn.Parameter, source: GradientSource, index: int) -> ShardedGrad:
         self = torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
         self._source, self._index, self._waiting = weakref.ref(source), index, None
         return self

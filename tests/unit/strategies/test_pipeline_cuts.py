@@ -18,7 +18,7 @@ from neuron_accel.errors import PlanError, UnsupportedModelError, UsageError
 from neuron_accel.models.stages import stack_of
 from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin
 from neuron_accel.strategies.pipeline.cuts import balanced, cost, cut
-from neuron_accel.strategies.pipeline.deferred_wgrad import Later, WeightsLater
+from neuron_accel.strategies.pipeline.deferred_wgrad import DeferredWgrad, Later
 from neuron_accel.strategies.pipeline.microbatches import Shares, convert, split
 from tests.distributed.strategies.pipeline.pipeline_support import FAMILIES, gpt2, llama, mixtral
 
@@ -168,17 +168,17 @@ def test_weight_gradients_come_later_and_are_the_same(checkpoints, autocast):
     net, ids = Net(checkpoints), torch.randint(7, (3, 5))
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         expected = torch.autograd.grad(net(ids).float().pow(2).sum(), list(net.parameters()))
-    mode, later = WeightsLater(), Later()
+    mode, later = DeferredWgrad(), Later()
     mode.attach(net)
     arrived = []
     for name, parameter in net.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), mode.owing(later):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), mode.deferring(later):
         loss = net(ids).float().pow(2).sum()
-    with mode.owing(later):
+    with mode.deferring(later):
         loss.backward()
     assert sorted(arrived) == ["embed.weight", "first.bias", "norm.bias", "norm.weight"]
-    later.pay()
+    later.run()
     assert sorted(arrived[4:]) == ["first.weight", "second.weight"]  # each once, although one is used twice
     limits = {"rtol": 0.05, "atol": 0.05} if autocast else {}
     for parameter, gradient in zip(net.parameters(), expected, strict=True):
@@ -186,25 +186,25 @@ def test_weight_gradients_come_later_and_are_the_same(checkpoints, autocast):
 
 
 def test_a_transposed_weight_can_wait_too():
-    mode, later = WeightsLater(), Later()
+    mode, later = DeferredWgrad(), Later()
     x, bias = torch.randn(3, 4, requires_grad=True), nn.Parameter(torch.randn(5))
     weight = nn.Parameter(torch.randn(4, 5))
     expected = torch.autograd.grad(torch.addmm(bias, x, weight).pow(2).sum(), [x, weight, bias])
-    with mode.owing(later), mode:
+    with mode.deferring(later), mode:
         loss = torch.addmm(bias, x, weight).pow(2).sum()
     loss.backward()
     assert weight.grad is None
-    later.pay()
+    later.run()
     for parameter, gradient in zip((x, weight, bias), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
 
 
 def test_nothing_waits_where_nothing_learns_or_nobody_asks():
-    mode = WeightsLater()
+    mode = DeferredWgrad()
     x, weight = torch.randn(2, 3, requires_grad=True), nn.Parameter(torch.randn(3, 3))
     with mode:
         F.linear(x, weight).sum().backward()
     assert weight.grad is not None
     later = Later()
-    with mode.owing(later), mode, torch.no_grad():
+    with mode.deferring(later), mode, torch.no_grad():
         assert F.linear(x, weight).grad_fn is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from neuron_accel.strategies.zero1.partition import alike
+from neuron_accel.strategies.zero1.partition import lazy_partition
 
 SIZES = [(7,), (1, 8, 3), (5, 0, 4), (16, 2)]
 
@@ -13,7 +13,7 @@ SIZES = [(7,), (1, 8, 3), (5, 0, 4), (16, 2)]
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_every_rank_has_pieces_of_the_same_lengths_at_the_same_places(sizes, degree):
-    partition = alike(sizes, degree)
+    partition = lazy_partition(sizes, degree)
     shapes = {tuple((p.parameter, p.offset, p.length) for p in partition.pieces(rank)) for rank in range(degree)}
     assert len(shapes) == 1
     assert partition.numel == degree * partition.chunk
@@ -22,7 +22,7 @@ def test_every_rank_has_pieces_of_the_same_lengths_at_the_same_places(sizes, deg
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_what_is_joined_can_be_split_and_lies_where_the_pieces_say(sizes, degree):
-    partition = alike(sizes, degree)
+    partition = lazy_partition(sizes, degree)
     values = [torch.arange(1.0, size + 1) + 100 * i for i, size in enumerate(sizes)]
     flat = partition.join(values, torch.float32, torch.device("cpu"))
     for value, back in zip(values, partition.split(flat), strict=True):
@@ -39,6 +39,6 @@ def test_what_is_joined_can_be_split_and_lies_where_the_pieces_say(sizes, degree
 
 
 def test_what_is_missing_counts_as_zeros():
-    partition = alike([3, 2], 2)
+    partition = lazy_partition([3, 2], 2)
     flat = partition.join([None, torch.ones(2)], torch.float32, torch.device("cpu"))
     assert [part.tolist() for part in partition.split(flat)] == [[0, 0, 0], [1, 1]]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from neuron_accel.engine.sharding.layout import Cut, Layout
 from neuron_accel.strategies.tensor_parallel.embedding import parallel_embedding, parallel_head
 from neuron_accel.strategies.tensor_parallel.linear import parallel_linear
-from neuron_accel.strategies.tensor_parallel.tp_region import Boundary, SequenceFlow
+from neuron_accel.strategies.tensor_parallel.tp_region import SequenceFlow, TpRegion
 from neuron_accel.strategies.tensor_parallel.vocabulary import Vocabulary, VocabularyShard, cross_entropy
 from neuron_accel.testing.ranks import run_ranks
 from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import make_run, randomise
@@ -20,13 +20,13 @@ from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import
 DEGREES = pytest.mark.parametrize("degree", [2, 4])
 
 
-def _boundary(degree: int, *, sequence: bool = False, length: int = 0) -> Boundary:
+def _tp_region(degree: int, *, sequence: bool = False, length: int = 0) -> TpRegion:
     run = make_run(degree=degree)
-    boundary = Boundary(run.backend, run.group("tp"))
+    tp_region = TpRegion(run.backend, run.group("tp"))
     if sequence:
-        boundary.flow = SequenceFlow(boundary.backend, boundary.group)
-        boundary.flow._length = length
-    return boundary
+        tp_region.flow = SequenceFlow(tp_region.backend, tp_region.group)
+        tp_region.flow._length = length
+    return tp_region
 
 
 def _cut(module: nn.Module, name: str, dim: int, degree: int, index: int, **options) -> Layout:
@@ -60,10 +60,10 @@ def _linear_kinds() -> dict[str, nn.Module]:
 def _check_region(degree: int, sequence: bool, length: int) -> None:
     """A column-wise and a row-wise layer with a nonlinearity in between, from entry to exit."""
     for name, whole in _linear_kinds().items():
-        boundary = _boundary(degree, sequence=sequence, length=length)
-        index = boundary.group.index
+        tp_region = _tp_region(degree, sequence=sequence, length=length)
+        index = tp_region.group.index
         column, row = (
-            parallel_linear(copy.deepcopy(m), kind, boundary)
+            parallel_linear(copy.deepcopy(m), kind, tp_region)
             for m, kind in zip(whole, ["colwise", "rowwise"], strict=True)
         )
         conv = name == "conv1d"
@@ -77,9 +77,9 @@ def _check_region(degree: int, sequence: bool, length: int) -> None:
         (expected**2).sum().backward()
 
         y = x.detach().clone().requires_grad_()
-        flowing = boundary.flow.split(y) if sequence else y
-        output = row(torch.tanh(column(boundary.enter(flowing, draws=False))))
-        actual = boundary.flow.join(output) if sequence else output
+        flowing = tp_region.flow.split(y) if sequence else y
+        output = row(torch.tanh(column(tp_region.enter(flowing, draws=False))))
+        actual = tp_region.flow.join(output) if sequence else output
         (actual**2).sum().backward()
 
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
@@ -90,7 +90,7 @@ def _check_region(degree: int, sequence: bool, length: int) -> None:
             _same_shard(layouts["bias"], column.bias.grad, whole[0].bias.grad, index)
             of_row = row.bias.grad
             if sequence:
-                of_row = boundary.backend.all_reduce(of_row.clone(), boundary.group)
+                of_row = tp_region.backend.all_reduce(of_row.clone(), tp_region.group)
             torch.testing.assert_close(of_row, whole[1].bias.grad, rtol=1e-5, atol=1e-5)
 
 
@@ -102,9 +102,9 @@ def _regions(degree: int) -> None:
 
 def _autocast() -> None:
     """The bias, which stays in full precision, does not make the output so."""
-    boundary = _boundary(2)
+    tp_region = _tp_region(2)
     for whole in _linear_kinds().values():
-        row = parallel_linear(whole[1], "rowwise", boundary)
+        row = parallel_linear(whole[1], "rowwise", tp_region)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert row(torch.ones(2, 24)).dtype == torch.bfloat16
 
@@ -119,33 +119,33 @@ def test_region_of_linear_layers(degree: int) -> None:
 
 
 def _check_embedding(degree: int, rows: int, padding_idx: int | None) -> None:
-    boundary = _boundary(degree)
+    tp_region = _tp_region(degree)
     torch.manual_seed(0)
     whole = nn.Embedding(rows, 6, padding_idx=padding_idx)
     with torch.no_grad():
         whole.weight.normal_()
-    vocabulary = Vocabulary(size=rows, backend=boundary.backend, group=boundary.group)
+    vocabulary = Vocabulary(size=rows, backend=tp_region.backend, group=tp_region.group)
     module = parallel_embedding("wte", copy.deepcopy(whole), vocabulary)
-    layout = _cut(module, "weight", 0, degree, boundary.group.index, padded=True)
+    layout = _cut(module, "weight", 0, degree, tp_region.group.index, padded=True)
     ids = torch.arange(rows).repeat(2).view(2, -1)
     scale = torch.randn(2, rows, 6)
     (whole(ids) * scale).sum().backward()
     output = module(ids)
     (output * scale).sum().backward()
     torch.testing.assert_close(output, whole(ids))
-    _same_shard(layout, module.weight.grad, whole.weight.grad, boundary.group.index)
+    _same_shard(layout, module.weight.grad, whole.weight.grad, tp_region.group.index)
     for wrong in (rows, -1):
         with pytest.raises(IndexError, match=f"{wrong} is out of bounds"):
             module(torch.tensor([0, wrong]))
 
 
 def _check_head(degree: int, rows: int) -> None:
-    boundary = _boundary(degree)
+    tp_region = _tp_region(degree)
     torch.manual_seed(0)
     whole = nn.Linear(6, rows)
-    vocabulary = Vocabulary(size=rows, backend=boundary.backend, group=boundary.group)
+    vocabulary = Vocabulary(size=rows, backend=tp_region.backend, group=tp_region.group)
     module = parallel_head(copy.deepcopy(whole), vocabulary)
-    layouts = {n: _cut(module, n, 0, degree, boundary.group.index, padded=True) for n in ("weight", "bias")}
+    layouts = {n: _cut(module, n, 0, degree, tp_region.group.index, padded=True) for n in ("weight", "bias")}
     x = torch.randn(2, 3, 6, requires_grad=True)
     scale = torch.randn(2, 3, rows)
     expected = whole(x)
@@ -161,7 +161,7 @@ def _check_head(degree: int, rows: int) -> None:
         torch.testing.assert_close(logits + 0, expected)
         torch.testing.assert_close(y.grad, x.grad)
         for name, layout in layouts.items():
-            _same_shard(layout, getattr(module, name).grad, getattr(whole, name).grad, boundary.group.index)
+            _same_shard(layout, getattr(module, name).grad, getattr(whole, name).grad, tp_region.group.index)
 
 
 def _vocabulary_modules(degree: int) -> None:
@@ -187,8 +187,8 @@ def _targets(tokens: int, size: int, ignored: list[int], ignore_index: int) -> t
 
 
 def _check_loss(degree: int, size: int, ignored: list[int], dtype: torch.dtype, **options) -> None:
-    boundary = _boundary(degree)
-    vocabulary = Vocabulary(size=size, backend=boundary.backend, group=boundary.group)
+    tp_region = _tp_region(degree)
+    vocabulary = Vocabulary(size=size, backend=tp_region.backend, group=tp_region.group)
     whole = _logits(6, size, dtype).requires_grad_()
     local = vocabulary.part(whole.detach()).clone().requires_grad_()
     before = local.detach().clone()
@@ -218,8 +218,8 @@ def _losses(degree: int) -> None:
         _check_loss(degree, size, [2], torch.bfloat16)
         _check_loss(degree, size, list(range(6)), torch.float32)
         _check_loss(degree, size, list(range(6)), torch.float32, reduction="sum")
-    boundary = _boundary(degree)
-    vocabulary = Vocabulary(size=11, backend=boundary.backend, group=boundary.group)
+    tp_region = _tp_region(degree)
+    vocabulary = Vocabulary(size=11, backend=tp_region.backend, group=tp_region.group)
     local = vocabulary.part(_logits(2, 11))
     with pytest.raises(IndexError, match="11 is out of bounds"):
         cross_entropy(local, torch.tensor([1, 11]), vocabulary)
@@ -234,8 +234,8 @@ def test_cross_entropy(degree: int) -> None:
 
 def _large_logits(degree: int) -> None:
     """Exponentials overflow unless the largest logit of all ranks is subtracted."""
-    boundary = _boundary(degree)
-    vocabulary = Vocabulary(size=10, backend=boundary.backend, group=boundary.group)
+    tp_region = _tp_region(degree)
+    vocabulary = Vocabulary(size=10, backend=tp_region.backend, group=tp_region.group)
     whole = torch.linspace(-2000, 2000, 20).view(2, 10)
     target = torch.tensor([0, 9])
     actual = cross_entropy(vocabulary.part(whole), target, vocabulary)
@@ -249,8 +249,8 @@ def test_cross_entropy_of_large_logits() -> None:
 
 def _saved_by_loss(dtype: torch.dtype) -> int:
     """Elements that the loss of [64, 40] logits keeps for its backward pass, on a rank of two."""
-    boundary = _boundary(2)
-    vocabulary = Vocabulary(size=40, backend=boundary.backend, group=boundary.group)
+    tp_region = _tp_region(2)
+    vocabulary = Vocabulary(size=40, backend=tp_region.backend, group=tp_region.group)
     local = vocabulary.part(_logits(64, 40, dtype)).clone().requires_grad_()
     shard = VocabularyShard.of(local, vocabulary)
     saved: dict[int, int] = {}
