@@ -136,7 +136,8 @@ class BackwardWatcher:
         self._seen = bytearray()
         self._missing: list[int] = []
         self._next = 0
-        self._running = False
+        self._running, self._sends_early = False, False
+        run.watchers.append(self)
         self.extend(records, agreed=agreed)
 
     def extend(self, records: Iterable[ParameterRecord], *, agreed: bool = False) -> None:
@@ -255,7 +256,7 @@ class BackwardWatcher:
         else:
             self._seen[number] = 1
             self._missing[index] -= 1
-        if not self._overlap or (self._action and self._action.announced):
+        if not self._sends_early or (self._action and self._action.announced):
             return
         if self._take:
             self._take(index, self._position[number])
@@ -265,6 +266,9 @@ class BackwardWatcher:
     def _begin(self, *, left: bool = False) -> None:
         """A pass begins; ``left``: it reduces what others have left, and nothing else."""
         self._running = True
+        # Of several, which is complete first depends on what a rank's samples use; after the pass they have an order.
+        alone = not any(other._buckets for other in self._run.watchers if other is not self)
+        self._sends_early = self._overlap and alone
         self._next = 0
         self._seen = bytearray(len(self._where))
         self._missing = [sum(p.requires_grad for p in bucket.parameters) for bucket in self._buckets]
@@ -330,6 +334,8 @@ class BackwardWatcher:
 
     def close(self) -> None:
         """Stops watching."""
+        if self in self._run.watchers:
+            self._run.watchers.remove(self)
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -108,6 +108,9 @@ class Run:
     """A context for what every rank has to call, by its name: where others wait too long, it is said who and where."""
     company: Company = field(init=False)
     """How a rank that ran out of data keeps up with the others."""
+    watchers: list[Any] = field(default_factory=list, init=False)
+    """What watches gradients arrive, to reduce them: one for each optimizer or model that owns some."""
+
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
     _state: dict[str, dict[str, Any]] = field(default_factory=dict)
     _randomness: dict[str, RankRandomness] = field(default_factory=dict)

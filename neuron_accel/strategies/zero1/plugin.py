@@ -53,7 +53,8 @@ class Zero1Plugin(StrategyPlugin):
             whole, for those that look at a parameter's norm or shape.
         save_master_weights: whether checkpoints contain the master weights where these are not the parameters
             themselves; without them, a resumed run starts from the rounded parameters.
-        overlap: whether buckets are sent while the backward pass still runs, or all at its end.
+        overlap: whether buckets are sent while the backward pass still runs, or all at its end. Those of several
+            optimizers are sent at its end: ranks could complete them in different orders.
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
