@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_accel.errors import CommunicationError, DesyncError, NeuronAccelError, RecompileError
+from neuron_accel.errors import CommunicationError, DesyncError, NeuronAccelError, PluginError, RecompileError
 from neuron_accel.testing.ranks import RanksError, RankTimeout, run_ranks
 from tests.fuzz.case import Case
 from tests.fuzz.plain import Process
@@ -28,7 +28,7 @@ SENSITIVITY = 50.0
 """How often the effect of the smallest change of the weights counts as rounding."""
 VAGUE = 0.1
 """A tolerance, relative to the value, at which a comparison says little."""
-OWN_BREAKDOWNS = (CommunicationError, DesyncError, RecompileError)
+OWN_BREAKDOWNS = (CommunicationError, DesyncError, PluginError, RecompileError)
 """Errors of the project's own that are no refusal of a program: something went wrong before."""
 
 

@@ -334,9 +334,10 @@ def set_trained(model: nn.Module, words: tuple[str, ...], trained: bool) -> None
             parameter.requires_grad_(trained)
 
 
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Parameters by number of dims, with options of their own, as weight decay is usually given."""
-    named = [p for _, p in model.named_parameters() if p.requires_grad]
+def groups(model: nn.Module, *, frozen: bool = True) -> list[dict[str, Any]]:
+    """Parameters, or those that train, by number of dims, with options of their own, as weight decay is usually
+    given."""
+    named = [p for p in model.parameters() if p.requires_grad or frozen]
     split = [[p for p in named if p.ndim > 1], [p for p in named if p.ndim <= 1]]
     options = ({"weight_decay": 0.02}, {"weight_decay": 0.0, "lr": 0.02})
     return [{"params": params, **more} for params, more in zip(split, options, strict=True) if params]

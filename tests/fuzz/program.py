@@ -198,7 +198,7 @@ def _model_and_optimizer(case: Case, out: Lines) -> None:
         out(f"parts.set_trained(model, {case.frozen!r}, False)")
     parameters = "model.parameters()"
     if case.grouped:
-        parameters = "parts.groups(model)"
+        parameters = "parts.groups(model, frozen=False)" if case.add_group else "parts.groups(model)"
     elif case.add_group:
         parameters = "[p for p in model.parameters() if p.requires_grad]"
     if case.loop == "two optimizers":

@@ -1,0 +1,15 @@
+"""Random training programs on XLA ranks, against one process; more by ``nox -s fuzz -- --backend xla``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.case import draw
+from tests.fuzz.judge import judge
+from tests.fuzz.program import render
+
+
+@pytest.mark.parametrize("seed", [2, 4, 6, 13])
+def test_a_random_program_trains_like_one_process(seed):
+    verdict = judge(draw(seed, backend="xla"), seconds=110)
+    assert verdict.kind == "ok", f"{verdict.detail}\n\n{render(verdict.case)}"
