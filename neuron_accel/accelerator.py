@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 # Accelerate settles on a device when it is imported; ours must be settled before.
 from neuron_accel.backends.select import Machine, connect, settle
@@ -85,6 +85,18 @@ if TYPE_CHECKING:
     from neuron_accel.engine.plan.plan import Plan
 
 
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+D = TypeVar("D")
+E = TypeVar("E")
+F = TypeVar("F")
+T = TypeVar("T")
+ModelT = TypeVar("ModelT", bound=nn.Module)
+LoaderT = TypeVar("LoaderT", bound=torch.utils.data.DataLoader)
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+
 class NeuronAccelerator(Accelerator):
     """An ``accelerate.Accelerator`` that trains sharded, through strategy plugins.
 
@@ -121,6 +133,8 @@ class NeuronAccelerator(Accelerator):
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
 
+    flag_tensor: torch.Tensor | None
+
     @known_names_only
     def __init__(
         self,
@@ -129,7 +143,7 @@ class NeuronAccelerator(Accelerator):
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         zero_1: bool = False,
         mp_plugin: StrategyPlugin | None = None,
-        backend: str | None = None,
+        backend: Literal["auto", "torch", "xla"] | None = None,
         device_placement: bool = NOT_GIVEN,
         split_batches: bool = NOT_GIVEN,
         mixed_precision: PrecisionType | str | None = None,
@@ -291,8 +305,32 @@ class NeuronAccelerator(Accelerator):
         return explain_parameters(prepared, run, tokens=tokens)
 
     # ---- prepare ---------------------------------------------------------------------------------------------------
+    @overload
+    def prepare(self, a: A, /, *, device_placement: list[bool] | None = None) -> A: ...
+    @overload
+    def prepare(self, a: A, b: B, /, *, device_placement: list[bool] | None = None) -> tuple[A, B]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: C, /, *, device_placement: list[bool] | None = None) -> tuple[A, B, C]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, d: D, /, *, device_placement: list[bool] | None = None
+    ) -> tuple[A, B, C, D]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, d: D, e: E, /, *, device_placement: list[bool] | None = None
+    ) -> tuple[A, B, C, D, E]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, d: D, e: E, f: F, /, *, device_placement: list[bool] | None = None
+    ) -> tuple[A, B, C, D, E, F]: ...
+    @overload
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any: ...
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepares models, then loaders, optimizers and schedulers, whatever their order; returns them in that order.
+
+        To a type checker everything keeps its type, as ``model, optimizer = prepare(model, optimizer)`` needs. As in
+        Accelerate, optimizers and schedulers are wrapped: what a class adds to the methods of every optimizer or
+        scheduler is at ``optimizer.optimizer`` and ``scheduler.scheduler``.
 
         Raises:
             UsageError: if a model was prepared before.
@@ -303,17 +341,18 @@ class NeuronAccelerator(Accelerator):
                 "`prepare` was called without anything to prepare.",
                 fix="model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
             )
-        placements = device_placement or [None] * len(args)
+        placements: Sequence[bool | None] = device_placement or [None] * len(args)
         if len(placements) != len(args):
             raise UsageError(f"device_placement has {len(placements)} entries for {len(args)} objects.")
         for model in (a for a in args if isinstance(a, nn.Module)):
             self._check_new(model)
         result = list(args)
-        for kind, prepare in (
+        in_order: list[tuple[type, Callable[..., Any]]] = [
             (nn.Module, self.prepare_model),
             (torch.utils.data.DataLoader, self.prepare_data_loader),
             (torch.optim.Optimizer, self.prepare_optimizer),
-        ):
+        ]
+        for kind, prepare in in_order:
             for i, (value, placement) in enumerate(zip(args, placements, strict=True)):
                 if isinstance(value, kind):
                     result[i] = prepare(value, device_placement=placement)
@@ -338,8 +377,8 @@ class NeuronAccelerator(Accelerator):
             )
 
     def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
+        self, model: ModelT, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> ModelT:
         """Lets the plugins rewrite a model and places it on its device. A model that is only evaluated takes no part in
         gradient reduction.
 
@@ -374,13 +413,18 @@ class NeuronAccelerator(Accelerator):
             if self.run.backend.is_lazy:
                 record.handles.append(record.module.register_forward_pre_hook(lambda *_: self._finish_micro_batch()))
             if not hasattr(record.module, "no_sync"):
-                record.module.no_sync = NoSync(record)
+                record.module.no_sync = NoSync(record)  # type: ignore[assignment]  # torch: Tensor | Module
         self._models[-1] = record.module
         for each in (model, record.module):
-            each._neuron_accel_owner = Owner(self)  # type: ignore[assignment]
-        return record.module
+            each._neuron_accel_owner = Owner(self)  # type: ignore[assignment]  # torch: Tensor | Module
+        return cast(ModelT, record.module)
 
-    def prepare_data_loader(self, data_loader, device_placement=None, slice_fn_for_dispatch=None):
+    def prepare_data_loader(
+        self,
+        data_loader: LoaderT,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> LoaderT:
         """Divides a loader over the ranks that see different data."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
@@ -403,7 +447,7 @@ class NeuronAccelerator(Accelerator):
         self._dataloaders.append(prepared)
         return prepared
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
+    def prepare_optimizer(self, optimizer: OptimizerT, device_placement: bool | None = None) -> OptimizerT:
         """Rebinds an optimizer to the rewritten parameters and lets the plugins transform it."""
         if getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement)
@@ -411,13 +455,13 @@ class NeuronAccelerator(Accelerator):
         before = [p for group in optimizer.param_groups for p in group["params"]]
         rebind(optimizer, self.run.parameter_maps, self.run.coordinates)
         self._carry_over(optimizer, before)
-        optimizer = self.run.hooks.transform("transform_optimizer", optimizer, self.run)
-        optimizer = stepping_on_wholes(optimizer, self.run)
-        keep_promise(optimizer)
+        transformed = self.run.hooks.transform("transform_optimizer", optimizer, self.run)
+        transformed = stepping_on_wholes(transformed, self.run)
+        keep_promise(transformed)
         if self._on_neuron:
-            self._warn_of_lost_updates(optimizer)
-        prepared = PreparedOptimizer(
-            optimizer, self.run, self.scaler, peers=self._optimizers, gradients_complete=self._items.settle
+            self._warn_of_lost_updates(transformed)
+        prepared: Any = PreparedOptimizer(
+            transformed, self.run, self.scaler, peers=self._optimizers, gradients_complete=self._items.settle
         )
         prepared._is_accelerate_prepared = True
         self._optimizers.append(prepared)
@@ -465,7 +509,7 @@ class NeuronAccelerator(Accelerator):
         if said is not None:
             warnings.warn(said, stacklevel=4)
 
-    def prepare_scheduler(self, scheduler):
+    def prepare_scheduler(self, scheduler: T) -> T:
         """Lets a scheduler advance with its optimizer, by data-parallel size."""
         if getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
@@ -600,7 +644,9 @@ class NeuronAccelerator(Accelerator):
     def _is_mine(self, value: Any) -> bool:
         return self.run.prepared(value) is not None or any(value is optimizer for optimizer in self._optimizers)
 
-    def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
         """Clips the gradients of a step to a global norm and returns the norm before; 0-dim.
 
         Between steps, while gradients accumulate, there is no gradient to clip yet: nothing happens, and the result is
@@ -617,7 +663,7 @@ class NeuronAccelerator(Accelerator):
         self._items.settle()
         return self._clipping.norm(owner, parameters, float(max_norm), float(norm_type))
 
-    def clip_grad_value_(self, parameters, clip_value):
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamps the gradients of a step element by element; nothing happens while gradients accumulate."""
         parameters = self._parameters(parameters)
         if not self.sync_gradients:
@@ -632,13 +678,10 @@ class NeuronAccelerator(Accelerator):
 
     def _parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parameter]:
         """The parameters that train now, where a caller has those from before `prepare`."""
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         records = [self.run.find_parameter(p) for p in given]
-        return [
-            p if r is None else r.current
-            for p, r in zip(given, records, strict=True)
-            if r is None or r.current is not None
-        ]
+        trained = [p if r is None else r.current for p, r in zip(given, records, strict=True)]
+        return [p for p in trained if p is not None]
 
     # ---- values of several ranks -----------------------------------------------------------------------------------
     @property
@@ -652,13 +695,19 @@ class NeuronAccelerator(Accelerator):
         return self._shares_data or self.run.backend.is_lazy
 
     @collective
-    def gather(self, tensor):
+    def gather(self, tensor: T) -> T:
         """Concatenates tensors of the ranks that see different data along the first dim."""
         self.run.company.together_only("`gather`")
         return values.gather(tensor, self.run) if self._own_exchange else super().gather(tensor)
 
+    @overload
+    def gather_for_metrics(
+        self, input_data: torch.Tensor, use_gather_object: Literal[False] = False
+    ) -> torch.Tensor: ...
+    @overload
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any: ...
     @collective
-    def gather_for_metrics(self, input_data, use_gather_object=False):
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers over the ranks that see different data and drops what a ragged end was filled up with. A lazy device
         executes what has collected first: when training, call it after the optimizer's step."""
         left_over = getattr(self.gradient_state.active_dataloader, "left_over", None)
@@ -678,14 +727,14 @@ class NeuronAccelerator(Accelerator):
         return values.without_repeats(data, self.gradient_state.remainder, on_host=lazy) if end else data
 
     @collective
-    def reduce(self, tensor, reduction="sum", scale=1.0):
+    def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """Sums (or averages) over the ranks that see different data."""
         self.run.company.together_only("`reduce`")
         return values.reduce(tensor, self.run, reduction, scale)
 
     @steps_aside(itself)
     @collective
-    def pad_across_processes(self, tensor, dim=0, pad_index=0, pad_first=False):
+    def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Tensors of all ranks with the size of the largest along ``dim``."""
         self.run.company.together_only("`pad_across_processes`")
         return super().pad_across_processes(tensor, dim, pad_index, pad_first)
@@ -738,7 +787,7 @@ class NeuronAccelerator(Accelerator):
         """This rank's share of inputs that every rank has: ranks that share data get the same share."""
         yield share_of(inputs, self.data_parallel_rank, self.data_parallel_size, pad=apply_padding)
 
-    def skip_first_batches(self, dataloader, num_batches: int = 0):
+    def skip_first_batches(self, dataloader: T, num_batches: int = 0) -> T:
         """A loader like a prepared one without its first batches; not to be prepared again."""
         if hasattr(dataloader, "forget_position"):  # the caller goes on by hand
             dataloader.forget_position()
@@ -781,7 +830,7 @@ class NeuronAccelerator(Accelerator):
         if self.is_main_process:
             unwrapped = self.unwrap_model(model)
             for part in ("config", "generation_config"):
-                value = getattr(unwrapped, part, None)
+                value: Any = getattr(unwrapped, part, None)
                 if hasattr(value, "save_pretrained"):
                     value.save_pretrained(Path(save_directory))
         self.wait_for_everyone()
@@ -823,7 +872,7 @@ class NeuronAccelerator(Accelerator):
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: dict[str, Any] | None = None,
         *,
-        resume: str | None = None,
+        resume: Literal["latest"] | None = None,
         verify: bool = True,
     ) -> bool:
         """Loads what :meth:`save_state` saved, on this mesh or another, or the weights of a folder of transformers.
@@ -880,15 +929,17 @@ class NeuronAccelerator(Accelerator):
         for optimizer in self._optimizers:
             optimizer.blank.close()
         for record in self.run.models:
-            for each in (record.original, record.module):
+            original: Any = record.original
+            module: Any = record.module
+            for each in (original, module):
                 vars(each).pop("_neuron_accel_owner", None)
             for handle in record.handles:
                 handle.remove()
             if not any(r.layout.cuts or r.holders for r in record.parameters):  # as good as new
-                if isinstance(vars(record.module).get("no_sync"), NoSync):
-                    del record.module.no_sync  # it would steer this run's record, not the next one's
-                self.unwrap_model(record.module, keep_fp32_wrapper=False)
-                record.original._is_accelerate_prepared = record.module._is_accelerate_prepared = False
+                if isinstance(vars(module).get("no_sync"), NoSync):
+                    del module.no_sync  # it would steer this run's record, not the next one's
+                self.unwrap_model(module, keep_fp32_wrapper=False)
+                original._is_accelerate_prepared = module._is_accelerate_prepared = False
         self.run.models.clear()
         self.run.unprepared.clear()
         self.run.company.forget()
@@ -897,7 +948,7 @@ class NeuronAccelerator(Accelerator):
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process knows the plan, its place in it and the loaders, but is connected to no one and has
         prepared no model."""
-        prepared = {name: [] for name in ("_models", "_optimizers", "_schedulers")}
+        prepared: dict[str, list[Any]] = {name: [] for name in ("_models", "_optimizers", "_schedulers")}
         return {**self.__dict__, **prepared, **dict.fromkeys(("_items", "_clipping", "_session", "_waiting"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

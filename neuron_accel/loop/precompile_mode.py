@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from neuron_accel.backends.select import flag
 from neuron_accel.engine.plan.plugin import Phase, PluginSpec, StrategyPlugin
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
     from neuron_accel.engine.runtime.run import Run
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 # ---- A trial run that only collects graphs: short, and over as soon as every phase was seen once ---------------------
@@ -106,19 +108,19 @@ def for_trial(plugins: list[StrategyPlugin], accumulation: int, environ: Mapping
     return [*kept, PrecompilationPlugin(max_steps=int(text), batches_per_step=accumulation)]
 
 
-def steps_aside(result: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def steps_aside(result: Callable[..., Any]) -> Callable[[F], F]:
     """For methods of an accelerator: in a trial they do nothing.
 
     Args:
         result: what they return then, from the same arguments.
     """
 
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(method: F) -> F:
         @functools.wraps(method)
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             return result(*args, **kwargs) if self.is_precompiling else method(self, *args, **kwargs)
 
-        return wrapper
+        return wrapper  # type: ignore[return-value]  # it has the signature of the method
 
     return decorate
 
