@@ -24,7 +24,8 @@ from neuron_accel.engine.runtime.run import PreparedModel, Run
 from neuron_accel.engine.sharding.layout import Cut, Layout
 from neuron_accel.engine.sharding.parameters import ParameterMap
 from neuron_accel.errors import ConfigurationError, UsageError
-from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, Zero1Options
+from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
+from neuron_accel.strategies.zero1.plugin import Zero1Plugin
 
 Ranks = Sequence[Sequence[int]]
 
@@ -98,12 +99,12 @@ class ZeroRedundancyOptimizer(Zero1Optimizer):
             )
         parameters = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
         run = _run(backend or _connected(), parameters, sharding_groups, grad_norm_groups)
-        options = Zero1Options(
+        options = Zero1Plugin(
             optimizer_dtype=optimizer_dtype or torch.float32,
             max_norm=(1.0 if max_norm is None else max_norm) if grad_clipping else None,
             use_grad_acc_hook=use_grad_acc_hook,
             higher_cc_precision=higher_cc_precision,
-            bucket_cap_mb=max(bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter) or Zero1Options.bucket_cap_mb,
+            bucket_cap_mb=max(bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter) or Zero1Plugin.bucket_cap_mb,
             save_master_weights=save_master_weights,
         )
         # Nobody announces the last micro-batch here, so nothing is sent before the step unless the hook asks for it.

@@ -16,8 +16,8 @@ from torch import nn
 
 from neuron_accel.contract import UsageError, check_dense
 from neuron_accel.strategies.zero1.partition import Span
-from neuron_accel.strategies.zero1.shard import BucketShard, ParameterShard
-from neuron_accel.strategies.zero1.sharded_grad import ShardedGrad
+from neuron_accel.strategies.zero1.shard import BucketShard
+from neuron_accel.strategies.zero1.sharded_grad import ParameterShard, ShardedGrad
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Group, ParameterRecord

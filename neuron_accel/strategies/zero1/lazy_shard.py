@@ -18,7 +18,8 @@ from torch import nn
 
 from neuron_accel.contract import GradientPart
 from neuron_accel.strategies.zero1.partition import LazyPartition, Span
-from neuron_accel.strategies.zero1.shard import BucketShard, ParameterShard
+from neuron_accel.strategies.zero1.shard import BucketShard
+from neuron_accel.strategies.zero1.sharded_grad import ParameterShard
 
 
 @dataclass
@@ -99,7 +100,7 @@ class LazyShard(BucketShard):
 
     def _hand_out(self, gradient: torch.Tensor) -> None:
         self._gradient = gradient
-        self._whole.forget()
+        self._gathered.forget()
 
     def drop_gradients(self) -> None:
         self._gradient = None
@@ -259,7 +260,7 @@ class _HostCopy:
 
     def __init__(self, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         self.parts = parts
-        self._whole, self._digest = whole, _digest(whole)
+        self._gathered, self._digest = whole, _digest(whole)
 
     def is_still(self, values: Sequence[Any]) -> bool:
         """Whether ``values`` are the parts, and nobody has written to them. Writing past autograd leaves no trace but
@@ -267,7 +268,7 @@ class _HostCopy:
         same = all(
             isinstance(v, torch.Tensor) and _place(v) == _place(p) for v, p in zip(values, self.parts, strict=True)
         )
-        return same and _digest(self._whole) == self._digest
+        return same and _digest(self._gathered) == self._digest
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.Size]:

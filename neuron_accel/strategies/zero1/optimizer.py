@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -48,24 +47,12 @@ from neuron_accel.contract import (
 from neuron_accel.strategies.zero1.eager_shard import EagerShard, SendBuffers, suitable_cap
 from neuron_accel.strategies.zero1.lazy_shard import LazyShard
 from neuron_accel.strategies.zero1.partition import even, lazy_partition, whole
-from neuron_accel.strategies.zero1.shard import BucketShard, ParameterShard
+from neuron_accel.strategies.zero1.shard import BucketShard
+from neuron_accel.strategies.zero1.sharded_grad import ParameterShard
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Layout, ParameterRecord, PreparedModel, Run
-
-
-@dataclass(frozen=True, kw_only=True)
-class Zero1Options:
-    """How to divide and when to reduce; see :class:`~neuron_accel.strategies.zero1.plugin.Zero1Plugin`."""
-
-    optimizer_dtype: torch.dtype = torch.float32
-    max_norm: float | None = None
-    use_grad_acc_hook: bool = False
-    higher_cc_precision: bool = False
-    bucket_cap_mb: float = 25.0
-    whole_parameters: bool = False
-    save_master_weights: bool = True
-    overlap: bool = True
+    from neuron_accel.strategies.zero1.plugin import Zero1Plugin
 
 
 class Zero1Optimizer(torch.optim.Optimizer):
@@ -74,7 +61,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
     Args:
         optimizer: the user's optimizer, holding the rewritten parameters.
         run: the run.
-        options: how.
+        options: the plugin, whose options say how to shard and when to reduce.
         synchronises: whether a backward pass that runs now is the last before a step; by default what the models say.
         others: called with the parameters of a group that is added, whose gradients they are to leave to this.
 
@@ -93,7 +80,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         run: Run,
-        options: Zero1Options,
+        options: Zero1Plugin,
         synchronises: Callable[[], bool] | None = None,
         others: Sequence[Callable[[Iterable[torch.Tensor]], None]] = (),
     ) -> None:
@@ -234,7 +221,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
     def _sees_wholes(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether what is whole on this rank is a part of an original parameter that the optimizer has to see whole."""
         records = self._records(optimizer.param_groups)
-        cut = self.options.whole_parameters and any(record.layout.axes for record in records)
+        cut = self._keeps_parameters and any(record.layout.axes for record in records)
         return cut and not is_elementwise(optimizer)
 
     def _buckets(self, of_groups: list[list[ParameterRecord]]) -> list[Bucket]:
@@ -266,8 +253,8 @@ class Zero1Optimizer(torch.optim.Optimizer):
         }
         if self._lazy:
             return LazyShard(partition=lazy_partition(sizes, self._group.size), **common)
-        partition = (whole if options.whole_parameters else even)(sizes, self._group.size)
-        return EagerShard(partition=partition, buffers=buffers, keep_shapes=options.whole_parameters, **common)
+        partition = (whole if self._keeps_parameters else even)(sizes, self._group.size)
+        return EagerShard(partition=partition, buffers=buffers, keep_shapes=self._keeps_parameters, **common)
 
     def _check_dtype(self, bucket: Bucket) -> None:
         if self._lazy and bucket.dtype.is_complex:
@@ -278,6 +265,10 @@ class Zero1Optimizer(torch.optim.Optimizer):
                 fix="train without ZeRO-1 on this device, or keep real and imaginary part in a real parameter "
                 "(torch.view_as_real)",
             )
+
+    @property
+    def _keeps_parameters(self) -> bool:
+        return self.options.partition == "parameters"
 
     @property
     def _lazy(self) -> bool:

@@ -23,7 +23,7 @@ from neuron_accel.contract import (
     why_not_elementwise,
 )
 from neuron_accel.strategies.data_parallel.plugin import GradientAverager
-from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, Zero1Options, refuse_closures, scale_parts
+from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, refuse_closures, scale_parts
 
 if TYPE_CHECKING:
     from neuron_accel.contract import PreparedModel, Run
@@ -130,16 +130,7 @@ class Zero1Plugin(StrategyPlugin):
         sharded = Zero1Optimizer(
             optimizer,
             run,
-            Zero1Options(
-                optimizer_dtype=self.optimizer_dtype,
-                max_norm=self.max_norm,
-                use_grad_acc_hook=self.use_grad_acc_hook,
-                higher_cc_precision=self.higher_cc_precision,
-                bucket_cap_mb=self.bucket_cap_mb,
-                whole_parameters=self.partition == "parameters",
-                save_master_weights=self.save_master_weights,
-                overlap=self.overlap,
-            ),
+            self,
             others=[averager.leave for averager in self._averagers(run)],
         )
         run.state(self).setdefault("optimizers", []).append(sharded)

@@ -1,4 +1,4 @@
-"""What ``parameter.grad`` is once ZeRO-1 has divided the gradient: a tensor that is gathered when somebody reads it.
+"""What ``parameter.grad`` is under ZeRO-1: a tensor that is gathered when it is read.
 
 To a loop it is the reduced gradient, as it would be under plain data parallelism, from the end of the backward pass
 until gradients are zeroed. It takes no memory and costs no message until its values are asked for. Asking is
@@ -9,31 +9,37 @@ in place, is what the optimizer sees; so is the tensor, or None, that a loop put
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from neuron_accel.contract import UsageError
+from neuron_accel.contract import DesyncError, GradientPart, UsageError
+
+if TYPE_CHECKING:
+    from neuron_accel.contract import Bucket, Group, ParameterRecord, Run
+    from neuron_accel.strategies.zero1.partition import Span
 
 
 class GradientSource(Protocol):
-    """Who holds a rank's share of some gradients."""
+    """Holds a rank's shard of some gradients."""
 
-    def whole_gradient(self, index: int) -> torch.Tensor:
-        """The reduced gradient of one parameter; the same memory until the share changes. Collective."""
+    def full_gradient(self, index: int) -> torch.Tensor:
+        """The reduced gradient of one parameter; the same memory until the shard changes. Collective."""
 
     def zero_gradient(self, index: int) -> None:
-        """Sets the share of one parameter's gradient to zero."""
+        """Sets the shard of one parameter's gradient to zero."""
 
 
 class ShardedGrad(torch.Tensor):
-    """The reduced gradient of ``parameter``, of which this rank has a share.
+    """The reduced gradient of ``parameter``, of which this rank has a shard.
 
     A backward pass that meets it (a loop that did not zero gradients) adds to it what this rank alone has; that waits
-    here until it is reduced and added to the share.
+    here until it is reduced and added to the shard.
 
     Args:
         parameter: whose shape, dtype and device it has.
@@ -72,7 +78,7 @@ class ShardedGrad(torch.Tensor):
                 why="it is gathered from all ranks when it is read, and its optimizer exists no more",
                 fix="read it before the accelerator lets go of the optimizer, or keep a clone of it",
             )
-        whole = source.whole_gradient(self._index)
+        whole = source.full_gradient(self._index)
         return whole if self._waiting is None else whole + self._waiting
 
     # ---- a tensor like any other -----------------------------------------------------------------------------------
@@ -128,3 +134,243 @@ class ShardedGrad(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self._value().clone()
+
+
+@dataclass
+class ParameterShard:
+    """What this rank optimizes of one parameter.
+
+    Args:
+        parameter: the model's parameter.
+        place: which of its elements.
+        master: what the optimizer updates, a view into the rank's chunk, in the optimizer's dtype; ``[stop - start]``,
+            or the parameter's shape where it has no dims, or pieces are whole parameters.
+    """
+
+    parameter: nn.Parameter
+    place: Span
+    master: nn.Parameter
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The reduced gradient of these elements."""
+        return self.master.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.master.grad = value
+
+
+class ReducedGradients(ABC):
+    """This rank's shard of a bucket's reduced gradients, and the same gradients as a loop sees them.
+
+    Args:
+        bucket: the parameters.
+        run: the run.
+        group: the ranks that share the optimizer's state.
+        optimizer_dtype: dtype of the shard.
+
+    Attributes:
+        pieces: what this rank optimizes.
+        used_anywhere: for each parameter, whether some rank had a gradient since gradients were last dropped.
+    """
+
+    pieces: list[ParameterShard]
+
+    def __init__(self, *, bucket: Bucket, run: Run, group: Group, optimizer_dtype: torch.dtype) -> None:
+        self.bucket, self.run, self.group, self.optimizer_dtype = bucket, run, group, optimizer_dtype
+        self.used_anywhere = [False] * len(bucket.parameters)
+        self._gradient: torch.Tensor | None = None
+        self._visible: tuple[ShardedGrad, ...] = ()
+        self._gathered = _Gathered()
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        return self.bucket.parameters
+
+    @abstractmethod
+    def _join(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """The parameters' values as they lie in the buffer, ``[partition.numel]``; None counts as zeros."""
+
+    @abstractmethod
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' values in a buffer, in their shapes."""
+
+    @abstractmethod
+    def _part(self, chunk: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
+        """A piece's own part of a chunk, which may be changed in place."""
+
+    # ---- the shard -------------------------------------------------------------------------------------------------
+    def gradient_parts(self, wanted: Collection[nn.Parameter]) -> list[GradientPart]:
+        """This rank's pieces of the reduced gradients of the ``wanted`` parameters; they may be changed in place."""
+        self.before_change()
+        mine = {piece.place.parameter: piece for piece in self.pieces}
+        parts = []
+        for index, (parameter, record) in enumerate(zip(self.parameters, self.bucket.records, strict=True)):
+            if parameter in wanted and self.used_anywhere[index]:
+                piece = mine.get(index)
+                parts.append(GradientPart(piece.grad if piece else None, self._axes_of(record), record.replicas))
+        return parts
+
+    def _axes_of(self, record: ParameterRecord) -> tuple[str, ...]:
+        return (*record.axes, *self.run.mesh.gradient_axes)
+
+    def _hand_out(self, gradient: torch.Tensor) -> None:
+        """Takes ``gradient``, ``[partition.chunk]``, as the shard, and gives each piece its part."""
+        self._gradient = gradient
+        self._gathered.forget()
+        for piece in self.pieces:
+            piece.grad = self._part(gradient, piece) if self.used_anywhere[piece.place.parameter] else None
+
+    def drop_gradients(self) -> None:
+        """Also those that can be read at the parameters."""
+        self._gradient = None
+        self._gathered.forget()
+        self.used_anywhere = [False] * len(self.parameters)
+        for piece in self.pieces:
+            piece.grad = None
+        for parameter in self.parameters:
+            if isinstance(parameter.grad, ShardedGrad):
+                parameter.grad = None
+
+    # ---- what a loop sees ------------------------------------------------------------------------------------------
+    def _show(self, indices: Sequence[int]) -> None:
+        """Lets these gradients be read at their parameters."""
+        if not self._visible:
+            self._visible = tuple(ShardedGrad(p, self, i) for i, p in enumerate(self.parameters))
+        for index in indices:
+            self.parameters[index].grad = self._visible[index]
+
+    def sync_user_edits(self) -> None:
+        """Takes over what a loop has done to the gradients that it sees: changed them, dropped or replaced some. What
+        it puts in their place counts as reduced, as it does beside plain data parallelism."""
+        self._take_edits()
+        self._forget_all_but([p.grad is not None for p in self.parameters])
+        given = [None if p.grad is None or self._is_visible(p.grad) else p.grad.detach() for p in self.parameters]
+        indices = [index for index, gradient in enumerate(given) if gradient is not None]
+        if not indices:
+            return
+        chunk = self.run.backend.chunk(self._join(given), self.group).to(self.optimizer_dtype)
+        if self._gradient is None:
+            own = torch.zeros_like(chunk)
+        else:
+            own = self._own_gradient()
+        self.used_anywhere = [used or index in indices for index, used in enumerate(self.used_anywhere)]
+        self._hand_out(own)
+        for piece in self.pieces:
+            if piece.grad is not None and piece.place.parameter in indices:
+                piece.grad.copy_(self._part(chunk, piece))
+        self._show(indices)
+
+    def before_change(self) -> None:
+        """The shard is going to be changed in place, on every rank: what was gathered is out of date then."""
+        self._take_edits()
+        self._gathered.forget()
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether some parameter has a gradient of this rank alone."""
+        return any(p.grad is not None and not self._is_visible(p.grad) for p in self.parameters)
+
+    def full_gradient(self, index: int) -> torch.Tensor:
+        """The reduced gradient of one parameter, in its shape and dtype; changing it changes the shard. Collective.
+
+        Raises:
+            UsageError: if gradients have been dropped.
+            DesyncError: if other ranks read another gradient.
+        """
+        if self._gradient is None or not self.used_anywhere[index]:
+            raise UsageError(
+                f"The gradient of {self.bucket.records[index].fqn!r} has been dropped.",
+                where="`parameter.grad` under ZeRO-1, kept beyond `zero_grad`",
+                why="it is gathered from all ranks when it is read",
+                fix="read it before `zero_grad`, or keep a clone of it",
+            )
+        if not self._gathered.parts:
+            self._check_all_read(index)
+            own = self._own_gradient().to(self.bucket.dtype)
+            self._gathered.hold(self._split(self.run.backend.all_gather(own, self.group)), own)
+        return self._gathered.parts[index]
+
+    def zero_gradient(self, index: int) -> None:
+        """Sets the shard of one parameter's gradient to zero."""
+        self.before_change()
+        for piece in self.pieces:
+            if piece.place.parameter == index and piece.grad is not None:
+                piece.grad.zero_()
+
+    def gather_gradients(self) -> list[torch.Tensor | None]:
+        """The reduced gradients of the bucket's parameters, unsharded, in the optimizer's dtype; collective."""
+        if self._gradient is None:
+            return [None] * len(self.parameters)
+        self.sync_user_edits()
+        values = self._split(self.run.backend.all_gather(self._own_gradient(), self.group))
+        return [value if used else None for value, used in zip(values, self.used_anywhere, strict=True)]
+
+    def _is_visible(self, gradient: torch.Tensor | None) -> bool:
+        return isinstance(gradient, ShardedGrad) and gradient.belongs_to(self)
+
+    def _check_all_read(self, index: int) -> None:
+        """Of another length than gradients, so that a rank that does something else cannot take it for one."""
+        name = self.bucket.records[index].fqn
+        everyone = self.run.backend.all_gather_object(name, self.group)
+        if set(everyone) != {name}:
+            raise DesyncError(
+                f"Ranks read different gradients: {sorted(set(everyone))}.",
+                where="`parameter.grad` under ZeRO-1",
+                why="each rank has a shard of them, and all of them gather a gradient that is read",
+                fix="read the same gradients in the same order on every rank",
+            )
+
+    def _own_gradient(self) -> torch.Tensor:
+        """The shard as it is now, ``[partition.chunk]``."""
+        assert self._gradient is not None
+        return self._gradient
+
+    def _take_edits(self) -> None:
+        if not self._gathered.is_edited():
+            return
+        own = self._own_gradient()
+        edited, before = self.run.backend.chunk(self._join(self._gathered.parts), self.group), self._gathered.before
+        assert before is not None
+        # Where nothing was changed the shard keeps the digits that the parameters' dtype does not have.
+        merged = torch.where(edited == before, own, edited.to(own.dtype))
+        self._hand_out(merged)
+
+    def _forget_all_but(self, kept: Sequence[bool]) -> None:
+        """Drops the gradients that the loop has dropped by setting ``parameter.grad``."""
+        if self._gradient is None or all(k or not u for k, u in zip(kept, self.used_anywhere, strict=True)):
+            return
+        self._take_edits()
+        self.used_anywhere = [u and k for u, k in zip(self.used_anywhere, kept, strict=True)]
+        if not any(self.used_anywhere):
+            self._gradient = None
+            self._gathered.forget()
+        for piece in self.pieces:
+            if piece.grad is not None and not self.used_anywhere[piece.place.parameter]:
+                piece.grad.zero_()  # the memory may be a part of the shard
+                piece.grad = None
+
+
+class _Gathered:
+    """The gathered gradients of a bucket, which a loop may read or change.
+
+    Attributes:
+        parts: of each parameter; empty if nothing was gathered.
+        before: this rank's shard as it was gathered.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self.parts: list[torch.Tensor] = []
+        self.before: torch.Tensor | None = None
+        self._versions: list[int] = []
+
+    def hold(self, parts: list[torch.Tensor], before: torch.Tensor) -> None:
+        self.parts, self.before = parts, before
+        self._versions = [part._version for part in parts]
+
+    def is_edited(self) -> bool:
+        return any(p._version != v for p, v in zip(self.parts, self._versions, strict=True))

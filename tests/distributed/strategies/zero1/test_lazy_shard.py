@@ -39,7 +39,7 @@ def divided(changes_state=False):
     from neuron_accel.engine.sharding.parameters import ParameterMap
     from neuron_accel.strategies.zero1 import Zero1Plugin
     from neuron_accel.strategies.zero1.lazy_shard import LazyShard
-    from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, Zero1Options
+    from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
 
     class Lazy(TorchBackend):
         is_lazy = True
@@ -55,7 +55,7 @@ def divided(changes_state=False):
     run = Run(plan=plan, backend=backend)
     model, optimizer = build()
     run.models.append(PreparedModel(original=model, module=model, parameters=ParameterMap(model)))
-    sharded = Zero1Optimizer(optimizer, run, Zero1Options(max_norm=1.0), synchronises=lambda: True)
+    sharded = Zero1Optimizer(optimizer, run, Zero1Plugin(max_norm=1.0), synchronises=lambda: True)
     assert [type(shard) for shard in sharded.shards] == [LazyShard] * 2, "one for each group of options"
     for index, (x, both) in enumerate(batches()):
         model(x.chunk(backend.world_size)[backend.rank], both).backward()
