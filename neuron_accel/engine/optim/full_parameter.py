@@ -57,7 +57,7 @@ class WholeParameters(torch.optim.Optimizer):
     ) -> None:
         # An optimizer by interface only, like Accelerate's wrapper: see Zero1Optimizer.
         self.optimizer = optimizer
-        self._layout_of, self._run = layout_of, run
+        self._layout_of, self._run = dict(layout_of), run
         self._wholes: dict[nn.Parameter, nn.Parameter] = {}
         if recipe_of(optimizer) is not None:  # its constructor wants to see what it will update
             self._put_together()
@@ -125,13 +125,22 @@ class WholeParameters(torch.optim.Optimizer):
         state.update({p: self.inner.state[self._whole(p)] for p in parts if self._whole(p) in self.inner.state})
         return state
 
+    def _learn(self, parts: Sequence[nn.Parameter]) -> None:
+        """How further parts lie over the mesh."""
+        for part in parts:
+            record = self._run.find_parameter(part)
+            if record is not None and record.layout.axes:
+                self._layout_of[part] = record.layout
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
+        self._learn(self.optimizer.param_groups[-1]["params"])
         self.inner.add_param_group(self._inner_group(self.optimizer.param_groups[-1]))
 
     def extend_group(self, index: int, parts: Sequence[nn.Parameter]) -> None:
-        """Further parts for a group; ``layout_of`` knows them by now."""
+        """Further parts for a group."""
         self.optimizer.param_groups[index]["params"].extend(parts)
+        self._learn(parts)
         self.inner.param_groups[index]["params"].extend(self._whole(part) for part in parts)
         self._translate()
 

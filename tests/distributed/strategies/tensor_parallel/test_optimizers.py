@@ -99,3 +99,26 @@ def sharded_shapes(plugins):
 
 def test_what_an_optimizer_lists_is_what_it_updates():
     assert run_ranks(sharded_shapes, 2, TP2) == [True, True]
+
+
+def added_group(plugins):
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    torch.manual_seed(0)
+    model = llama()
+    model.lm_head.requires_grad_(False)
+    optimizer = torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model.lm_head.requires_grad_(True)
+    optimizer.add_param_group({"params": [model.lm_head.weight], "lr": 0.05})
+    for batch in token_batches(2):
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+def test_a_group_that_joins_is_updated_in_full():
+    expected, found = (run_ranks(added_group, ranks, plugins)[0] for ranks, plugins in ((1, []), (2, TP2)))
+    torch.testing.assert_close(found["lm_head.weight"], expected["lm_head.weight"], rtol=1e-3, atol=1e-4)
