@@ -20,28 +20,21 @@ from accelerate import Accelerator  # noqa: E402
 from torch import nn  # noqa: E402
 
 from neuron_accel.checkpoint.state.full_state import full_gradients, full_state_dict  # noqa: E402
-from neuron_accel.checkpoint.state.session import Session  # noqa: E402
+from neuron_accel.checkpoint.state.session import Session, Source  # noqa: E402
+from neuron_accel.checkpoint.state.training import Training  # noqa: E402
 from neuron_accel.data.loaders import prepare_data_loader, skip_first_batches  # noqa: E402
-from neuron_accel.engine.optim.full_parameter import stepping_on_wholes  # noqa: E402
-from neuron_accel.engine.optim.twin import StandIn, keep_promise, translate  # noqa: E402
 from neuron_accel.engine.plan.config import RunConfig, load_config  # noqa: E402
 from neuron_accel.engine.plan.explain import explain_parameters  # noqa: E402
 from neuron_accel.engine.plan.plan import agree_on_plan  # noqa: E402
 from neuron_accel.engine.plan.planner import make_plan  # noqa: E402
-from neuron_accel.engine.plan.plugin import Claim, Phase, StrategyPlugin  # noqa: E402
+from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin  # noqa: E402
 from neuron_accel.engine.plan.registry import default_registry  # noqa: E402
 from neuron_accel.engine.runtime.preview import preview  # noqa: E402
 from neuron_accel.engine.runtime.replica_groups import PartitionLimit  # noqa: E402
-from neuron_accel.engine.runtime.run import PreparedModel, Run, transform_model  # noqa: E402
-from neuron_accel.engine.runtime.tensors import (  # noqa: E402
-    broadcast_tensors,
-    place,
-    state_tensors,
-)
-from neuron_accel.engine.sharding.parameters import ParameterMap, rebind  # noqa: E402
+from neuron_accel.engine.runtime.run import Run  # noqa: E402
 from neuron_accel.errors import UsageError  # noqa: E402
-from neuron_accel.lazy.filling import give_memory, origin_of  # noqa: E402
 from neuron_accel.loop import gather as values  # noqa: E402
+from neuron_accel.loop import prepare  # noqa: E402
 from neuron_accel.loop.arguments import (  # noqa: E402
     ACCELERATES,
     NOT_GIVEN,
@@ -55,9 +48,9 @@ from neuron_accel.loop.arguments import (  # noqa: E402
 from neuron_accel.loop.deferred_values import look, numbers, progress_bar  # noqa: E402
 from neuron_accel.loop.gather import share_of  # noqa: E402
 from neuron_accel.loop.join import even_batches_as, join_uneven_inputs  # noqa: E402
-from neuron_accel.loop.no_sync import NoSync  # noqa: E402
 from neuron_accel.loop.precompile_mode import folder, for_trial, is_trial, itself, no, nothing, steps_aside  # noqa: E402
-from neuron_accel.loop.step import Clipping, ItemCount  # noqa: E402
+from neuron_accel.loop.prepare import NoSync  # noqa: E402
+from neuron_accel.loop.step import Step  # noqa: E402
 from neuron_accel.loop.waiting import collective, watch  # noqa: E402
 from neuron_accel.loop.wrappers import Owner, PreparedOptimizer, PreparedScheduler  # noqa: E402
 from neuron_accel.neuron.environment import hardware_of_run  # noqa: E402
@@ -211,10 +204,9 @@ class NeuronAccelerator(Accelerator):
         mesh = plan.mesh
         for axes in ((), mesh.gradient_axes, mesh.data_axes, mesh.model_axes, (*mesh.model_axes, *mesh.gradient_axes)):
             self.run.group(*axes)  # now, in the same order on every rank
-        self._items, self._clipping = ItemCount(self.run), Clipping(self.run)
-        self._session = Session(self)
+        self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
+        self._session = Session(self._source())
         self._waiting = watch(self.run, self)
-        self._in_micro_batch, self._accumulating = False, 0
         for setup in self.run.hooks["setup"]:
             setup(self.run)
 
@@ -352,10 +344,10 @@ class NeuronAccelerator(Accelerator):
             (torch.utils.data.DataLoader, self.prepare_data_loader),
             (torch.optim.Optimizer, self.prepare_optimizer),
         ]
-        for kind, prepare in in_order:
+        for kind, prepare_one in in_order:
             for i, (value, placement) in enumerate(zip(args, placements, strict=True)):
                 if isinstance(value, kind):
-                    result[i] = prepare(value, device_placement=placement)
+                    result[i] = prepare_one(value, device_placement=placement)
         for i, value in enumerate(args):
             if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
                 result[i] = self.prepare_scheduler(value)
@@ -389,31 +381,19 @@ class NeuronAccelerator(Accelerator):
             self._check_new(model)
         if getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode)
-        origin = origin_of(model, self.run)
-        broadcast_tensors(state_tensors(model), self.run, self.run.world)
-        record = PreparedModel(
-            original=model,
-            module=model,
-            parameters=ParameterMap(model, mesh=self.run.mesh),
-            optimizable=not evaluation_mode,
-        )
-        self.run.models.append(record)
-        transform_model(record, self.run, before=Phase.GRADIENTS)
-        if origin is not None:
-            give_memory(origin, record, self.run)
-        if self.device_placement if device_placement is None else device_placement:
-            place(record.module, self.device, record.parameters)
+        placed = self.device_placement if device_placement is None else device_placement
         # In "evaluation mode" Accelerate casts and compiles, and leaves out its own data parallelism.
-        record.module = super().prepare_model(record.module, False, evaluation_mode=True)
-        record.parameters.follow(record.inner)
-        self._session.adopt(record)
-        if not evaluation_mode:
-            transform_model(record, self.run, since=Phase.GRADIENTS)
-            record.handles.append(record.module.register_forward_pre_hook(record.settle_synchronisation))
-            if self.run.backend.is_lazy:
-                record.handles.append(record.module.register_forward_pre_hook(lambda *_: self._finish_micro_batch()))
-            if not hasattr(record.module, "no_sync"):
-                record.module.no_sync = NoSync(record)  # type: ignore[assignment]  # torch: Tensor | Module
+        wrap = partial(super().prepare_model, device_placement=False, evaluation_mode=True)
+        record = prepare.prepare_model(
+            model,
+            self.run,
+            device=self.device if placed else None,
+            wrap=wrap,
+            load=self._session.adopt,
+            training=not evaluation_mode,
+        )
+        if self.run.backend.is_lazy and not evaluation_mode:
+            record.handles.append(record.module.register_forward_pre_hook(self._step.finish_micro_batch))
         self._models[-1] = record.module
         for each in (model, record.module):
             each._neuron_accel_owner = Owner(self)  # type: ignore[assignment]  # torch: Tensor | Module
@@ -451,56 +431,15 @@ class NeuronAccelerator(Accelerator):
         """Rebinds an optimizer to the rewritten parameters and lets the plugins transform it."""
         if getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement)
-        self._admit_unprepared(optimizer)
-        before = [p for group in optimizer.param_groups for p in group["params"]]
-        rebind(optimizer, self.run.parameter_maps, self.run.coordinates)
-        self._carry_over(optimizer, before)
-        transformed = self.run.hooks.transform("transform_optimizer", optimizer, self.run)
-        transformed = stepping_on_wholes(transformed, self.run)
-        keep_promise(transformed)
+        transformed = prepare.prepare_optimizer(optimizer, self.run, number=len(self._optimizers))
         if self._on_neuron:
             self._warn_of_lost_updates(transformed)
         prepared: Any = PreparedOptimizer(
-            transformed, self.run, self.scaler, peers=self._optimizers, gradients_complete=self._items.settle
+            transformed, self.run, self.scaler, peers=self._optimizers, gradients_complete=self._step.items.settle
         )
         prepared._is_accelerate_prepared = True
         self._optimizers.append(prepared)
         return prepared
-
-    def _admit_unprepared(self, optimizer: torch.optim.Optimizer) -> None:
-        """In one process an optimizer may hold parameters of models that were not prepared: there is nobody to
-        synchronise them with."""
-        if self.world_size > 1:
-            return
-        named = [
-            (f"optimizer {len(self._optimizers)}, group {i}, parameter {j}", parameter)
-            for i, group in enumerate(optimizer.param_groups)
-            for j, parameter in enumerate(group["params"])
-            if self.run.find_parameter(parameter) is None
-        ]
-        if named:
-            self.run.unprepared.append(ParameterMap(named))
-            warnings.warn(
-                f"{type(optimizer).__name__} holds {len(named)} parameters that no prepared model has. They are "
-                "trained, because there is one process; on several it is an error. `save_state` saves the optimizer's "
-                "state for them, and not the parameters: prepare their model with the optimizer.",
-                stacklevel=4,
-            )
-
-    def _carry_over(self, optimizer: torch.optim.Optimizer, before: list[nn.Parameter]) -> None:
-        """What was set on parameters, and what an optimizer keeps by parameter, holds for those that a plugin has put
-        in their place."""
-        stand_ins: dict[torch.Tensor, list[StandIn]] = {}
-        for parameter in before:
-            record = self.run.find_parameter(parameter)
-            if record is not None and record.current is not None and record.current is not parameter:
-                cut = partial(record.layout.shard, coordinates=self.run.coordinates)
-                stand_in = StandIn(record.current, cut)
-                stand_ins[parameter] = [stand_in]
-                for name, value in vars(parameter).items():
-                    vars(record.current).setdefault(name, stand_in.value(value, parameter))
-        if stand_ins:
-            translate(optimizer, stand_ins)
 
     def _warn_of_lost_updates(self, optimizer: torch.optim.Optimizer) -> None:
         low = any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"])
@@ -518,7 +457,7 @@ class NeuronAccelerator(Accelerator):
             scheduler,
             mine or self._optimizers,
             self.run,
-            accumulating=lambda: self._accumulating > 0,
+            accumulating=lambda: self._step.is_accumulating,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )
@@ -546,57 +485,19 @@ class NeuronAccelerator(Accelerator):
                 mean over micro-batches, as in Accelerate. All losses of a step are given with their items, or none.
             kwargs: passed on to ``loss.backward``.
         """
-        run = self.run
-        loss = run.hooks.transform("before_backward", loss, run)
-        owner = run.owner(Claim.BACKWARD)
-        share = getattr(self.gradient_state.active_dataloader, "row_share", None) if owner is None else None
-        if num_items is not None:
-            if owner is not None:
-                raise UsageError(
-                    "`num_items` is not possible here.",
-                    where=f"plugin {owner.spec.name!r}",
-                    why="it runs the backward pass before the loss reaches `backward`",
-                )
-            if share is not None:  # a rank without a real row has no items
-                num_items = torch.as_tensor(num_items, device=self.device) * (share > 0).reshape(())
-            loss = loss * (self._items.add(num_items) * self.gradient_accumulation_steps)
-        elif share is not None:
-            loss = loss * share.reshape(())
-        blank = [] if owner is not None else self._optimizers  # else gradients have arrived already
-        for optimizer in blank:
-            optimizer.blank.first(p for group in optimizer.param_groups for p in group["params"])
-        with run.driving_backward():
-            if owner is None and self.scaler is None and self.gradient_accumulation_steps == 1 and not kwargs:
-                loss.backward()  # what Accelerate's does, less a division by one
-            elif owner is None:
-                super().backward(loss, **kwargs)
-            else:
-                owner.backward(loss / self.gradient_accumulation_steps, run, **kwargs)
-        for optimizer in blank:
-            optimizer.blank.complete()
-        for after_backward in run.hooks["after_backward"]:
-            after_backward(run)
-        self._in_micro_batch = not self.sync_gradients
+        plain = self.scaler is None and self.gradient_accumulation_steps == 1 and not kwargs
+        accelerates = super().backward
+
+        def differentiate(loss: torch.Tensor) -> None:
+            loss.backward() if plain else accelerates(loss, **kwargs)  # the same, less a division by one
+
+        self._step.backward(loss, num_items, differentiate, self.gradient_accumulation_steps, kwargs)
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """A micro-batch: gradients accumulate inside, and are reduced in the last one before a step."""
-        self._accumulating += 1
-        try:
-            with super().accumulate(*models):
-                yield
-        finally:
-            self._accumulating -= 1
-        self._finish_micro_batch()
-
-    def _finish_micro_batch(self) -> None:
-        """One graph for a micro-batch, however many there are: with all that the loop did in it, where it says where it
-        ends; else up to the next forward pass."""
-        if self._in_micro_batch and not self._accumulating:
-            self._in_micro_batch = False
-            self.run.backend.step_boundary()
-            for after_boundary in self.run.hooks["after_boundary"]:
-                after_boundary(self.run)
+        with self._step.micro_batch(), super().accumulate(*models):
+            yield
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -660,8 +561,8 @@ class NeuronAccelerator(Accelerator):
         if owner is None or (parameters and all(self.run.find_parameter(p) is None for p in parameters)):
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         self.unscale_gradients()
-        self._items.settle()
-        return self._clipping.norm(owner, parameters, float(max_norm), float(norm_type))
+        self._step.items.settle()
+        return self._step.clipping.norm(owner, parameters, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamps the gradients of a step element by element; nothing happens while gradients accumulate."""
@@ -673,8 +574,8 @@ class NeuronAccelerator(Accelerator):
             super().clip_grad_value_(parameters, clip_value)
             return
         self.unscale_gradients()
-        self._items.settle()
-        self._clipping.value(owner, parameters, float(clip_value))
+        self._step.items.settle()
+        self._step.clipping.value(owner, parameters, float(clip_value))
 
     def _parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parameter]:
         """The parameters that train now, where a caller has those from before `prepare`."""
@@ -812,7 +713,7 @@ class NeuronAccelerator(Accelerator):
         record = self.run.prepared(model)
         if record is None:
             raise UsageError("This model was not prepared by this accelerator.")
-        self._items.settle()
+        self._step.items.settle()
         return full_gradients(record, self.run)
 
     @steps_aside(nothing)
@@ -892,7 +793,35 @@ class NeuronAccelerator(Accelerator):
         """
         if load_kwargs:
             raise UsageError("`load_kwargs` are arguments for unpickling, and nothing is unpickled here.")
-        return self._session.load(input_dir, resume=resume, verify=verify)
+        counters = self._session.load(input_dir, resume=resume, verify=verify)
+        if counters is None:
+            return False
+        self.step = counters.get("step", self.step)
+        return True
+
+    def _source(self) -> Source:
+        """What checkpoints are made of."""
+        return Source(
+            run=self.run,
+            project=self.project_configuration,
+            modules=lambda: self._models,
+            training=self._training,
+            save_hooks=self._save_model_state_pre_hook,
+            load_hooks=self._load_model_state_pre_hook,
+        )
+
+    def _training(self, modules: Sequence[nn.Module]) -> Training:
+        wanted = {id(module) for module in modules}
+        return Training(
+            run=self.run,
+            models=[self.run.prepared(module) if id(module) in wanted else None for module in self._models],
+            optimizers=[getattr(prepared, "optimizer", prepared) for prepared in self._optimizers],
+            schedulers=self._schedulers,
+            loaders=self._dataloaders,
+            custom=self._custom_objects,
+            scaler=self.scaler,
+            counters={"step": self.step, "iteration": self.save_iteration},
+        )
 
     # ---- the end ---------------------------------------------------------------------------------------------------
     @steps_aside(nothing)
@@ -933,28 +862,22 @@ class NeuronAccelerator(Accelerator):
             module: Any = record.module
             for each in (original, module):
                 vars(each).pop("_neuron_accel_owner", None)
-            for handle in record.handles:
-                handle.remove()
-            if not any(r.layout.cuts or r.holders for r in record.parameters):  # as good as new
-                if isinstance(vars(module).get("no_sync"), NoSync):
-                    del module.no_sync  # it would steer this run's record, not the next one's
-                self.unwrap_model(module, keep_fp32_wrapper=False)
-                original._is_accelerate_prepared = module._is_accelerate_prepared = False
+            prepare.let_go(record, partial(self.unwrap_model, keep_fp32_wrapper=False))
         self.run.models.clear()
         self.run.unprepared.clear()
         self.run.company.forget()
-        self._items, self._clipping = ItemCount(self.run), Clipping(self.run)
+        self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process knows the plan, its place in it and the loaders, but is connected to no one and has
         prepared no model."""
         prepared: dict[str, list[Any]] = {name: [] for name in ("_models", "_optimizers", "_schedulers")}
-        return {**self.__dict__, **prepared, **dict.fromkeys(("_items", "_clipping", "_session", "_waiting"))}
+        return {**self.__dict__, **prepared, **dict.fromkeys(("_step", "_session", "_waiting"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._items, self._clipping = ItemCount(self.run), Clipping(self.run)
-        self._session = Session(self)
+        self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
+        self._session = Session(self._source())
 
 
 def _check_connected(world_size: int, known_to_accelerate: int) -> None:

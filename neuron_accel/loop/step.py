@@ -1,19 +1,121 @@
-"""What one step needs beside the plugins: averages over items (tokens), and clipping by its owner."""
+"""A step: backward passes of its micro-batches, averages over items (tokens), clipping by its owner.
+
+``NeuronAccelerator.backward``, ``accumulate`` and ``clip_grad_norm_`` call :class:`Step`. The optimizer's own step is
+:meth:`neuron_accel.loop.wrappers.PreparedOptimizer.step`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from neuron_accel.engine.plan.plugin import Claim
+from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
-    import torch
+    from accelerate.state import GradientState
     from torch import nn
 
     from neuron_accel.engine.plan.plugin import StrategyPlugin
     from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.loop.wrappers import PreparedOptimizer
+
+
+class Step:
+    """The step that a loop is in.
+
+    Args:
+        run: the run.
+        gradient_state: Accelerate's: whether this micro-batch is the last of a step, and the loader that is read.
+        optimizers: gives every prepared optimizer.
+    """
+
+    def __init__(
+        self, run: Run, gradient_state: GradientState, optimizers: Callable[[], list[PreparedOptimizer]]
+    ) -> None:
+        self._run, self._gradient_state, self._optimizers = run, gradient_state, optimizers
+        self.items, self.clipping = ItemCount(run), Clipping(run)
+        self._in_micro_batch, self._accumulating = False, 0
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether the loop is inside ``accumulate``."""
+        return self._accumulating > 0
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        num_items: int | torch.Tensor | None,
+        differentiate: Callable[[torch.Tensor], None],
+        accumulation_steps: int,
+        options: dict[str, Any],
+    ) -> None:
+        """One micro-batch's backward pass, and on the last one the reduction of gradients.
+
+        Args:
+            loss: of this micro-batch on this rank, 0-dim.
+            num_items: see :meth:`NeuronAccelerator.backward`.
+            differentiate: the backward pass where no plugin owns it: Accelerate's, which divides by the number of
+                micro-batches.
+            accumulation_steps: that number.
+            options: of ``torch.Tensor.backward``, for an owner.
+        """
+        run = self._run
+        loss = run.hooks.transform("before_backward", loss, run)
+        owner = run.owner(Claim.BACKWARD)
+        if owner is None:
+            self._differentiate(self._weighted(loss, num_items, accumulation_steps), differentiate)
+        else:
+            if num_items is not None:
+                raise UsageError(
+                    "`num_items` is not possible here.",
+                    where=f"plugin {owner.spec.name!r}",
+                    why="it runs the backward pass before the loss reaches `backward`",
+                )
+            with run.driving_backward():
+                owner.backward(loss / accumulation_steps, run, **options)
+        for after_backward in run.hooks["after_backward"]:
+            after_backward(run)
+        self._in_micro_batch = not self._gradient_state.sync_gradients
+
+    def _weighted(self, loss: torch.Tensor, num_items: int | torch.Tensor | None, steps: int) -> torch.Tensor:
+        """The loss as it counts: by its items, and by the rows of a batch that are not filled up."""
+        share = getattr(self._gradient_state.active_dataloader, "row_share", None)
+        if num_items is None:
+            return loss if share is None else loss * share.reshape(())
+        if share is not None:  # a rank without a real row has no items
+            num_items = torch.as_tensor(num_items, device=self._run.device) * (share > 0).reshape(())
+        return loss * (self.items.add(num_items) * steps)
+
+    def _differentiate(self, loss: torch.Tensor, differentiate: Callable[[torch.Tensor], None]) -> None:
+        for optimizer in self._optimizers():
+            optimizer.blank.first(p for group in optimizer.param_groups for p in group["params"])
+        with self._run.driving_backward():
+            differentiate(loss)
+        for optimizer in self._optimizers():
+            optimizer.blank.complete()
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """``accumulate``: what the loop does inside belongs to one micro-batch."""
+        self._accumulating += 1
+        try:
+            yield
+        finally:
+            self._accumulating -= 1
+        self.finish_micro_batch()
+
+    def finish_micro_batch(self, *_: Any) -> None:
+        """One graph for a micro-batch, however many there are: with all that the loop did in it, where it says where it
+        ends; else up to the next forward pass."""
+        if self._in_micro_batch and not self._accumulating:
+            self._in_micro_batch = False
+            self._run.backend.step_boundary()
+            for after_boundary in self._run.hooks["after_boundary"]:
+                after_boundary(self._run)
 
 
 # ---- Averaging a loss over items (tokens), however they are spread over ranks and micro-batches ----------------------
@@ -91,7 +193,7 @@ class Clipping:
     @property
     def _owner(self) -> StrategyPlugin:
         owner = self._run.owner(Claim.GRADIENT_CLIPPING)
-        assert owner is not None  # somebody has announced that it clips
+        assert owner is not None  # another rank has announced that it clips
         return owner
 
     def _all(self) -> list[nn.Parameter | None]:

@@ -11,7 +11,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import torch
 
 from neuron_accel.checkpoint.format.files import Files, failure
 from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER, NAME, has_manifest, read_manifest
-from neuron_accel.checkpoint.state.full_state import save_in_full
+from neuron_accel.checkpoint.state.full_state import full_state_dict, save_in_full
 from neuron_accel.checkpoint.state.load import load, load_weights
 from neuron_accel.checkpoint.state.save import BackgroundSave, Contents, Target, save
 from neuron_accel.checkpoint.state.snapshot import written_here
@@ -30,7 +31,9 @@ from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from neuron_accel.accelerator import NeuronAccelerator
+    from accelerate.utils import ProjectConfiguration
+    from torch import nn
+
     from neuron_accel.engine.runtime.run import PreparedModel, Run
 
 
@@ -38,17 +41,37 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Session:
-    """The checkpoints of one accelerator.
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What a loop has that checkpoints are made of.
 
     Args:
-        accelerator: whose objects are saved.
+        run: the run.
+        project: Accelerate's folders and numbers of checkpoints.
+        modules: gives the prepared modules.
+        training: gives everything that is saved, with the models of these modules only; others keep their number.
+        save_hooks, load_hooks: Accelerate's hooks before models are saved and loaded.
+    """
+
+    run: Run
+    project: ProjectConfiguration
+    modules: Callable[[], list[nn.Module]]
+    training: Callable[[Sequence[nn.Module]], Training]
+    save_hooks: Mapping[Any, Callable[..., None]]
+    load_hooks: Mapping[Any, Callable[..., None]]
+
+
+class Session:
+    """The checkpoints of one loop.
+
+    Args:
+        source: what is saved.
         files: how files are written.
     """
 
-    def __init__(self, accelerator: NeuronAccelerator, files: Files | None = None) -> None:
-        self._accelerator = accelerator
-        self._checkpoints = Checkpoints(accelerator.run, files)
+    def __init__(self, source: Source, files: Files | None = None) -> None:
+        self._source, self._run, self._project = source, source.run, source.project
+        self._checkpoints = Checkpoints(source.run, files)
         self._said_what_is_written = False
 
     def save(
@@ -61,11 +84,11 @@ class Session:
         **unknown: Any,
     ) -> str:
         """See :meth:`NeuronAccelerator.save_state`."""
-        project = self._accelerator.project_configuration
+        project = self._project
         if not safe_serialization and not self._said_what_is_written:
             self._said_what_is_written = True
             _log.log(
-                logging.WARNING if self._accelerator.is_main_process else logging.DEBUG,
+                logging.WARNING if self._is_main else logging.DEBUG,
                 "`save_state(safe_serialization=False)` writes safetensors and JSON all the same: unpickling a "
                 "checkpoint would run whatever code it contains. `save_model(..., safe_serialization=False)` writes "
                 "pytorch_model.bin.",
@@ -80,7 +103,7 @@ class Session:
             )
         automatic = project.automatic_checkpoint_naming
         folder = self._numbered() if automatic else self._common(_given(output_dir))
-        training = self._training(self._kept_models(folder))
+        training = self._source.training(self._kept_models(folder))
         self._checkpoints.save(
             training,
             folder,
@@ -92,26 +115,29 @@ class Session:
             project.iteration += 1
         return str(folder)
 
-    def load(self, input_dir: str | os.PathLike[str] | None, *, resume: str | None = None, verify: bool = True) -> bool:
-        """See :meth:`NeuronAccelerator.load_state`."""
+    def load(
+        self, input_dir: str | os.PathLike[str] | None, *, resume: str | None = None, verify: bool = True
+    ) -> Mapping[str, int] | None:
+        """See :meth:`NeuronAccelerator.load_state`.
+
+        Returns:
+            the counters that were saved; none where a folder holds weights only; None if there was nothing to load.
+        """
         if resume is not None and (input_dir is not None or resume != LATEST):
             raise UsageError(f"`resume={resume!r}` is not possible here.", fix="use load_state(resume='latest')")
         folder = self._found(input_dir, optional=resume is not None)
         if folder is None:
-            return False
-        accelerator = self._accelerator
-        models = list(accelerator._models)
-        for hook in accelerator._load_model_state_pre_hook.values():
+            return None
+        models = list(self._source.modules())
+        for hook in self._source.load_hooks.values():
             hook(models, str(folder))
-        left = {id(model) for model in models}
-        training = self._training([id(model) in left for model in accelerator._models])
+        training = self._source.training(models)
         counters = self._checkpoints.load(training, folder, verify=verify)
         if not counters:
             _log.warning("%s holds weights only: optimizers, schedulers and loaders begin anew.", folder)
-        accelerator.step = counters.get("step", accelerator.step)
-        if accelerator.project_configuration.automatic_checkpoint_naming:
-            accelerator.project_configuration.iteration = counters.get("iteration", accelerator.save_iteration - 1) + 1
-        return True
+        if self._project.automatic_checkpoint_naming:
+            self._project.iteration = counters.get("iteration", self._project.iteration - 1) + 1
+        return counters
 
     def adopt(self, record: PreparedModel) -> None:
         """A model has been divided: it takes the weights that a plugin names, and saves itself in full. Collective.
@@ -119,7 +145,7 @@ class Session:
         Raises:
             CheckpointError: if the weights are not those of this model.
         """
-        run = self._accelerator.run
+        run = self._run
         named = (folder for plugin in run.plan.plugins if (folder := plugin.initial_weights()) is not None)
         folder = next(named, None)  # the plan has one at most
         if folder is not None and len(run.models) == 1:
@@ -133,25 +159,25 @@ class Session:
     # ---- folders ---------------------------------------------------------------------------------------------------
     def _common(self, folder: Path) -> Path:
         """The main process's folder: others may have named a temporary one of their own."""
-        run = self._accelerator.run
+        run = self._run
         return Path(run.backend.broadcast_object(str(folder), run.world))
 
     def _root(self) -> Path:
-        if self._accelerator.project_dir is None:
+        if self._project.project_dir is None:
             raise UsageError(
                 "There is no project folder to keep checkpoints in.",
                 fix="NeuronAccelerator(project_config=ProjectConfiguration(project_dir, "
                 "automatic_checkpoint_naming=True))",
             )
-        return Path(os.path.abspath(os.path.expanduser(self._accelerator.project_dir)), "checkpoints")
+        return Path(os.path.abspath(os.path.expanduser(self._project.project_dir)), "checkpoints")
 
     def _numbered(self) -> Path:
-        folder = self._root() / f"checkpoint_{self._accelerator.save_iteration}"
-        if self._accelerator.is_main_process and has_manifest(folder):
+        folder = self._root() / f"checkpoint_{self._project.iteration}"
+        if self._is_main and has_manifest(folder):
             message = f"{folder} exists already."
         else:
             message = None
-        message = self._accelerator.run.backend.broadcast_object(message, self._accelerator.run.world)
+        message = self._run.backend.broadcast_object(message, self._run.world)
         if message:
             raise UsageError(
                 message,
@@ -164,7 +190,7 @@ class Session:
     def _found(self, input_dir: str | os.PathLike[str] | None, *, optional: bool) -> Path | None:
         if input_dir is not None:
             return self._common(_given(input_dir))
-        if not optional and not self._accelerator.project_configuration.automatic_checkpoint_naming:
+        if not optional and not self._project.automatic_checkpoint_naming:
             raise UsageError("No input_dir provided and automatic checkpoint naming is disabled.")
         root = self._root()
         found = self._checkpoints.latest(root)
@@ -173,44 +199,33 @@ class Session:
         return found
 
     # ---- contents --------------------------------------------------------------------------------------------------
-    def _kept_models(self, folder: Path) -> list[bool]:
+    def _kept_models(self, folder: Path) -> list[nn.Module]:
         """Which models are still to be saved after the hooks; a hook that saves one itself takes its weights away."""
-        accelerator = self._accelerator
-        hooks = list(accelerator._save_model_state_pre_hook.values())
+        hooks, modules, run = list(self._source.save_hooks.values()), self._source.modules(), self._run
         if not hooks:
-            return [True] * len(accelerator._models)
-        if accelerator.is_main_process:
+            return modules
+        if self._is_main:
             folder.mkdir(parents=True, exist_ok=True)
-        accelerator.wait_for_everyone()
-        weights = [accelerator.get_state_dict(model, unwrap=False) for model in accelerator._models]
+        run.backend.barrier()
+        records = [run.prepared(module) for module in modules]
+        weights = [
+            m.state_dict() if r is None else full_state_dict(r, run) for m, r in zip(modules, records, strict=True)
+        ]
         all_weights = list(weights)
         for hook in hooks:
-            hook(accelerator._models, weights, str(folder))
-        return [any(given is left for left in weights) for given in all_weights]
+            hook(modules, weights, str(folder))
+        return [m for m, given in zip(modules, all_weights, strict=True) if any(given is left for left in weights)]
 
     def training(self) -> Training:
         """All that a checkpoint covers."""
-        return self._training([True] * len(self._accelerator._models))
+        return self._source.training(self._source.modules())
 
-    def _training(self, wanted: list[bool]) -> Training:
-        accelerator = self._accelerator
-        models = [
-            accelerator.run.prepared(model) if want else None
-            for model, want in zip(accelerator._models, wanted, strict=True)
-        ]
-        return Training(
-            run=accelerator.run,
-            models=models,
-            optimizers=[getattr(prepared, "optimizer", prepared) for prepared in accelerator._optimizers],
-            schedulers=accelerator._schedulers,
-            loaders=accelerator._dataloaders,
-            custom=accelerator._custom_objects,
-            scaler=accelerator.scaler,
-            counters={"step": accelerator.step, "iteration": accelerator.save_iteration},
-        )
+    @property
+    def _is_main(self) -> bool:
+        return self._run.backend.rank == 0
 
     def _auxiliary(self, tokenizer: Any) -> dict[str, bytes]:
-        models = self._accelerator.run.models
+        models = self._run.models
         with tempfile.TemporaryDirectory() as staging:
             return auxiliary_files(models[0].original if models else None, tokenizer, Path(staging))
 

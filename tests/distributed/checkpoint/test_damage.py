@@ -119,7 +119,7 @@ class Dying(Files):
 
 def _count_operations(accelerator, folder: str) -> int:
     files = Dying(-1)
-    Session(accelerator, files).save(folder)
+    Session(accelerator._source(), files).save(folder)
     return files.done
 
 
@@ -144,7 +144,7 @@ def _die_at_every_operation(folder: str) -> tuple[int, int]:
         child = os.fork()
         if child == 0:
             try:
-                Session(accelerator, Dying(number)).save(str(work))
+                Session(accelerator._source(), Dying(number)).save(str(work))
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -192,7 +192,7 @@ def _die_at_every_operation_of_a_numbered_save(root: str) -> tuple[int, int]:
         child = os.fork()
         if child == 0:
             try:
-                Session(accelerator, Dying(number)).save(None)
+                Session(accelerator._source(), Dying(number)).save(None)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -293,7 +293,7 @@ def _save_on_a_full_disk(folder: str, background: bool) -> None:
     accelerator.save_state(folder)
     before = trained.contents()
     trained.step(BATCHES[0])
-    session = Session(accelerator, Full(3) if accelerator.process_index == 1 else Files())
+    session = Session(accelerator._source(), Full(3) if accelerator.process_index == 1 else Files())
 
     def save() -> None:
         session.save(folder, async_save=background)
