@@ -99,19 +99,18 @@ class NeuronAccelerator(Accelerator):
         zero_1: True adds ``Zero1Plugin()``.
         mp_plugin: a ``ModelParallelismPlugin``; the same as naming it in ``plugins``.
         backend: "torch", "xla" or "auto", which is what the machine has.
-        device_placement, mixed_precision, gradient_accumulation_steps, cpu, dataloader_config, rng_types, log_with,
-        project_dir, project_config, gradient_accumulation_plugin, step_scheduler_with_optimizer, dynamo_backend,
-        dynamo_plugin: as in ``accelerate.Accelerator``, with its defaults.
-        kwargs_handlers: as there. ``DistributedDataParallelKwargs`` set the options of the plugin that reduces
-            gradients; what has no effect here is refused.
-        split_batches, deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin,
-        parallelism_config: refused, with what to use instead.
+        kwargs_handlers: as in ``accelerate.Accelerator``. ``DistributedDataParallelKwargs`` set the options of the
+            plugin that reduces gradients; what has no effect here is refused.
+
+    ``device_placement``, ``mixed_precision``, ``gradient_accumulation_steps``, ``cpu``, ``dataloader_config``,
+    ``rng_types``, ``log_with``, ``project_dir``, ``project_config``, ``gradient_accumulation_plugin``,
+    ``step_scheduler_with_optimizer``, ``dynamo_backend`` and ``dynamo_plugin`` are those of ``accelerate.Accelerator``,
+    with its defaults. ``split_batches``, ``deepspeed_plugin``, ``deepspeed_plugins``, ``fsdp_plugin``,
+    ``torch_tp_plugin``, ``megatron_lm_plugin`` and ``parallelism_config`` are refused; the error names the alternative.
 
     Attributes:
         plan: what was decided, immutable; ``print(accelerator.plan.explain())``.
         run: the state of the run, for plugins.
-        num_processes: number of ranks that see different data. ``accelerator.state.num_processes`` and
-            ``AcceleratorState().num_processes`` stay the number of processes, :attr:`world_size`.
         is_precompiling: whether this is a trial of neuron_parallel_compile, which collects graphs: every value is zero.
             Saving, loading, logging and checks of values do nothing then.
 
@@ -226,9 +225,9 @@ class NeuronAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Number of ranks that see different data: what loops multiply batch sizes and schedules by. Equal to the
-        number of processes unless a plugin lets several ranks share data, as tensor parallelism does; all processes
-        are ``accelerator.world_size``, and also ``AcceleratorState().num_processes``, Accelerate's own count."""
+        """The data-parallel size, by which loops multiply batch sizes and schedules. It equals the number of processes
+        unless a plugin lets several ranks share data, as tensor parallelism does. The number of processes is
+        :attr:`world_size`, and also ``accelerator.state.num_processes`` and ``AcceleratorState().num_processes``."""
         known = self.state.num_processes  # raises, as Accelerate's does, if its state was reset
         return self.run.data_parallel_size if hasattr(self, "run") else known
 

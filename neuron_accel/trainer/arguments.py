@@ -37,10 +37,10 @@ _BYPASSES = {
 
 @dataclass
 class StrategyArguments:
-    """Arguments that choose strategies. Mixed into transformers' training arguments, in front of them::
+    """Arguments that select strategies. Mixed into transformers' training arguments, in front of them::
 
-    @dataclass
-    class MyArguments(StrategyArguments, SFTConfig): ...
+        @dataclass
+        class MyArguments(StrategyArguments, SFTConfig): ...
 
     Attributes:
         decision: which backend the run uses, and why; settled when the arguments are made.
