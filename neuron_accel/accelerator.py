@@ -126,6 +126,7 @@ class NeuronAccelerator(Accelerator):
     """
 
     flag_tensor: torch.Tensor | None
+    step: int
 
     @known_names_only
     def __init__(

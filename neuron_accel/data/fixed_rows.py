@@ -62,8 +62,9 @@ def mask_rows(batch: Any, real: int) -> tuple[Any, bool]:
     if isinstance(attention, torch.Tensor) and attention.dim() == 2:
         masked["attention_mask"] = attention.clone()
         masked["attention_mask"][real:, 1:] = 0
-    result = type(batch)(batch) if not isinstance(batch, dict) else batch.copy()
-    result.update(masked)  # type: ignore[attr-defined]
+    kind: Any = type(batch)
+    result = kind(batch) if not isinstance(batch, dict) else batch.copy()
+    result.update(masked)
     return result, True
 
 

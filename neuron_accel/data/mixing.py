@@ -20,16 +20,21 @@ class Mixin:
         return _rebuilt, (_recipe(type(self)),), dict(self.__dict__)
 
 
-@functools.cache
 def mixed(mixin: type[Mixin], cls: type) -> type:
     """A class that is ``cls`` with ``mixin`` before it; always the same one."""
+    made: Any = mixin  # mypy: a class whose __hash__ is an instance's is not Hashable
+    return _mixed(made, cls)
+
+
+@functools.cache
+def _mixed(mixin: Any, cls: Any) -> type:
     content = {"__doc__": cls.__doc__, "__module__": mixin.__module__, "mixed_from": (mixin, cls)}
     return type(f"{mixin.prefix}{cls.__name__}", (mixin, cls), content)
 
 
 def as_mixed(loader: Any, mixin: type[Mixin]) -> Any:
     """A copy of ``loader`` with the abilities of ``mixin``; Accelerate's constructors would make it anew."""
-    result = object.__new__(mixed(mixin, type(loader)))
+    result: Any = object.__new__(mixed(mixin, type(loader)))
     result.__dict__.update(loader.__dict__)
     return result
 

@@ -227,6 +227,7 @@ class _Rest(DataLoaderShard):
     """The rest of an epoch."""
 
     skipped: int = 0
+    remainder: int
 
     def begin(self) -> None:
         super().begin()

@@ -86,6 +86,9 @@ class SharedDispatcher(_Checked, DataLoaderDispatcher):
     for data-parallel ranks.
     """
 
+    state: Any
+    """The :class:`DataPlace` here; of Accelerate's ``PartialState`` there."""
+
     def _fetch_batches(self, iterator: Any) -> tuple[Any, list[Any]]:
         place: DataPlace = self.state
         self.state = place.reading
@@ -112,13 +115,13 @@ class DataPlace:
 
 def share(loader: Any, run: Run) -> Any:
     """Makes a loader of Accelerate's one of ranks that share samples; others are returned as they are."""
-    kinds = {DataLoaderShard: SharedShard, DataLoaderDispatcher: SharedDispatcher}
+    kinds: dict[type, type] = {DataLoaderShard: SharedShard, DataLoaderDispatcher: SharedDispatcher}
     kind = kinds.get(type(loader))
     if kind is None:
         if not has_fixed_rows(loader):
             return loader
         kind = mixed(_Checked, type(loader))
-    shared = object.__new__(kind)  # Accelerate's constructors take what can no longer be asked for
+    shared: Any = object.__new__(kind)  # Accelerate's constructors take what can no longer be asked for
     shared.__dict__.update(loader.__dict__)
     shared.run = run
     if kind is SharedDispatcher:

@@ -95,10 +95,10 @@ class _CountedLoader(Mixin):
 def count_stream(loader: Any) -> Any:
     """Lets a loader of Accelerate's count, if every rank reads its own share of a stream through it. To be followed by
     :func:`counted`."""
-    shard = getattr(loader, "dataset", None)
+    shard: Any = getattr(loader, "dataset", None)
     if isinstance(loader, DataLoaderShard) and type(shard) is IterableDatasetShard:
         at_once = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
-        shard.dataset = _Counting(shard.dataset, at_once)  # type: ignore[assignment]
+        shard.dataset = _Counting(shard.dataset, at_once)
         shard.__class__ = _CountedShard
         loader.base_dataloader.collate_fn = _Collate(loader.base_dataloader.collate_fn)
     return loader

@@ -110,6 +110,8 @@ def share_of(values: Any, rank: int, ranks: int, *, pad: bool = False) -> Any:
     missing = each + (extra > 0) - (stop - start) if pad and len(values) else 0
     if isinstance(values, torch.Tensor):
         return torch.cat([values[start:stop], *[values[-1:]] * missing]) if missing else values[start:stop]
-    if isinstance(values, (list, tuple)):
+    if isinstance(values, list):
+        return values[start:stop] + values[-1:] * missing
+    if isinstance(values, tuple):
         return values[start:stop] + values[-1:] * missing
     return values.select([*range(start, stop), *[len(values) - 1] * missing])

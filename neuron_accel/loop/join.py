@@ -38,7 +38,7 @@ def even_batches_as(value: bool | None, loaders: Iterable[Any]) -> Iterator[None
     changed = []
     if value is not None:
         for loader in loaders:
-            sampler = getattr(loader, "batch_sampler", None)
+            sampler: Any = getattr(loader, "batch_sampler", None)
             if isinstance(loader, DataLoaderDispatcher) or not hasattr(sampler, "even_batches"):
                 warnings.warn(
                     "Overriding even_batches is only supported for map-style datasets; an iterable one is left as it "

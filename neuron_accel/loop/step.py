@@ -172,11 +172,13 @@ class Clipping:
         self._clip_norm = run.company.register("clipping to a norm", self._norm_along, settles=True)
         self._clip_value = run.company.register("clipping values", self._value_along, settles=True)
 
-    def norm(self, owner: StrategyPlugin, parameters: list[nn.Parameter], *limits: float) -> torch.Tensor:
-        """``limits`` are the largest norm and its type; see :meth:`StrategyPlugin.clip_grad_norm`."""
+    def norm(
+        self, owner: StrategyPlugin, parameters: list[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """See :meth:`StrategyPlugin.clip_grad_norm`."""
         if self._clip_norm.announced:
-            self._clip_norm(self._positions(parameters), *limits)
-        return owner.clip_grad_norm(parameters, *limits, self._run)
+            self._clip_norm(self._positions(parameters), max_norm, norm_type)
+        return owner.clip_grad_norm(parameters, max_norm, norm_type, self._run)
 
     def value(self, owner: StrategyPlugin, parameters: list[nn.Parameter], limit: float) -> None:
         """See :meth:`StrategyPlugin.clip_grad_value`."""
@@ -184,8 +186,8 @@ class Clipping:
             self._clip_value(self._positions(parameters), limit)
         owner.clip_grad_value(parameters, limit, self._run)
 
-    def _norm_along(self, positions: list[int], *limits: float) -> None:
-        self._owner.clip_grad_norm(self._at(positions), *limits, self._run)
+    def _norm_along(self, positions: list[int], max_norm: float, norm_type: float) -> None:
+        self._owner.clip_grad_norm(self._at(positions), max_norm, norm_type, self._run)
 
     def _value_along(self, positions: list[int], limit: float) -> None:
         self._owner.clip_grad_value(self._at(positions), limit, self._run)

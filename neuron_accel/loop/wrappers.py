@@ -339,10 +339,10 @@ def check_every_parameter_is_held(
     held = {p for each in (optimizer, *others) for group in each.param_groups for p in group["params"]}
     mine = {p for group in optimizer.param_groups for p in group["params"]}
     for model in run.models:
-        records = [r for r in model.parameters if r.current is not None]
-        if not any(r.current in mine for r in records):
+        current = [(r.fqn, r.current) for r in model.parameters if r.current is not None]
+        if not any(parameter in mine for _, parameter in current):
             continue
-        orphans = [r.fqn for r in records if r.current.requires_grad and r.current not in held]
+        orphans = [fqn for fqn, parameter in current if parameter.requires_grad and parameter not in held]
         if orphans:
             shown = ", ".join(orphans[:3]) + (f" and {len(orphans) - 3} more" if len(orphans) > 3 else "")
             raise ParameterError(

@@ -123,7 +123,7 @@ def architecture_of(model: nn.Module) -> Architecture:
     owner_name, owner = found
     prefix = _name_of_base(owner)
     base = owner.get_submodule(prefix)
-    config = base.config
+    config: Any = base.config
     plan = plan_for(config.model_type) or upstream_plan(owner, base)
     if plan is None:
         raise UnsupportedModelError(
@@ -152,7 +152,7 @@ def architecture_of(model: nn.Module) -> Architecture:
 
 def _name_of_base(owner: nn.Module) -> str:
     """Name of the base model in a model of transformers' making; empty if it is one itself."""
-    prefix = owner.base_model_prefix
+    prefix: Any = owner.base_model_prefix
     if prefix and isinstance(getattr(owner, prefix, None), nn.Module):
         return prefix
     # Some classes have their base model under another name than the one that they inherit.

@@ -112,21 +112,20 @@ def register_tensor_parallel_plan(
         register_tensor_parallel_plan(MyBlock, {"": "block", "fc1": "colwise", "fc2": "rowwise"})
     """
     plans = registered_plans()
-    whole = isinstance(plan, ArchitecturePlan)
     if isinstance(target, type) and issubclass(target, nn.Module):
-        if whole:
+        if isinstance(plan, ArchitecturePlan):
             raise _wrong(target, "a whole ArchitecturePlan describes a family", "give the model_type of its config")
         _check_new(target in plans.of_classes, target.__name__, override)
-        plans.of_classes[target] = dict(plan)  # type: ignore[arg-type]
+        plans.of_classes[target] = dict(plan)
     elif isinstance(target, str) and target:
         known = plan_for(target) is not None or target in plans.of_types
         _check_new(known, target, override)
         plans.of_types.pop(target, None)
         plans.families.pop(target, None)
-        if whole:
-            plans.families[target] = replace(plan, model_types=(target,))  # type: ignore[type-var]
+        if isinstance(plan, ArchitecturePlan):
+            plans.families[target] = replace(plan, model_types=(target,))
         else:
-            plans.of_types[target] = dict(plan)  # type: ignore[arg-type]
+            plans.of_types[target] = dict(plan)
     else:
         raise _wrong(target, "a plan is that of a class of modules or of a family", "give a class or a model_type")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -74,7 +75,7 @@ def stack_of(model: nn.Module, container: str | None = None) -> Stack:
     before: list[str] = []
     after: list[str] = []
     for level in _beside(model, container):  # outer ones first, which begin before and end after the inner ones
-        following = []
+        following: list[str] = []
         for fqn, is_before in level:
             is_before = fqn in first if fqn in first or fqn in last else is_before
             (before if is_before else following).append(fqn)
@@ -88,8 +89,8 @@ def _planned(model: nn.Module) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     if found is None:
         raise _no_plan(model, "it holds no model with a configuration that names its family")
     name, owner = found
-    prefix = owner.base_model_prefix
-    base = getattr(owner, prefix, None) if prefix else None
+    prefix: Any = owner.base_model_prefix
+    base: Any = getattr(owner, prefix, None) if prefix else None
     base_name, base = (join(name, prefix), base) if isinstance(base, nn.Module) else (name, owner)
     steps = getattr(base.config, "base_model_pp_plan", None) or getattr(base, "_pp_plan", None)
     modules = dict(base.named_modules())
@@ -100,9 +101,10 @@ def _planned(model: nn.Module) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
             place = names.index(lists[0])
             parts = [join(base_name, step) for step in names]
             return parts[place], tuple(parts[:place]), tuple(parts[place + 1 :])
-    plan = plan_for(owner.config.model_type)
+    config: Any = owner.config
+    plan = plan_for(config.model_type)
     if plan is None or not plan.blocks.endswith(".*"):
-        raise _no_plan(model, f"no plan says where a {owner.config.model_type!r} can be cut")
+        raise _no_plan(model, f"no plan says where a {config.model_type!r} can be cut")
     container = join(base_name, plan.blocks.removesuffix(".*"))
     norms = (join(base_name, plan.final_norm),) if plan.final_norm else ()
     return container, (join(base_name, plan.token_embedding),), norms

@@ -146,7 +146,10 @@ def upstream_plan(owner: nn.Module, base: nn.Module) -> ArchitecturePlan | None:
 
 class _Translation:
     def __init__(self, owner: nn.Module, base: nn.Module, styles: dict[str, str], steps: dict[str, Any]) -> None:
-        self._owner, self._base, self._config = owner, base, base.config
+        # of transformers, whose attributes torch types as Tensor | Module
+        self._owner: Any = owner
+        self._base: Any = base
+        self._config: Any = base.config
         self._modules = dict(base.named_modules())
         self._parameters = dict(base.named_parameters())
         self._styles, self._steps = styles, steps
@@ -202,7 +205,7 @@ class _Translation:
             sequence=self._why_no_sequence(blocks, regions),
         )
 
-    def _find(self, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    def _find(self, pattern: str) -> Iterator[tuple[str, Any]]:
         return iter(named_modules(self._base, pattern))
 
     def _there(self, pattern: str) -> bool:
@@ -297,12 +300,16 @@ class _Translation:
 
     def _latent_styles(self, attention: nn.Module) -> dict[str, Style]:
         """The styles of the parts of an attention module, if it has those of one over latent features and no others."""
-        parts = {leaf: child for leaf, child in attention.named_children() if any(True for _ in child.parameters())}
+        parts: dict[str, Any] = {
+            leaf: child for leaf, child in attention.named_children() if any(True for _ in child.parameters())
+        }
         index = parts.pop(_INDEX, None)
         if index is not None and self._own_parameters(index):
             return {}
-        sizes = [getattr(attention, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
-        heads = getattr(attention, "num_heads", None)
+        sizes: list[Any] = [
+            getattr(attention, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        ]
+        heads: Any = getattr(attention, "num_heads", None)
         own = {name: p.shape for name, p in attention.named_parameters(recurse=False)}
         sinks = {"sinks": divided(units=_HEADS)} if own == {"sinks": (heads,)} else {}
         known = parts.keys() <= _OF_LATENT.keys() and own.keys() == sinks.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 from torch import nn
 
@@ -101,7 +102,9 @@ def _style(pattern: str, style: str) -> Style:
 
 
 def _count(model: nn.Module, holder: str, attribute: str, degree: int) -> int:
-    found = {getattr(module, attribute, None) for name, module in model.named_modules() if matches(holder, name)}
+    found: set[Any] = {
+        getattr(module, attribute, None) for name, module in model.named_modules() if matches(holder, name)
+    }
     if len(found) != 1 or not all(isinstance(value, int) for value in found):
         raise UnsupportedModelError(
             f"'{holder}.{attribute}' is {', '.join(map(str, found)) or 'nowhere'} in {type(model).__name__}.",

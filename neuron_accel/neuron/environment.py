@@ -184,12 +184,11 @@ def hardware_of_run(
         ConfigurationError: for an instance or a logical configuration that does not exist.
     """
     named = environ.get(INSTANCE_VARIABLE, "").strip()
+    instance: Instance | None = None
     if named:
         instance = find_instance(named, INSTANCE_VARIABLE)
     elif decision.device in ("neuron", "xla") and environ.get("PJRT_DEVICE", "NEURON") == "NEURON":
         instance = detect_instance(product_name)
-    else:
-        instance = None
     return None if instance is None else instance.hardware(_lnc(environ) if len(instance.lnc) > 1 else None)
 
 

@@ -193,10 +193,10 @@ def tiny_llama(*, tied: bool = False) -> nn.Module:
 tiny_tied_llama = functools.partial(tiny_llama, tied=True)
 
 
-def token_batches(count: int) -> list[dict[str, torch.Tensor]]:
+def token_batches(count: int) -> list[Batch]:
     """Batches of ``SAMPLES`` sequences of ``LENGTH`` random tokens, which are their own labels."""
     generator = torch.Generator().manual_seed(7)
-    batches = []
+    batches: list[Batch] = []
     for _ in range(count):
         ids = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
         batches.append({"input_ids": ids, "labels": ids.clone()})

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ CASES = [
     if backend == "gloo" or composition.lazy
 ]
 SECONDS = {"gloo": 60.0, "xla": 110.0}
-Folders = pytest.TempPathFactory
+Folders: TypeAlias = pytest.TempPathFactory
 _MADE_ONCE: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
 
 
@@ -68,20 +68,20 @@ class PluginConformance:
     steps: ClassVar[int] = 3
 
     # ---- what is trained: static methods, to be replaced as needed ---------------------------------------------------
-    model: ClassVar[Callable[[], nn.Module]] = staticmethod(_cases.tiny_llama)
+    model: ClassVar[staticmethod[[], nn.Module]] = staticmethod(_cases.tiny_llama)
     """Builds the model; it is seeded before."""
-    tied_model: ClassVar[Callable[[], nn.Module]] = staticmethod(_cases.tiny_tied_llama)
+    tied_model: ClassVar[staticmethod[[], nn.Module]] = staticmethod(_cases.tiny_tied_llama)
     """Builds a model with tied parameters."""
-    batches: ClassVar[Callable[[int], list[Batch]]] = staticmethod(_cases.token_batches)
+    batches: ClassVar[staticmethod[[int], list[Batch]]] = staticmethod(_cases.token_batches)
     """``batches(count)`` makes global micro-batches: keyword arguments of the model's forward, equal on every call."""
-    freeze: ClassVar[Callable[[nn.Module], None]] = staticmethod(_cases.freeze_every_second)
+    freeze: ClassVar[staticmethod[[nn.Module], None]] = staticmethod(_cases.freeze_every_second)
     """``freeze(model)`` freezes some of the parameters of a freshly built model."""
-    build: ClassVar[Callable[..., nn.Module]] = staticmethod(_cases.just_built)
+    build: ClassVar[staticmethod[..., nn.Module]] = staticmethod(_cases.just_built)
     """``build(model_fn, plugin)`` is what users do to get the model that they prepare."""
-    reference: ClassVar[Callable[..., nn.Module]] = staticmethod(_cases.as_it_is)
+    reference: ClassVar[staticmethod[..., nn.Module]] = staticmethod(_cases.as_it_is)
     """``reference(model, plugin)`` makes of a freshly built model what one process would train. Its FQNs and values are
     those of the parallel run."""
-    train_reference: ClassVar[Callable[..., Trace]] = staticmethod(_cases.train_alone_with)
+    train_reference: ClassVar[staticmethod[..., Trace]] = staticmethod(_cases.train_alone_with)
     """``train_reference(model_fn, batches, training, *, plugin, reference, data_parallel_size)`` trains in one process
     and returns the :class:`~neuron_accel.testing.Trace` that the parallel run must have. For a plugin whose algorithm
     is another than one process's (steps without synchronisation, say): written without this project, it computes what
@@ -402,5 +402,5 @@ def _none(problems: list[str]) -> None:
         _fail("\n  ".join(["this plugin does not keep the contract:", *problems]))
 
 
-def _fail(what: str, fix: str | None = None) -> None:
-    pytest.fail(f"{what}\n  fix: {fix}" if fix else what, pytrace=False)
+def _fail(what: str, fix: str | None = None) -> NoReturn:
+    raise pytest.fail.Exception(f"{what}\n  fix: {fix}" if fix else what, pytrace=False)

@@ -311,7 +311,7 @@ def _main_script(call: bytes) -> dict[str, str]:
     """
     if b"__main__" not in call:
         return {}
-    data = multiprocessing.spawn.get_preparation_data("ranks")
+    data: Mapping[str, Any] = multiprocessing.spawn.get_preparation_data("ranks")
     main = {key: data[key] for key in ("init_main_from_name", "init_main_from_path") if key in data}
     if not main or not os.path.exists(main.get("init_main_from_path", os.curdir)):
         raise UsageError(

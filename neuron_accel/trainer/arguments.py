@@ -92,9 +92,10 @@ class StrategyArguments:
 
     def __post_init__(self) -> None:
         self._check_values()
-        self.decision = settle(os.environ, cpu=bool(self.use_cpu))  # type: ignore[attr-defined]
+        theirs: Any = self  # as transformers' training arguments, which come behind this class
+        self.decision = settle(os.environ, cpu=bool(theirs.use_cpu))
         if self.decision.device == "cpu":
-            self.use_cpu = True
+            theirs.use_cpu = True
         if self.decision.backend == "xla" and self.optim == OptimizerNames.ADAMW_TORCH_FUSED:  # type: ignore[has-type]
             self.optim = OptimizerNames.ADAMW_TORCH  # the same; a graph is fused anyway, and torch refuses the other
         super().__post_init__()  # type: ignore[misc]
@@ -146,7 +147,7 @@ class StrategyArguments:
             PlanError: if the strategies cannot run together, on this many ranks, or with the other arguments.
         """
         registry = default_registry()
-        self.device  # noqa: B018  # type: ignore[attr-defined]  # connects, as the Trainer would
+        self.device  # type: ignore[attr-defined]  # noqa: B018  # connects, as the Trainer would
         backend = connect(self.decision)
         plan = make_plan(
             self.strategies(),

@@ -36,6 +36,7 @@ class OneGraph:
     control: Any
     _tr_loss: torch.Tensor
     _total_loss_scalar: float
+    _globalstep_last_logged: int
     _losses: list[torch.Tensor] | None = None
     _unlogged: float = 0.0
     _shares: deque[torch.Tensor | None] | None = None

@@ -46,14 +46,27 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         accelerator: a :class:`~neuron_accel.NeuronAccelerator`; ``print(trainer.accelerator.plan.explain())``.
     """
 
+    # of the Trainer behind this class
+    optimizer: Any
+    lr_scheduler: Any
+    model_wrapped: Any
+    compute_loss_func: Any
+    label_smoother: Any
+    label_names: list[str]
+    model_accepts_loss_kwargs: bool
+    current_gradient_accumulation_steps: int
+    loss_is_scaled_for_ga: bool
+    _created_lr_scheduler: bool
+    _train_batch_size: int
+
     def create_accelerator_and_postprocess(self) -> None:
         """Builds the accelerator with the strategies that the arguments name."""
-        args = self.args
-        if not isinstance(args, StrategyArguments):
+        if not isinstance(self.args, StrategyArguments):
             raise UsageError(
-                f"{type(self).__name__} was given {type(args).__name__}, which name no strategies.",
+                f"{type(self).__name__} was given {type(self.args).__name__}, which name no strategies.",
                 fix="use NeuronTrainingArguments, or your own class of arguments with StrategyArguments in front",
             )
+        args: Any = self.args  # transformers' training arguments, too
         if hasattr(self, "accelerator"):  # a search over hyperparameters begins a new trial
             self.accelerator.start_over()
         settings = args.accelerator_config.to_dict()

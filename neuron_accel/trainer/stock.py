@@ -154,7 +154,8 @@ class _Named:
     def __init__(self, training: Training, state: dict[str, Any] | None, everyone: list[Any], path: Path) -> None:
         (self._optimizer,) = training.optimizers
         self._run, self._path = training.run, path
-        self._index, self.tensors = Index(), {}
+        self._index = Index()
+        self.tensors: dict[str, Any] = {}
         self._values: dict[str, dict[str, Any]] = {}
         self._options: list[dict[str, Any]] = []
         self._found = state is not None

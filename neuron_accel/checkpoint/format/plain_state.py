@@ -83,7 +83,7 @@ def _encode_simple(value: Any) -> Any:
     return None
 
 
-_SEQUENCES: dict[str, type] = {
+_SEQUENCES: dict[str, Callable[..., Any]] = {
     "list": list,
     "tuple": tuple,
     "set": set,
@@ -91,7 +91,12 @@ _SEQUENCES: dict[str, type] = {
     "deque": deque,
     "size": torch.Size,
 }
-_MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "defaultdict": defaultdict}
+_MAPPINGS: dict[str, Callable[..., Any]] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": Counter,
+    "defaultdict": defaultdict,
+}
 
 
 def _encode_mapping(kind: str, value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], where: str) -> Any:
@@ -124,7 +129,8 @@ def _decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         return value
     if _TAG not in value:
         return {key: _decode(item, tensor) for key, item in value.items()}
-    kind, inner = value[_TAG], value.get("v")
+    kind: Any = value[_TAG]
+    inner: Any = value.get("v")
     if kind in _MAPPINGS:
         pairs = [(_decode(key, tensor), _decode(item, tensor)) for key, item in inner]
         return defaultdict(None, pairs) if kind == "defaultdict" else _MAPPINGS[kind](dict(pairs))
@@ -145,9 +151,10 @@ def _decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         if not isinstance(result, torch.dtype):
             raise ValueError(f"{inner!r} is no dtype")
         return result
-    return {
+    others: dict[str, Callable[[Any], Any]] = {
         "float": float,
         "complex": lambda v: complex(float(v[0]), float(v[1])),
         "bytes": base64.b64decode,
         "device": torch.device,
-    }[kind](inner)
+    }
+    return others[kind](inner)

@@ -60,7 +60,7 @@ class Bytes:
                 if path not in self._open:
                     self._open[path] = open_file(path)
                 descriptor = self._open[path]
-            view = memoryview(out).cast("B")
+            view = out.data.cast("B")
             while view:
                 count = os.preadv(descriptor, [view], offset)
                 if count == 0:
@@ -261,7 +261,8 @@ class SourceTensor:
             buffer = np.empty(count * row, dtype=out.dtype)
             span = slice(low, (count - 1) * row + high + 1)
             self._read_flat(files, place, r * row + span.start, r * row + span.stop, buffer[span])
-            out[r - begin : r - begin + count] = buffer.reshape(count, *shape[1:])[(slice(None), *box[1:])]
+            wanted = (slice(None), *box[1:])
+            out[r - begin : r - begin + count] = buffer.reshape(count, *shape[1:])[wanted]
 
     def _read_flat(self, files: Bytes, place: Place, start: int, stop: int, out: np.ndarray) -> None:
         for chunk in self.parts[place]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -333,7 +333,7 @@ def _reset_states(training: Training, index: Index, restored: Restored) -> None:
         values = restored.optimizers[number]["values"]
         for piece in pieces_of(optimizer, training.run):
             names = piece.record.names
-            mine = next((values[name] for name in names if name in values), {})
+            mine: Mapping[str, Any] = next((values[name] for name in names if name in values), {})
             if mine or index.entries(number, names):
                 piece.new_state(optimizer).update(mine)
             else:

@@ -392,15 +392,16 @@ def _versions() -> dict[str, str]:
     return result
 
 
-def auxiliary_files(model: torch.nn.Module, tokenizer: Any, staging: Path) -> dict[str, bytes]:
+def auxiliary_files(model: torch.nn.Module | None, tokenizer: Any, staging: Path) -> dict[str, bytes]:
     """A model's configuration and a tokenizer's files, by name.
 
     Args:
-        model: as the user built it.
+        model: as the user built it; None where there is none.
         tokenizer: anything with ``save_pretrained``, or None.
         staging: an empty folder for it to write into.
     """
-    for part in (getattr(model, "config", None), getattr(model, "generation_config", None), tokenizer):
+    parts: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None), tokenizer]
+    for part in parts:
         if hasattr(part, "save_pretrained"):
             part.save_pretrained(staging)
     return {

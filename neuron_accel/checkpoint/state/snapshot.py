@@ -179,7 +179,7 @@ def items_of_optimizer(optimizer: Any, index: int, run: Run) -> tuple[list[Item]
     items: list[Item] = []
     values: dict[str, dict[str, Any]] = {}
     for piece in pieces_of(optimizer, run):
-        if piece.start == piece.stop and math.prod(piece.record.layout.local_shape):
+        if piece.start == piece.stop and math.prod(piece.record.layout.local_shape) > 0:
             continue  # on lazy devices every rank has a piece of every parameter, and some are padding only
         if piece.master:
             items.append(_state_item(master_collection(index), piece, piece.parameter.detach(), "parameter", False))
@@ -355,4 +355,4 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor in host memory; without a copy where it lies there contiguously."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

@@ -132,7 +132,8 @@ def _state(training: Training, everyone: list[dict[str, Any]], tensors: dict[str
 
 
 def _plugin_states(run: Run) -> dict[str, Any]:
-    states = {state.__self__.spec.name: state(run) for state in run.hooks["checkpoint_state"]}
+    hooks: list[Any] = [*run.hooks["checkpoint_state"]]  # methods of plugins
+    states = {state.__self__.spec.name: state(run) for state in hooks}
     return {
         name: {key: v.detach().cpu() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
         for name, state in states.items()

@@ -174,7 +174,8 @@ def _write_shards(
         done += size
         progress(done, total)
 
-    weight_map, paths = {}, []
+    weight_map: dict[str, str] = {}
+    paths: list[Path] = []
     for number, shard in enumerate(shards, 1):
         name = stem + (f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else "") + suffix
         path = output / name
@@ -231,7 +232,7 @@ def blocks_of(
         end = min(begin + step, stop)
         out = buffer[: end - begin]
         tensor.read(source, layout, at or {}, out, begin, end)
-        yield memoryview(out).cast("B")
+        yield out.data.cast("B")
 
 
 def _write_pickled(path: Path, tensors: list[SourceTensor], count: Callable[[int], None], files: Files) -> None:

@@ -195,10 +195,11 @@ def translated(value: Any, stand_ins: Mapping[torch.Tensor, Sequence[StandIn]]) 
             for key, one, original in keys(entry):
                 result[key] = one.value(value[entry], original)
         return result
+    as_given: Any = type(value)
     if isinstance(value, Set):
-        return type(value)([*value, *(key for entry in known for key, *_ in keys(entry))])  # type: ignore[call-arg]
+        return as_given([*value, *(key for entry in known for key, *_ in keys(entry))])
     if type(value) in (list, tuple):
-        return type(value)(k for e in value for k in ([key for key, *_ in keys(e)] if found(e) is not None else [e]))
+        return as_given(k for e in value for k in ([key for key, *_ in keys(e)] if found(e) is not None else [e]))
     return value
 
 

@@ -109,7 +109,7 @@ def digest(parameter: torch.Tensor) -> str:
     host = parameter.detach().cpu().contiguous()
     found = hashlib.blake2b(f"{host.dtype}{list(host.shape)}".encode(), digest_size=8)
     if host.numel():
-        found.update(memoryview(host.view(-1).view(torch.uint8).numpy()))
+        found.update(host.view(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

@@ -101,6 +101,7 @@ def balanced(blocks: Sequence[float], before: float, after: float, stages: int) 
         return sums[stop] - sums[start] + extra
 
     # best[stop]: (largest cost, sum of squares, starts) of the first stages over the first `stop` blocks
+    best: dict[int, tuple[float, float, tuple[int, ...]]]
     best = {stop: (stage_cost(0, 0, stop), stage_cost(0, 0, stop) ** 2, (0,)) for stop in range(1, count + 1)}
     for stage in range(1, stages):
         better = {}

@@ -119,7 +119,9 @@ class _Projection(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.deferred = deferred
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return torch.addmm(bias, x, deferred.weight) if deferred.turned else F.linear(x, deferred.weight, bias)
+        if not deferred.turned:
+            return F.linear(x, deferred.weight, bias)
+        return torch.mm(x, deferred.weight) if bias is None else torch.addmm(bias, x, deferred.weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -114,11 +114,11 @@ class Shares:
         given = [self._arguments(*call) for call in calls]
         if given[0].get("num_items_in_batch") is not None:
             return [1.0] * len(calls)
-        counts = [self._count(arguments) for arguments in given]
-        if any(count is None for count in counts):
+        counts = [count for arguments in given if (count := self._count(arguments)) is not None]
+        if len(counts) < len(calls):
             return [1.0 / len(calls)] * len(calls)
-        total = torch.stack(counts).sum()  # type: ignore[arg-type]
-        return [count / total for count in counts]  # type: ignore[operator]
+        total = torch.stack(counts).sum()
+        return [count / total for count in counts]
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         arguments = dict(self._signature.bind_partial(*args, **kwargs).arguments)

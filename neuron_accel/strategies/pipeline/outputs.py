@@ -58,6 +58,7 @@ def loss_of(output: Any) -> torch.Tensor:
     Raises:
         UsageError: if there is none.
     """
+    loss: Any
     if isinstance(output, torch.Tensor):
         loss = output
     elif isinstance(output, (tuple, list)):

@@ -83,7 +83,8 @@ class Pipeline:
             )
         self._name, self._microbatches, self._virtual = schedule, microbatches, virtual_stages
         self._evaluation_logits = evaluation_logits
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters wrap a model
+        get_base_model: Any = getattr(model, "get_base_model", None)  # adapters wrap a model
+        inner: nn.Module = model if get_base_model is None else get_base_model()
         self._shares = Shares(inner, forward)
         self._deferred_wgrad = DeferredWgrad() if schedule == "zero-bubble" else None
         if self._deferred_wgrad is not None:

@@ -208,8 +208,8 @@ class SendingStep(Step):
                 self._receive(action)
             else:
                 self._attempt(action)
-        for pending in self._arriving.values():
-            for part in pending or ():
+        for parts in self._arriving.values():
+            for part in parts or ():
                 if part is not None:
                     part.wait()
         for pending in self._sends:

@@ -85,7 +85,7 @@ def parallel_embedding(fqn: str, source: nn.Embedding, vocabulary: Vocabulary) -
                 why="a rank sees only the gradients and norms of its own rows",
                 fix=f"build it without {option}, or leave it whole with parallelize_embeddings=False",
             )
-    cls: type[nn.Module] = VocabularyParallelEmbedding
+    cls: type[VocabularyParallelEmbedding] = VocabularyParallelEmbedding
     if not is_plain(source, nn.Embedding):  # its class calls its parent's forward, which is ours then
         cls = type(type(source).__name__, (type(source), VocabularyParallelEmbedding), {})
     module = take_over(cls, source)

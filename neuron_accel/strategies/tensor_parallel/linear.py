@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from neuron_accel.strategies.tensor_parallel.tp_region import TpRegion
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Group
+
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ def _forward(name: str) -> Callable[..., torch.Tensor] | None:
     return getattr(getattr(sys.modules.get(module), cls, None), "forward", None)
 
 
-def take_over(cls: type[nn.Module], source: nn.Module) -> nn.Module:
+def take_over(cls: type[M], source: nn.Module) -> M:
     """A module of class ``cls`` with everything that was attached to ``source``. Allocates nothing."""
     module = cls.__new__(cls)
     module.__dict__.update(vars(source))
@@ -173,6 +176,10 @@ class ColumnParallelConv1D(nn.Module):
     """:class:`ColumnParallelLinear` for a layer whose weight is [in, out], as GPT-2's are."""
 
     tp_region: TpRegion
+    weight: nn.Parameter
+    bias: nn.Parameter
+    nx: int
+    nf: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return F.linear(input, self.weight.t(), self.bias)
@@ -185,6 +192,10 @@ class RowParallelConv1D(WithProductHooks):
     """:class:`RowParallelLinear` for a layer whose weight is [in, out], as GPT-2's are."""
 
     tp_region: TpRegion
+    weight: nn.Parameter
+    bias: nn.Parameter
+    nx: int
+    nf: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return _leave(self._product(input, F.linear(input, self.weight.t())), self.bias, self.tp_region)
@@ -202,7 +213,7 @@ def parallel_linear(source: nn.Module, kind: str, tp_region: TpRegion) -> nn.Mod
     """The module that replaces a linear layer of style ``kind``, still with the whole parameters."""
     transposed = not isinstance(source, nn.Linear)
     if kind == "partial":
-        cls: type[nn.Module] = PartialLinear
+        cls: Any = PartialLinear
     elif kind == "colwise":
         cls = ColumnParallelConv1D if transposed else ColumnParallelLinear
     else:
@@ -215,7 +226,6 @@ def parallel_linear(source: nn.Module, kind: str, tp_region: TpRegion) -> nn.Mod
 def own_rows_linear(source: nn.Module, tp_region: TpRegion, blocks: tuple[RowBlock, ...]) -> OwnRowsLinear:
     """The module that replaces a linear layer of which each rank computes the rows that ``blocks`` say."""
     module = take_over(OwnRowsLinear, source)
-    assert isinstance(module, OwnRowsLinear)
     module.tp_region, module.blocks = tp_region, blocks
     return module
 

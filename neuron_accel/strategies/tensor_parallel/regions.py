@@ -92,7 +92,7 @@ def install_regions(architecture: Architecture, tp_region: TpRegion, partial: It
     partial = tuple(partial)
     for fqn, module in architecture.regions:
         region = _Region(module, tp_region)
-        module.tp_region = tp_region
+        module.tp_region = tp_region  # type: ignore[assignment]  # torch: Tensor | Module
         module.register_forward_pre_hook(region.enter, with_kwargs=True)
         if any(name.startswith(fqn + ".") for name in partial):
             module.register_forward_hook(region.sum)

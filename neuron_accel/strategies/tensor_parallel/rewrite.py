@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,13 @@ from neuron_accel.strategies.tensor_parallel.embedding import (
     parallel_head,
 )
 from neuron_accel.strategies.tensor_parallel.head_split import HeadSplit, head_splits
-from neuron_accel.strategies.tensor_parallel.linear import RowBlock, own_rows_linear, parallel_linear, refresh_features
+from neuron_accel.strategies.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    RowBlock,
+    own_rows_linear,
+    parallel_linear,
+    refresh_features,
+)
 from neuron_accel.strategies.tensor_parallel.regions import (
     change_output,
     count_once,
@@ -59,6 +65,7 @@ def rewrite(architecture: Architecture, shard_plans: list[ShardPlan], run: Run, 
     splits = head_splits(architecture, tp_region.group.size)
     replica_groups = _replica_groups(splits, run)
     cutter = _Cutter(run.coordinates)
+    module: nn.Module
     for shards in shard_plans:
         for name in shards.layouts:
             parameters[join(shards.fqn, name)].rule = shards.kind
@@ -91,7 +98,7 @@ def rewrite(architecture: Architecture, shard_plans: list[ShardPlan], run: Run, 
                 module.register_parameter(name, cutter.cut(whole, layout))
                 _put_tied(architecture.model, parameters[join(shards.fqn, name)].names, whole, getattr(module, name))
                 if layout.replicas > 1:
-                    module.replica_group = replica_groups[layout.replicas]
+                    cast(ColumnParallelLinear, module).replica_group = replica_groups[layout.replicas]
         refresh_features(module)
         _put(architecture.model, shards.fqn, module)
     heads = splits.get(architecture.plan.heads)
@@ -126,10 +133,11 @@ def _replacement(shard_plan: ShardPlan, tp_region: TpRegion) -> nn.Module:
         return parallel_linear(shard_plan.module, shard_plan.kind, tp_region)
     if shard_plan.kind in ("divided", "experts"):
         return shard_plan.module
-    vocabulary = Vocabulary(size=shard_plan.module.weight.shape[0], backend=tp_region.backend, group=tp_region.group)
+    table: Any = shard_plan.module  # an nn.Embedding or an nn.Linear, as the plan has made sure
+    vocabulary = Vocabulary(size=table.weight.shape[0], backend=tp_region.backend, group=tp_region.group)
     if shard_plan.kind == "embedding":
-        return parallel_embedding(shard_plan.fqn, shard_plan.module, vocabulary)
-    return parallel_head(shard_plan.module, vocabulary)
+        return parallel_embedding(shard_plan.fqn, table, vocabulary)
+    return parallel_head(table, vocabulary)
 
 
 def _own_queries(
@@ -143,7 +151,8 @@ def _own_queries(
     holder = shard_plan.fqn.rpartition(".")[0]
     exit = next(d for d in all if d.kind == "rowwise" and d.fqn.startswith(holder + "."))
     queries = exit.layouts["weight"].shape[1]  # as many as there are features behind the attention
-    both = shard_plan.module.weight.shape[0] - queries  # one key and one value head
+    projection: Any = shard_plan.module
+    both = projection.weight.shape[0] - queries  # one key and one value head
     local = queries // heads.count * heads.local
     blocks = (
         RowBlock(start=0, size=queries, local=local),
@@ -219,7 +228,9 @@ def share_bias(module: nn.Module, degree: int) -> list[str]:
         return []
 
     def part(experts: nn.Module) -> torch.Tensor:
-        return experts._parameters[_BIAS] / degree
+        bias = experts._parameters[_BIAS]
+        assert bias is not None
+        return bias / degree
 
     # The experts' forward, of which transformers has several, reads the bias as an attribute.
     members: dict[str, Any] = {_BIAS: property(part)}

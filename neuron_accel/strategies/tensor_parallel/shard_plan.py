@@ -179,7 +179,8 @@ def _layouts(
             why="its output is summed later, and the bias would count on every rank",
         )
     dim = dims.output if style.kind == "colwise" else dims.input
-    size = module.weight.shape[dim]
+    weight: Any = module.weight
+    size = weight.shape[dim]
     found: dict[str, Cut] = {"weight": _cut_of(architecture, fqn, style, splits, degree, dim=dim, size=size)}
     if style.kind == "colwise":
         found["bias"] = _cut_of(architecture, fqn, style, splits, degree, dim=0, size=size)
@@ -224,8 +225,9 @@ def _own_rows(
     if not isinstance(module, nn.Linear) or style.widths or style.groups > 1:
         return ()
     size = module.weight.shape[0]
-    sizes, blocks = _blocks_of(architecture, fqn, style, splits, size)
-    if not all(blocks):
+    sizes, maybe_split = _blocks_of(architecture, fqn, style, splits, size)
+    blocks = [split for split in maybe_split if split is not None]
+    if len(blocks) < len(maybe_split):
         return ()
     if style.fused:
         return _own_rows_of_groups(size, splits.get(architecture.plan.heads), blocks[0])
@@ -364,6 +366,7 @@ def _cut(layout: Layout, cut: Cut | None) -> Layout:
 def _vocabulary(architecture: Architecture, degree: int) -> Iterator[ShardPlan]:
     tables = [architecture.token_embedding]
     tables += [found for pattern in architecture.plan.further_embeddings for found in architecture.find(pattern)]
+    parts: list[tuple[str, tuple[str, nn.Module], type[nn.Module]]]
     parts = [("embedding", table, nn.Embedding) for table in tables]
     if architecture.head is not None:
         parts.append(("head", architecture.head, nn.Linear))

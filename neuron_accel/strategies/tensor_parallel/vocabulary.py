@@ -123,7 +123,7 @@ class VocabularyShard(torch.Tensor):
             self._full = self._vocabulary.gather(self._local).to(self.dtype)
         return self._full
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # of Tensor, which is untyped
         # gathers nothing: a debugger or a log line of one rank must not hang
         return f"VocabularyShard(shape={tuple(self.shape)}, dtype={self.dtype}, of {self.vocabulary.group.size})"
 
@@ -153,7 +153,7 @@ class VocabularyShard(torch.Tensor):
         return func(*_gathered(args), **_gathered(kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch types what Tensor has, a disabled one
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Reached by what does not ask __torch_function__: custom autograd functions, collectives. Autograd, if any, has
@@ -198,16 +198,9 @@ def _parallel_cross_entropy(
 ) -> torch.Tensor | None:
     """``F.cross_entropy`` on a shard of the logits; None where it has to be computed on the full ones: class weights,
     class probabilities as targets, classes that are not the last dim."""
-    plain = (
-        isinstance(input, VocabularyShard)
-        and not isinstance(target, VocabularyShard)
-        and input.dim() <= 2
-        and weight is None
-        and size_average is None
-        and reduce is None
-        and not target.is_floating_point()
-    )
-    if not plain:
+    if not isinstance(input, VocabularyShard) or isinstance(target, VocabularyShard) or input.dim() > 2:
+        return None
+    if target.is_floating_point() or not (weight is size_average is reduce is None):
         return None
     return cross_entropy(
         input.uncast_local,

@@ -109,7 +109,9 @@ class LazyShard(BucketShard):
     def _forget_all_but(self, kept: Sequence[bool]) -> None:
         before = self.used_anywhere
         super()._forget_all_but(kept)
-        for piece in self.pieces if self._gradient is not None else ():
+        if self._gradient is None:
+            return
+        for piece in self.pieces:
             index = piece.place.parameter
             if before[index] and not self.used_anywhere[index]:
                 self._part(self._gradient, piece).zero_()
@@ -276,4 +278,4 @@ def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.Size]:
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    return int(xxhash.xxh3_64_intdigest(tensor.contiguous().view(torch.uint8).numpy()))
+    return int(xxhash.xxh3_64_intdigest(tensor.contiguous().view(torch.uint8).numpy().data))

@@ -14,7 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -102,7 +102,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._sent: list[BucketShard] = []
         self._buffers = SendBuffers()
         self._recipe = recipe_of(optimizer)
-        self.inner: torch.optim.Optimizer | None = None
+        self.inner: torch.optim.Optimizer = None  # type: ignore[assignment]  # made below, from what asks for it
         self._action = run.company.register(
             "a backward pass", lambda *state: self._watcher.take_part(*state), settle=self.flush
         )
@@ -116,7 +116,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             ready=self._send,
             done=self._receive,
             overlap=self.options.overlap and not self._lazy,
-            take=None if self._lazy else lambda bucket, index: self.shards[bucket].take_gradient(index),
+            take=None if self._lazy else self._take,
             action=self._action,
         )
         self.inner = twin(
@@ -179,9 +179,12 @@ class Zero1Optimizer(torch.optim.Optimizer):
         if self._recipe is not None:
             groups = [{**group, "params": masters} for group, masters in zip(known, updated, strict=True)]
             state = {**self._recipe.build(groups).state, **state}
-        for master, entries in state.items():
-            put_state(self.inner, master, entries)
+        for updates, entries in state.items():
+            put_state(self.inner, updates, entries)
         self._release(shards)
+
+    def _take(self, bucket: int, index: int) -> None:
+        cast(EagerShard, self.shards[bucket]).take_gradient(index)
 
     def _stand_ins(self) -> dict[torch.Tensor, list[StandIn]]:
         """What the optimizer inside updates in place of each parameter."""
@@ -476,7 +479,8 @@ class Zero1Optimizer(torch.optim.Optimizer):
         copy_options(self.optimizer, self.inner)
         result = self.inner.state_dict()
         result["pieces"] = self._held()
-        frozen = {self.record(p).fqn: dict(entries) for p, entries in self.optimizer.state.items() if entries}
+        known = cast(dict[nn.Parameter, dict[str, Any]], self.optimizer.state)
+        frozen = {self.record(p).fqn: dict(entries) for p, entries in known.items() if entries}
         if frozen:
             result["whole_state"] = frozen
         if self.options.save_master_weights and any(shard.has_masters for shard in self.shards):

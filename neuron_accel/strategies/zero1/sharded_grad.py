@@ -82,10 +82,10 @@ class ShardedGrad(torch.Tensor):
         return whole if self._waiting is None else whole + self._waiting
 
     # ---- a tensor like any other -----------------------------------------------------------------------------------
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own subclasses
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch types what Tensor has, a disabled one
         cls, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         first = args[0] if args else None
@@ -126,7 +126,7 @@ class ShardedGrad(torch.Tensor):
     def __array__(self, dtype: Any = None) -> Any:
         return self._value().__array__(dtype)
 
-    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # of object, for torch untyped
         return repr(self._value())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
