@@ -25,13 +25,9 @@ from neuron_accel.checkpoint.state.training import Training  # noqa: E402
 from neuron_accel.data.loaders import prepare_data_loader, skip_first_batches  # noqa: E402
 from neuron_accel.engine.plan.config import RunConfig, load_config  # noqa: E402
 from neuron_accel.engine.plan.explain import explain_parameters  # noqa: E402
-from neuron_accel.engine.plan.plan import agree_on_plan  # noqa: E402
-from neuron_accel.engine.plan.planner import make_plan  # noqa: E402
 from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin  # noqa: E402
 from neuron_accel.engine.plan.registry import default_registry  # noqa: E402
 from neuron_accel.engine.runtime.preview import preview  # noqa: E402
-from neuron_accel.engine.runtime.replica_groups import PartitionLimit  # noqa: E402
-from neuron_accel.engine.runtime.run import Run  # noqa: E402
 from neuron_accel.errors import UsageError  # noqa: E402
 from neuron_accel.loop import gather as values  # noqa: E402
 from neuron_accel.loop import prepare  # noqa: E402
@@ -50,6 +46,7 @@ from neuron_accel.loop.gather import share_of  # noqa: E402
 from neuron_accel.loop.join import even_batches_as, join_uneven_inputs  # noqa: E402
 from neuron_accel.loop.precompile_mode import folder, for_trial, is_trial, itself, no, nothing, steps_aside  # noqa: E402
 from neuron_accel.loop.prepare import NoSync  # noqa: E402
+from neuron_accel.loop.start import begin, check_connected  # noqa: E402
 from neuron_accel.loop.step import Step  # noqa: E402
 from neuron_accel.loop.waiting import collective, watch  # noqa: E402
 from neuron_accel.loop.wrappers import Owner, PreparedOptimizer, PreparedScheduler  # noqa: E402
@@ -184,26 +181,9 @@ class NeuronAccelerator(Accelerator):
         if self.is_precompiling:
             wanted = for_trial(wanted, self.gradient_accumulation_steps, os.environ)
         ranks = connect(decision, timeout=timeout_of(handlers), adopts=not was_connected)
-        _check_connected(ranks.world_size, self.state.num_processes)
-        plan = agree_on_plan(
-            lambda: make_plan(
-                wanted,
-                world_size=ranks.world_size,
-                backend_capabilities=ranks.capabilities,
-                default_owners=registry.default_owners(),
-                provenance=registry.provenance,
-                hardware=hardware_of_run(os.environ, decision),
-            ),
-            ranks,
-        )
-        limits = hardware_of_run(os.environ, decision)
-        if limits is not None and limits.partitions is not None:
-            ranks.observe(PartitionLimit(limits.partitions, limits.name))
-        self.run = Run(plan=plan, backend=ranks)
+        check_connected(ranks.world_size, self.state.num_processes)
+        self.run = begin(wanted, ranks, registry, hardware_of_run(os.environ, decision))
         self.run.backward_scale = self._backward_scale
-        mesh = plan.mesh
-        for axes in ((), mesh.gradient_axes, mesh.data_axes, mesh.model_axes, (*mesh.model_axes, *mesh.gradient_axes)):
-            self.run.group(*axes)  # now, in the same order on every rank
         self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
         self._session = Session(self._source())
         self._waiting = watch(self.run, self)
@@ -878,24 +858,6 @@ class NeuronAccelerator(Accelerator):
         self.__dict__.update(state)
         self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
         self._session = Session(self._source())
-
-
-def _check_connected(world_size: int, known_to_accelerate: int) -> None:
-    announced = int(os.environ.get("WORLD_SIZE", "1"))
-    if announced > world_size:  # of processes; ranks can also be threads
-        raise UsageError(
-            f"The environment announces {announced} processes, but this one is connected to {world_size - 1} others.",
-            why="every process would train alone, on the same data",
-            fix="start with `neuron-accel launch`, or check that the launcher's variables reach the processes",
-        )
-    if known_to_accelerate != world_size:
-        raise UsageError(
-            f"Accelerate was set up for {known_to_accelerate} processes before, but there are {world_size}.",
-            where="accelerate.state.PartialState",
-            why="something (a PartialState, another Accelerator) asked it for the number of processes before this run "
-            "had chosen the device; every process would consider itself the main one",
-            fix="create the NeuronAccelerator first, or call PartialState(cpu=True)",
-        )
 
 
 def _owner_of(model: nn.Module) -> NeuronAccelerator | None:
