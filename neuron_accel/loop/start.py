@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from neuron_accel.engine.plan.registry import Registry
 
 
-def begin(
-    plugins: Sequence[StrategyPlugin], backend: Backend, registry: Registry, hardware: Hardware | None
-) -> Run:
+def begin(plugins: Sequence[StrategyPlugin], backend: Backend, registry: Registry, hardware: Hardware | None) -> Run:
     """A run of ``plugins``, in any order, on the ranks of ``backend``. Collective.
 
     Raises:

@@ -22,6 +22,9 @@ class SecondReducer(StrategyPlugin):
 
     spec = PluginSpec(name="second_reducer", phase=Phase.GRADIENTS, claims=frozenset({Claim.GRADIENT_REDUCTION}))
 
+    def after_backward(self, run):
+        pass
+
 
 def start(plugins, **options):
     from neuron_accel import NeuronAccelerator
