@@ -725,6 +725,7 @@ class NeuronAccelerator(Accelerator):
         *,
         async_save: bool = False,
         tokenizer: Any = None,
+        check_equal: bool = True,
         **unknown: Any,
     ) -> str:
         """Saves everything that training needs to go on, such that any mesh can load it. Collective.
@@ -736,6 +737,8 @@ class NeuronAccelerator(Accelerator):
             async_save: return once everything is copied to host memory. The next save, load, and the end of training
                 wait for the rest and report its failure.
             tokenizer: is saved beside the model's configuration; anything with ``save_pretrained``.
+            check_equal: whether to compare, between ranks that see different samples, what each should hold alike and
+                one writes; it costs reading all of that once.
 
         Returns:
             the folder.
@@ -743,7 +746,12 @@ class NeuronAccelerator(Accelerator):
         Raises:
             CheckpointError: on every rank, if something cannot be saved or written. What was there before is intact.
         """
-        options: dict[str, Any] = {"async_save": async_save, "tokenizer": tokenizer, **unknown}
+        options: dict[str, Any] = {
+            "async_save": async_save,
+            "tokenizer": tokenizer,
+            "check_equal": check_equal,
+            **unknown,
+        }
         return self._session.save(output_dir, safe_serialization=safe_serialization, **options)
 
     @steps_aside(no)

@@ -46,6 +46,8 @@ from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, 
 from neuron_accel.engine.optim.full_parameter import WholeParameters
 from neuron_accel.engine.optim.norms import GradientPart, clip_coefficient, elsewhere, global_norm, whole_gradients
 from neuron_accel.engine.optim.twin import (
+    ReplicaState,
+    ShardedState,
     StandIn,
     StatePiece,
     attributes_of,
@@ -54,6 +56,7 @@ from neuron_accel.engine.optim.twin import (
     knows_by_parameter,
     put_state,
     recipe_of,
+    take_weights,
     translate,
     twin,
 )
@@ -141,8 +144,10 @@ __all__ = [
     "ProductHook",
     "RankRandomness",
     "RecompileError",
+    "ReplicaState",
     "Run",
     "Segment",
+    "ShardedState",
     "StandIn",
     "StatePiece",
     "StrategyPlugin",
@@ -180,6 +185,7 @@ __all__ = [
     "register_plugin",
     "register_product_hook",
     "reported",
+    "take_weights",
     "tensor_to_object",
     "translate",
     "twin",

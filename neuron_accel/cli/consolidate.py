@@ -33,6 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the weights: safetensors, or pytorch for files of torch.save (default safetensors)",
     )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights (default 5GB)")
+    parser.add_argument(
+        "--replica",
+        type=int,
+        default=0,
+        metavar="N",
+        help="whose copy, where replicas train apart (local SGD); default 0, the first",
+    )
     parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
@@ -47,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
             form=args.format,
             max_shard_size=parse_size(args.max_shard_size),
             verify=not args.no_verify,
+            replica=args.replica,
             progress=bar.show,
         )
     print(f"{args.output_dir}: {len(paths)} file{'s' if len(paths) > 1 else ''} of weights")

@@ -46,6 +46,7 @@ def format_report(report: dict[str, Any], *, everything: bool = False) -> str:
         ("plugins", ", ".join(report["plugins"]) or "-"),
         ("models", ", ".join(model["class"] for model in report["models"] if model) or "-"),
         ("optimizers", ", ".join(report["optimizers"]) or "-"),
+        *([("replicas", f"{report['replicas']}; of the first is shown")] if report["replicas"] > 1 else []),
         ("files", f"{len(report['files'])}, {_size(total)}"),
     ]
     sections = [format_pairs(pairs, indent="")]

@@ -10,7 +10,13 @@ from typing import Any
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec
 from neuron_accel.engine.plan.plugin import Claim, Phase, PluginSpec, StrategyPlugin
 
-KINDS = {"pp": AxisKind.STAGE, "dp": AxisKind.DATA, "cp": AxisKind.SEQUENCE, "tp": AxisKind.MODEL}
+KINDS = {
+    "pp": AxisKind.STAGE,
+    "dp": AxisKind.DATA,
+    "cp": AxisKind.SEQUENCE,
+    "tp": AxisKind.MODEL,
+    "island": AxisKind.REPLICA,
+}
 
 WORK: dict[Claim, dict[str, Any]] = {
     Claim.BACKWARD: {"backward": lambda self, loss, run, **kwargs: None},

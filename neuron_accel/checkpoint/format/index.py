@@ -22,6 +22,9 @@ METADATA = "neuron_accel"
 """Key of a file's description of its tensors in the metadata of its header."""
 
 
+KINDS = ("model", "optimizer", "plugin")
+"""Kinds of files with tensors, which are also the first words of collections."""
+
 MOST_RANKS = 2**20
 """Over how many ranks a tensor may be sharded: more than any machine has, and few enough to count."""
 
@@ -33,6 +36,26 @@ def model_collection(index: int) -> str:
 def state_collection(index: int, entry: str) -> str:
     """The entries called ``entry`` of an optimizer's state, ``exp_avg`` for instance."""
     return f"optimizer.{index}.state.{entry}"
+
+
+def plugin_collection(plugin: str, key: str) -> str:
+    """What a plugin keeps under ``key`` that lies over the mesh as parameters do."""
+    return f"plugin.{plugin}.{key}"
+
+
+def kind_of(base: str, replica: int) -> str:
+    """The kind of a file in the manifest: ``model``, ``optimizer`` or ``plugin``, and from the second replica on its
+    number. So who knows nothing of replicas reads the first."""
+    return f"{base}@{replica}" if replica else base
+
+
+def replicas_in(manifest: Manifest) -> int:
+    """Of how many replicas a checkpoint has a copy."""
+    kinds = {entry.kind for entry in manifest.files.values()}
+    count = 1
+    while any(kind_of(base, count) in kinds for base in KINDS):
+        count += 1
+    return count
 
 
 def master_collection(index: int) -> str:
@@ -121,17 +144,25 @@ def _check_types(description: Mapping[str, Any]) -> None:
         raise ValueError(f"its form is {description['form']!r}")
 
 
-def index_checkpoint(folder: Path, manifest: Manifest, kinds: tuple[str, ...] = ("model", "optimizer")) -> Index:
+def index_checkpoint(folder: Path, manifest: Manifest, kinds: tuple[str, ...] = KINDS, replica: int = 0) -> Index:
     """The tensors of a checkpoint. Reads headers only.
+
+    Args:
+        folder, manifest: the checkpoint.
+        kinds: of which files.
+        replica: whose copy, where replicas have their own. What plugins keep for all of them is there for each.
 
     Raises:
         CheckpointError: if a file is missing or is not what it should be.
     """
     index = Index()
     for kind in kinds:
-        for relative in sorted(manifest.of_kind(kind)):
+        for relative in sorted(manifest.of_kind(kind_of(kind, replica))):
             path = locate(folder, relative)
             index.add(path, read_header(path))
+    if replica and "plugin" in kinds:
+        for collection, tensors in index_checkpoint(folder, manifest, ("plugin",)).collections.items():
+            index.collections.setdefault(collection, tensors)
     return index
 
 

@@ -30,7 +30,8 @@ class FileEntry:
     Args:
         size: in bytes.
         checksums: of its blocks, see :class:`~neuron_accel.checkpoint.format.files.Written`.
-        kind: ``"model"``, ``"optimizer"``, ``"state"`` or ``"auxiliary"``.
+        kind: ``"model"``, ``"optimizer"``, ``"plugin"``, ``"state"`` or ``"auxiliary"``; ``"model@1"`` is the model of
+            the second replica.
     """
 
     size: int

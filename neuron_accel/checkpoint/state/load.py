@@ -24,6 +24,8 @@ from neuron_accel.checkpoint.format.index import (
     is_pretrained,
     master_collection,
     model_collection,
+    plugin_collection,
+    replicas_in,
 )
 from neuron_accel.checkpoint.format.manifest import Manifest, check_block, check_size, locate, read_manifest
 from neuron_accel.checkpoint.format.source import Bytes, SourceTensor, words
@@ -38,6 +40,7 @@ from neuron_accel.errors import CheckpointError, did_you_mean
 if TYPE_CHECKING:
     from neuron_accel.engine.optim.twin import StatePiece
     from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -128,10 +131,12 @@ def load(training: Training, folder: Path, *, verify: bool = True) -> dict[str, 
     manifest = agreed(run, lambda: read_manifest(folder))
     if verify:
         agreed(run, lambda: _check_files(folder, manifest, run))
-    index = agreed(run, lambda: index_checkpoint(folder, manifest))
+    # On another number of replicas each takes one of the copies that there are, in turns.
+    replica = run.mesh.replica(run.backend.rank) % replicas_in(manifest)
+    index = agreed(run, lambda: index_checkpoint(folder, manifest, replica=replica))
     with Bytes() as files:
-        restored = agreed(run, lambda: _restored(training, folder, manifest, files))
-        needs = agreed(run, lambda: _all_needs(training, index))
+        restored = agreed(run, lambda: _restored(training, folder, manifest, files, replica))
+        needs = agreed(run, lambda: [*_all_needs(training, index), *_plugin_needs(restored, index, run)])
         agreed(run, lambda: _reset_states(training, index, restored))
         agreed(run, lambda: fulfil(needs, files, run))
     refresh_masters(training.optimizers, run, index)
@@ -171,7 +176,7 @@ def _check_files(folder: Path, manifest: Manifest, run: Run) -> None:
         pass
 
 
-def _restored(training: Training, folder: Path, manifest: Manifest, files: Bytes) -> Restored:
+def _restored(training: Training, folder: Path, manifest: Manifest, files: Bytes, replica: int) -> Restored:
     paths = manifest.of_kind("state")
     if len(paths) != 1:
         raise CheckpointError(f"The checkpoint names {len(paths)} files of training state.", where=str(folder))
@@ -194,7 +199,7 @@ def _restored(training: Training, folder: Path, manifest: Manifest, files: Bytes
             files.read(path, stored.offset, result.reshape(-1).view(torch.uint8).numpy())
         return result
 
-    return Restored(training, state, tensor, manifest.info)
+    return Restored(training, state, tensor, manifest.info, replica)
 
 
 def fulfil(needs: list[Need], files: Bytes, run: Run) -> None:
@@ -209,6 +214,33 @@ def _all_needs(training: Training, index: Index) -> list[Need]:
     for number, optimizer in enumerate(training.optimizers):
         needs += optimizer_needs(optimizer, number, index, training.run)
     return needs
+
+
+def _plugin_needs(restored: Restored, index: Index, run: Run) -> Iterator[Need]:
+    """What plugins of this run keep that lies over the mesh as parameters do."""
+    present = {plugin.spec.name for plugin in run.plan.plugins}
+    for plugin, keys in restored.plugin_forms.items():
+        for key, form in keys.items() if plugin in present else ():
+            if form["model"] is None:
+                continue
+            if form["model"] >= len(run.models):
+                raise CheckpointError(
+                    f"The checkpoint has state of a plugin for model {form['model']}, which was not prepared.",
+                    where=f"plugin {plugin!r}, {key!r}",
+                    fix="prepare the same models as when the checkpoint was saved",
+                )
+            into = restored.sharded.setdefault((plugin, key), {})
+            for record in run.models[form["model"]].parameters:
+                source = index.find(plugin_collection(plugin, key), record.names)
+                if record.current is None or source is None:
+                    continue
+                _check_shape(source, record.layout.shape, f"state {key!r} of plugin {plugin!r}")
+
+                def sink(flat: torch.Tensor, record: ParameterRecord = record, into: Any = into) -> None:
+                    into[record.fqn] = filled_up(flat, record.layout.local_shape)
+
+                stop = math.prod(record.layout.local_shape)
+                yield Need(source=source, layout=record.layout, start=0, stop=stop, sink=sink)
 
 
 # ---- models --------------------------------------------------------------------------------------------------------
@@ -353,17 +385,10 @@ def refresh_masters(optimizers: Any, run: Run, index: Index | None = None) -> No
     """Takes the model's weights as what optimizers update, wherever that is kept apart and was not loaded itself."""
     for number, optimizer in enumerate(optimizers):
         for piece in pieces_of(optimizer, run):
-            current = piece.record.current
-            if current is None or current is piece.parameter:
-                continue
             names = piece.record.names
             if piece.master and index is not None and index.find(master_collection(number), names) is not None:
                 continue
-            with torch.no_grad():
-                # A lazy device would make a graph of each part's own.
-                values = run.backend.to_host(current) if run.backend.is_lazy else current.detach()
-                part = values.reshape(-1)[piece.start : piece.stop]
-                piece.parameter.copy_(filled_up(part, piece.parameter.shape))
+            piece.take_weights(run)
 
 
 # ---- Names in folders of transformers that differ from the model's ---------------------------------------------------

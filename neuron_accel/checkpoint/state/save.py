@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from neuron_accel.checkpoint.format.files import Files, Written, checksums_of, failure, threads_of
+from neuron_accel.checkpoint.format.index import KINDS
 from neuron_accel.checkpoint.format.manifest import (
-    MODEL_FOLDER,
     NAME,
     FileEntry,
     Manifest,
@@ -33,6 +33,7 @@ from neuron_accel.checkpoint.state.snapshot import (
     RankFacts,
     bytes_of,
     copy_to_host,
+    folder_of,
     tensors_header,
     write_items,
 )
@@ -119,7 +120,8 @@ def _write_share(contents: Contents, target: Target, run: Run, files: Files) -> 
 def facts_of(run: Run) -> RankFacts:
     """Coordinates along the axes that are there."""
     degrees = {axis.name: axis.degree for axis in run.mesh.axes}
-    return RankFacts(coordinates={axis: i for axis, i in run.coordinates.items() if degrees[axis] > 1})
+    coordinates = {axis: i for axis, i in run.coordinates.items() if degrees[axis] > 1}
+    return RankFacts(coordinates=coordinates, replica=run.mesh.replica(run.backend.rank))
 
 
 def complete(contents: Contents, target: Target, parts: list[FileList], files: Files) -> None:
@@ -165,7 +167,7 @@ def _holds(path: Path, data: bytes) -> bool:
 def _remove_old(folder: Path, manifest: Manifest, files: Files) -> None:
     """Removes what earlier saves into the folder have left and the manifest does not name."""
     candidates = [*folder.glob(f"{STATE}*.safetensors"), *folder.glob(".*.new"), *folder.glob(".*.rank_*.json")]
-    for inside in (MODEL_FOLDER, "optimizer"):
+    for inside in map(folder_of, KINDS):
         candidates += (folder / inside).glob("*_rank_*.safetensors")
     for path in candidates:
         if path.relative_to(folder).as_posix() not in manifest.files:

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from neuron_accel.checkpoint.format.files import Files, failure
-from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER, NAME, has_manifest, read_manifest
+from neuron_accel.checkpoint.format.manifest import NAME, has_manifest, read_manifest
 from neuron_accel.checkpoint.state.full_state import full_state_dict, save_in_full
 from neuron_accel.checkpoint.state.load import load, load_weights
 from neuron_accel.checkpoint.state.save import BackgroundSave, Contents, Target, save
-from neuron_accel.checkpoint.state.snapshot import written_here
+from neuron_accel.checkpoint.state.snapshot import check_equal as check_equal_values
+from neuron_accel.checkpoint.state.snapshot import folder_of, written_here
 from neuron_accel.checkpoint.state.staging import HostMemory
 from neuron_accel.checkpoint.state.training import Training, capture, mesh_to
 from neuron_accel.checkpoint.tools.consolidate import checkpoint_folder
@@ -81,6 +82,7 @@ class Session:
         safe_serialization: bool = True,
         async_save: bool = False,
         tokenizer: Any = None,
+        check_equal: bool = True,
         **unknown: Any,
     ) -> str:
         """See :meth:`NeuronAccelerator.save_state`."""
@@ -110,6 +112,7 @@ class Session:
             auxiliary=lambda: self._auxiliary(tokenizer),
             keep=project.total_limit if automatic else None,
             background=async_save,
+            check_equal=check_equal,
         )
         if automatic:
             project.iteration += 1
@@ -262,6 +265,7 @@ class Checkpoints:
         auxiliary: Callable[[], Mapping[str, bytes]] = dict,
         keep: int | None = None,
         background: bool = False,
+        check_equal: bool = True,
     ) -> None:
         """Saves into ``folder``. Collective.
 
@@ -271,6 +275,7 @@ class Checkpoints:
             auxiliary: gives further files by name; called on the main process.
             keep: number of complete checkpoints ``checkpoint_N`` to keep beside this one, it included; None: all.
             background: return as soon as everything is copied to host memory.
+            check_equal: whether to compare what several ranks hold and one writes.
 
         Raises:
             CheckpointError: on every rank; also if the background save before failed.
@@ -280,6 +285,8 @@ class Checkpoints:
         for before_save in run.hooks["before_save"]:
             before_save(run)
         captured = capture(training)
+        if check_equal:
+            check_equal_values(captured.items, run)
         contents = Contents(
             items=written_here(captured.items, run), state=captured.state, state_tensors=captured.tensors
         )
@@ -303,7 +310,8 @@ class Checkpoints:
         """The main process's preparations; returns the generation."""
         if self._run.backend.rank:
             return 0
-        for path in (folder, folder / MODEL_FOLDER, folder / "optimizer"):
+        kinds = ("model", "optimizer", *(("plugin",) if contents.state.get("plugin_forms") else ()))
+        for path in (folder, *(folder / folder_of(kind) for kind in kinds)):
             self._files.make_folder(path)
         contents.info = describe(training)
         contents.auxiliary = dict(auxiliary())

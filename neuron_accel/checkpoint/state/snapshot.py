@@ -11,18 +11,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.checkpoint.format.files import Files, Written
-from neuron_accel.checkpoint.format.index import METADATA, master_collection, model_collection, state_collection
+from neuron_accel.checkpoint.format.files import Files, Written, checksums_of
+from neuron_accel.checkpoint.format.index import (
+    METADATA,
+    kind_of,
+    master_collection,
+    model_collection,
+    plugin_collection,
+    state_collection,
+)
 from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER
 from neuron_accel.checkpoint.format.source import place_of
 from neuron_accel.checkpoint.format.tensorfile import encode_header, item_size
 from neuron_accel.checkpoint.state.staging import HostMemory
-from neuron_accel.engine.optim.twin import DividedOptimizer, StatePiece
+from neuron_accel.engine.optim.twin import DividedOptimizer, ShardedState, StatePiece
 from neuron_accel.engine.plan.mesh import AxisKind, Mesh
+from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.engine.sharding.layout import Layout
-from neuron_accel.errors import CheckpointError
+from neuron_accel.errors import CheckpointError, did_you_mean
 
 if TYPE_CHECKING:
+    from neuron_accel.backends.base import Group
     from neuron_accel.engine.runtime.run import PreparedModel, Run
     from neuron_accel.engine.sharding.parameters import ParameterRecord
 
@@ -233,6 +242,49 @@ def _state_item(collection: str, piece: StatePiece, value: torch.Tensor, form: s
     )
 
 
+def items_of_plugin(plugin: str, key: str, state: ShardedState, run: Run, *, per_replica: bool) -> list[Item]:
+    """What a plugin keeps on this rank that lies over the mesh as parameters do.
+
+    Raises:
+        CheckpointError: if a tensor is not of the shape of the parameter that it is said to lie like.
+    """
+    where = f"plugin {plugin!r}, checkpoint_state()[{key!r}]"
+    if not 0 <= state.model < len(run.models):
+        raise CheckpointError(
+            f"There is no prepared model {state.model}.", where=where, fix="give a position in run.models"
+        )
+    records = {name: record for record in run.models[state.model].parameters for name in record.names}
+    items = []
+    for fqn, tensor in state.tensors.items():
+        record = records.get(fqn)
+        if record is None or record.current is None:
+            raise CheckpointError(
+                f"{fqn!r} is not a parameter that this rank holds.",
+                where=where,
+                why="a ShardedState lies over the mesh as the parameters do whose names it has",
+                fix="leave it out on this rank" if record else did_you_mean(fqn, records),
+            )
+        if tuple(tensor.shape) != record.layout.local_shape:
+            raise CheckpointError(
+                f"The tensor for {fqn!r} has shape {tuple(tensor.shape)}, the parameter has "
+                f"{record.layout.local_shape} on this rank.",
+                where=where,
+                fix="give it the shape of the parameter, or keep it as a plain tensor that is alike on every rank",
+            )
+        items.append(
+            Item(
+                collection=plugin_collection(plugin, key),
+                name=record.fqn,
+                aliases=record.aliases,
+                layout=_typed(record.layout, tensor),
+                tensor=tensor.detach(),
+                leads=() if per_replica else run.mesh.replica_axes,
+                record=record,
+            )
+        )
+    return items
+
+
 def _typed(layout: Layout, tensor: torch.Tensor) -> Layout:
     return replace(layout, dtype=str(tensor.dtype).removeprefix("torch."))
 
@@ -252,15 +304,77 @@ def written_here(items: Iterable[Item], run: Run) -> list[Item]:
     for item in sorted(items, key=lambda i: (-i.nbytes, i.collection, i.name)):
         if (item.buffer and item.name in elsewhere) or not _speaks(item, coordinates):
             continue
-        holders = stages if item.record is None else item.record.holders
-        apart = {*item.axes, *item.leads, *item.layout.axes, *holders}
-        axes = tuple(axis.name for axis in run.mesh.axes if axis.name not in apart)
+        axes = _axes_of_equals(item, run, stages)
         load = loads.setdefault(axes, [0] * math.prod(run.mesh.degree(axis) for axis in axes))
         writer = 0 if item.buffer else min(range(len(load)), key=lambda i: (load[i], i))
         load[writer] += max(1, item.nbytes)
         if writer == position_along(run.mesh, coordinates, axes):
             result.append(item)
     return result
+
+
+def _axes_of_equals(item: Item, run: Run, stages: Sequence[str]) -> tuple[str, ...]:
+    """Axes along which all ranks have the same; they share the work of writing it."""
+    holders = stages if item.record is None else item.record.holders
+    apart = {*item.axes, *item.leads, *item.layout.axes, *holders, *run.mesh.replica_axes}
+    return tuple(axis.name for axis in run.mesh.axes if axis.name not in apart)
+
+
+def check_equal(items: Sequence[Item], run: Run) -> None:
+    """Checks that ranks that should hold the same values do, since only one of them is going to write each. Collective.
+
+    Ranks along axes of samples and positions are compared; buffers, of which ranks may have their own, are not. On the
+    host values are hashed; on a device their sum and the sum of their squares are compared, which is a few bytes to
+    copy.
+
+    Raises:
+        CheckpointError: on every rank, naming the first tensor that differs.
+    """
+    mesh = run.mesh
+    samples = (*mesh.replica_axes, *mesh.gradient_axes)
+    group = run.group(*samples)
+    mine: list[tuple[str, tuple[int, ...], tuple[Any, ...] | None]] = []
+    digests: list[Any] = []
+    if group.size > 1:
+        stages, here = mesh.names(AxisKind.STAGE), run.coordinates
+        for item in items:
+            equal = {*_axes_of_equals(item, run, stages), *item.leads}
+            if not item.buffer and item.record is not None and not equal.isdisjoint(samples):
+                at = tuple(here[axis] for axis in samples if axis not in equal)
+                mine.append((item.key, at, (item.kind, item.collection, item.name)))
+                digests.append(_digest(item))
+        on_device = [i for i, digest in enumerate(digests) if isinstance(digest, torch.Tensor)]
+        if on_device:
+            values = run.backend.to_host(torch.stack([digests[i] for i in on_device]))
+            for i, value in zip(on_device, values, strict=True):
+                digests[i] = tuple(value.view(torch.int32).tolist())
+    everyone = run.backend.all_gather_object(list(zip(mine, digests, strict=True)), group) if group.size > 1 else []
+    agreed(run, lambda: _compare(everyone, group))
+
+
+def _digest(item: Item) -> Any:
+    if item.tensor.device.type == "cpu":
+        return checksums_of(bytes_of(item.tensor)[: item.nbytes])
+    values = item.tensor.detach().reshape(-1)[: item.numel].float()
+    return torch.stack([values.sum(), (values * values).sum()])
+
+
+def _compare(everyone: list[Any], group: Group) -> None:
+    first: dict[tuple[str, tuple[int, ...]], tuple[int, Any]] = {}
+    for rank, theirs in zip(group.ranks, everyone, strict=True) if everyone else ():
+        for (key, at, (kind, collection, name)), digest in theirs:
+            other, expected = first.setdefault((key, at), (rank, digest))
+            if digest != expected:
+                what = {"model": "parameter", "optimizer": "the optimizer's state of parameter"}.get(kind, collection)
+                raise CheckpointError(
+                    f"Ranks {other} and {rank} have different values of {what} {name!r}, and a checkpoint keeps one.",
+                    where="save_state",
+                    why="they took steps without reducing gradients: inside `no_sync`, or because the plugin that owns "
+                    "gradient_reduction lets them train apart; what one rank writes does not fit to what others write",
+                    fix="make them equal before saving (a plugin: in `before_save`), let the plugin bring an axis of "
+                    "kind AxisKind.REPLICA, along which a checkpoint keeps a copy of each, or call "
+                    "`save_state(check_equal=False)` to save without looking",
+                )
 
 
 def _buffers_before(items: list[Item], stages: tuple[str, ...], run: Run) -> set[str]:
@@ -306,10 +420,18 @@ def write_items(folder: Path, items: Iterable[Item], run_facts: RankFacts, gener
         by_kind.setdefault(item.kind, []).append(item)
     result: FileList = {}
     for kind, members in sorted(by_kind.items()):
-        relative = f"{MODEL_FOLDER if kind == 'model' else 'optimizer'}/{run_facts.file_name(generation)}"
+        relative = f"{folder_of(kind)}/{run_facts.file_name(generation)}"
         members.sort(key=lambda i: (i.collection, i.name, i.start or 0))
-        result[relative] = (kind, files.write(folder / relative, file_parts(members, run_facts.coordinates)))
+        result[relative] = (
+            kind_of(kind, run_facts.replica),
+            files.write(folder / relative, file_parts(members, run_facts.coordinates)),
+        )
     return result
+
+
+def folder_of(kind: str) -> str:
+    """Where files of a kind lie in a checkpoint."""
+    return MODEL_FOLDER if kind == "model" else kind
 
 
 FileList = dict[str, tuple[str, Written]]
@@ -322,9 +444,11 @@ class RankFacts:
 
     Args:
         coordinates: this rank's position along every axis of the mesh that has more than one rank.
+        replica: the number of its replica.
     """
 
     coordinates: dict[str, int]
+    replica: int = 0
 
     def file_name(self, generation: int) -> str:
         others = [axis for axis in self.coordinates if axis not in ("tp", "pp", "dp")]

@@ -31,8 +31,10 @@ from neuron_accel.checkpoint.state.snapshot import (
     bytes_of,
     items_of_model,
     items_of_optimizer,
+    items_of_plugin,
     position_along,
 )
+from neuron_accel.engine.optim.twin import ReplicaState, ShardedState
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.errors import CheckpointError, NeuronAccelError
@@ -111,14 +113,79 @@ def _local(training: Training) -> tuple[list[Item], dict[str, Any]]:
         items += mine
         values.append(rest)
     facts = {"random": random_state(training.run.backend.generator), "values": values, "names": group_names(training)}
-    facts["plugins"] = _plugin_states(training.run)
+    plugins = PluginStates(training.run)
+    items += plugins.items
+    facts["plugins"], facts["plugin_forms"] = plugins.plain, plugins.forms
+    if training.run.mesh.replica(training.run.backend.rank):
+        facts["replica"] = _of_replica(training, plugins)
     return items, facts
 
 
+def _of_replica(training: Training, plugins: PluginStates) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
+    """What a replica but the first has of its own, and tensors that it refers to; from its first rank only."""
+    mesh, rank = training.run.mesh, training.run.backend.rank
+    number = mesh.replica(rank)
+    if rank != min(other for other in range(mesh.world_size) if mesh.replica(other) == number):
+        return None
+    tensors: dict[str, torch.Tensor] = {}
+    where = f"replica {number}"
+    state = {
+        "options": [_options(optimizer, tensors, f"{where} optimizer {i}") for i, optimizer in _numbered(training)],
+        "schedulers": _states(training.schedulers, f"{where} scheduler", tensors),
+        "scaler": None if training.scaler is None else encode(training.scaler.state_dict(), tensors, f"{where} scaler"),
+        "plugins": {
+            name: encode(own, tensors, f"{where} plugin {name}") for name, own in plugins.of_replica().items() if own
+        },
+    }
+    return state, tensors
+
+
+def _numbered(training: Training) -> list[tuple[int, Any]]:
+    return list(enumerate(training.optimizers))
+
+
+def _options(optimizer: Any, tensors: dict[str, torch.Tensor], where: str) -> list[Any]:
+    return [
+        encode({k: v for k, v in group.items() if k != "params"}, tensors, f"{where} group {i}")
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+
+
 def _state(training: Training, everyone: list[dict[str, Any]], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    mesh = training.run.mesh
+    by_replica: list[list[dict[str, Any]]] = [[] for _ in range(mesh.replicas)]
+    for rank, one in enumerate(everyone):
+        by_replica[mesh.replica(rank)].append(one)
+    state = _state_of_all(training, everyone, by_replica[0], tensors)
+    forms: dict[str, Any] = {}
+    for one in everyone:  # a stage of a pipeline may have nothing to say
+        forms |= one["plugin_forms"]
+    if forms:
+        state["plugin_forms"] = dict(sorted(forms.items()))
+    if mesh.replicas > 1:
+        state["replicas"] = []
+    for number, ranks in enumerate(by_replica[1:], start=1):
+        own, own_tensors = next(one["replica"] for one in ranks if one["replica"] is not None)
+        own["values"] = [
+            encode(_values(i, ranks), tensors, f"replica {number} optimizer {i} values") for i, _ in _numbered(training)
+        ]
+        tensors |= own_tensors
+        state["replicas"].append(own)
+    return state
+
+
+def _values(index: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is no tensor in an optimizer's state, by FQN and entry."""
+    return {name: entries for one in ranks for name, entries in one["values"][index].items()}
+
+
+def _state_of_all(
+    training: Training, everyone: list[dict[str, Any]], first: list[dict[str, Any]], tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Of the first replica, and of all ranks what each has of its own."""
     return {
         "counters": dict(training.counters),
-        "optimizers": [_optimizer(training, index, everyone, tensors) for index in range(len(training.optimizers))],
+        "optimizers": [_optimizer(training, index, first, tensors) for index in range(len(training.optimizers))],
         "schedulers": _states(training.schedulers, "scheduler", tensors),
         "custom": _states(training.custom, "custom object", tensors),
         "loaders": [encode(position_of(loader), tensors, f"loader {i}") for i, loader in enumerate(training.loaders)],
@@ -131,14 +198,46 @@ def _state(training: Training, everyone: list[dict[str, Any]], tensors: dict[str
     }
 
 
-def _plugin_states(run: Run) -> dict[str, Any]:
-    hooks: list[Any] = [*run.hooks["checkpoint_state"]]  # methods of plugins
-    states = {state.__self__.spec.name: state(run) for state in hooks}
-    return {
-        name: {key: v.detach().cpu() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
-        for name, state in states.items()
-        if state
-    }
+class PluginStates:
+    """What plugins keep, taken on this rank. Collective.
+
+    Attributes:
+        items: tensors that lie over the mesh as parameters do.
+        plain: everything else, by plugin and key.
+        forms: by plugin and key, of the values that are not plain or that replicas have their own of, how they are
+            kept.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.items: list[Item] = []
+        self.plain: dict[str, dict[str, Any]] = {}
+        self.forms: dict[str, dict[str, dict[str, Any]]] = {}
+        hooks: list[Any] = [*run.hooks["checkpoint_state"]]  # methods of plugins
+        for state in hooks:
+            plugin = state.__self__.spec.name
+            for key, value in state(run).items():
+                self._add(plugin, key, value, run)
+
+    def _add(self, plugin: str, key: str, value: Any, run: Run) -> None:
+        per_replica = isinstance(value, ReplicaState)
+        if isinstance(value, ReplicaState):
+            value = value.value
+        sharded = isinstance(value, ShardedState)
+        if per_replica or sharded:
+            form = {"replica": per_replica, "model": value.model if isinstance(value, ShardedState) else None}
+            self.forms.setdefault(plugin, {})[key] = form
+        if isinstance(value, ShardedState):
+            self.items += items_of_plugin(plugin, key, value, run, per_replica=per_replica)
+        else:
+            value = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+            self.plain.setdefault(plugin, {})[key] = value
+
+    def of_replica(self) -> dict[str, dict[str, Any]]:
+        """The plain values that this replica has of its own."""
+        return {
+            name: {key: value for key, value in state.items() if self.forms.get(name, {}).get(key, {}).get("replica")}
+            for name, state in self.plain.items()
+        }
 
 
 def position_of(loader: Any) -> Any:
@@ -172,20 +271,18 @@ def _optimizer(
 ) -> dict[str, Any]:
     optimizer = training.optimizers[index]
     names = [one["names"][index] for one in everyone if one["names"] is not None]
-    values: dict[str, Any] = {}
-    for one in everyone:
-        values.update(one["values"][index])
     where = f"optimizer {index}"
+    options = _options(optimizer, tensors, where)
     return {
         "class": type(getattr(optimizer, "optimizer", optimizer)).__name__,
         "groups": [
             {
                 "names": list(dict.fromkeys(name for stage in names for name in stage[i])),
-                "options": encode({k: v for k, v in group.items() if k != "params"}, tensors, f"{where} group {i}"),
+                "options": options[i],
             }
-            for i, group in enumerate(optimizer.param_groups)
+            for i in range(len(optimizer.param_groups))
         ],
-        "values": encode(values, tensors, f"{where} values"),
+        "values": encode(_values(index, everyone), tensors, f"{where} values"),
     }
 
 
@@ -198,6 +295,11 @@ class Restored:
         state: as :func:`capture` made it.
         tensor: gives one of its tensors.
         info: the manifest's.
+        replica: whose copy of the state it is, where replicas have their own.
+
+    Attributes:
+        plugin_forms: by plugin and key, how values are kept that are not plain.
+        sharded: for those that lie over the mesh as parameters do, what this rank has, by FQN; filled by who reads.
 
     Raises:
         CheckpointError: if it does not fit the training.
@@ -209,9 +311,14 @@ class Restored:
         state: Mapping[str, Any],
         tensor: Callable[[str], torch.Tensor],
         info: Mapping[str, Any],
+        replica: int = 0,
     ) -> None:
         self._training = training
+        self.sharded: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
         try:
+            if replica:
+                state = _with_own(state, state["replicas"][replica - 1])
+            self.plugin_forms = _forms(state.get("plugin_forms", {}))
             self.counters = check_counters(state["counters"])
             self.optimizers = [self._decoded_optimizer(o, tensor, i) for i, o in enumerate(state["optimizers"])]
             self._states = {
@@ -311,10 +418,10 @@ class Restored:
         if training.scaler is not None and self._scaler is not None:
             training.scaler.load_state_dict(self._scaler)
         plugins = {plugin.spec.name: plugin for plugin in training.run.plan.plugins}
-        for name, state in self._plugins.items():
+        for name in sorted({*self._plugins, *self.plugin_forms}):
             if name in plugins:
                 with _refusing(f"Plugin {name!r} cannot take back its state."):
-                    plugins[name].load_checkpoint_state(state, training.run)
+                    plugins[name].load_checkpoint_state(self._plugin_state(name), training.run)
             else:
                 _log.warning("The checkpoint has state of a plugin %r, which this run has not; it is left out.", name)
         state, newcomer = self._random
@@ -326,10 +433,50 @@ class Restored:
         if newcomer is not None:
             reseed(newcomer, generator)
 
+    def _plugin_state(self, name: str) -> dict[str, Any]:
+        """As the plugin gave it."""
+        state = dict(self._plugins.get(name, {}))
+        for key, form in self.plugin_forms.get(name, {}).items():
+            if form["model"] is not None:
+                state[key] = ShardedState(self.sharded.get((name, key), {}), form["model"])
+            if form["replica"]:
+                state[key] = ReplicaState(state[key])
+        return state
+
     def _apply_custom(self) -> None:
         for index, (custom, state) in enumerate(zip(self._training.custom, self._states["custom"], strict=True)):
             with _refusing(f"Object {index} registered for checkpointing ({type(custom).__name__}) refuses its state."):
                 custom.load_state_dict(state)
+
+
+def _with_own(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The state, with what a replica but the first has of its own."""
+    optimizers = [
+        {
+            **optimizer,
+            "groups": [{**group, "options": options} for group, options in zip(optimizer["groups"], mine, strict=True)],
+            "values": values,
+        }
+        for optimizer, mine, values in zip(state["optimizers"], own["options"], own["values"], strict=True)
+    ]
+    plugins = {name: {**plain, **own["plugins"].get(name, {})} for name, plain in state.get("plugins", {}).items()}
+    return {
+        **state,
+        "optimizers": optimizers,
+        "schedulers": own["schedulers"],
+        "scaler": own["scaler"],
+        "plugins": plugins,
+    }
+
+
+def _forms(forms: Any) -> dict[str, dict[str, dict[str, Any]]]:
+    """How plugins keep their values, checked."""
+    for keys in forms.values():
+        for form in keys.values():
+            model = form["model"]
+            if type(form["replica"]) is not bool or not (model is None or (type(model) is int and model >= 0)):
+                raise ValueError(f"a plugin's state is kept as {form!r:.40}")
+    return dict(forms)
 
 
 @contextmanager
@@ -450,13 +597,16 @@ def _buffers(training: Training) -> dict[str, torch.Tensor]:
 
 
 def own_buffers(training: Training) -> dict[str, torch.Tensor]:
-    """This rank's buffers whose values are not those of the first rank that has them, on the host. Collective."""
+    """This rank's buffers whose values are not those of the first rank of its replica that has them, on the host.
+    Collective."""
     run = training.run
     mine = {name: value.to("cpu", copy=True) for name, value in _buffers(training).items()}
     sums = {name: checksums_of(bytes(bytes_of(value))) for name, value in mine.items()}
     first: dict[str, tuple[str, ...]] = {}
-    for theirs in run.backend.all_gather_object(sums, run.world):
-        first = theirs | first
+    replica = run.mesh.replica(run.backend.rank)
+    for rank, theirs in enumerate(run.backend.all_gather_object(sums, run.world)):
+        if run.mesh.replica(rank) == replica:
+            first = theirs | first
     return {name: value for name, value in mine.items() if sums[name] != first[name]}
 
 

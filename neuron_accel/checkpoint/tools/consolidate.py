@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuron_accel.checkpoint.format.files import Extent, Files, read_bytes
-from neuron_accel.checkpoint.format.index import index_checkpoint, model_collection
+from neuron_accel.checkpoint.format.index import index_checkpoint, kind_of, model_collection, replicas_in
 from neuron_accel.checkpoint.format.manifest import (
     MODEL_FOLDER,
     Manifest,
@@ -68,6 +68,7 @@ def consolidate(
     form: str = "safetensors",
     max_shard_size: int = 5 * 10**9,
     verify: bool = True,
+    replica: int = 0,
     progress: Progress = lambda done, total: None,
     files: Files | None = None,
 ) -> list[Path]:
@@ -79,6 +80,7 @@ def consolidate(
         form: ``"safetensors"`` or ``"pytorch"``.
         max_shard_size: of a file of weights, in bytes; a larger tensor has a file of its own.
         verify: whether to compare the model's files with their checksums; if they differ, nothing is left.
+        replica: whose copy, where replicas that train apart have their own.
         progress: is told how far it is.
         files: how files are written.
 
@@ -93,7 +95,14 @@ def consolidate(
     manifest = read_manifest(folder)
     for relative in manifest.of_kind("auxiliary"):
         check_file(folder, relative, manifest.files[relative])
-    index = index_checkpoint(folder, manifest, ("model",))
+    if not 0 <= replica < (copies := replicas_in(manifest)):
+        raise CheckpointError(
+            f"The checkpoint has no replica {replica}.",
+            where=str(folder),
+            why=f"it has {copies}, numbered from 0" if copies > 1 else "its replicas did not train apart",
+            fix="name one of them, or leave the number out for the first",
+        )
+    index = index_checkpoint(folder, manifest, ("model",), replica)
     tensors = sorted(index.tensors(model_collection(0)), key=lambda tensor: tensor.name)
     for tensor in tensors:
         tensor.check()
@@ -111,7 +120,7 @@ def consolidate(
         )
     files.make_folder(output)
     shards = split_by_size(tensors, max_shard_size)
-    with checked_meanwhile(folder, manifest, ("model",) if verify else ()) as check:
+    with checked_meanwhile(folder, manifest, (kind_of("model", replica),) if verify else ()) as check:
         written: list[Path] = []
         try:
             paths = _write_shards(shards, output, form, progress, files, written)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from neuron_accel.checkpoint.format.files import read_bytes
-from neuron_accel.checkpoint.format.index import Index, index_checkpoint, model_collection
+from neuron_accel.checkpoint.format.index import Index, index_checkpoint, model_collection, replicas_in
 from neuron_accel.checkpoint.format.manifest import Manifest, check_file, locate, read_manifest
 from neuron_accel.checkpoint.format.source import SourceTensor
 from neuron_accel.errors import CheckpointError, NeuronAccelError
@@ -30,6 +30,7 @@ def inspect(folder: Path) -> dict[str, Any]:
         "saved": info.get("saved"),
         "mesh": {axis["name"]: axis["degree"] for axis in info.get("mesh", [])},
         "world_size": info.get("world_size"),
+        "replicas": replicas_in(manifest),
         "plugins": info.get("plugins", {}),
         "libraries": info.get("libraries", {}),
         "models": info.get("models", []),
@@ -121,15 +122,21 @@ def verify(folder: Path, progress: Callable[[str], None] = lambda path: None) ->
     if wrong:  # what damaged files say about their tensors tells nothing more
         return wrong
     try:
-        index = index_checkpoint(folder, manifest)
+        copies = [index_checkpoint(folder, manifest, replica=number) for number in range(replicas_in(manifest))]
     except NeuronAccelError as error:
         return [str(error)]
-    for collection in index.collections:
-        for tensor in index.tensors(collection):
-            try:
-                tensor.check()
-            except CheckpointError as error:
-                wrong.append(str(error))
+    for index in copies:
+        for collection in index.collections:
+            for tensor in index.tensors(collection):
+                try:
+                    tensor.check()
+                except CheckpointError as error:
+                    wrong.append(str(error))
+    for number, other in enumerate(copies[1:], start=1):
+        held = {(c, t.name) for c in copies[0].collections for t in copies[0].tensors(c)}
+        lacking = sorted(held - {(c, t.name) for c in other.collections for t in other.tensors(c)})
+        wrong += [f"Replica {number} has no copy of {name!r} in {collection}." for collection, name in lacking]
+    index = copies[0]
     return wrong + _against_model(index) + _against_config(folder, manifest, index)
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from neuron_accel.checkpoint.format.files import Files, Written, read_bytes
-from neuron_accel.checkpoint.format.index import METADATA, Index, index_checkpoint
-from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER, NAME, FileEntry, check_file, locate, read_manifest
+from neuron_accel.checkpoint.format.index import KINDS, METADATA, Index, index_checkpoint, kind_of, replicas_in
+from neuron_accel.checkpoint.format.manifest import NAME, FileEntry, Manifest, check_file, locate, read_manifest
 from neuron_accel.checkpoint.format.source import Bytes, SourceTensor
-from neuron_accel.checkpoint.format.tensorfile import encode_header
-from neuron_accel.checkpoint.state.snapshot import Item, RankFacts
+from neuron_accel.checkpoint.format.tensorfile import encode_header, read_header
+from neuron_accel.checkpoint.state.snapshot import Item, RankFacts, folder_of
 from neuron_accel.checkpoint.tools.consolidate import Progress, blocks_of, checkpoint_folder
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError
@@ -105,27 +105,40 @@ def reshard(
         check_file(folder, relative, entry)
     if output.exists() and any(output.iterdir()):
         raise CheckpointError(f"{str(output)!r} is not empty.", where=str(output), fix="name a new folder")
-    index = index_checkpoint(folder, manifest)
-    shares = _shares(index, division)
-    for path in (output, output / MODEL_FOLDER, output / "optimizer"):
+    copies = [_copy(folder, manifest, number) for number in range(replicas_in(manifest))]
+    inside = {"model", "optimizer", *(c.partition(".")[0] for index in copies for c in index.collections)}
+    folders = [output / folder_of(kind) for kind in sorted(inside)]
+    for path in (output, *folders):
         files.make_folder(path)
-    count = _counter(index, progress)
+    count = _counter(copies, progress)
     entries: dict[str, FileEntry] = {}
-    for (kind, (pp, tp, dp)), portions in sorted(shares.items()):
-        at = {axis: i for axis, i in (("pp", pp), ("tp", tp), ("dp", dp)) if division.degrees()[axis] > 1}
-        relative = f"{MODEL_FOLDER if kind == 'model' else 'optimizer'}/{RankFacts(coordinates=at).file_name(0)}"
-        written = files.write(output / relative, _parts(portions, {"tp": tp}, count))
-        entries[relative] = FileEntry(size=written.size, checksums=written.checksums, kind=kind)
+    for replica, index in enumerate(copies):
+        for (kind, (pp, tp, dp)), portions in sorted(_shares(index, division).items()):
+            at = {axis: i for axis, i in (("pp", pp), ("tp", tp), ("dp", dp)) if division.degrees()[axis] > 1}
+            named = at | ({"replica": replica} if len(copies) > 1 else {})
+            relative = f"{folder_of(kind)}/{RankFacts(coordinates=named).file_name(0)}"
+            written = files.write(output / relative, _parts(portions, {"tp": tp}, count))
+            kind = kind_of(kind, replica)
+            entries[relative] = FileEntry(size=written.size, checksums=written.checksums, kind=kind)
     for relative, entry in manifest.files.items():
-        if entry.kind not in ("model", "optimizer"):
+        if entry.kind.partition("@")[0] not in KINDS:
             if relative in entries:
                 raise CheckpointError(f"The checkpoint has two files {relative!r}.", where=str(folder))
             copied: Written = files.write(output / relative, [read_bytes(locate(folder, relative))])
             entries[relative] = FileEntry(size=copied.size, checksums=copied.checksums, kind=entry.kind)
-    for path in (output / MODEL_FOLDER, output / "optimizer", output):
+    for path in (*folders, output):
         files.sync_folder(path)
     made = replace(manifest, files=entries, generation=0, info={**manifest.info, "resharded": division.degrees()})
     files.replace(output / NAME, made.to_bytes())
+
+
+def _copy(folder: Path, manifest: Manifest, replica: int) -> Index:
+    """The tensors that one replica has of its own; the first also what plugins keep for all."""
+    index = index_checkpoint(folder, manifest, ("model", "optimizer"), replica)
+    for relative in sorted(manifest.of_kind(kind_of("plugin", replica))):
+        path = locate(folder, relative)
+        index.add(path, read_header(path))
+    return index
 
 
 def _shares(index: Index, division: Division) -> dict[tuple[str, Rank], list[Portion]]:
@@ -190,8 +203,8 @@ def _parts(portions: list[Portion], at: dict[str, int], count: Callable[[int], N
                 count(len(block))
 
 
-def _counter(index: Index, progress: Progress) -> Callable[[int], None]:
-    total = sum(tensor.nbytes for collection in index.collections for tensor in index.tensors(collection))
+def _counter(copies: list[Index], progress: Progress) -> Callable[[int], None]:
+    total = sum(tensor.nbytes for index in copies for name in index.collections for tensor in index.tensors(name))
     done = 0
 
     def count(size: int) -> None:

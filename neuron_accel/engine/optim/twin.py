@@ -6,12 +6,15 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from neuron_accel.engine.sharding.parameters import ParameterRecord
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.runtime.run import Run
 
 # ---- Making an optimizer anew for other parameters: pieces of the ones it was built with, or their rewritten shards
 # Some optimizers keep state from the moment they are built (Adagrad), some users' classes have constructors nobody
@@ -291,6 +294,47 @@ class StatePiece:
         store = optimizer.state if self.store is None else self.store
         store.pop(self.parameter if self.key is None else self.key, None)
 
+    def take_weights(self, run: Run) -> None:
+        """Takes the model's weights as what the optimizer updates, where that is kept apart."""
+        current = self.record.current
+        if current is None or current is self.parameter:
+            return
+        with torch.no_grad():
+            # A lazy device would make a graph of each part's own.
+            values = run.backend.to_host(current) if run.backend.is_lazy else current.detach()
+            part = values.reshape(-1)[self.start : self.stop]
+            if missing := self.parameter.numel() - part.numel():  # on lazy devices pieces end with padding
+                part = nn.functional.pad(part, (0, missing))
+            self.parameter.copy_(part.view(self.parameter.shape))
+
+
+@dataclass(frozen=True)
+class ShardedState:
+    """A value in a plugin's ``checkpoint_state`` that lies over the mesh as parameters do: an outer momentum, or an
+    average of the weights. A checkpoint stores it in slices, and any mesh loads it: ``load_checkpoint_state`` gets an
+    object of this class with what the rank holds there, on the CPU.
+
+    Args:
+        tensors: by FQN; each has the shape that the parameter has on this rank, and any dtype. A rank gives those of
+            parameters that it holds.
+        model: whose parameters: the position in ``run.models``.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    model: int = 0
+
+
+@dataclass(frozen=True)
+class ReplicaState:
+    """A value in a plugin's ``checkpoint_state`` that every replica has its own of, see ``AxisKind.REPLICA``; within a
+    replica it is alike on every rank. ``load_checkpoint_state`` gets an object of this class with the replica's.
+
+    Args:
+        value: plain values and tensors, or a :class:`ShardedState`.
+    """
+
+    value: Any
+
 
 @runtime_checkable
 class DividedOptimizer(Protocol):
@@ -302,3 +346,15 @@ class DividedOptimizer(Protocol):
     def state_pieces(self) -> list[StatePiece]:
         """This rank's pieces."""
         ...
+
+
+def take_weights(optimizer: Any, run: Run) -> None:
+    """Makes the weights of the model those that an optimizer goes on from, after a plugin has changed them in place:
+    ZeRO-1 updates pieces of its own, and mixed precision master weights.
+
+    Args:
+        optimizer: as hooks get it, below Accelerate's wrapper.
+        run: the run.
+    """
+    for piece in optimizer.state_pieces() if isinstance(optimizer, DividedOptimizer) else ():
+        piece.take_weights(run)

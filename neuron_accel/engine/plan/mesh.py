@@ -1,7 +1,7 @@
 """The mesh of ranks: pure arithmetic from axes to rank groups.
 
-Ranks are laid out row-major over the axes, outer to inner: stages, data, sequence, model (pp, dp, cp, tp), so that the
-axis that talks most has neighbouring ranks.
+Ranks are laid out row-major over the axes, outer to inner: stages, replicas, data, sequence, model (pp, ..., dp, cp,
+tp), so that the axis that talks most has neighbouring ranks.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ class AxisKind(Enum):
 
     STAGE = "stage"
     """Other layers, same data."""
+    REPLICA = "replica"
+    """Other samples, own parameters: replicas that drift apart, as in local SGD. The owner of gradient reduction does
+    not reduce over them, loaders count them, and checkpoints keep a copy for each. They begin with equal weights; the
+    plugin that brings the axis brings them together again."""
     DATA = "data"
     """Other samples, same parameters: these ranks sum gradients, and loaders count them."""
     SEQUENCE = "sequence"
@@ -133,7 +137,24 @@ class Mesh:
     @property
     def data_axes(self) -> tuple[str, ...]:
         """Axes whose ranks see different samples: what loaders, schedulers and gathers of metrics count."""
-        return self.names(AxisKind.DATA)
+        return self.names(AxisKind.REPLICA, AxisKind.DATA)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks have parameters of their own."""
+        return self.names(AxisKind.REPLICA)
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the model there are that may differ."""
+        return math.prod(self.degree(axis) for axis in self.replica_axes)
+
+    def replica(self, rank: int) -> int:
+        """The number of the replica that a global rank belongs to; 0 where there is only one."""
+        at, number = self.coordinates(rank), 0
+        for axis in self.replica_axes:
+            number = number * self.degree(axis) + at[axis]
+        return number
 
     @property
     def gradient_axes(self) -> tuple[str, ...]:

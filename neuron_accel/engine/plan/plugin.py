@@ -302,13 +302,15 @@ class StrategyPlugin:
     @hook("a checkpoint is saved")
     def checkpoint_state(self, run: Run) -> dict[str, Any]:
         """What a checkpoint keeps of this plugin beside parameters and optimizers, which it has anyway: plain values
-        and tensors, whole and alike on every rank, so that any mesh can load them. Collective."""
+        and tensors, whole and alike on every rank, so that any mesh can load them. A value may also be a
+        :class:`~neuron_accel.contract.ShardedState`, tensors that lie over the mesh as parameters do, or a
+        :class:`~neuron_accel.contract.ReplicaState`, of which every replica has its own. Collective."""
         return {}
 
     @hook("a checkpoint is loaded")
     def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
-        """Takes back what :meth:`checkpoint_state` gave; tensors are on the CPU. Called where a checkpoint has some for
-        a plugin of this name, after everything else was loaded. Collective."""
+        """Takes back what :meth:`checkpoint_state` gave, in the same form; tensors are on the CPU. Called where a
+        checkpoint has some for a plugin of this name, after everything else was loaded. Collective."""
 
     @hook("parameters get other shapes")
     def before_reshape(self, model: PreparedModel | None, run: Run) -> None:

@@ -98,7 +98,18 @@ class Company:
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Ranks may leave the context at different times; those that are through keep the others company."""
+        """Ranks may leave the context at different times; those that are through keep the others company.
+
+        Raises:
+            UsageError: on a mesh with replicas, which talk to each other in ways that are announced to no rank.
+        """
+        if axes := self._run.mesh.replica_axes:
+            raise UsageError(
+                "Inputs cannot be uneven where replicas train apart.",
+                where=f"axis {', '.join(axes)}",
+                why="a rank that runs out of data keeps up with its own replica only, and the others would wait for it",
+                fix="prepare loaders with even_batches=True, which is the default",
+            )
         self.is_uneven, self.has_parted, self.leader = True, False, 0
         try:
             yield

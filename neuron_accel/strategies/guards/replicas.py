@@ -78,8 +78,9 @@ def check_replicas(model: PreparedModel, run: Run, steps: int = 0) -> None:
     """
     if run.backend.is_lazy:
         run.backend.step_boundary()
+    replica = tuple((axis, run.coordinates[axis]) for axis in run.mesh.replica_axes)  # these may differ
     mine = {
-        record.fqn: (part_of(record, run.coordinates), digest(record.current))
+        record.fqn: ((*replica, *part_of(record, run.coordinates)), digest(record.current))
         for record in model.parameters
         if record.current is not None
     }

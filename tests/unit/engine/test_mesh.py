@@ -164,3 +164,15 @@ def test_data_degree_that_leaves_ranks_over():
 def test_mesh_order_does_not_depend_on_the_order_of_axes():
     axes = [spec("pp", 2), spec("cp", 2), spec("tp", 2), AxisSpec(name="ep", degree=2, kind=AxisKind.MODEL)]
     assert len({Mesh.build(order, 16) for order in itertools.permutations(axes)}) == 1
+
+
+def test_replicas_see_other_samples_and_keep_their_gradients():
+    mesh = mesh_of(16, pp=2, island=2, tp=2)
+    assert str(mesh) == "pp 2 x island 2 x dp 2 x tp 2"
+    assert mesh.data_axes == ("island", "dp")
+    assert mesh.gradient_axes == ("dp",)
+    assert mesh.model_axes == ("pp", "tp")
+    assert (mesh.replica_axes, mesh.replicas) == (("island",), 2)
+    assert [rank for rank in range(16) if mesh.replica(rank)] == [4, 5, 6, 7, 12, 13, 14, 15]
+    assert mesh_of(4, tp=2).replicas == 1
+    assert mesh_of(4, tp=2).replica(3) == 0

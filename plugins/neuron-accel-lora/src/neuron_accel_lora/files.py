@@ -165,7 +165,7 @@ def _gathered(names: dict[str, str], parameters: ParameterMap, run: Run) -> dict
     """Whole tensors by the names of the file, on the main process."""
     run.backend.step_boundary()
     here = run.coordinates
-    speaks = all(here[axis] == 0 for axis in run.mesh.gradient_axes)  # others hold the same
+    speaks = all(here[axis] == 0 for axis in (*run.mesh.data_axes, *run.mesh.gradient_axes))  # one copy
     parts: dict[str, Any] = {}
     for name in names:
         current = parameters[name].current
