@@ -254,7 +254,7 @@ def checksum_of_block(path: Path, block: int) -> str:
     return str(checksum.hexdigest())
 
 
-def checksums_of(data: bytes) -> tuple[str, ...]:
+def checksums_of(data: bytes | memoryview) -> tuple[str, ...]:
     """The checksums of a file with these contents."""
     checksums = _Checksums()
     checksums.update(memoryview(data))

@@ -112,10 +112,15 @@ def _local(training: Training) -> tuple[list[Item], dict[str, Any]]:
         mine, rest = items_of_optimizer(optimizer, index, training.run)
         items += mine
         values.append(rest)
-    facts = {"random": random_state(training.run.backend.generator), "values": values, "names": group_names(training)}
     plugins = PluginStates(training.run)
     items += plugins.items
-    facts["plugins"], facts["plugin_forms"] = plugins.plain, plugins.forms
+    facts: dict[str, Any] = {
+        "random": random_state(training.run.backend.generator),
+        "values": values,
+        "names": group_names(training),
+        "plugins": plugins.plain,
+        "plugin_forms": plugins.forms,
+    }
     if training.run.mesh.replica(training.run.backend.rank):
         facts["replica"] = _of_replica(training, plugins)
     return items, facts
