@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from neuron_accel.lazy import materialize as materialize
     from neuron_accel.models import register_tensor_parallel_plan as register_tensor_parallel_plan
     from neuron_accel.standalone import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from neuron_accel.strategies.activation_checkpointing import (
+        ActivationCheckpointingPlugin as ActivationCheckpointingPlugin,
+    )
     from neuron_accel.strategies.data_parallel.plugin import DataParallelPlugin as DataParallelPlugin
     from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin as ModelParallelismPlugin
     from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin as SequenceParallelPlugin
@@ -39,6 +42,7 @@ _WHERE = {
     "materialize": "neuron_accel.lazy",
     "register_plugin": "neuron_accel.engine.plan.registry",
     "register_tensor_parallel_plan": "neuron_accel.models",
+    "ActivationCheckpointingPlugin": "neuron_accel.strategies.activation_checkpointing",
     "DataParallelPlugin": "neuron_accel.strategies.data_parallel.plugin",
     "ModelParallelismPlugin": "neuron_accel.strategies.model_parallelism.plugin",
     "SequenceParallelPlugin": "neuron_accel.strategies.sequence_parallel.plugin",

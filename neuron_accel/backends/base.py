@@ -393,6 +393,31 @@ class Backend(ABC):
         """Receives what the rank at position ``source`` sends to this one, in new memory."""
         raise UsageError(f"The {self.name} backend cannot receive from a single rank.")
 
+    # ---- activation checkpointing ----------------------------------------------------------------------------------
+    def recompute(self, function: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
+        """Calls a function whose activations are not kept: in the backward pass it is called again, and they are there.
+
+        The second call gets the same inputs, random numbers and autocast, and stays a second one on a device that has
+        a compiler. The gradient of a parameter arrives once, as it would without (this is not the re-entrant form of
+        :func:`torch.utils.checkpoint.checkpoint`). Without gradients (:func:`torch.no_grad`) it is a plain call.
+
+        Args:
+            function: depends on ``inputs``, ``keywords``, parameters and buffers only. What it changes elsewhere, it
+                changes twice (the running statistics of a batch norm, say).
+            inputs, keywords: of the function; tensors among them, in tuples, lists and dicts too, may require
+                gradients or not.
+
+        Returns:
+            What the function returned.
+
+        Raises:
+            UsageError: in the backward pass, on a lazy device, if the function did something else the second time;
+                PyTorch's own error elsewhere.
+        """
+        from neuron_accel.backends.recompute import checkpoint_eagerly
+
+        return checkpoint_eagerly(function, inputs, keywords)
+
     # ---- collectives on objects ------------------------------------------------------------------------------------
     @abstractmethod
     @communicates

@@ -261,6 +261,20 @@ class XlaBackend(Backend):
             return rows[group.index].clone()
         return rows.index_select(0, self._index(group)).squeeze(0)
 
+    # ---- activation checkpointing ----------------------------------------------------------------------------------
+    def recompute(self, function: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
+        """See :meth:`Backend.recompute`. Optimization barriers keep the second call apart from the first."""
+        from neuron_accel.backends.recompute import checkpoint_lazily
+
+        return checkpoint_lazily(function, inputs, keywords, barrier=self._barrier, generator=self.generator)
+
+    def _barrier(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of tensors behind one optimization barrier. They exist for the compiler only."""
+        copies = [tensor.detach().clone() for tensor in tensors]
+        if copies:
+            self._collectives(copies[0]).optimization_barrier_(copies)
+        return copies
+
     # ---- collectives on objects ------------------------------------------------------------------------------------
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
         self.announce("all_gather_object", group)

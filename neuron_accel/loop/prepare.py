@@ -22,6 +22,7 @@ from neuron_accel.engine.runtime.run import PreparedModel, Run, transform_model
 from neuron_accel.engine.runtime.tensors import broadcast_tensors, place, state_tensors
 from neuron_accel.engine.sharding.parameters import ParameterMap, rebind
 from neuron_accel.lazy.filling import give_memory, origin_of
+from neuron_accel.loop.gradient_checkpointing import recompute_layers
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -64,6 +65,8 @@ def prepare_model(
     if training:
         transform_model(record, run, since=Phase.GRADIENTS)
         record.handles.append(record.module.register_forward_pre_hook(record.settle_synchronisation))
+        if run.backend.is_lazy and (handle := recompute_layers(record.module, run.backend)) is not None:
+            record.handles.append(handle)
         if not hasattr(record.module, "no_sync"):
             record.module.no_sync = NoSync(record)  # type: ignore[assignment]  # a callable, as DDP's method is
     return record

@@ -55,3 +55,13 @@ def _size(kind: str, dims: str) -> int:
     for dim in dims.split(","):
         total *= int(dim or 1)
     return total
+
+
+def dots(module: str) -> int:
+    """Number of matrix products in a module."""
+    return len(re.findall(r" dot\(", module))
+
+
+def barriers(module: str) -> int:
+    """Number of optimization barriers in a module."""
+    return len(re.findall(r" opt-barrier\(", module))

@@ -57,6 +57,8 @@ class Skipped(nn.Module):
     It keeps the block's plain attributes, by which some models choose a mask for it, and the hooks on its input.
     """
 
+    stands_for_another_stage = True  # plugins that go through the blocks of a model leave it alone
+
     def __init__(self, block: nn.Module, passage: Passage) -> None:
         super().__init__()
         own = vars(self)

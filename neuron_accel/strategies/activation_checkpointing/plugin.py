@@ -1,0 +1,252 @@
+"""Which modules of a model are recomputed in the backward pass."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import MethodType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+
+from neuron_accel.contract import (
+    ConfigurationError,
+    Phase,
+    PluginSpec,
+    StrategyPlugin,
+    UnsupportedModelError,
+    UsageError,
+    did_you_mean,
+)
+from neuron_accel.models.architecture import architecture_of
+from neuron_accel.models.plan import matches
+
+if TYPE_CHECKING:
+    from neuron_accel.contract import Backend, PreparedModel, Run
+
+BLOCKS, ATTENTION = "blocks", "attention"
+_WHERE = "plugin 'activation_checkpointing'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpointingPlugin(StrategyPlugin):
+    """Computes the activations of some modules again in the backward pass, instead of keeping them for it: less memory,
+    more compute. Losses and gradients are the same, dropout included.
+
+    Of a recomputed module only the inputs are kept. With every block recomputed, a step computes the forward pass twice
+    and takes about a third longer. Attention alone is cheaper and drops the scores, whose size grows with the square of
+    the sequence's length.
+
+    It is the non-re-entrant kind on every backend: gradients of parameters arrive once, and are reduced while the
+    backward pass runs. On XLA optimization barriers keep the compiler from merging both computations, see
+    :meth:`Backend.recompute <neuron_accel.contract.Backend.recompute>`. A key/value cache that a model passes to a
+    recomputed module in training is left out, as transformers does.
+
+    Args:
+        modules: what is recomputed: ``"blocks"``, the repeated blocks of the model; ``"attention"``, the attention
+            modules in them, with their projections; or FQN patterns, one or several, in which ``*`` stands for one
+            segment or a part of it (``"model.layers.*.mlp"``). A module inside another one that is recomputed belongs
+            to it.
+        every: of the modules found, in the model's order, only every n-th is recomputed, beginning with the first. In
+            a pipeline, those of all stages are counted.
+    """
+
+    modules: str | tuple[str, ...] = BLOCKS
+    every: int = 1
+
+    spec: ClassVar[PluginSpec] = PluginSpec(name="activation_checkpointing", phase=Phase.MEMORY)
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigurationError(
+                f"every is {self.every}; it must be at least 1.", where=_WHERE, fix="give 1 for all"
+            )
+        if not self.modules or not all(_patterns(self.modules)):
+            raise ConfigurationError(
+                f"modules is {self.modules!r}, which names nothing.",
+                where=_WHERE,
+                fix=f"give {BLOCKS!r}, {ATTENTION!r} or FQN patterns, or leave the plugin out",
+            )
+
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
+        """Lets the chosen modules be recomputed.
+
+        Raises:
+            ConfigurationError: if a pattern matches no module.
+            UnsupportedModelError: if the model's blocks, or the attention modules in them, are not known.
+            UsageError: if the model recomputes its layers by itself.
+        """
+        if not model.optimizable:
+            return
+        itself = [name for name, m in model.module.named_modules() if getattr(m, "gradient_checkpointing", False)]
+        if itself:
+            raise UsageError(
+                f"{type(model.module).__name__} checkpoints its activations by itself (in {itself[-1]!r}).",
+                where=_WHERE,
+                why="they would be computed three times",
+                fix="leave out gradient_checkpointing_enable() (in a Trainer: its flag), or the plugin",
+            )
+        names = [record.fqn for record in model.parameters]
+        for _, module in _outermost(find_modules(model.module, self.modules, names)[:: self.every]):
+            _install(module, run.backend)
+            run.state(self).setdefault("modules", []).append(module)
+
+    def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
+        """Which modules on this rank are recomputed."""
+        names = [name for name, module in model.inner.named_modules() if _is_installed(module)]
+        if not names:
+            return ""
+        lines = [f"computed again in the backward pass ({len(names)} modules on this rank):"]
+        return "\n".join([*lines, *(f"  {line}" for line in _summarise(names))])
+
+    def teardown(self, run: Run) -> None:
+        for module in run.state(self).pop("modules", ()):
+            if _is_installed(module):
+                _remove(module)
+
+
+# ---- which modules ---------------------------------------------------------------------------------------------------
+def find_modules(
+    model: nn.Module, wanted: str | tuple[str, ...], parameters: Iterable[str] = ()
+) -> list[tuple[str, nn.Module]]:
+    """FQN and module of what an option names, in the model's order; in a pipeline, also what stands in place of
+    blocks of other stages.
+
+    Args:
+        wanted: see :class:`ActivationCheckpointingPlugin`.
+        parameters: FQNs of all parameters of the model, those on other stages included.
+    """
+    if wanted == BLOCKS:
+        return _blocks(model)
+    if wanted == ATTENTION:
+        return _attention(model)
+    known = dict(model.named_modules())
+    everywhere = {name.rpartition(".")[0] for name in parameters}
+    everywhere |= {name[: dot.start()] for name in set(everywhere) for dot in re.finditer(r"\.", name)} | set(known)
+    everywhere.discard("")
+    for pattern in _patterns(wanted):
+        if not any(matches(pattern, name) for name in everywhere):
+            kinds = {re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", name) for name in everywhere}
+            raise ConfigurationError(
+                f"{type(model).__name__} has no module {pattern!r}.",
+                where=f"{_WHERE}, modules",
+                fix=did_you_mean(pattern, {*kinds, BLOCKS, ATTENTION}),
+            )
+    return [(n, m) for n, m in known.items() if any(matches(pattern, n) for pattern in _patterns(wanted))]
+
+
+def _patterns(wanted: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (wanted,) if isinstance(wanted, str) else tuple(wanted)
+
+
+def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What transformers calls a layer that can be checkpointed, else the blocks of the family's plan."""
+    layers = sys.modules.get("transformers.modeling_layers")
+    kind = getattr(layers, "GradientCheckpointingLayer", ())
+    found = [(n, m) for n, m in model.named_modules() if isinstance(m, kind) or _is_elsewhere(m)]
+    if any(not _is_elsewhere(module) for _, module in found):
+        return _outermost(found)
+    try:
+        return architecture_of(model).blocks
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"The repeated blocks of {type(model).__name__} are not known.",
+            where=_WHERE,
+            why="it has no layers of transformers (GradientCheckpointingLayer), and no plan of its family is known",
+            fix="name them by a pattern: ActivationCheckpointingPlugin(modules='layers.*')",
+        ) from error
+
+
+def _attention(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The outermost modules in each block whose class is named as attention; the blocks of other stages stand for
+    theirs."""
+    found = []
+    for block_name, block in _blocks(model):
+        inside = [
+            (f"{block_name}.{name}", module)
+            for name, module in block.named_modules()
+            if name and "attention" in type(module).__name__.lower()
+        ]
+        found += [(block_name, block)] if _is_elsewhere(block) else _outermost(inside)
+    if all(_is_elsewhere(module) for _, module in found):
+        raise UnsupportedModelError(
+            f"The blocks of {type(model).__name__} hold no attention modules that are named so.",
+            where=f"{_WHERE}, modules={ATTENTION!r}",
+            why="no class in them has 'Attention' in its name",
+            fix="name them by a pattern: ActivationCheckpointingPlugin(modules='layers.*.mixer')",
+        )
+    return found
+
+
+def _is_elsewhere(module: nn.Module) -> bool:
+    """Whether it stands for a block of another pipeline stage."""
+    return bool(getattr(module, "stands_for_another_stage", False))
+
+
+def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Without what lies inside another one."""
+    names = {name for name, _ in found}
+    return [(name, module) for name, module in found if not any(above in names for above in _above(name))]
+
+
+def _above(name: str) -> list[str]:
+    return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+
+
+def _summarise(names: list[str]) -> list[str]:
+    """FQNs, those that differ in one number in one line."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        numbers = re.findall(r"(?:^|(?<=\.))\d+(?=\.|$)", name)
+        kinds.setdefault(re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", name), []).append(".".join(numbers))
+    return [kind if "*" not in kind else f"{kind}: {', '.join(numbers)}" for kind, numbers in kinds.items()]
+
+
+# ---- how they are recomputed -----------------------------------------------------------------------------------------
+class _Recomputed:
+    """The forward of a module that is recomputed. It is bound to the module, so that a copy of the module gets its own.
+
+    Args:
+        backend: computes again.
+        own: a forward that the object had in place of its class's; None for the latter.
+    """
+
+    __name__ = "forward"  # pickled as the class's own: a model that is loaded elsewhere is an ordinary one
+
+    def __init__(self, backend: Backend, own: Callable[..., Any] | None, signature: inspect.Signature) -> None:
+        self._backend, self.own, self.__signature__ = backend, own, signature
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forward = self.own or MethodType(type(module).forward, module)
+        if not module.training:
+            return forward(*args, **kwargs)
+        # It would be updated twice.
+        args = tuple(None if _is_cache(value) else value for value in args)
+        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+        return self._backend.recompute(forward, *args, **kwargs)
+
+
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def _install(module: nn.Module, backend: Backend) -> None:
+    if _is_elsewhere(module):
+        return
+    own = vars(module).get("forward")
+    signature = inspect.signature(type(module).forward)
+    module.forward = MethodType(_Recomputed(backend, own, signature), module)  # type: ignore[method-assign]
+
+
+def _is_installed(module: nn.Module) -> bool:
+    return isinstance(getattr(vars(module).get("forward"), "__func__", None), _Recomputed)
+
+
+def _remove(module: nn.Module) -> None:
+    own = module.forward.__func__.own  # type: ignore[union-attr]
+    del module.forward
+    if own is not None:
+        module.forward = own  # type: ignore[method-assign]
