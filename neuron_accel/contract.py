@@ -31,20 +31,22 @@ from neuron_accel.backends.failures import reported
 from neuron_accel.backends.payload import object_to_tensor, tensor_to_object
 from neuron_accel.backends.randomness import DeviceGenerator, RankRandomness
 
-# gradients: buckets that travel, and norms
-from neuron_accel.engine.optim.buckets import (
-    BackwardWatcher,
-    Bucket,
-    FlatGradients,
-    check_dense,
-    make_buckets,
-    used_anywhere,
-)
+# gradients: their reduction over ranks, in buckets; norms and clipping
+from neuron_accel.engine.optim.buckets import Bucket, FlatGradients, check_dense, make_buckets, used_anywhere
 
 # optimizers: the same one for other parameters, what kind it is, and its state in terms of the original parameters
 from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure, why_not_elementwise
 from neuron_accel.engine.optim.full_parameter import WholeParameters
-from neuron_accel.engine.optim.norms import GradientPart, clip_coefficient, elsewhere, global_norm, whole_gradients
+from neuron_accel.engine.optim.norms import (
+    GradientPart,
+    clip_by_norm,
+    clip_by_value,
+    clip_coefficient,
+    elsewhere,
+    global_norm,
+    whole_gradients,
+)
+from neuron_accel.engine.optim.reducer import BackwardWatcher, GradientReducer
 from neuron_accel.engine.optim.twin import (
     ReplicaState,
     ShardedState,
@@ -122,6 +124,7 @@ __all__ = [
     "Done",
     "FlatGradients",
     "GradientPart",
+    "GradientReducer",
     "Group",
     "JoinAction",
     "Layout",
@@ -162,6 +165,8 @@ __all__ = [
     "broadcast_tensors",
     "check_dense",
     "chunk_to_group",
+    "clip_by_norm",
+    "clip_by_value",
     "clip_coefficient",
     "copy_options",
     "copy_to_group",

@@ -12,7 +12,10 @@ from accelerate.data_loader import DataLoaderDispatcher
 from neuron_accel.engine.runtime.tensors import broadcast_tensors, state_tensors
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.runtime.run import Run
+    import torch
+
+    from neuron_accel.backends.base import Group
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
 
 
 @contextmanager
@@ -26,10 +29,30 @@ def join_uneven_inputs(run: Run) -> Iterator[None]:
         yield
     if not run.company.has_parted:
         return
-    # Weights are equal unless the loop itself changed gradients in a way nobody announced; buffers may differ.
-    group = run.group(*run.mesh.gradient_axes)
+    # Weights are equal unless the loop itself changed gradients in a way that was not announced; buffers may differ.
     for model in run.models:
-        broadcast_tensors(state_tensors(model.module), run, group, run.company.leader)
+        for axes, tensors in _by_axes(model, run).items():
+            group = run.group(*axes)
+            broadcast_tensors(tensors, run, group, _position_of_leader(group, axes, run))
+
+
+def _by_axes(model: PreparedModel, run: Run) -> dict[tuple[str, ...], list[torch.Tensor]]:
+    """The tensors of a model by the gradient axes whose ranks hold the same of them."""
+    all_axes = run.mesh.gradient_axes
+    result: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for tensor in state_tensors(model.module):
+        record = model.parameters.find(tensor)
+        axes = all_axes if record is None else record.reduction_axes(run.mesh)
+        result.setdefault(axes, []).append(tensor)
+    return result
+
+
+def _position_of_leader(group: Group, axes: tuple[str, ...], run: Run) -> int:
+    """Where in ``group`` the rank is that has the leader's coordinates along ``axes``."""
+    everyone = run.group(*run.mesh.gradient_axes)
+    leader = run.mesh.coordinates(everyone.ranks[run.company.leader])
+    wanted = run.coordinates | {axis: leader[axis] for axis in axes}
+    return group.ranks.index(run.mesh.rank(wanted))
 
 
 @contextmanager

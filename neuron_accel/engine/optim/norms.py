@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,7 @@ def global_norm(parts: Iterable[GradientPart], run: Run, norm_type: float = 2.0)
     """
     by_axes: dict[tuple[str, ...], dict[int, list[torch.Tensor]]] = {}
     for part in parts:
-        tensors = by_axes.setdefault(tuple(sorted(part.axes)), {}).setdefault(part.replicas, [])
+        tensors = by_axes.setdefault(tuple(sorted(set(part.axes))), {}).setdefault(part.replicas, [])
         if part.tensor is not None:
             tensors.append(part.tensor)
     infinite = norm_type == float("inf")
@@ -94,3 +94,30 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """What gradients are multiplied by to bring their norm to ``max_norm`` at most; 0-dim. The same small constant as
     in ``torch.nn.utils.clip_grad_norm_``, so that both agree."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def clip_by_norm(parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, run: Run) -> torch.Tensor:
+    """Scales reduced gradients, ``parameter.grad``, so that their global norm is ``max_norm`` at most: what the owner
+    of gradient clipping does where gradients lie with their parameters. Collective.
+
+    Args:
+        parameters: of prepared models, sharded or not; the same on every rank that holds them.
+        max_norm: the largest norm.
+        norm_type: which norm; ``inf`` for the largest absolute value.
+
+    Returns:
+        the norm before clipping, every element of the original parameters counted once; 0-dim, fp32, equal on every
+        rank.
+    """
+    norm = global_norm(whole_gradients(parameters, run), run, norm_type)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, clip_coefficient(norm, max_norm).to(gradients[0].device))
+    return norm
+
+
+def clip_by_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+    """Clamps reduced gradients, ``parameter.grad``, to ``-clip_value`` to ``clip_value``, in place."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.clamp_(-clip_value, clip_value)

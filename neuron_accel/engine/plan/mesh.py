@@ -41,9 +41,11 @@ class AxisKind(Enum):
     not reduce over them, loaders count them, and checkpoints keep a copy for each. They begin with equal weights; the
     plugin that brings the axis brings them together again."""
     DATA = "data"
-    """Other samples, same parameters: these ranks sum gradients, and loaders count them."""
+    """Other samples, and the same parameters but for those that a layout shards along the axis: these ranks average
+    gradients, and loaders count them."""
     SEQUENCE = "sequence"
-    """Other positions of the same samples, same parameters: these ranks sum gradients."""
+    """Other positions of the same samples, and the same parameters but for those that a layout shards along the axis:
+    these ranks average gradients."""
     MODEL = "model"
     """Other parts of the same parameters, same data."""
 
@@ -158,7 +160,8 @@ class Mesh:
 
     @property
     def gradient_axes(self) -> tuple[str, ...]:
-        """Axes over which every gradient is averaged."""
+        """Axes over which gradients are averaged: those of other samples or positions. The gradient of a parameter that
+        is sharded along one of them is summed over the others only (:meth:`ParameterRecord.reduction_axes`)."""
         return self.names(AxisKind.DATA, AxisKind.SEQUENCE)
 
     @property

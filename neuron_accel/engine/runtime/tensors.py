@@ -75,7 +75,7 @@ def state_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     for value in model.state_dict(keep_vars=True).values():
         if isinstance(value, torch.Tensor) and value.device.type != "meta":
             seen.setdefault(value)
-    return [tensor.detach() for tensor in seen]
+    return list(seen)
 
 
 # ---- Moving a model to its device without losing what its parameters are ---------------------------------------------

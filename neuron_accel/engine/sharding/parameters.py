@@ -32,8 +32,9 @@ class ParameterRecord:
         aliases: further names that are tied to it.
         layout: how it lies over the mesh.
         current: the object that trains now; None where this rank holds no part of it.
-        partial_axes: axes over which the gradient that autograd computes is a partial sum. It is summed over them, and
-            then averaged over the mesh's gradient axes.
+        partial_axes: axes over which the gradient that autograd computes is a partial sum. The owner of gradient
+            reduction sums it over them and over :meth:`reduction_axes`, and divides it by the number of ranks along all
+            of the mesh's gradient axes.
         rule: by which rule of a plan it is divided, for people; empty if none concerns it.
         holders: for axes along which not every rank holds the parameter, the indices of those that do, ascending; all
             of them hold the same.
@@ -63,6 +64,15 @@ class ParameterRecord:
     def replicas(self) -> int:
         """How many ranks along :attr:`axes` hold each element."""
         return self.layout.replicas * math.prod(len(indices) for indices in self.holders.values())
+
+    def reduction_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The gradient axes whose ranks hold the same shard of this parameter, over which its gradient is summed.
+
+        Ranks along an axis of samples by which the parameter is sharded (experts over data-parallel ranks, say) have
+        different elements: theirs are not added up. The computation itself brings each of them what the samples of the
+        others contribute.
+        """
+        return tuple(axis for axis in mesh.gradient_axes if axis not in self.layout.axes)
 
     @property
     def completed_late(self) -> bool:
@@ -176,10 +186,19 @@ class ParameterMap:
 
         Raises:
             ParameterError: if no parameter is named so.
-            LayoutError: if the mesh has no such axis.
+            LayoutError: if the mesh has no such axis, or its ranks see different samples.
         """
         record = self[name]
         self._check_axes([axis], name)
+        if self._mesh is not None and axis in self._mesh.gradient_axes:
+            raise LayoutError(
+                f"{name!r} cannot be held by some ranks along axis {axis!r} only.",
+                where=self._author or None,
+                why="these ranks see different samples and reduce gradients together, so all of them have a shard of "
+                "every parameter",
+                fix="stack the parameters (experts, say) that different ranks hold in one, and shard that: "
+                f"`set_layout` with a `Cut` along {axis!r}",
+            )
         record.holders[axis] = tuple(sorted(indices))
 
     def follow(self, model: nn.Module, absent: Iterable[str] = ()) -> None:

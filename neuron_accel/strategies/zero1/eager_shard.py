@@ -180,7 +180,7 @@ class EagerShard(BucketShard):
             self._room(),
             buffer.gradients[: self.partition.numel],
             self.group,
-            scale=1.0 if self._is_partial else 1.0 / self.group.size,
+            scale=1.0 if self._is_partial else 1.0 / self.samples,
             scratch=buffer.received[: self.partition.numel],
         )
         self._buffers.sent(self, buffer)

@@ -231,7 +231,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         cap = int(self.options.bucket_cap_mb * (1 << 20))
         if not self._lazy:
             everything = self._in_model_order([r for records in of_groups for r in records])
-            return make_buckets(everything, suitable_cap(everything, cap))
+            return make_buckets(everything, suitable_cap(everything, cap), self._run.mesh)
         # A share is updated as a whole: what is in a bucket has one set of options. Neighbours count alike in norms.
         buckets = []
         for records in of_groups:
@@ -240,23 +240,25 @@ class Zero1Optimizer(torch.optim.Optimizer):
             for record in ordered:
                 by_attributes[attributes_of(record.current)].append(record)  # type: ignore[arg-type]
             for alike_ones in by_attributes.values():
-                buckets += make_buckets(sorted(alike_ones, key=lambda r: (r.axes, r.replicas)), cap)
+                buckets += make_buckets(sorted(alike_ones, key=lambda r: (r.axes, r.replicas)), cap, self._run.mesh)
         return buckets
 
     def _shard(self, bucket: Bucket, buffers: SendBuffers) -> BucketShard:
         options, sizes = self.options, [p.numel() for p in bucket.parameters]
         self._check_dtype(bucket)
         dtype = torch.promote_types(options.optimizer_dtype, bucket.dtype)
+        group = self._run.group(*bucket.reduction_axes)
         common: dict[str, Any] = {
             "bucket": bucket,
             "run": self._run,
-            "group": self._group,
+            "group": group,
+            "samples": self._group.size,
             "optimizer_dtype": dtype,
             "reduce_dtype": dtype if options.higher_cc_precision else bucket.dtype,
         }
         if self._lazy:
-            return LazyShard(partition=lazy_partition(sizes, self._group.size), **common)
-        partition = (whole if self._keeps_parameters else even)(sizes, self._group.size)
+            return LazyShard(partition=lazy_partition(sizes, group.size), **common)
+        partition = (whole if self._keeps_parameters else even)(sizes, group.size)
         return EagerShard(partition=partition, buffers=buffers, keep_shapes=self._keeps_parameters, **common)
 
     def _check_dtype(self, bucket: Bucket) -> None:
@@ -469,7 +471,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
     # ---- state -----------------------------------------------------------------------------------------------------
     def state_pieces(self) -> list[StatePiece]:
         """What this rank holds, in terms of the original model's parameters."""
-        return state_pieces(self, self._run.mesh.gradient_axes)
+        return state_pieces(self)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """State of this rank's pieces, and which these are, with the master weights where they are kept beside the
@@ -629,8 +631,8 @@ def _reordered(
 
 
 # ---- Whose state ZeRO-1 keeps on this rank, for checkpoints ----------------------------------------------------------
-def state_pieces(optimizer: Zero1Optimizer, axes: tuple[str, ...]) -> list[StatePiece]:
-    """This rank's pieces of every parameter of ``optimizer``, whose state is divided along ``axes``."""
+def state_pieces(optimizer: Zero1Optimizer) -> list[StatePiece]:
+    """This rank's pieces of every parameter of ``optimizer``."""
     groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     pieces = []
     for shard in optimizer.shards:
@@ -646,7 +648,7 @@ def state_pieces(optimizer: Zero1Optimizer, axes: tuple[str, ...]) -> list[State
                     start=piece.place.start,
                     stop=piece.place.stop,
                     group=groups[piece.parameter],
-                    axes=axes,
+                    axes=shard.bucket.reduction_axes,
                     master=piece.master.dtype != piece.parameter.dtype and optimizer.options.save_master_weights,
                     whole=key is not piece.master,
                     key=key,

@@ -11,6 +11,7 @@ from torch import nn
 from neuron_accel.contract import (
     Claim,
     ConfigurationError,
+    GradientReducer,
     Phase,
     PlanError,
     PluginSpec,
@@ -22,7 +23,6 @@ from neuron_accel.contract import (
     whole_gradients,
     why_not_elementwise,
 )
-from neuron_accel.strategies.data_parallel.plugin import GradientAverager
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, refuse_closures, scale_parts
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Zero1Plugin(StrategyPlugin):
             raise ConfigurationError(f"optimizer_dtype is {self.optimizer_dtype}; it must be a floating-point dtype.")
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
-        averager = GradientAverager(model, run, self.bucket_cap_mb)
+        averager = GradientReducer(model, run, self.bucket_cap_mb)
         run.state(self).setdefault("averagers", []).append(averager)
 
     def before_reshape(self, model: PreparedModel | None, run: Run) -> None:
@@ -99,7 +99,7 @@ class Zero1Plugin(StrategyPlugin):
 
     def after_reshape(self, model: PreparedModel | None, run: Run) -> None:
         for averager in run.state(self).get("averagers", []):
-            averager.again()
+            averager.restart()
 
     def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
         refuse_closures(optimizer)
@@ -140,7 +140,7 @@ class Zero1Plugin(StrategyPlugin):
 
     def after_backward(self, run: Run) -> None:
         for averager in self._averagers(run):
-            averager.watcher.finish()
+            averager.end_backward()
         for optimizer in self._optimizers(run):
             optimizer.finish_backward()
 
@@ -177,7 +177,7 @@ class Zero1Plugin(StrategyPlugin):
 
     def teardown(self, run: Run) -> None:
         for averager in self._averagers(run):
-            averager.watcher.close()
+            averager.close()
         for optimizer in self._optimizers(run):
             optimizer.close()
         run.state(self).clear()
@@ -185,7 +185,7 @@ class Zero1Plugin(StrategyPlugin):
     def _optimizers(self, run: Run) -> list[Zero1Optimizer]:
         return run.state(self).get("optimizers", [])
 
-    def _averagers(self, run: Run) -> list[GradientAverager]:
+    def _averagers(self, run: Run) -> list[GradientReducer]:
         """What averages the gradients that no optimizer divides: of a model prepared without one, say."""
         return run.state(self).get("averagers", [])
 

@@ -29,7 +29,9 @@ class BucketShard(ReducedGradients):
         bucket: the parameters.
         partition: how they lie in the buffer.
         run: the run.
-        group: the ranks that share the optimizer's state.
+        group: the ranks over which the optimizer's state is sharded: those that hold the same parameters.
+        samples: number of ranks that see different samples, over which gradients are averaged; more than ``group`` has
+            where the parameters are sharded over some of them.
         optimizer_dtype: dtype of the masters.
         reduce_dtype: dtype in which gradients travel and are summed.
 
@@ -44,11 +46,12 @@ class BucketShard(ReducedGradients):
         partition: Partition,
         run: Run,
         group: Group,
+        samples: int,
         optimizer_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
     ) -> None:
         super().__init__(bucket=bucket, run=run, group=group, optimizer_dtype=optimizer_dtype)
-        self.partition, self.reduce_dtype = partition, reduce_dtype
+        self.partition, self.samples, self.reduce_dtype = partition, samples, reduce_dtype
         self.used = [False] * len(bucket.parameters)
         self._pending: Pending | None = None
         self._reduced: torch.Tensor | None = None

@@ -15,7 +15,7 @@ from neuron_accel.errors import UsageError
 def flat_gradients(*shapes, flags=False):
     parameters = tuple(nn.Parameter(torch.zeros(shape)) for shape in shapes)
     records = tuple(SimpleNamespace(fqn=f"weight{index}") for index, _ in enumerate(parameters))
-    bucket = Bucket(records=records, parameters=parameters, dtype=torch.float32, partial_axes=())
+    bucket = Bucket(records=records, parameters=parameters, dtype=torch.float32, partial_axes=(), reduction_axes=())
     return FlatGradients(bucket, flags=flags), parameters
 
 

@@ -1,0 +1,496 @@
+"""The reduction of gradients over ranks, bucket by bucket, while the backward pass still runs.
+
+:class:`GradientReducer` is what an owner of gradient reduction uses whose gradients stay with their parameters; it is
+all of data parallelism. :class:`BackwardWatcher`, below it, says when the gradients of a bucket are complete, always in
+the same order on every rank, so that the collectives that are started then match. A parameter that takes no part in a
+backward pass holds nothing up: its bucket follows when the pass ends. The method is that of "PyTorch Distributed:
+Experiences on Accelerating Data Parallel Training" (Li et al., VLDB 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from neuron_accel.engine.optim.buckets import Bucket, FlatGradients, make_buckets, used_anywhere
+from neuron_accel.errors import DesyncError, UsageError
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.base import Group, Pending
+    from neuron_accel.engine.runtime.join import JoinAction
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
+
+
+class GradientReducer:
+    """Averages the gradients of one model over the samples of all ranks.
+
+    After a backward pass that synchronises, ``parameter.grad`` is a view into a bucket with the sum over
+
+    - the gradient axes of the mesh whose ranks hold the same shard (:meth:`ParameterRecord.reduction_axes`), and
+    - the axes over which the gradient that autograd computes is a partial sum (``partial_axes``),
+
+    divided by the number of ranks along all gradient axes: the gradient of the mean of the ranks' losses. A parameter
+    that got a gradient on some ranks only has one on all ranks then; one that got none anywhere has None.
+
+    Passes that do not synchronise (:attr:`PreparedModel.synchronises`, false under ``no_sync`` and while micro-batches
+    accumulate) leave gradients as they are; the next one that does, or :meth:`flush`, reduces their sum. Ranks that ran
+    out of data in ``join_uneven_inputs`` contribute zeros.
+
+    The owner calls the methods from its hooks: :meth:`begin_backward` from ``before_backward``, :meth:`end_backward`
+    from ``after_backward``, :meth:`before_step` from ``before_step`` and before gradients are clipped or scaled,
+    :meth:`restart` from ``after_reshape``, :meth:`close` from ``teardown``.
+
+    Args:
+        model: after all rewrites, on its device: make the reducer in ``transform_model``, in phase ``GRADIENTS`` or
+            later. Collective, like every method.
+        run: the run.
+        bucket_cap_mb: size of a bucket in MiB. Smaller ones start earlier, larger ones cost fewer messages.
+
+    Raises:
+        DesyncError: here or later, if a parameter requires a gradient on some ranks and not on others.
+        UsageError: if a gradient is sparse, or arrives twice in one backward pass.
+    """
+
+    def __init__(self, model: PreparedModel, run: Run, bucket_cap_mb: float = 25.0) -> None:
+        self._model, self._run, self._cap_bytes = model, run, int(bucket_cap_mb * (1 << 20))
+        self._data_group = run.group(*run.mesh.gradient_axes)
+        self._pending: list[tuple[int, list[bool], Pending]] = []
+        self._left: set[torch.Tensor] = set()
+        self._before: dict[nn.Parameter, torch.Tensor] = {}
+        self._action = run.company.register(
+            "a backward pass", lambda *state: self._watcher.take_part(*state), settle=lambda: self.flush()
+        )
+        self._watch(agreed=False)
+
+    # ---- what the owner calls --------------------------------------------------------------------------------------
+    def begin_backward(self) -> None:
+        """A backward pass begins. Gradients of passes before it, where a loop does not zero them, are reduced already:
+        where the sum and the division do not go over the same ranks, reducing them again would change them, so they are
+        set aside until the pass has ended."""
+        if not self._model.synchronises:
+            return
+        for index, bucket in enumerate(self._buckets):
+            if self._group(bucket).size != self._data_group.size and not self._watcher.owes(index):
+                for parameter in bucket.parameters:
+                    if parameter.requires_grad and parameter.grad is not None:
+                        self._before[parameter], parameter.grad = parameter.grad.clone(), None
+
+    def end_backward(self) -> None:
+        """The backward pass is over: gradients of a pass that synchronises are reduced."""
+        self._watcher.finish()
+        self._put_back()
+
+    def flush(self) -> None:
+        """Reduces what passes without synchronisation left behind, unless ``no_sync`` still holds."""
+        self._watcher.finish()
+        if self._model.sync_enabled:
+            self._watcher.flush()
+
+    def before_step(self) -> None:
+        """Gradients are going to be used. In a step inside ``no_sync``, ranks that see different samples go their own
+        ways, but those that hold one copy of the model between them still sum what each has of its gradients."""
+        self.flush()
+        if self._model.sync_enabled:
+            return
+        self._watcher.follow(owed=True)
+        if not self._watcher.unsynchronised:
+            return
+        mesh = self._run.mesh
+        inside = [axis for axis in mesh.gradient_axes if axis not in mesh.data_axes]
+        ways = [self._inside_replica(bucket, inside) for bucket in self._buckets]
+        if all(group.size == ranks == 1 for group, ranks in ways):
+            return
+        for index, (group, ranks) in enumerate(ways):
+            if self._watcher.owes(index):
+                self._send(index, group, ranks)
+        self._watcher.forget()
+        self._done()
+
+    def _inside_replica(self, bucket: Bucket, inside: list[str]) -> tuple[Group, int]:
+        """Over which ranks a bucket is summed where replicas are not to be averaged, and by what it is divided: ranks
+        among which a parameter is sharded share one of it, whose gradient has a part of each rank's loss."""
+        reduced = [axis for axis in inside if axis in bucket.reduction_axes]
+        return (
+            self._run.group(*reduced, *bucket.partial_axes),
+            self._run.group(*inside, *bucket.sharded_axes).size,
+        )
+
+    def leave(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Leaves these parameters to the caller from now on."""
+        new = set(parameters) - self._left
+        self._left |= new
+        if any(record.current in new for record in self._model.parameters):
+            self.restart()
+
+    def restart(self) -> None:
+        """Makes new buckets, for parameters whose shapes have changed."""
+        self._watcher.close()
+        self._watch(agreed=True)
+
+    def close(self) -> None:
+        """Removes the hooks from the parameters."""
+        self._watcher.close()
+
+    # ---- one bucket after another ----------------------------------------------------------------------------------
+    def _watch(self, *, agreed: bool) -> None:
+        model = self._model
+        # Where reading a value would stall the device, what this rank knows of its gradients is taken for all.
+        lazy = self._run.backend.is_lazy
+        self._buckets: list[Bucket] = []
+        self._memory: list[FlatGradients] | None = None if lazy else []
+        self._watcher = BackwardWatcher(
+            [r for r in model.parameters if r.current is not None and r.current not in self._left],
+            self._admit,
+            run=self._run,
+            group=self._data_group,
+            synchronises=lambda: model.synchronises,
+            driven=lambda: model.in_backward,
+            ready=self._ready,
+            done=self._done,
+            overlap=not lazy,  # nothing runs before the graph is complete, and then the compiler decides
+            action=self._action,
+            take=None if lazy else self._take,
+            agreed=agreed,
+        )
+
+    def _admit(self, records: list[ParameterRecord]) -> list[Bucket]:
+        """Buckets for parameters that begin to train."""
+        buckets = make_buckets(records, self._cap_bytes, self._run.mesh)
+        buckets = [b for b in buckets if self._group(b).size > 1 or self._data_group.size > 1]
+        self._buckets += buckets
+        if self._memory is not None:
+            reads = self._run.backend.reads_are_free
+            self._memory += [FlatGradients(bucket, flags=reads) for bucket in buckets]
+        return buckets
+
+    def _group(self, bucket: Bucket) -> Group:
+        return self._run.group(*bucket.reduction_axes, *bucket.partial_axes)
+
+    def _take(self, index: int, position: int) -> None:
+        assert self._memory is not None
+        self._memory[index].take(position, 1 / self._data_group.size)
+
+    def _ready(self, index: int) -> None:
+        self._send(index, self._group(self._buckets[index]), self._data_group.size)
+
+    def _send(self, index: int, group: Group, ranks: int) -> None:
+        """Starts the sum over ``group`` that makes an average over ``ranks`` of a bucket's gradients."""
+        if self._memory is None:
+            self._average(self._buckets[index], group, ranks)
+            return
+        flat, used = self._memory[index].collect(1 / ranks)
+        self._pending.append((index, used, self._run.backend.start_all_reduce(flat, group)))
+
+    def _average(self, bucket: Bucket, group: Group, ranks: int) -> None:
+        """The same where everything happens later anyway."""
+        used = [p.grad is not None for p in bucket.parameters]
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket.parameters]
+        if group.size == 1:
+            averages = [gradient / ranks for gradient in gradients]
+        else:
+            averages = self._run.backend.all_reduce_together(gradients, group, 1 / ranks)
+        for parameter, is_used, average in zip(bucket.parameters, used, averages, strict=True):
+            parameter.grad = average if is_used else None
+
+    def _done(self) -> None:
+        """Waits for the averages and hands them out."""
+        pending, self._pending = self._pending, []
+        for index, used, work in pending:
+            assert self._memory is not None
+            bucket, memory = self._buckets[index], self._memory[index]
+            flat = work.wait()
+            anywhere = memory.used_anywhere(flat, used)
+            if bucket.sharded_axes:  # one parameter to the optimizer of one process: used if any shard of it is
+                anywhere = used_anywhere(anywhere, self._run, self._run.group(*bucket.sharded_axes))
+            for parameter, part, is_used in zip(bucket.parameters, memory.parts(flat), anywhere, strict=True):
+                if is_used:
+                    parameter.grad = part
+        self._put_back()
+        if self._watcher.is_mixed and not self._watcher.unsynchronised:
+            self.restart()  # else what is frozen would travel along, and hold its neighbours up
+
+    def _put_back(self) -> None:
+        before, self._before = self._before, {}
+        for parameter, gradient in before.items():
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+class BackwardWatcher:
+    """Follows backward passes over the parameters of a list that require gradients.
+
+    Which do is looked up at the end of every pass that is reduced, and at the latest before gradients are used: a
+    parameter that has begun to train joins with all the gradient that it has, and a bucket none of whose parameters
+    trains takes no part. ``requires_grad`` is the same on every rank.
+
+    Args:
+        records: all parameters that may train, in the same order on every rank.
+        admit: called with those of ``records`` that begin to train, the first time before anything was watched; gives
+            the buckets to watch from now on, beside those before.
+        run: the run.
+        group: the ranks whose parameters train at the same time.
+        synchronises: whether gradients that arrive now are to be announced, or only accumulate.
+        driven: whether whoever runs the backward pass will call :meth:`finish`; else autograd does at its end.
+        ready: called with a bucket's index once its gradients are complete; in ascending order, each at most once per
+            pass.
+        done: called at the end of a pass, after every bucket that takes part in it was ready.
+        overlap: whether buckets are announced while the pass still runs, or all at its end.
+        action: the reduction as others can take part in it that have run out of data: with the arguments of
+            :meth:`take_part`.
+        take: called with a bucket's index and a parameter's position in it when a gradient arrives that will be
+            announced while the pass still runs.
+        agreed: whether it is known that the same parameters train on all ranks now.
+    """
+
+    def __init__(
+        self,
+        records: Iterable[ParameterRecord],
+        admit: Callable[[list[ParameterRecord]], Sequence[Bucket]],
+        *,
+        run: Run,
+        group: Group,
+        synchronises: Callable[[], bool],
+        driven: Callable[[], bool],
+        ready: Callable[[int], None],
+        done: Callable[[], None],
+        overlap: bool = True,
+        action: JoinAction | None = None,
+        take: Callable[[int, int], None] | None = None,
+        agreed: bool = False,
+    ) -> None:
+        self._admit, self._run, self._group = admit, run, group
+        self._action, self._take = action, take
+        self._ready, self._done = ready, done
+        self._synchronises, self._driven, self._overlap = synchronises, driven, overlap
+        self._candidates: list[ParameterRecord] = []
+        self._frozen: list[int] = []  # those of them that never trained
+        self._joined: list[tuple[int, ...]] = []  # those that began to train, one entry each time
+        self._buckets: list[Bucket] = []
+        # By number of the parameter: a hook costs microseconds, and looking a tensor up in a dict is a call, too.
+        self._where: list[int] = []
+        self._position: list[int] = []
+        self._records: list[ParameterRecord] = []
+        self._late: list[bool] = []
+        self._handles: list[Any] = []
+        self._owed: list[bool] = []  # of each bucket: whether gradients were left unreduced
+        self._active: list[bool] = []
+        self._seen = bytearray()
+        self._missing: list[int] = []
+        self._next = 0
+        self._running, self._sends_early = False, False
+        run.watchers.append(self)
+        self.extend(records, agreed=agreed)
+
+    def extend(self, records: Iterable[ParameterRecord], *, agreed: bool = False) -> None:
+        """Watches further parameters, if they train, and as soon as they do. Collective."""
+        begin = len(self._candidates)
+        self._candidates += [record for record in records if record.current is not None]
+        self._frozen += range(begin, len(self._candidates))
+        self.follow(agreed=agreed)
+
+    def follow(self, *, owed: bool = False, agreed: bool = False) -> bool:
+        """Looks which parameters have begun to train. Collective if there are any.
+
+        Args:
+            owed: whether they have gradients that are to be reduced.
+            agreed: whether it is known that the same have on all ranks.
+
+        Returns:
+            whether there are any.
+
+        Raises:
+            DesyncError: if others have on other ranks.
+        """
+        begun = tuple(index for index in self._frozen if self._trains(self._candidates[index]))
+        if begun:
+            if not agreed:
+                self._check_agreement(begun)
+            self._join(begun, owed=owed)
+        return bool(begun)
+
+    @staticmethod
+    def _trains(record: ParameterRecord) -> bool:
+        return record.current is not None and record.current.requires_grad
+
+    def _check_agreement(self, begun: tuple[int, ...]) -> None:
+        if self._group.size == 1 or (self._action is not None and self._action.announced):
+            return  # who has data tells the others which parameters train
+        everyone = self._run.backend.all_gather_object([self._candidates[i].fqn for i in begun], self._group)
+        differs = sorted(set().union(*everyone).difference(set(everyone[0]).intersection(*everyone)))
+        if differs:
+            raise DesyncError(
+                f"{differs[0]!r} requires a gradient on some ranks and not on others.",
+                where=f"ranks {', '.join(map(str, self._group.ranks))}; {len(differs)} such parameters",
+                why="their gradients are summed over these ranks, and each rank would wait for the others",
+                fix="freeze and unfreeze the same parameters at the same step on every rank",
+            )
+
+    def _join(self, begun: tuple[int, ...], *, owed: bool) -> None:
+        self._joined.append(begun)
+        joining = set(begun)
+        self._frozen = [index for index in self._frozen if index not in joining]
+        buckets = self._admit([self._candidates[index] for index in begun])
+        for index, bucket in enumerate(buckets, len(self._buckets)):
+            for position, parameter in enumerate(bucket.parameters):
+                number = len(self._where)
+                self._where.append(index)
+                self._position.append(position)
+                self._handles.append(_hooked(parameter, partial(self._arrived, number)))
+                self._seen.append(0)
+            self._records += bucket.records
+            self._late += [record.completed_late for record in bucket.records]
+            self._missing.append(len(bucket.parameters))
+        self._buckets += buckets
+        self._owed += [owed] * len(buckets)
+        self._active += [True] * len(buckets)
+
+    @property
+    def unsynchronised(self) -> bool:
+        """Whether gradients have arrived that were not announced through ``ready`` yet."""
+        return any(self._owed)
+
+    def owes(self, index: int) -> bool:
+        """Whether this holds for a bucket."""
+        return self._owed[index]
+
+    def owe(self) -> None:
+        """There are gradients that this has not seen arrive."""
+        self._owed = [owed or self._learns(i) for i, owed in enumerate(self._owed)]
+
+    def forget(self) -> None:
+        """Gradients that were not announced are not to be."""
+        self._owed = [False] * len(self._buckets)
+
+    def _learns(self, index: int) -> bool:
+        return any(parameter.requires_grad for parameter in self._buckets[index].parameters)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a bucket has parameters that train and others that do not any more."""
+        return any(
+            len({parameter.requires_grad for parameter in bucket.parameters}) > 1
+            for bucket, active in zip(self._buckets, self._active, strict=True)
+            if active
+        )
+
+    def _arrived(self, number: int, _: torch.Tensor) -> None:
+        index = self._where[number]
+        if not self._synchronises():
+            if not self._owed[index]:
+                self.owe()
+            return
+        if not self._running:
+            self._begin()
+            if not self._driven():
+                # A plain loss.backward(): autograd itself tells when it is through.
+                torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        if self._late[number]:
+            return  # goes with its bucket at the end
+        if self._seen[number]:
+            if index < self._next:
+                raise UsageError(
+                    f"The gradient of {self._records[number].fqn!r} arrived twice in one backward pass, the second "
+                    "time after it had been sent.",
+                    why="re-entrant activation checkpointing runs a backward pass inside the backward pass",
+                    fix="use the non-re-entrant variant: gradient_checkpointing_kwargs={'use_reentrant': False}",
+                )
+        else:
+            self._seen[number] = 1
+            self._missing[index] -= 1
+        if not self._sends_early or (self._action and self._action.announced):
+            return
+        if self._take:
+            self._take(index, self._position[number])
+        if self._missing[index] == 0:
+            self._advance()
+
+    def _begin(self, *, left: bool = False) -> None:
+        """A pass begins; ``left``: it reduces what others have left, and nothing else."""
+        self._running = True
+        # Of several, which is complete first depends on what a rank's samples use; after the pass they have an order.
+        alone = not any(other._buckets for other in self._run.watchers if other is not self)
+        self._sends_early = self._overlap and alone
+        self._next = 0
+        self._seen = bytearray(len(self._where))
+        self._missing = [sum(p.requires_grad for p in bucket.parameters) for bucket in self._buckets]
+        self._active = [
+            owed or (missing > 0 and not left) for owed, missing in zip(self._owed, self._missing, strict=True)
+        ]
+
+    def _advance(self, *, everything: bool = False) -> None:
+        while self._next < len(self._buckets):
+            if not self._active[self._next]:
+                self._next += 1
+            elif everything or self._missing[self._next] <= 0:
+                self._next += 1
+                self._ready(self._next - 1)
+            else:
+                return
+
+    def finish(self) -> None:
+        """The backward pass is over: announces what is left. Does nothing between passes, but for parameters that have
+        begun to train."""
+        begun = (self._running or self._synchronises()) and self.follow(owed=True)
+        if not self._running:
+            if not begun:
+                return
+            self._begin(left=True)
+        self._complete()
+
+    def _complete(self) -> None:
+        if self._action and self._action.announced:
+            trains = tuple(self._trains(record) for record in self._candidates)
+            self._action(trains, tuple(self._joined), tuple(self._active))
+        self._advance(everything=True)
+        self._running = False
+        self._owed = [owed and not active for owed, active in zip(self._owed, self._active, strict=True)]
+        self._done()
+
+    def flush(self) -> None:
+        """Announces gradients that arrived in passes that did not synchronise, if there are any."""
+        self.finish()
+        self.follow(owed=True)
+        if self.unsynchronised:
+            self._begin(left=True)
+            self._complete()
+
+    def take_part(
+        self, trains: tuple[bool, ...], joined: tuple[tuple[int, ...], ...], active: tuple[bool, ...]
+    ) -> None:
+        """A pass without one: this rank has no data, and contributes what gradients it has, or zeros.
+
+        Args:
+            trains: which parameters train on the ranks that have data; from now on on this one, too.
+            joined: which of them began to, one entry each time.
+            active: which buckets take part.
+        """
+        for record, does in zip(self._candidates, trains, strict=True):
+            if record.current is not None and record.current.requires_grad != does:
+                record.current.requires_grad_(does)
+        for begun in joined[len(self._joined) :]:
+            self._join(begun, owed=False)
+        self._begin()
+        self._active = list(active)
+        self._complete()
+
+    def close(self) -> None:
+        """Stops watching."""
+        if self in self._run.watchers:
+            self._run.watchers.remove(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _hooked(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Registers a hook for gradients that arrive, also where none do now: torch asks for ``requires_grad`` then."""
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        return parameter.register_post_accumulate_grad_hook(hook)
+    finally:
+        parameter.requires_grad_(trains)
