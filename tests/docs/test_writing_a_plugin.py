@@ -6,6 +6,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,7 @@ from tests.packages import ROOT, install, run_in
 
 PAGE = ROOT / "docs" / "writing-a-plugin.md"
 FILE = re.compile(r"^\*\*`([^`]+)`\*\*\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-QUICK = "not Steady or is_ or form or configuration or (alone and gloo)"
+QUICK = "not (Steady or Averaging) or is_ or form or configuration or (alone and gloo)"
 USE = """
 import json, torch
 from neuron_accel import NeuronAccelerator
@@ -67,6 +69,7 @@ def steady(tmp_path_factory):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
     (folder / "tests" / "test_own.py").write_text(the_other_example())
+    shutil.copy(Path(__file__).with_name("owning_checks.py"), folder / "tests" / "test_owning.py")
     target = folder.parent / "installed"
     assert install(folder, target).name == "neuron_accel_steady-0.1.0-py3-none-any.whl"
     for letter, (name, (entry_points, source)) in zip("abc", NEIGHBOURS.items(), strict=True):
