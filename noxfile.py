@@ -35,7 +35,7 @@ ON_TORCH_2_9 = [
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, imports, formatting and types."""
+    """Style, imports, formatting and types, also those that a user's script sees (tests/typing)."""
     install(session, NATIVE_TORCH, ".[lint]")
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")

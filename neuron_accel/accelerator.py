@@ -16,7 +16,13 @@ from neuron_accel.backends.select import Machine, connect, settle
 settle(os.environ)
 
 import torch  # noqa: E402
-from accelerate import Accelerator  # noqa: E402
+
+# Accelerate ships no types, so that mypy would accept any name on an accelerator. It reads the first of these, pyright,
+# which infers what the sources do not say, the second, and knows that it is Accelerate's class.
+if 0:
+    from neuron_accel.loop.inherited import Accelerator
+else:
+    from accelerate import Accelerator  # type: ignore[no-redef]
 from torch import nn  # noqa: E402
 
 from neuron_accel.checkpoint.state.full_state import full_gradients, full_state_dict  # noqa: E402
@@ -121,9 +127,6 @@ class NeuronAccelerator(Accelerator):
         accelerator = NeuronAccelerator(plugins=[ModelParallelismPlugin(tensor_parallel_size=2), Zero1Plugin()])
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
-
-    flag_tensor: torch.Tensor | None
-    step: int
 
     @known_names_only
     def __init__(
