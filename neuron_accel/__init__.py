@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     )
     from neuron_accel.strategies.data_parallel.plugin import DataParallelPlugin as DataParallelPlugin
     from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin as ModelParallelismPlugin
+    from neuron_accel.strategies.pipeline.plugin import PipelineParallelPlugin as PipelineParallelPlugin
     from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin as SequenceParallelPlugin
+    from neuron_accel.strategies.tensor_parallel.plugin import TensorParallelPlugin as TensorParallelPlugin
     from neuron_accel.strategies.zero1 import Zero1Plugin as Zero1Plugin
     from neuron_accel.trainer import NeuronSeq2SeqTrainer as NeuronSeq2SeqTrainer
     from neuron_accel.trainer import NeuronSeq2SeqTrainingArguments as NeuronSeq2SeqTrainingArguments
@@ -45,7 +47,9 @@ _WHERE = {
     "ActivationCheckpointingPlugin": "neuron_accel.strategies.activation_checkpointing",
     "DataParallelPlugin": "neuron_accel.strategies.data_parallel.plugin",
     "ModelParallelismPlugin": "neuron_accel.strategies.model_parallelism.plugin",
+    "PipelineParallelPlugin": "neuron_accel.strategies.pipeline.plugin",
     "SequenceParallelPlugin": "neuron_accel.strategies.sequence_parallel.plugin",
+    "TensorParallelPlugin": "neuron_accel.strategies.tensor_parallel.plugin",
     "Zero1Plugin": "neuron_accel.strategies.zero1",
     "NeuronSeq2SeqTrainer": "neuron_accel.trainer",
     "NeuronSeq2SeqTrainingArguments": "neuron_accel.trainer",

@@ -69,7 +69,7 @@ def _blocks(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     if not found:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no module {pattern!r}.",
-            where="tensor_parallel_plan of plugin model_parallelism",
+            where="tensor_parallel_plan of plugin tensor_parallel",
             why="its plan calls it a block",
         )
     return found
@@ -81,7 +81,7 @@ def _of_one_list(model: nn.Module, blocks: dict[str, nn.Module]) -> tuple[str, .
     if len(parents) > 1:
         raise UnsupportedModelError(
             f"The blocks of {type(model).__name__} are in {' and '.join(map(repr, parents))}.",
-            where="tensor_parallel_plan of plugin model_parallelism",
+            where="tensor_parallel_plan of plugin tensor_parallel",
             why="'block' is for the modules of one list, which are called one after the other",
             fix="call the modules of one list blocks, or none",
         )
@@ -96,7 +96,7 @@ def _style(pattern: str, style: str) -> Style:
         return _MADE[style]()
     raise ConfigurationError(
         f"{style!r}, for {pattern!r}, is no style.",
-        where="tensor_parallel_plan of plugin model_parallelism",
+        where="tensor_parallel_plan of plugin tensor_parallel",
         fix="use 'colwise', 'colwise:N', 'rowwise', 'shared', 'per_rank' or 'block'",
     )
 
@@ -108,7 +108,7 @@ def _count(model: nn.Module, holder: str, attribute: str, degree: int) -> int:
     if len(found) != 1 or not all(isinstance(value, int) for value in found):
         raise UnsupportedModelError(
             f"'{holder}.{attribute}' is {', '.join(map(str, found)) or 'nowhere'} in {type(model).__name__}.",
-            where="tensor_parallel_plan of plugin model_parallelism",
+            where="tensor_parallel_plan of plugin tensor_parallel",
             why="'per_rank' divides an attribute that is the same whole number wherever the pattern matches",
         )
     count = found.pop()

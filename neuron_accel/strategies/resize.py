@@ -1,4 +1,4 @@
-"""Another number of tokens for a prepared model whose token tables are divided, or lie on some ranks only."""
+"""Another number of tokens for a prepared model whose token tables are sharded, or are on some ranks only."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from neuron_accel.contract import Layout, ParameterMap, ParameterRecord, UnsupportedModelError, full_tensor
+from neuron_accel.contract import Layout, ParameterRecord, UnsupportedModelError, full_tensor
 from neuron_accel.models.architecture import family_inside, join
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Run
+    from neuron_accel.contract import PreparedModel, Run
 
 
 @dataclass
@@ -68,16 +68,16 @@ class Resize:
     rank's new rows count, and each rank keeps its part of what came out. Every parameter stays the object that it is.
 
     Args:
-        model: the model that is being prepared, while it has all its layers.
-        owner: the model of transformers' making that it is or holds.
+        model: the model that is being prepared, while it has all its layers; its parameters get the new layouts.
+        owner: the model of transformers that it is or holds.
         run: ranks and backend.
-        parameters: gets the new layouts.
     """
 
-    def __init__(self, model: nn.Module, owner: Any, run: Run, parameters: ParameterMap) -> None:
-        self._model, self._owner, self._run, self._parameters = model, owner, run, parameters
+    def __init__(self, model: PreparedModel, owner: Any, run: Run) -> None:
+        self._record, self._owner, self._run = model, owner, run
+        self._model, self._parameters = model.module, model.parameters  # another module may wrap this one later
         found = dict.fromkeys((owner.get_input_embeddings(), owner.get_output_embeddings()))
-        names = {module: name for name, module in model.named_modules()}
+        names = {module: name for name, module in self._model.named_modules()}
         self._tables = [_Table.of(names[module], module) for module in found if module in names]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Resize:
@@ -93,9 +93,8 @@ class Resize:
             UnsupportedModelError: if a table is no plain layer, or the model's own method fails on another rank.
         """
         run = self._run
-        prepared = next((m for m in run.models if m.parameters is self._parameters), None)
         for before_reshape in run.hooks["before_reshape"]:
-            before_reshape(prepared, run)
+            before_reshape(self._record, run)
         wholes = {r.fqn: nn.Parameter(self._whole(r), requires_grad=False) for r, *_ in self._records()}
         stand_ins = {table.fqn: table.stand_in(self._of(table, wholes)) for table in self._tables}
         resized = self._resize(stand_ins, wholes, new_num_tokens, pad_to_multiple_of, mean_resizing)
@@ -105,7 +104,7 @@ class Resize:
             self._show_sizes(table, resized[table.fqn])
         self._parameters.follow(self._model)
         for after_reshape in run.hooks["after_reshape"]:
-            after_reshape(prepared, run)
+            after_reshape(self._record, run)
         return self._owner.get_input_embeddings()
 
     def _records(self) -> list[tuple[ParameterRecord, _Table, str]]:
@@ -213,17 +212,16 @@ def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), name, module)
 
 
-def install_resize(model: nn.Module, run: Run, parameters: ParameterMap) -> None:
+def install_resize(model: PreparedModel, run: Run) -> None:
     """Lets a model's vocabulary be resized after it was prepared; while the model still has all its layers.
 
     Args:
-        model: the model that is being prepared; nothing happens if it is none of transformers' making.
+        model: the model that is being prepared; nothing happens unless it is or holds one of transformers.
         run: ranks and backend.
-        parameters: the model's.
     """
-    found = family_inside(model)
+    found = family_inside(model.module)
     if found is None or not hasattr(type(found[1]), "resize_token_embeddings"):
         return
     owner: Any = found[1]
     with suppress(NotImplementedError):  # that is what a model without a token embedding says
-        owner.resize_token_embeddings = Resize(model, owner, run, parameters)
+        owner.resize_token_embeddings = Resize(model, owner, run)

@@ -6,7 +6,13 @@ from typing import ClassVar
 
 import pytest
 
-from neuron_accel import DataParallelPlugin, ModelParallelismPlugin, SequenceParallelPlugin, Zero1Plugin
+from neuron_accel import (
+    DataParallelPlugin,
+    PipelineParallelPlugin,
+    SequenceParallelPlugin,
+    TensorParallelPlugin,
+    Zero1Plugin,
+)
 from neuron_accel.strategies.guards import DesyncGuard, FiniteGuard, RecompileGuard, ReplicaCheck
 from neuron_accel.testing import PluginConformance
 
@@ -28,19 +34,19 @@ class TestZero1(PluginConformance):
 class TestTensorParallel(PluginConformance):
     @pytest.fixture
     def plugin(self):
-        return ModelParallelismPlugin(tensor_parallel_size=2)
+        return TensorParallelPlugin(tensor_parallel_size=2)
 
 
 class TestPipeline(PluginConformance):
     @pytest.fixture
     def plugin(self):
-        return ModelParallelismPlugin(pipeline_parallel_size=2, num_microbatches=2)
+        return PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=2)
 
     opt_out: ClassVar = {"[xla]": "pipelines send from rank to rank, which XLA devices do not"}
 
 
 class TestSequenceParallel(PluginConformance):
-    beside = (ModelParallelismPlugin(tensor_parallel_size=2),)
+    beside = (TensorParallelPlugin(tensor_parallel_size=2),)
 
     @pytest.fixture
     def plugin(self):

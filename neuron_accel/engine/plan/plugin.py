@@ -313,12 +313,12 @@ class StrategyPlugin:
         checkpoint has some for a plugin of this name, after everything else was loaded. Collective."""
 
     @hook("parameters get other shapes")
-    def before_reshape(self, model: PreparedModel | None, run: Run) -> None:
+    def before_reshape(self, model: PreparedModel, run: Run) -> None:
         """Some parameters of a prepared model are about to get other shapes, and stay the objects that they are: raises
         a :class:`~neuron_accel.errors.UsageError` on every rank if that is not possible any more."""
 
     @hook("parameters got other shapes")
-    def after_reshape(self, model: PreparedModel | None, run: Run) -> None:
+    def after_reshape(self, model: PreparedModel, run: Run) -> None:
         """They have got them, and layouts to match; their gradients are gone."""
 
     @hook("a model is explained")

@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
 
 from neuron_accel.contract import UsageError
 from neuron_accel.strategies.pipeline.deferred_wgrad import DeferredWgrad
@@ -29,6 +28,7 @@ from neuron_accel.strategies.pipeline.step import (
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Group, PreparedModel, Run
+    from neuron_accel.strategies.pipeline.options import PipelineOptions
     from neuron_accel.strategies.pipeline.schedules import Schedule
     from neuron_accel.strategies.pipeline.stage import Stage
     from neuron_accel.strategies.pipeline.tied_weights import Ties
@@ -43,32 +43,25 @@ class Pipeline:
         model: the model, of which this rank has its stages.
         stages: these stages.
         forward: the model's own forward.
-        record: the model's place in the run.
         run: the run.
         axis: the mesh axis of the pipeline.
         ties: weights that several stages share.
-        schedule: name of the schedule for training.
-        microbatches: number of parts that a batch is divided into.
-        virtual_stages: number of stages on each rank.
-        evaluation_logits: whether an evaluation with labels returns more than the loss.
+        options: the schedule, number of micro-batches and so on.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreparedModel,
         stages: list[Stage],
         forward: Callable[..., Any],
         *,
-        record: PreparedModel,
         run: Run,
         axis: str,
         ties: Ties,
-        schedule: str,
-        microbatches: int,
-        virtual_stages: int,
-        evaluation_logits: bool,
+        options: PipelineOptions,
     ) -> None:
-        self._model, self._record, self._run, self.ties = model, record, run, ties
+        self._model, self._record, self._run, self.ties = model.module, model, run, ties
+        self._options = options
         self._stages = {stage.index: stage for stage in stages}
         self._group = run.group(axis)
         self._replicas = run.group(*run.mesh.gradient_axes)
@@ -81,14 +74,12 @@ class Pipeline:
             self._make_step = functools.partial(
                 TurningStep, Ring(run.backend, self._group, self._everyone), run.backend
             )
-        self._name, self._microbatches, self._virtual = schedule, microbatches, virtual_stages
-        self._evaluation_logits = evaluation_logits
-        get_base_model: Any = getattr(model, "get_base_model", None)  # adapters wrap a model
-        inner: nn.Module = model if get_base_model is None else get_base_model()
+        get_base_model: Any = getattr(model.module, "get_base_model", None)  # adapters wrap a model
+        inner: nn.Module = model.module if get_base_model is None else get_base_model()
         self._shares = Shares(inner, forward)
-        self._deferred_wgrad = DeferredWgrad() if schedule == "zero-bubble" else None
+        self._deferred_wgrad = DeferredWgrad() if options.schedule == "zero-bubble" else None
         if self._deferred_wgrad is not None:
-            self._deferred_wgrad.attach(model)
+            self._deferred_wgrad.attach(model.module)
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self.most_in_flight = 0
         """The largest number of micro-batches whose activations this rank kept at a time in the last training step."""
@@ -119,7 +110,7 @@ class Pipeline:
     # ---- training --------------------------------------------------------------------------------------------------
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            calls = split(args, kwargs, self._microbatches)
+            calls = split(args, kwargs, self._options.num_microbatches)
         except UsageError as error:  # of this batch; other pipelines may be at work on theirs
             self._end_step(Failure(error, "dividing its batch"))
             raise
@@ -132,7 +123,7 @@ class Pipeline:
 
         step = self._step(
             calls,
-            self._name,
+            self._options.schedule,
             weight=lambda m: shares[m] * scale,
             deferred_wgrad=self._deferred_wgrad,
             synchronise=synchronise,
@@ -156,7 +147,7 @@ class Pipeline:
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        count = math.gcd(batch_size(args, kwargs), self._microbatches)
+        count = math.gcd(batch_size(args, kwargs), self._options.num_microbatches)
         calls = split(args, kwargs, count)
         step = self._step(calls, "forward")
         step.run()
@@ -166,7 +157,7 @@ class Pipeline:
         # Replicas may evaluate different numbers of batches, unless all ranks keep pace anyway.
         group = self._everyone if self._run.backend.is_lazy else self._group
         self._agree(step.failure, group)
-        only_loss = not self._evaluation_logits and kwargs.get("labels") is not None
+        only_loss = not self._options.evaluation_logits and kwargs.get("labels") is not None
         return broadcast_outputs(kind, fields, self._run, self._group, only_loss=only_loss)
 
     # ---- both ------------------------------------------------------------------------------------------------------
@@ -179,7 +170,7 @@ class Pipeline:
     def _schedule(self, name: str, microbatches: int) -> Schedule:
         if (name, microbatches) not in self._schedules:
             self._schedules[name, microbatches] = make_schedule(
-                name, stages=self._group.size, microbatches=microbatches, virtual_stages=self._virtual
+                name, stages=self._group.size, microbatches=microbatches, virtual_stages=self._options.virtual_stages
             )
         return self._schedules[name, microbatches]
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from neuron_accel.contract import (
     AxisKind,
     AxisSpec,
     Claim,
+    ConfigurationError,
     Phase,
     PlanContext,
     PlanError,
     PluginSpec,
-    StrategyPlugin,
     is_separable,
     needs_closure,
 )
+from neuron_accel.strategies.pipeline.options import PipelineOptions
 from neuron_accel.strategies.pipeline.schedules import make_schedule
 
 if TYPE_CHECKING:
@@ -31,52 +33,63 @@ AXIS = "pp"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelinePlugin(StrategyPlugin):
-    """Divides a model's blocks over ranks, each of which runs its own for one micro-batch after the other.
+class PipelineParallelPlugin(PipelineOptions):
+    """Shards a model's layers over ranks, in stages that run one micro-batch after the other.
 
-    Part of :class:`~neuron_accel.strategies.model_parallelism.plugin.ModelParallelismPlugin`, whose options these are.
+    In training, calling the model runs forward and backward of all micro-batches of the batch, and returns the loss on
+    every rank; ``accelerator.backward(loss)`` then finds nothing left to do, and the loop stays as it is. In evaluation
+    it returns loss and logits.
 
     Args:
-        degree: number of ranks along the pipeline.
-        num_microbatches: number of equal parts of a batch that are under way.
-        schedule: in which order they are.
-        virtual_stages: number of stages on each rank.
-        stage_cuts: FQNs of the blocks at which all stages but the first begin.
-        evaluation_logits: whether an evaluation with labels returns more than the loss.
+        options: see :class:`~neuron_accel.strategies.pipeline.options.PipelineOptions`; ``pipeline_parallel_size`` is
+            at least 2.
     """
 
-    degree: int
-    num_microbatches: int
-    schedule: str
-    virtual_stages: int
-    stage_cuts: tuple[str, ...] | None
-    evaluation_logits: bool
+    pipeline_parallel_size: int = field()  # no default
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="pipeline", phase=Phase.STAGES, claims=frozenset({Claim.BACKWARD}))
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="pipeline_parallel", phase=Phase.STAGES, claims=frozenset({Claim.BACKWARD})
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pipeline_parallel_size < 2:
+            raise ConfigurationError(
+                "pipeline_parallel_size is 1; a pipeline has at least 2 ranks.",
+                where="plugin 'pipeline_parallel'",
+                fix="leave the plugin out, or use ModelParallelismPlugin, which takes 1",
+            )
 
     def axes(self) -> tuple[AxisSpec, ...]:
-        return (AxisSpec(name=AXIS, degree=self.degree, kind=AxisKind.STAGE),)
+        return (AxisSpec(name=AXIS, degree=self.pipeline_parallel_size, kind=AxisKind.STAGE),)
 
     def validate(self, context: PlanContext) -> None:
         make_schedule(
             self.schedule,
-            stages=self.degree,
+            stages=self.pipeline_parallel_size,
             microbatches=self.num_microbatches,
             virtual_stages=self.virtual_stages,
         )
         if not {"point-to-point", "lazy"} & context.capabilities:
             raise PlanError(
-                f"pipeline_parallel_size={self.degree} is not possible on this backend.",
-                where="plugin 'model_parallelism'",
+                f"pipeline_parallel_size={self.pipeline_parallel_size} is not possible on this backend.",
+                where="plugin 'pipeline_parallel'",
                 why="stages hand activations from rank to rank, and it cannot send to a single rank",
-                fix="divide the model with tensor_parallel_size, or choose a backend that can send, or xla",
+                fix="shard the model with tensor_parallel_size, or choose a backend that can send, or xla",
             )
 
+    def model_init(self, run: Run) -> AbstractContextManager[None]:
+        """Builds models without memory for weights."""
+        from neuron_accel.lazy import lazy_load_for_parallelism
+
+        return lazy_load_for_parallelism(pipeline_parallel_size=self.pipeline_parallel_size)
+
     def setup(self, run: Run) -> None:
+        """Keeps graphs of different stages apart on XLA."""
         run.backend.run_apart(run.group(AXIS))
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
-        """Leaves this rank's stages of ``model``, and makes calling it run the pipeline.
+        """Keeps this rank's stages, and runs the schedule in forward.
 
         Raises:
             UnsupportedModelError: if the model cannot be cut, or not so often or there. It is unchanged then.
@@ -87,39 +100,35 @@ class PipelinePlugin(StrategyPlugin):
         from neuron_accel.strategies.pipeline.tied_weights import Ties, check_shared_memory, find_ties
         from neuron_accel.strategies.resize import install_resize
 
-        stages = self.degree * self.virtual_stages
+        stages = self.pipeline_parallel_size * self.virtual_stages
         stack, starts = cut(model.module, stages, self.stage_cuts)
         stage_of = stages_of_parameters(model.module, dict(stack.stages_of(starts)))
         check_shared_memory(model.module, stage_of)
-        install_resize(model.module, run, model.parameters)
+        install_resize(model, run)
         rank = run.coordinates[AXIS]
         forward = model.module.forward
-        mine = make_stages(model.module, stack, starts, list(range(rank, stages, self.degree)), forward)
+        mine = make_stages(model.module, stack, starts, list(range(rank, stages, self.pipeline_parallel_size)), forward)
         absent = []
         for record in model.parameters:
-            holders = tuple(sorted({stage_of[name] % self.degree for name in record.names}))
+            holders = tuple(sorted({stage_of[name] % self.pipeline_parallel_size for name in record.names}))
             model.parameters.set_holders(record.fqn, AXIS, holders)
             if rank not in holders:
                 absent.append(record.fqn)
         model.parameters.follow(model.module, absent=absent)
         pipeline = Pipeline(
-            model.module,
+            model,
             mine,
             forward,
-            record=model,
             run=run,
             axis=AXIS,
             ties=Ties(find_ties(model.parameters, run, AXIS), run),
-            schedule=self.schedule,
-            microbatches=self.num_microbatches,
-            virtual_stages=self.virtual_stages,
-            evaluation_logits=self.evaluation_logits,
+            options=self,
         )
         self.pipelines(run).append(pipeline)
         model.module.forward = _function(pipeline, inspect.signature(forward))  # type: ignore[method-assign]
 
     def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
-        """Leaves ``optimizer`` as it is: it updates what this rank has.
+        """Refuses optimizers that need all parameters.
 
         Raises:
             PlanError: if that is not what one process would do, because it looks at all parameters together.
@@ -127,7 +136,7 @@ class PipelinePlugin(StrategyPlugin):
         if needs_closure(optimizer) or not is_separable(optimizer):
             raise PlanError(
                 f"{type(optimizer).__name__} looks at all parameters together, and a stage has only some of them.",
-                where="plugin 'model_parallelism', pipeline_parallel_size",
+                where="plugin 'pipeline_parallel', pipeline_parallel_size",
                 why="a norm over all of them, a line search, or an estimate of the best learning rate, would differ "
                 "between stages",
                 fix="train without a pipeline, or choose an optimizer that updates every parameter by itself",
@@ -139,7 +148,7 @@ class PipelinePlugin(StrategyPlugin):
         return run.state(self).setdefault("pipelines", [])
 
     def backward(self, loss: torch.Tensor, run: Run, **kwargs: Any) -> None:
-        """Completes what the model's call has begun.
+        """Checks the loss, whose gradients exist already.
 
         Raises:
             UsageError: if ``loss`` is not what the model returned.
@@ -150,10 +159,12 @@ class PipelinePlugin(StrategyPlugin):
         loss.backward(**kwargs)
 
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        """Makes tied weights equal on their stages."""
         for pipeline in self.pipelines(run):
             pipeline.ties.agree()
 
     def teardown(self, run: Run) -> None:
+        """Forgets the pipelines."""
         run.state(self).clear()
 
 

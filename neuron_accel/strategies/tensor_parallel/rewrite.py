@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from neuron_accel.contract import ParameterMap, Run
+from neuron_accel.contract import PreparedModel, Run
 from neuron_accel.models.architecture import Architecture, join
 from neuron_accel.strategies.resize import install_resize
 from neuron_accel.strategies.tensor_parallel.embedding import (
@@ -51,15 +51,16 @@ _SUMMED = ("partial", "experts", "counted_once")
 """Kinds of modules whose output is one term of a sum when it leaves the region."""
 
 
-def rewrite(architecture: Architecture, shard_plans: list[ShardPlan], run: Run, parameters: ParameterMap) -> None:
+def rewrite(architecture: Architecture, shard_plans: list[ShardPlan], model: PreparedModel, run: Run) -> None:
     """Shards a model in place.
 
     Args:
         architecture: the model.
         shard_plans: what becomes of its modules.
+        model: the model; its parameters get the layouts, and have to follow the model afterwards.
         run: ranks and backend.
-        parameters: gets the layouts; to be told to follow the model afterwards.
     """
+    parameters = model.parameters
     architecture = architecture.at(run.group(AXIS).size)
     tp_region = TpRegion(run.backend, run.group(AXIS), architecture, run.randomness(AXIS))
     splits = head_splits(architecture, tp_region.group.size)
@@ -108,7 +109,7 @@ def rewrite(architecture: Architecture, shard_plans: list[ShardPlan], run: Run, 
     if heads is not None:
         divide_arguments(architecture, tp_region, heads)
     change_output(architecture, "attentions", gather_heads(tp_region, heads.count if heads else None))
-    install_resize(architecture.model, run, parameters)
+    install_resize(model, run)
     head = architecture.head
     if head is not None and isinstance(head[1], VocabularyParallelHead):
         install_logits_switch(architecture.owner, head[1])

@@ -15,7 +15,13 @@ from accelerate.utils import (
     PrecisionType,
 )
 
-from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, SequenceParallelPlugin, Zero1Plugin
+from neuron_accel import (
+    ModelParallelismPlugin,
+    NeuronAccelerator,
+    SequenceParallelPlugin,
+    TensorParallelPlugin,
+    Zero1Plugin,
+)
 from neuron_accel.engine.plan.config import RunConfig, load_config
 from neuron_accel.engine.plan.registry import default_registry
 from neuron_accel.errors import ConfigurationError
@@ -103,5 +109,5 @@ def test_the_timeout_of_a_handler_is_that_of_every_group():
 def test_model_parallelism_is_written_as_in_optimum_neuron():
     plugin = ModelParallelismPlugin(2, sequence_parallel_enabled=True)
     assert plugin.tensor_parallel_size == 2
-    assert plugin.companions() == (SequenceParallelPlugin(),)
+    assert plugin.companions() == (TensorParallelPlugin(2), SequenceParallelPlugin())
     assert ModelParallelismPlugin(1, sequence_parallel_enabled=True).companions() == ()

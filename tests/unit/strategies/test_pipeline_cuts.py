@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from neuron_accel import ModelParallelismPlugin, PipelineParallelPlugin, TensorParallelPlugin
 from neuron_accel.engine.plan.planner import make_plan
 from neuron_accel.engine.plan.plugin import Claim
-from neuron_accel.errors import PlanError, UnsupportedModelError, UsageError
+from neuron_accel.errors import ConfigurationError, PlanError, UnsupportedModelError, UsageError
 from neuron_accel.models.stages import stack_of
-from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin
 from neuron_accel.strategies.pipeline.cuts import balanced, cost, cut
 from neuron_accel.strategies.pipeline.deferred_wgrad import DeferredWgrad, Later
 from neuron_accel.strategies.pipeline.microbatches import Shares, convert, split
@@ -31,10 +31,35 @@ def plan(world_size, capabilities=("point-to-point",), **options):
 
 def test_a_pipeline_is_a_strategy_of_its_own_in_the_plan():
     found = plan(2)
-    assert [plugin.spec.name for plugin in found.plugins] == ["model_parallelism", "pipeline"]
-    assert found.owners[Claim.BACKWARD] == "pipeline"
+    assert [plugin.spec.name for plugin in found.plugins] == ["model_parallelism", "pipeline_parallel"]
+    assert found.owners[Claim.BACKWARD] == "pipeline_parallel"
     assert found.mesh.degree("pp") == 2
-    assert ModelParallelismPlugin(tensor_parallel_size=2).companions() == ()
+    assert ModelParallelismPlugin().companions() == ()
+
+
+def test_the_options_of_the_parts_are_those_of_the_whole():
+    tensor, pipe = ModelParallelismPlugin(
+        2,
+        parallelize_embeddings=False,
+        pipeline_parallel_size=4,
+        num_microbatches=8,
+        schedule="interleaved",
+        virtual_stages=2,
+        stage_cuts=("a", "b"),
+        evaluation_logits=False,
+    ).companions()
+    assert tensor == TensorParallelPlugin(2, parallelize_embeddings=False)
+    assert (pipe.pipeline_parallel_size, pipe.num_microbatches, pipe.schedule) == (4, 8, "interleaved")
+    assert (pipe.virtual_stages, pipe.stage_cuts, pipe.evaluation_logits) == (2, ("a", "b"), False)
+
+
+def test_a_pipeline_of_one_rank_is_refused():
+    with pytest.raises(ConfigurationError, match="at least 2 ranks"):
+        PipelineParallelPlugin(pipeline_parallel_size=1)
+    with pytest.raises(TypeError, match="pipeline_parallel_size"):
+        PipelineParallelPlugin()
+    with pytest.raises(ConfigurationError, match="num_microbatches is 0"):
+        PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=0)
 
 
 def test_a_backend_that_can_neither_send_nor_cut_graphs_is_refused():

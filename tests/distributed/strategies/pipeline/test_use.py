@@ -104,7 +104,7 @@ def test_evaluation_does_not_disturb_training():
 def held(model_fn, stages, microbatches, options):
     accelerator, model, optimizer, alone = prepared(model_fn, [pipeline(stages, microbatches, **options)])
     train(accelerator, model, optimizer, batches("plain", 1, microbatches))
-    (pipe,) = accelerator.plan.plugin("pipeline").pipelines(accelerator.run)
+    (pipe,) = accelerator.plan.plugin("pipeline_parallel").pipelines(accelerator.run)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     original = list(alone.named_parameters(remove_duplicate=False))
     own = sum(p.numel() for p in model.parameters())

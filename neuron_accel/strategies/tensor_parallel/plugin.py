@@ -1,0 +1,138 @@
+"""The tensor-parallel strategy: configuration, and what becomes of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from neuron_accel.contract import (
+    AxisKind,
+    AxisSpec,
+    ConfigurationError,
+    NeuronAccelError,
+    Phase,
+    PluginSpec,
+    StrategyPlugin,
+)
+from neuron_accel.strategies.tensor_parallel.shard_plan import AXIS
+
+if TYPE_CHECKING:
+    from neuron_accel.contract import PreparedModel, Run
+    from neuron_accel.models.support import SupportReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelOptions(StrategyPlugin):
+    """How the weights of a model are sharded.
+
+    Args:
+        tensor_parallel_size: number of ranks that hold one copy of the model together. Heads and features that do not
+            divide by it are padded with such as compute nothing; key/value heads of which there are fewer are held by
+            several ranks.
+        parallelize_embeddings: shard token embedding and head along the vocabulary, and compute the loss without
+            gathering logits. They stay unsharded in a model whose ``forward`` was replaced on the object, as some
+            trainers do to compute head and loss in one: it may read the head's weight itself.
+        tensor_parallel_plan: how to shard a model of your own: FQN patterns of linear layers and attributes, and what
+            becomes of them; see :func:`~neuron_accel.models.given_architecture`, and
+            :func:`~neuron_accel.models.register_tensor_parallel_plan` to say it once for a class.
+    """
+
+    tensor_parallel_size: int = field(default=1, kw_only=False)
+    parallelize_embeddings: bool = True
+    tensor_parallel_plan: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tensor_parallel_size < 1:
+            raise ConfigurationError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}; it must be at least 1.",
+                where=f"plugin {self.spec.name!r}",
+                fix="leave it out for 1",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelPlugin(TensorParallelOptions):
+    """Shards the weights of a model of a known family over ``tensor_parallel_size`` neighbouring ranks.
+
+    Attention heads and feed-forward features are sharded; each rank computes with its shard and the ranks sum the
+    outputs, once for each attention and each feed-forward. The model is rewritten in place and keeps its FQNs.
+
+    Args:
+        options: see :class:`TensorParallelOptions`.
+    """
+
+    spec: ClassVar[PluginSpec] = PluginSpec(name="tensor_parallel", phase=Phase.LAYOUT)
+
+    def axes(self) -> tuple[AxisSpec, ...]:
+        return (AxisSpec(name=AXIS, degree=self.tensor_parallel_size, kind=AxisKind.MODEL),)
+
+    def lazy_load(self) -> AbstractContextManager[None]:
+        """A context in which a model for these ranks is built or loaded without memory for its weights; see
+        :func:`~neuron_accel.lazy_load_for_parallelism`."""
+        from neuron_accel.lazy import lazy_load_for_parallelism
+
+        return lazy_load_for_parallelism(tensor_parallel_size=self.tensor_parallel_size)
+
+    def model_init(self, run: Run) -> AbstractContextManager[None]:
+        """Builds models without memory for weights."""
+        return nullcontext() if self.tensor_parallel_size == 1 else self.lazy_load()
+
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
+        """Shards attention, feed-forward and vocabulary.
+
+        Raises:
+            UnsupportedModelError: if no plan covers the model.
+            LayoutError: if its heads or features cannot be sharded over that many ranks. The model is unchanged then.
+        """
+        degree = run.mesh.degree(AXIS)
+        if degree == 1:
+            return
+        from neuron_accel.models.architecture import architecture_of
+        from neuron_accel.models.catalog import registered_plans
+        from neuron_accel.models.user_plan import given_architecture
+        from neuron_accel.strategies.tensor_parallel.rewrite import rewrite
+        from neuron_accel.strategies.tensor_parallel.shard_plan import divide
+
+        given = self.tensor_parallel_plan
+        given = registered_plans().find(model.module) if given is None else given
+        architecture = (
+            architecture_of(model.module) if given is None else given_architecture(model.module, given, degree)
+        )
+        # A forward that was replaced on the object (a fused head and loss) may read the head's weight past the head.
+        own_forward = "forward" not in vars(model.module)
+        embeddings = self.parallelize_embeddings and given is None and own_forward
+        rewrite(architecture, divide(architecture, degree, parallelize_embeddings=embeddings), model, run)
+
+    def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
+        """Shows what the sharded modules send."""
+        from neuron_accel.strategies.tensor_parallel.traffic import explain_traffic
+
+        return explain_traffic(model.module, tokens)
+
+    @staticmethod
+    def supports(config: Any, *, tensor_parallel_size: int = 2, parallelize_embeddings: bool = True) -> SupportReport:
+        """Whether the causal language model of a configuration of transformers can be sharded, and how well; no weight
+        is made or read.
+
+        Args:
+            config: the configuration of the model.
+            tensor_parallel_size: the degree to ask about.
+            parallelize_embeddings: as in the plugin.
+        """
+        from neuron_accel.models.architecture import architecture_of
+        from neuron_accel.models.support import SupportReport, model_without_weights
+        from neuron_accel.strategies.tensor_parallel.shard_plan import divide, sizes_of
+
+        model = model_without_weights(config)
+        asked = {"model_type": config.model_type, "tensor_parallel_size": tensor_parallel_size}
+        try:
+            architecture = architecture_of(model)
+            shard_plans = divide(architecture, tensor_parallel_size, parallelize_embeddings=parallelize_embeddings)
+        except NeuronAccelError as error:
+            return SupportReport(**asked, supported=False, reason=str(error))
+        return SupportReport(
+            **asked, supported=True, sequence=architecture.plan.sequence, **sizes_of(model, shard_plans)
+        )
