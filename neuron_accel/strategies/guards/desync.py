@@ -58,15 +58,18 @@ class DesyncGuard(StrategyPlugin):
             raise ConfigurationError(f"timeout_s is {self.timeout_s}; it must be positive.")
 
     def setup(self, run: Run) -> None:
+        """Observes collectives, to compare them between ranks."""
         if run.world.size > 1:
             meetings = Meetings(run, self.timeout_s)
             run.state(self).update(meetings=meetings, leave=run.backend.observe(meetings))
 
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        """Counts steps, for messages."""
         if "meetings" in run.state(self):
             run.state(self)["meetings"].step += 1
 
     def teardown(self, run: Run) -> None:
+        """Stops comparing collectives."""
         state = run.state(self)
         if state:
             state["leave"]()

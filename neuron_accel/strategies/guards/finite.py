@@ -80,6 +80,7 @@ class FiniteGuard(StrategyPlugin):
             )
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
+        """Watches the gradients of trained parameters."""
         watch = self._watch(run)
 
         def follow(*_: Any) -> None:  # a parameter can be unfrozen at any time
@@ -89,10 +90,12 @@ class FiniteGuard(StrategyPlugin):
         watch.handles.append(model.module.register_forward_pre_hook(follow))
 
     def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
+        """Looks at the loss."""
         self._watch(run).losses.append(_is_bad(loss.detach()))
         return loss
 
     def should_step(self, optimizer: torch.optim.Optimizer, run: Run) -> bool:
+        """Checks that loss and gradients are finite on all ranks."""
         check = self._watch(run).check(optimizer, run)
         if run.backend.is_lazy:
             run.state(self)["due"] = check
@@ -100,20 +103,24 @@ class FiniteGuard(StrategyPlugin):
         return self._decide(check, run)
 
     def after_boundary(self, run: Run) -> None:
+        """Reads the check of a lazy device."""
         check = run.state(self).pop("due", None)
         if check is not None:
             self._decide(check, run)
 
     def checkpoint_state(self, run: Run) -> dict[str, Any]:
+        """Keeps how many steps were taken and skipped."""
         watch = self._watch(run)
         return {"skipped": watch.skipped, "steps": list(watch.steps.values())}
 
     def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
+        """Restores how many steps were taken and skipped."""
         watch = self._watch(run)
         watch.skipped, watch.loaded = int(state["skipped"]), [int(count) for count in state["steps"]]
         watch.steps.clear()
 
     def teardown(self, run: Run) -> None:
+        """Removes its hooks from the model."""
         for handle in self._watch(run).handles:
             handle.remove()
         run.state(self).clear()

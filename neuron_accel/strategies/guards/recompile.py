@@ -65,6 +65,7 @@ class RecompileGuard(StrategyPlugin):
         return self._watch(run).graphs
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
+        """Watches the inputs' shapes and types."""
         watch, index = self._watch(run), len(run.models)
 
         def look(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -75,9 +76,11 @@ class RecompileGuard(StrategyPlugin):
         watch.handles.append(model.module.register_forward_pre_hook(look, with_kwargs=True))
 
     def after_backward(self, run: Run) -> None:
+        """Counts micro-batches."""
         self._watch(run).micro_batches += 1
 
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        """Compares options and micro-batches with earlier steps."""
         options = {
             f"param_groups[{i}][{name!r}]": repr(value)
             for i, group in enumerate(optimizer.param_groups)
@@ -87,9 +90,11 @@ class RecompileGuard(StrategyPlugin):
         self._report(self._watch(run).stepped(options, place_in_users_code()))
 
     def after_boundary(self, run: Run) -> None:
+        """Reports graphs that were compiled anew."""
         self._report(self._watch(run).settled(run.backend.compilations))
 
     def teardown(self, run: Run) -> None:
+        """Removes its hooks from the model."""
         for handle in self._watch(run).handles:
             handle.remove()
         run.state(self).clear()

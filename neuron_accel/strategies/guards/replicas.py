@@ -45,6 +45,7 @@ class ReplicaCheck(StrategyPlugin):
             raise ConfigurationError(f"every is {self.every}; it is a number of steps, or 0 for none.")
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
+        """Compares replicas before the next forward when due."""
         state = run.state(self)
 
         def look(module: nn.Module, _: Any) -> None:
@@ -56,12 +57,14 @@ class ReplicaCheck(StrategyPlugin):
         state.setdefault("handles", []).append(model.module.register_forward_pre_hook(look))
 
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        """Counts steps until replicas are compared."""
         state = run.state(self)
         if state:
             state["steps"] += 1
             state["due"] += bool(self.every) and state["steps"] % self.every == 0
 
     def teardown(self, run: Run) -> None:
+        """Removes its hooks from the model."""
         for handle in run.state(self).pop("handles", []):
             handle.remove()
         run.state(self).clear()

@@ -67,5 +67,5 @@ class ModelParallelismPlugin(PipelineOptions, TensorParallelOptions):
         )
 
     def initial_weights(self) -> str | os.PathLike[str] | None:
-        """Names ``checkpoint_dir``."""
+        """Takes the weights in ``checkpoint_dir``, if given."""
         return self.checkpoint_dir

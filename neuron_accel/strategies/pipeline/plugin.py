@@ -85,7 +85,7 @@ class PipelineParallelPlugin(PipelineOptions):
         return lazy_load_for_parallelism(pipeline_parallel_size=self.pipeline_parallel_size)
 
     def setup(self, run: Run) -> None:
-        """Keeps graphs of different stages apart on XLA."""
+        """Keeps the graphs of different stages apart."""
         run.backend.run_apart(run.group(AXIS))
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:

@@ -30,25 +30,25 @@ if TYPE_CHECKING:
     from neuron_accel.contract import ParameterMap, PreparedModel, Run
 
 
-# ---- Activations between tensor-parallel regions divided along the sequence ------------------------------------------
+# ---- Activations between tensor-parallel regions, sharded along the sequence -----------------------------------------
 # Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.2.2.
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallelPlugin(StrategyPlugin):
-    """Divides what lies between attention and feed-forward layers (residual stream, norms, dropout) along the sequence,
-    over the ranks of the tensor-parallel axis.
+    """Shards the activations between attention and feed-forward layers (residual stream, norms, dropout) along the
+    sequence, over the ranks of the tensor-parallel axis.
 
-    From the first block's input to the final norm each rank has a share of the positions, so that activations take
-    1 / degree of the memory there. Positions, rotary tables and masks are computed on whole sequences. A length that
+    From the first block's input to the final norm each rank has a shard of the positions, so that activations take
+    1 / degree of the memory there. Positions, rotary tables and masks are computed on full sequences. A length that
     does not divide is padded inside. Batch-first models: dim 1 is the sequence.
     """
 
     spec = PluginSpec(name="sequence_parallel", phase=Phase.ACTIVATIONS, requires=frozenset({"axis:tp"}))
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
-        """Makes the activations of ``model``, which tensor parallelism has divided, flow in shares of the sequence.
+        """Shards activations between regions along the sequence.
 
         Raises:
-            PlanError: if nothing has divided the model.
+            PlanError: if the model is not sharded by tensor parallelism.
             UnsupportedModelError: if no plan covers it.
         """
         from neuron_accel.strategies.tensor_parallel.tp_region import tp_region_of
@@ -58,20 +58,20 @@ class SequenceParallelPlugin(StrategyPlugin):
             raise PlanError(
                 f"Sequence parallelism found no tensor-parallel region in {type(model.module).__name__}.",
                 where="plugin sequence_parallel",
-                why="it divides what lies between such regions",
-                fix="use it together with ModelParallelismPlugin(tensor_parallel_size=...)",
+                why="it shards the activations between such regions",
+                fix="use it together with TensorParallelPlugin(tensor_parallel_size=...)",
             )
-        divide_sequence(tp_region.architecture, tp_region, model.parameters)
+        shard_sequence(tp_region.architecture, tp_region, model.parameters)
 
 
-# ---- Attaches a division along the sequence to a model whose weights are divided already -----------------------------
-def divide_sequence(architecture: Architecture, tp_region: TpRegion, parameters: ParameterMap) -> None:
-    """Makes what lies between a model's tensor-parallel regions flow in shares of the sequence, from the input of the
-    first block to the output of the final norm.
+# ---- Shards the activations of a model whose weights are sharded already ---------------------------------------------
+def shard_sequence(architecture: Architecture, tp_region: TpRegion, parameters: ParameterMap) -> None:
+    """Shards the activations between a model's tensor-parallel regions along the sequence, from the input of the first
+    block to the output of the final norm.
 
     Args:
         architecture: the model.
-        tp_region: the one that its regions share.
+        tp_region: what its regions share.
         parameters: learns whose gradients become sums over the axis.
 
     Raises:
@@ -81,14 +81,14 @@ def divide_sequence(architecture: Architecture, tp_region: TpRegion, parameters:
     if architecture.plan.sequence:
         named = "name them: {'blocks.*': 'block', ...}, or {'': 'block', ...} in a plan registered for their class; or "
         raise UnsupportedModelError(
-            f"{type(architecture.owner).__name__} cannot be divided along the sequence.",
+            f"{type(architecture.owner).__name__} cannot be sharded along the sequence.",
             where=f"the plan of model type {architecture.model_type!r}",
             why=architecture.plan.sequence,
             fix=(named if users else "") + "leave SequenceParallelPlugin out",
         )
     blocks = [module for _, module in architecture.blocks]
     if not blocks:
-        raise UnsupportedModelError(f"{type(architecture.owner).__name__} has no blocks to divide the sequence for.")
+        raise UnsupportedModelError(f"{type(architecture.owner).__name__} has no blocks to shard the sequence between.")
     if users:
         _refuse_mixing(architecture)
     flow = SequenceFlow(tp_region.backend, tp_region.group)
@@ -104,12 +104,12 @@ def divide_sequence(architecture: Architecture, tp_region: TpRegion, parameters:
     whole = _whole(architecture)
     for name, module in whole:
         _keep_whole(name, module, flow)
-    for name in _on_shares(architecture, [*architecture.regions, *whole]):
+    for name in _on_shards(architecture, [*architecture.regions, *whole]):
         parameters.add_partial_axis(name, AXIS)
 
 
 class _Stack:
-    """The blocks and the final norm of one model, whose activations are shares of the sequence."""
+    """The blocks and the final norm of one model, whose activations are shards of the sequence."""
 
     def __init__(self, blocks: list[nn.Module], tp_region: TpRegion, flow: SequenceFlow) -> None:
         self._tp_region, self._flow, self._dropouts = tp_region, flow, Dropouts(blocks)
@@ -157,7 +157,7 @@ class _Stack:
 
 
 def _whole(architecture: Architecture) -> list[tuple[str, nn.Module]]:
-    """FQN and module of the parts of blocks that no rank divides and that may look at other positions than their own:
+    """FQN and module of the parts of blocks that are not sharded and that may look at other positions than their own:
     all but norms."""
     regions, styled = [fqn for fqn, _ in architecture.regions], architecture.around_styles
     return [
@@ -173,7 +173,7 @@ def _whole(architecture: Architecture) -> list[tuple[str, nn.Module]]:
 
 
 def _refuse_mixing(architecture: Architecture) -> None:
-    """Nothing is known about a user's own blocks but what they hold: these compute across positions."""
+    """Refuses layers that compute across positions in blocks of a user's own model, of which nothing else is known."""
     for block, parts in architecture.blocks:
         for name, module in parts.named_modules():
             if isinstance(module, (_ConvNd, _NormBase, nn.GroupNorm, nn.RNNBase)):
@@ -186,7 +186,7 @@ def _refuse_mixing(architecture: Architecture) -> None:
 
 
 def _called(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of the children of a block; instead of a list of modules, which nobody calls, what is in it."""
+    """Name and module of the children of a block; of a list of modules, which is not called itself, what is in it."""
     for name, child in block.named_children():
         if isinstance(child, nn.ModuleList):
             yield from ((f"{name}.{inner}", module) for inner, module in _called(child))
@@ -195,12 +195,12 @@ def _called(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _keep_whole(fqn: str, module: nn.Module, flow: SequenceFlow) -> None:
-    """Lets a module have the whole sequence, and go on with a share of what it returns. All ranks compute the same, and
-    its gradients are whole on each."""
+    """Gives a module the full sequence, and goes on with a shard of what it returns. All ranks compute the same, and
+    each has its full gradients."""
     if Dropouts([module]).possible:
         raise UnsupportedModelError(
-            f"{fqn!r} is computed alike on every rank, and has dropout.",
-            why="ranks that have shares of a sequence drop different elements",
+            f"{fqn!r} computes the same on every rank, and has dropout.",
+            why="ranks with different shards of a sequence drop different elements",
             fix="set its dropout to zero, or leave SequenceParallelPlugin out",
         )
 
@@ -214,11 +214,11 @@ def _keep_whole(fqn: str, module: nn.Module, flow: SequenceFlow) -> None:
     module.register_forward_hook(leave)
 
 
-def _on_shares(architecture: Architecture, regions: list[tuple[str, nn.Module]]) -> list[str]:
-    """FQNs of the parameters that are applied to a share of the sequence: their gradients are sums over ranks.
+def _on_shards(architecture: Architecture, regions: list[tuple[str, nn.Module]]) -> list[str]:
+    """FQNs of the parameters that are applied to a shard of the sequence: their gradients are sums over ranks.
 
     Args:
-        regions: FQN and module of what has the whole sequence.
+        regions: FQN and module of what has the full sequence.
     """
     inside = set()
     for fqn, region in regions:

@@ -127,12 +127,11 @@ class TensorParallelPlugin(TensorParallelOptions):
         from neuron_accel.strategies.tensor_parallel.shard_plan import divide, sizes_of
 
         model = model_without_weights(config)
-        asked = {"model_type": config.model_type, "tensor_parallel_size": tensor_parallel_size}
+        asked: dict[str, Any] = {"model_type": config.model_type, "tensor_parallel_size": tensor_parallel_size}
         try:
             architecture = architecture_of(model)
             shard_plans = divide(architecture, tensor_parallel_size, parallelize_embeddings=parallelize_embeddings)
         except NeuronAccelError as error:
             return SupportReport(**asked, supported=False, reason=str(error))
-        return SupportReport(
-            **asked, supported=True, sequence=architecture.plan.sequence, **sizes_of(model, shard_plans)
-        )
+        sizes: dict[str, Any] = {**sizes_of(model, shard_plans)}
+        return SupportReport(**asked, supported=True, sequence=architecture.plan.sequence, **sizes)

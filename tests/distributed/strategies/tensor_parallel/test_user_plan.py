@@ -285,7 +285,7 @@ def test_plans_that_do_not_fit() -> None:
     assert "'blocks.0.norm' is a LayerNorm" in messages["no linear"]
     assert "divides an attribute" in messages["no number"]
     assert "'blocks.*.size' = 3 does not divide by 2" in messages["uneven"]
-    assert "cannot be divided along the sequence" in messages["sequence"]
+    assert "cannot be sharded along the sequence" in messages["sequence"]
     assert "names no blocks" in messages["sequence"]
     assert "{'blocks.*': 'block', ...}" in messages["sequence"]
 
