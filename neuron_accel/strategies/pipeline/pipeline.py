@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import nn
 
 from neuron_accel.contract import UsageError
 from neuron_accel.strategies.pipeline.deferred_wgrad import DeferredWgrad
