@@ -285,7 +285,10 @@ class Surroundings:
     def restored(self) -> Iterator[None]:
         """The same inside as when this object was made; outside, nothing changes."""
         host, device = self._draws
-        now = (torch.get_rng_state() if host else None, self._generator.get_state() if device else None)
+        now: tuple[Any, Any] = (
+            torch.get_rng_state() if host else None,
+            self._generator.get_state() if device else None,
+        )
         with ExitStack() as stack:
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))

@@ -246,7 +246,8 @@ def _is_installed(module: nn.Module) -> bool:
 
 
 def _remove(module: nn.Module) -> None:
-    own = module.forward.__func__.own  # type: ignore[union-attr]
+    installed: Any = module.forward
+    own = installed.__func__.own
     del module.forward
     if own is not None:
         module.forward = own  # type: ignore[method-assign]
