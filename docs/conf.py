@@ -28,7 +28,7 @@ CONTRACT = {
     "Plugins and the plan": ("engine.plan",),
     "The run": ("engine.runtime",),
     "Layouts and parameters": ("engine.sharding",),
-    "Gradients": ("engine.optim.buckets", "engine.optim.norms"),
+    "Gradients": ("engine.optim.buckets", "engine.optim.norms", "engine.optim.reducer"),
     "Optimizers": ("engine.optim",),
     "Backends and collectives": ("backends",),
     "Errors": ("errors",),
