@@ -51,6 +51,7 @@ class DataParallelPlugin(StrategyPlugin):
             raise ConfigurationError(f"bucket_cap_mb is {self.bucket_cap_mb}; it must be positive.")
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
+        """Makes the buckets of a model's gradients, and lets its buffers follow those of the first rank."""
         if self.owns_reduction(run):
             run.state(self).setdefault("reducers", []).append(GradientReducer(model, run, self.bucket_cap_mb))
             if self.broadcast_buffers:
@@ -80,42 +81,51 @@ class DataParallelPlugin(StrategyPlugin):
         run.state(self).setdefault("hooks", []).append(model.register_forward_pre_hook(follow))
 
     def after_reshape(self, model: PreparedModel | None, run: Run) -> None:
+        """Makes new buckets for the new shapes."""
         for reducer in self._reducers(run):
             reducer.restart()
 
     def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
+        """Sets aside gradients that are reduced already."""
         if run.owner(Claim.BACKWARD) is None:
             for reducer in self._reducers(run):
                 reducer.begin_backward()
         return loss
 
     def after_backward(self, run: Run) -> None:
+        """Waits for the reduction that the backward pass has started."""
         for reducer in self._reducers(run):
             reducer.end_backward()
 
     def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        """Reduces gradients that passes without synchronisation have left."""
         self._flush(run)
 
     def clip_grad_norm(
         self, parameters: list[nn.Parameter], max_norm: float, norm_type: float, run: Run
     ) -> torch.Tensor:
+        """Scales gradients to a global norm."""
         self._flush(run)
         return clip_by_norm(parameters, max_norm, norm_type, run)
 
     def clip_grad_value(self, parameters: list[nn.Parameter], clip_value: float, run: Run) -> None:
+        """Clamps gradients."""
         self._flush(run)
         clip_by_value(parameters, clip_value)
 
     def scale_gradients(self, parameters: list[nn.Parameter], factor: torch.Tensor, run: Run) -> None:
+        """Multiplies reduced gradients."""
         self._flush(run)
         super().scale_gradients(parameters, factor, run)
 
     def full_gradient(self, parameter: nn.Parameter, run: Run) -> torch.Tensor | None:
+        """The reduced gradient, ``parameter.grad``."""
         for reducer in self._reducers(run):
             reducer.flush()
         return parameter.grad
 
     def teardown(self, run: Run) -> None:
+        """Removes the hooks from parameters and modules."""
         for reducer in self._reducers(run):
             reducer.close()
         for handle in run.state(self).pop("hooks", []):
