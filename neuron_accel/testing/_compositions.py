@@ -50,7 +50,7 @@ class Composition:
 def data_parallel_size(plugins: tuple[StrategyPlugin, ...], ranks: int) -> int:
     """How many of these ranks see different samples."""
     axes = [axis for plugin in plugins for axis in axes_of(plugin)]
-    return ranks // math.prod(axis.degree for axis in axes if axis.kind is not AxisKind.DATA)
+    return ranks // math.prod(axis.degree for axis in axes if axis.kind not in (AxisKind.DATA, AxisKind.REPLICA))
 
 
 def _zero1() -> tuple[StrategyPlugin, ...]:

@@ -345,7 +345,11 @@ def check_equal(items: Sequence[Item], run: Run) -> None:
                 digests.append(_digest(item))
         on_device = [i for i, digest in enumerate(digests) if isinstance(digest, torch.Tensor)]
         if on_device:
+            generator = run.backend.generator  # a lazy device moves its random numbers on with everything it computes
+            state = generator.get_state() if generator.apart else None
             values = run.backend.to_host(torch.stack([digests[i] for i in on_device]))
+            if state is not None:
+                generator.set_state(state)
             for i, value in zip(on_device, values, strict=True):
                 digests[i] = tuple(value.view(torch.int32).tolist())
     everyone = run.backend.all_gather_object(list(zip(mine, digests, strict=True)), group) if group.size > 1 else []
