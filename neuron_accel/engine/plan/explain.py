@@ -1,4 +1,4 @@
-"""A plan as text for people."""
+"""A plan, and a prepared model, as text."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def explain(plan: Plan) -> str:
 
 
 def explain_parameters(prepared: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
-    """What became of every parameter of a prepared model on this rank, and what the plugins say of its modules.
+    """The placement of every parameter of a prepared model, and what the plugins report about its modules.
 
     Args:
-        tokens: how many tokens this rank has in a step, for what is exchanged in one.
+        tokens: number of tokens of this rank in a step; plugins then report bytes per step instead of per token.
 
-    Blocks that are alike are one row, with ``*`` for their number.
+    Equal parameters of repeated blocks are one row, with ``*`` for the block's number.
     """
     rows: dict[tuple[str, ...], list[int]] = {}
     for record in prepared.parameters:
         bytes_ = 0 if record.current is None else record.current.numel() * record.current.element_size()
         key = (_SEGMENT.sub("*", record.fqn), record.rule or "-", *_layout(record))
         rows.setdefault(key, []).append(bytes_)
-    table = [("parameter", "times", "rule", "how it lies", "shape", "here", "gradient", "bytes here")]
+    table = [("parameter", "times", "rule", "placement", "shape", "local shape", "gradient", "local bytes")]
     for (name, rule, how, shape, here, gradient), each in rows.items():
         table.append((name, str(len(each)), rule, how, shape, here, gradient, f"{sum(each):,}"))
     total = sum(sum(each) for each in rows.values())
@@ -59,17 +59,17 @@ def explain_parameters(prepared: PreparedModel, run: Run, *, tokens: int | None 
 
 
 def _layout(record: ParameterRecord) -> tuple[str, str, str, str]:
-    """How a parameter lies, its shape, its shape here, and over which axes its gradient is summed besides."""
+    """A parameter's placement, its shape, its shape on this rank, and the axes over which its gradient is summed."""
     cuts = []
     for cut in record.layout.cuts:
-        extra = [f"each held {cut.replicas} times"] if cut.replicas > 1 else []
+        extra = [f"{cut.replicas} replicas of each shard"] if cut.replicas > 1 else []
         extra += ["padded"] if cut.local_size * cut.parts != cut.size else []
         extra += [f"{len(cut.blocks)} blocks"] if len(cut.blocks) > 1 else []
-        cuts.append(f"dim {cut.dim} in {cut.parts} over {cut.axis}" + (f" ({', '.join(extra)})" if extra else ""))
+        cuts.append(f"Shard({cut.dim}) over {cut.axis}" + (f" ({', '.join(extra)})" if extra else ""))
     cuts += [f"{axis} {', '.join(map(str, indices))} only" for axis, indices in record.holders.items()]
     here = "-" if record.current is None else str(tuple(record.current.shape))
     summed = f"summed over {', '.join(record.partial_axes)}" if record.partial_axes else "-"
-    return "; ".join(cuts) or "whole", str(record.layout.shape), here, summed
+    return "; ".join(cuts) or "Replicate", str(record.layout.shape), here, summed
 
 
 def _mesh(mesh: Mesh) -> list[str]:
@@ -133,7 +133,7 @@ def _moments(plan: Plan) -> list[str]:
 
 
 def _first_sentence(plugin: StrategyPlugin, name: str) -> str:
-    """What the documentation of a plugin's hook begins with; its name where it has none of its own."""
+    """The first sentence of a hook's docstring; the hook's name if it has none."""
     doc = getattr(type(plugin), name).__doc__ or name
     sentence = re.split(r"(?<=[a-z)`])[.:](?:\s|$)", " ".join(doc.split()), maxsplit=1)[0]
     return textwrap.shorten(sentence, WIDTH - 45, placeholder=" ...")

@@ -244,7 +244,7 @@ def test_what_is_registered() -> None:
     assert "a class of modules or of a family" in found["no target"]
     assert "describes a family" in found["whole"]
     row = next(line for line in found["explained"].splitlines() if "blocks.*.qkv.weight" in line)
-    assert "colwise  dim 0 in 2 over tp (3 blocks)" in row
+    assert "colwise  Shard(0) over tp (3 blocks)" in row
     assert "vocabulary" in found["family"] or "embedding" in found["family"]
 
 
