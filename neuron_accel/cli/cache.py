@@ -29,42 +29,42 @@ from neuron_accel.neuron.quantities import format_duration, format_size
 
 Pairs = list[tuple[str, str]]
 
-SUMMARY = "look into the compile cache, and evict what is not needed"
+SUMMARY = "list the compile cache, and evict entries"
 DESCRIPTION = """\
-Look into the persistent compile cache of the XLA path, and evict what is not needed.
+List the persistent compile cache of the XLA path, and evict entries.
 
-Every graph that was ever compiled stays there: under one folder for each compiler version, one folder for each
-graph and set of flags. Nothing else evicts anything. The cache is where NEURON_CC_FLAGS (--cache_dir),
-NEURON_COMPILE_CACHE_URL or --cache-dir say, otherwise in /var/tmp/neuron-compile-cache.
+The cache keeps every compiled graph, in one folder per compiler version, graph and set of flags; Neuron never evicts
+entries. Its location is set by --cache-dir, NEURON_CC_FLAGS (--cache_dir) or NEURON_COMPILE_CACHE_URL; the default is
+/var/tmp/neuron-compile-cache.
 
   list    every entry, least recently used first
   stats   sizes, versions, jobs that use it
   prune   evict entries unused for --ttl, then the least recently used until --max-size remains
 
 list and stats also read a cache on S3 (pip install 'neuron-accel[s3]'), or at any address that fsspec can read.
-There it is known when an entry was written, not when it was used, nor by whom: prune refuses, and prints a rule by
-which S3 expires entries itself.
+S3 records when an entry was written, but not when or by which job it was used: prune refuses to run there, and prints
+a lifecycle rule with which S3 expires entries.
 
-prune never evicts what is in use: entries that are locked, being compiled or open, or that a job started by
-`neuron-accel launch` has used. It may run beside training, from cron say.
+prune keeps entries in use: those that are locked, being compiled or open, or were used by a running job that
+`neuron-accel launch` started. It may run during training, for example from cron.
 """
 EXAMPLES = """\
 examples:
   neuron-accel cache list                                  every entry
   neuron-accel cache stats --json                          for programs
-  neuron-accel cache prune --max-size 200GB --dry-run      what would go
-  neuron-accel cache prune --ttl 30d --max-size 200GB      let it go
+  neuron-accel cache prune --max-size 200GB --dry-run      print what would be evicted
+  neuron-accel cache prune --ttl 30d --max-size 200GB      evict
   neuron-accel cache stats --cache-dir /fsx/neuron_cache   another cache
   neuron-accel cache list --cache-dir s3://bucket/prefix   one on S3
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("list", "stats", "prune"), help="what to do; see above")
-    parser.add_argument("--cache-dir", metavar="PLACE", help="the cache (default: what the environment says)")
-    parser.add_argument("--max-size", metavar="SIZE", help="prune: what may remain, such as 200GB or 50GiB")
-    parser.add_argument("--ttl", metavar="TIME", help="prune: how long an entry may be unused, such as 30d or 12h")
-    parser.add_argument("--dry-run", action="store_true", help="prune: say what would go, and change nothing")
+    parser.add_argument("action", choices=("list", "stats", "prune"), help="see above")
+    parser.add_argument("--cache-dir", metavar="PLACE", help="location of the cache (default: from the environment)")
+    parser.add_argument("--max-size", metavar="SIZE", help="prune: maximum size of the cache, such as 200GB or 50GiB")
+    parser.add_argument("--ttl", metavar="TIME", help="prune: evict entries unused for longer, such as 30d or 12h")
+    parser.add_argument("--dry-run", action="store_true", help="prune: print what would be evicted, without evicting")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -96,9 +96,9 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigurationError(f"{given[0]} is an option of prune.", where=f"neuron-accel cache {args.action}")
     if args.action == "prune" and args.max_size is None and args.ttl is None:
         raise ConfigurationError(
-            "Nothing says what may remain.",
+            "prune needs a limit.",
             where="neuron-accel cache prune",
-            why="without a limit nothing would be evicted",
+            why="without one, no entry would be evicted",
             fix="give --max-size, --ttl, or both",
         )
 

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The whole report as plain data."""
+    """The report as plain data."""
     probes = Machine()
     return {
         "versions": versions(),
@@ -119,7 +119,7 @@ def relevant_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _printable(value: str) -> str:
-    """Bytes that are no text, which Python keeps as halves of surrogate pairs, as ``\\xff``."""
+    """Undecodable bytes, which Python keeps as surrogates, as ``\\xff``."""
     return os.fsencode(value).decode(errors="backslashreplace")
 
 

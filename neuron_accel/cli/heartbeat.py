@@ -27,7 +27,7 @@ class Heartbeat:
     Args:
         node_rank: which machine this is.
         address: of machine 0, and the port.
-        lost_after: seconds without a word after which a machine is given up; 0 watches nobody.
+        lost_after: seconds of silence after which a machine is considered lost; 0 disables the check.
         grace: seconds that ranks have to end before they are killed.
     """
 
@@ -59,7 +59,7 @@ class Heartbeat:
         try:
             self._listener = socket.create_server(("", self._address[1]))
         except OSError as error:
-            say(f"nobody will notice machines that vanish: port {self._address[1]} cannot be used ({error.strerror})")
+            say(f"lost machines will not be detected: port {self._address[1]} cannot be used ({error.strerror})")
             return
         self._listener.settimeout(PAUSE_S / 2)
         while not self._over.is_set():
@@ -97,7 +97,7 @@ class Heartbeat:
                     if LEAVE in words:
                         return
                     if not words:
-                        self._give_up(machine, "has ended without taking leave")
+                        self._give_up(machine, "ended without closing its connection")
                         return
                     heard = time.monotonic()
                     self._over.wait(max(0.0, PAUSE_S - (heard - sent)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from neuron_accel.cli.terminal import format_pairs, format_table
 
-SUMMARY = "show what a checkpoint holds"
+SUMMARY = "show the contents of a checkpoint"
 DESCRIPTION = """\
 Show the mesh that a checkpoint was saved on, its files, and its tensors with their shapes, dtypes and layouts.
 Reads headers only, and needs no torch.
@@ -55,18 +55,18 @@ def format_report(report: dict[str, Any], *, everything: bool = False) -> str:
         sections.append(f"{collection}: {len(tensors)} tensors, {_size(size)}")
         if everything or collection.startswith("model."):
             rows = [[t["name"], t["dtype"], str(tuple(t["shape"])), _cuts(t), str(t["pieces"])] for t in tensors]
-            sections.append(format_table(("name", "dtype", "shape", "layout", "pieces"), rows))
+            sections.append(format_table(("name", "dtype", "shape", "layout", "shards"), rows))
     return "\n\n".join(sections)
 
 
 def _cuts(tensor: dict[str, Any]) -> str:
     cuts = [
-        f"dim {cut['dim']} over {cut['axis']} {cut['degree']}"
+        f"Shard({cut['dim']}) over {cut['axis']} {cut['degree']}"
         + (f" in {len(cut['blocks'])} blocks" if len(cut["blocks"]) > 1 else "")
         + (", padded" if cut["padded"] else "")
         for cut in tensor["cuts"]
     ]
-    return "; ".join(cuts) or "whole"
+    return "; ".join(cuts) or "unsharded"
 
 
 def _size(size: float) -> str:

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=1,
         metavar="N",
-        help="ranks on this machine, or auto: one for each core of its accelerators, else of its CPU (default: 1)",
+        help="ranks on this machine, or auto: one per accelerator core, else one per CPU core (default: 1)",
     )
     _option(ranks, "--nnodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
     _option(ranks, "--node-rank", type=int, default=0, metavar="R", help="which machine this is, from 0 (default: 0)")
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--master-port",
         type=int,
         metavar="P",
-        help="port of machine 0 to meet at (default: a free one on one machine, 29500 on several)",
+        help="port of the rendezvous on machine 0 (default: a free port on one machine, 29500 on several)",
     )
     _option(
         ranks,
@@ -84,32 +84,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="give up a machine that says nothing for so long (default: 30; 0: never)",
+        help="consider a machine lost after SECONDS of silence (default: 30; 0: never)",
     )
-    _option(ranks, "--max-restarts", type=int, default=0, metavar="N", help="restart all ranks so often (default: 0)")
+    _option(
+        ranks, "--max-restarts", type=int, default=0, metavar="N", help="restart all ranks at most N times (default: 0)"
+    )
     parser.add_argument("--cpu", action="store_true", help="train on the CPU even if there are accelerators")
     neuron = parser.add_argument_group("Trainium")
-    _option(neuron, "--instance", metavar="TYPE", help="plan for this type, such as trn1.32xlarge (default: found out)")
-    _option(neuron, "--lnc", type=int, choices=(1, 2), help="physical cores in a logical one (trn2, trn3; default: 2)")
+    _option(neuron, "--instance", metavar="TYPE", help="instance type, such as trn1.32xlarge (default: detected)")
+    _option(neuron, "--lnc", type=int, choices=(1, 2), help="physical cores per logical core (trn2, trn3; default: 2)")
     _option(neuron, "--cache-dir", metavar="PLACE", help="the compile cache: a folder or s3://bucket/prefix")
-    _option(neuron, "--retry-failed-compilation", action="store_true", help="compile again what failed before")
-    _option(neuron, "--compiler-flags", metavar="TEXT", default="", help="for the compiler, added to NEURON_CC_FLAGS")
+    _option(neuron, "--retry-failed-compilation", action="store_true", help="retry cached failures")
+    _option(neuron, "--compiler-flags", metavar="TEXT", default="", help="compiler flags, added to NEURON_CC_FLAGS")
     _option(
-        neuron, "--slurm", metavar="PLACE", help="write batch files for Slurm to this file or folder, and start nothing"
+        neuron, "--slurm", metavar="PLACE", help="write Slurm batch files to this file or folder, and do not launch"
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--tee", action="store_true", help="show every rank's output, each line with its rank in front")
+    output.add_argument("--tee", action="store_true", help="show every rank's output, prefixed with the rank")
     _option(output, "--log-dir", metavar="DIR", help="keep every rank's output in DIR/rank_N/{stdout,stderr}.log")
-    output.add_argument("--quiet", action="store_true", help="do not print what is launched")
+    output.add_argument("--quiet", action="store_true", help="do not print the launch settings")
     _option(
         parser,
         "--grace",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="time between a signal to end and killing ranks that have not (default: 30)",
+        help="time from a signal until ranks that are still running are killed (default: 30)",
     )
-    _option(parser, "--dry-run", action="store_true", help="print what would be launched, and do nothing")
+    _option(parser, "--dry-run", action="store_true", help="print the launch settings without launching")
     parser.add_argument("--module", "-m", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", help="the training script")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")

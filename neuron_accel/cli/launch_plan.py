@@ -249,10 +249,10 @@ def _check_ranks(request: LaunchRequest) -> None:
         )
     if not (request.heartbeat == 0 or 3 <= request.heartbeat < math.inf):
         raise ConfigurationError(
-            f"A machine cannot be given up after {request.heartbeat:g} seconds.",
+            f"A machine cannot be considered lost after {request.heartbeat:g} seconds.",
             where="--heartbeat",
-            why="machines say something every second",
-            fix="Give 3 or more seconds, or 0 to watch nobody.",
+            why="machines send a heartbeat every second",
+            fix="Give 3 or more seconds, or 0 to disable the check.",
         )
     if not 0 <= request.grace < math.inf:
         raise ConfigurationError(
@@ -278,9 +278,9 @@ def _check_module(target: str) -> None:
     package = target.partition(".")[0]
     if not all(target.split(".")) or os.path.isfile(target):
         raise ConfigurationError(
-            f"{target!r} is no name of a module.",
+            f"{target!r} is not a valid module name.",
             where="--module",
-            why="it is imported: names with dots between them, from the outermost package on",
+            why="a module name consists of identifiers separated by dots, starting with the top-level package",
             fix="Write my_package.train for my_package/train.py, or leave --module out to give a file.",
         )
     with contextlib.suppress(ValueError):  # of this program's own __main__

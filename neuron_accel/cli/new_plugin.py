@@ -13,11 +13,11 @@ from string import Template
 from neuron_accel.engine.plan.registry import Registry
 from neuron_accel.errors import UsageError
 
-SUMMARY = "write a package with a strategy plugin of your own"
+SUMMARY = "create a package with a strategy plugin"
 DESCRIPTION = """\
-Write a package that brings a strategy plugin: pyproject with the entry point by which it is found, a plugin with an
-option and hooks, and tests that put it through the conformance kit. It can be installed and passes its own tests as
-it is. Then replace what it does. The documentation's page "Writing a plugin" explains every part.
+Create a package with a strategy plugin: pyproject.toml with its entry point, a plugin with an option and hooks, and
+tests that run the conformance kit. It can be installed and passes its tests; replace its behaviour with yours. The
+page "Writing a plugin" of the documentation explains every part.
 """
 EXAMPLES = """\
 examples:
@@ -39,7 +39,9 @@ PREFIX = "neuron-accel-"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="the plugin's name in configuration files: small letters, digits, underscores")
-    parser.add_argument("--output", type=Path, default=Path(), metavar="FOLDER", help="where to put it (default: here)")
+    parser.add_argument(
+        "--output", type=Path, default=Path(), metavar="FOLDER", help="parent folder (default: the current one)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,10 +54,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plugin_name(name: str) -> str:
-    """The plugin's name from what a user calls it.
+    """The plugin's name from the argument ``name``.
 
     Raises:
-        UsageError: if no package and class could be called so, or it is taken.
+        UsageError: if it is not a valid name of a package and class, or is taken.
     """
     result = name.removeprefix(PREFIX).replace("-", "_")
     if keyword.iskeyword(result):
@@ -75,7 +77,7 @@ def plugin_name(name: str) -> str:
         raise UsageError(
             f"There is a plugin {result!r} already.",
             where=taken[0].source,
-            why="one name stands for one plugin",
+            why="names of plugins are unique",
             fix="choose another name",
         )
     return result

@@ -93,11 +93,11 @@ class Parser(argparse.ArgumentParser):
         namespace, left = super().parse_known_args(args, namespace)
         unknown = [word for word in left if word.startswith("-") and word != "--"]
         if left:
-            self.error(self._unknown(unknown[0]) if unknown else f"there is one argument too many: {left[0]!r}")
+            self.error(self._unknown(unknown[0]) if unknown else f"unexpected argument {left[0]!r}")
         return namespace, left
 
     def error(self, message: str) -> NoReturn:
-        if "required" in message:  # perhaps because of an option that nobody knows
+        if "required" in message:  # perhaps because of an unknown option
             known = self._option_string_actions
             words = self._words[: self._words.index("--")] if "--" in self._words else self._words
             unknown = [w for w in words if re.match(r"--?[A-Za-z]", w) and w.partition("=")[0] not in known]
@@ -105,21 +105,21 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
     def _unknown(self, word: str) -> str:
-        """What is said about an option that does not exist."""
+        """The error message for an unknown option."""
         name = word.partition("=")[0]
         options = [option for option in self._option_string_actions if option.startswith("--") and "_" not in option]
         letters = name.lstrip("-").replace("_", "-")
         near = difflib.get_close_matches(f"--{letters}", options, n=1, cutoff=0.6) if len(letters) > 2 else []
         near += [option for option in options if option.startswith(f"--{letters[:1]}")]
-        return f"there is no option {name}" + (f"; did you mean {near[0]}?" if near else "")
+        return f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def no_command(word: str, commands: Mapping[str, Any]) -> str:
-    """What is said about a command that does not exist."""
+    """The error message for an unknown command."""
     near = difflib.get_close_matches(word, commands, n=1, cutoff=0.5)
     advice = f"; did you mean {near[0]!r}?" if near else ""
     listing = textwrap.fill(f"commands: {', '.join(commands)}", terminal_width() - 1, break_on_hyphens=False)
-    return f"there is no command {word!r}{advice}\n{listing}"
+    return f"unknown command {word!r}{advice}\n{listing}"
 
 
 @contextmanager

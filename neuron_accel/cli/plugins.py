@@ -14,13 +14,12 @@ from neuron_accel.engine.plan.plugin import AxisSpec, StrategyPlugin
 from neuron_accel.engine.plan.registry import PluginEntry, Registry
 from neuron_accel.errors import NeuronAccelError
 
-SUMMARY = "list the strategies that are installed"
+SUMMARY = "list the installed strategies"
 DESCRIPTION = """\
-List every strategy that is installed, built in or from another distribution: when it acts, which axes of the
-mesh it can bring, which duties it owns, what it needs, and for which version of the plugin contract it was written.
-One that cannot be loaded is listed with the reason, and the exit code is 1. Reports what is installed and cannot act as
-it wants to: a name or a default duty that is taken. NEURON_ACCEL_DISABLE_PLUGINS, names separated by commas, forbids
-the use of plugins.
+List every installed strategy, built in or from another distribution: its phase, the axes it can add to the mesh, the
+responsibilities it claims, its requirements, and the version of the plugin contract that it was written for. A plugin
+that cannot be loaded is listed with the reason, and the exit code is 1; so are conflicts between distributions about a
+name or a default responsibility. NEURON_ACCEL_DISABLE_PLUGINS, names separated by commas, disables plugins.
 """
 EXAMPLES = """\
 examples:
@@ -74,10 +73,10 @@ def describe(entry: PluginEntry) -> dict[str, Any]:
 
 
 def _axes(cls: type[StrategyPlugin]) -> list[str] | None:
-    """The axes of the mesh that it can bring; None where its options have no defaults to ask with.
+    """The axes that a plugin can add to the mesh; None if its options have no defaults to construct it with.
 
-    Some come with an option that is larger than its default only, perhaps from a plugin that this one consists of. So
-    each whole number among the options is tried one larger, too.
+    Some axes exist only if an option is larger than its default, perhaps in a companion. So each integer option is also
+    tried with its default plus one.
     """
     fields = [field for field in dataclasses.fields(cls) if field.init]
     if any(f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING for f in fields):
@@ -86,7 +85,7 @@ def _axes(cls: type[StrategyPlugin]) -> list[str] | None:
     names = [axis.name for axis in _all_axes(by_default)]
     for field in fields:
         if type(field.default) is int:
-            with contextlib.suppress(Exception):  # one larger may be refused; what is wrong by default is told above
+            with contextlib.suppress(Exception):  # may be refused; errors of the defaults were reported
                 larger = dataclasses.replace(by_default, **{field.name: field.default + 1})
                 names += [axis.name for axis in _all_axes(larger)]
     return list(dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""``neuron-accel precompile``: compiles the graphs of a training ahead, with ``neuron_parallel_compile``."""
+"""``neuron-accel precompile``: compiles the graphs of a training run with ``neuron_parallel_compile``."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from neuron_accel.neuron.variables import Setting
 TOOL = "neuron_parallel_compile"
 STEPS_VARIABLE = "NEURON_ACCEL_PRECOMPILE_STEPS"
 
-SUMMARY = "compile the graphs of a training ahead of it"
+SUMMARY = "compile the graphs of a training run ahead of time"
 DESCRIPTION = """\
-Compile the graphs of a training ahead of it, many at a time, into the compile cache (XLA path).
+Compile the graphs of a training run ahead of time, many in parallel, into the compile cache (XLA path).
 
-Put the command that trains behind --, as it is. neuron_parallel_compile, which comes with torch-neuronx, runs it
-as a trial in which nothing is computed and every result is zero, collects its graphs, and compiles them. The
-trial ends by itself after --max-steps optimizer steps; every loop over a prepared loader ends after as many.
-Saving, loading, logging and checks of values step aside (accelerator.is_precompiling tells a script).
+Give the training command after --. neuron_parallel_compile, which is part of torch-neuronx, runs it without executing
+graphs (all results are zero), collects the graphs, and compiles them. The run ends after --max-steps optimizer steps,
+and so does every loop over a prepared loader. Saving, loading, logging and checks of values are skipped; scripts can
+test accelerator.is_precompiling.
 
-Everything that is part of a graph has to be as in the real training: batch size, sequence length, number of
-machines and of ranks, versions, compiler flags.
+Everything that a graph depends on must be as in training: batch size, sequence length, number of machines and ranks,
+versions, compiler flags.
 """
 EXAMPLES = """\
 examples:
   neuron-accel precompile -- neuron-accel launch --nproc-per-node 32 train.py --lr 1e-4
-  neuron-accel precompile -- torchrun --nproc-per-node 32 train.py          any launcher will do
+  neuron-accel precompile -- torchrun --nproc-per-node 32 train.py          any launcher works
   neuron-accel precompile --command collect -- torchrun train.py            only collect graphs
-  neuron-accel precompile --command compile                                 compile what was collected
+  neuron-accel precompile --command compile                                 compile the collected graphs
   neuron-accel precompile --command analyze --analyze-output out -- torchrun train.py
-  neuron-accel precompile --command clean                                   drop what was collected
-  neuron-accel precompile --dry-run -- torchrun train.py                    what would be run
+  neuron-accel precompile --command clean                                   delete the collected graphs
+  neuron-accel precompile --dry-run -- torchrun train.py                    print the command
 """
 
 COMMANDS = ("collect", "compile", "clean", "clear-locks", "analyze")
@@ -67,14 +67,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PHASE",
         help=f"one phase only: {', '.join(COMMANDS)} (default: collect, then compile)",
     )
-    parser.add_argument("--max-steps", type=int, default=10, metavar="N", help="steps of the trial (default: 10)")
-    parser.add_argument("--max-retries", type=int, default=0, metavar="N", help="attempts at a graph that fails")
+    parser.add_argument("--max-steps", type=int, default=10, metavar="N", help="optimizer steps to trace (default: 10)")
+    parser.add_argument(
+        "--max-retries", type=int, default=0, metavar="N", help="retries for a failed graph (default: 0)"
+    )
     parser.add_argument("--cache-dir", metavar="PLACE", help="the compile cache: a folder or s3://bucket/prefix")
-    parser.add_argument("--retry-failed-compilation", action="store_true", help="compile again what failed before")
-    parser.add_argument("--analyze-output", metavar="DIR", help="analyze: where the report goes")
-    parser.add_argument("--analyze-verbosity", type=int, choices=(1, 2), help="analyze: how much is reported")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be run, and do nothing")
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the command that trains")
+    parser.add_argument("--retry-failed-compilation", action="store_true", help="retry cached failures")
+    parser.add_argument("--analyze-output", metavar="DIR", help="analyze: folder for the report")
+    parser.add_argument("--analyze-verbosity", type=int, choices=(1, 2), help="analyze: verbosity of the report")
+    parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the training command")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,16 +108,16 @@ def plan_precompile(args: argparse.Namespace, environ: Mapping[str, str], tool: 
     script = _script(args)
     if args.max_steps < 1 or args.max_retries < 0:
         raise ConfigurationError(
-            f"{args.max_steps} steps and {args.max_retries} further attempts are not possible.",
+            f"{args.max_steps} steps and {args.max_retries} retries are not possible.",
             where="--max-steps, --max-retries",
-            fix="give at least one step, 10 to 15 for a training with a schedule; and 0 or more attempts",
+            fix="give at least one step, 10 to 15 with a learning rate schedule; and 0 or more retries",
         )
     analysis = [
         *(["--analyze-output", args.analyze_output] if args.analyze_output else []),
         *(["--analyze-verbosity", str(args.analyze_verbosity)] if args.analyze_verbosity else []),
     ]
     if analysis and args.phase != "analyze":
-        raise ConfigurationError(f"{analysis[0]} does nothing here.", where=analysis[0], fix="give --command analyze")
+        raise ConfigurationError(f"{analysis[0]} has no effect here.", where=analysis[0], fix="give --command analyze")
     if tool is None and not args.dry_run:
         raise ConfigurationError(
             f"{TOOL} is not on the PATH.",
@@ -132,22 +134,22 @@ def _script(args: argparse.Namespace) -> list[str]:
     script: Sequence[str] = args.script[1:] if args.script[:1] == ["--"] else args.script
     if not script and args.phase in _NEEDS_SCRIPT:
         raise ConfigurationError(
-            "There is no training to collect graphs from.",
+            "There is no training command to collect graphs from.",
             where="neuron-accel precompile",
-            fix="put the command that trains behind --: neuron-accel precompile -- torchrun train.py",
+            fix="give the training command after --: neuron-accel precompile -- torchrun train.py",
         )
     if script and args.phase not in _NEEDS_SCRIPT:
         raise ConfigurationError(
-            f"--command {args.phase} runs no training, but {shlex.join(script)} stands behind it.",
+            f"--command {args.phase} does not run a training command, but got {shlex.join(script)}.",
             where="neuron-accel precompile",
-            fix="leave the command that trains out, or take --command collect",
+            fix="leave the training command out, or use --command collect",
         )
     if script and script[0].endswith(".py"):
         raise ConfigurationError(
             f"{script[0]} is a script, not a command.",
-            where="what stands behind --",
+            where="the command after --",
             why="graphs depend on the number of ranks, which a launcher sets",
-            fix=f"write the whole command: neuron-accel launch --nproc-per-node N {shlex.join(script)}",
+            fix=f"give the full command: neuron-accel launch --nproc-per-node N {shlex.join(script)}",
         )
     return list(script)
 
@@ -158,9 +160,9 @@ def _check_command(args: argparse.Namespace) -> None:
     if script and shutil.which(script[0]) is None:
         raise ConfigurationError(
             f"There is no command {script[0]!r}.",
-            where="what stands behind --",
+            where="the command after --",
             why="it is neither on the PATH nor a file that may be executed",
-            fix="write the command that trains as in a shell: neuron-accel launch ..., torchrun ..., ./run.sh",
+            fix="give the training command as in a shell: neuron-accel launch ..., torchrun ..., ./run.sh",
         )
 
 
@@ -168,11 +170,11 @@ def _settings(args: argparse.Namespace, environ: Mapping[str, str]) -> list[Sett
     with naming_options({"CompileCache.location": "--cache-dir"}):
         cache = CompileCache(location=args.cache_dir, retry_failed_compilation=args.retry_failed_compilation)
     found = [
-        Setting(name=STEPS_VARIABLE, value=str(args.max_steps), why="the trial ends after as many optimizer steps")
+        Setting(name=STEPS_VARIABLE, value=str(args.max_steps), why="the run ends after this number of optimizer steps")
     ]
     if args.max_retries:
         name = "NEURON_PARALLEL_COMPILE_MAX_RETRIES"
-        found.append(Setting(name=name, value=str(args.max_retries), why="further attempts at a graph that fails"))
+        found.append(Setting(name=name, value=str(args.max_retries), why="retries for a failed graph"))
     found += compile_settings(CompilerOptions(), cache, environ, native=False)
     if not args.cache_dir:
         location_of(environ)  # refuses a malformed one

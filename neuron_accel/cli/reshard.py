@@ -1,4 +1,4 @@
-"""``neuron-accel reshard``: a checkpoint divided for another mesh."""
+"""``neuron-accel reshard``: shards a checkpoint for another mesh."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
 
     from neuron_accel.engine.sharding.layout import Layout
 
-SUMMARY = "divide a checkpoint for another mesh, optimizer included"
+SUMMARY = "reshard a checkpoint for another mesh, including the optimizer"
 DESCRIPTION = """\
-Write a checkpoint again as the ranks of another mesh would have saved it, so that each reads files of its own.
-Loading never needs this: any mesh loads any checkpoint. Needs no accelerator and a few megabytes of memory.
+Write a checkpoint as the ranks of another mesh would have saved it, so that each rank reads only its own files. This
+is optional, since any mesh can load any checkpoint. Needs no accelerator and a few megabytes of memory.
 
-Degrees of tensor and pipeline parallelism need the model's config.json beside the checkpoint, where `save_state`
-puts it for models of transformers: it says what can be sharded how. Other models cannot be resharded along these axes.
+Tensor and pipeline parallelism need the model's config.json in the checkpoint, which `save_state` writes for models of
+transformers: it determines how the model is sharded. Other models cannot be resharded along these axes.
 """
 EXAMPLES = """\
 examples:
   neuron-accel reshard --tensor-parallel 8 checkpoint checkpoint-tp8
   neuron-accel reshard --tensor-parallel 4 --data-parallel 8 --zero-1 checkpoint checkpoint-tp4-dp8
   neuron-accel reshard --pipeline-parallel 4 --tensor-parallel 8 checkpoint checkpoint-pp4-tp8
-  neuron-accel reshard checkpoint whole                  one file of weights, one of optimizer state
+  neuron-accel reshard checkpoint full                   unsharded: one file of weights, one of optimizer state
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint_dir", type=Path, help="the checkpoint, or its tensor_parallel_shards folder")
-    parser.add_argument("output_dir", type=Path, help="an empty folder; made if it does not exist")
+    parser.add_argument("output_dir", type=Path, help="an empty folder; created if it does not exist")
     parser.add_argument(
         "--tensor-parallel",
         type=int,
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--virtual-stages", type=int, default=1, metavar="N", help="pipeline stages of each rank (default 1)"
     )
     parser.add_argument("--data-parallel", type=int, default=1, metavar="N", help="data-parallel degree (default 1)")
-    parser.add_argument("--zero-1", action="store_true", help="divide the optimizer's state over data-parallel ranks")
+    parser.add_argument("--zero-1", action="store_true", help="shard the optimizer's state over data-parallel ranks")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def model_of(folder: Path) -> nn.Module:
-    """The model whose configuration lies in ``folder``, without memory for its weights.
+    """The model of the configuration in ``folder``, on the meta device.
 
     Raises:
         ConfigurationError: if there is no configuration to build it from.
@@ -88,9 +88,9 @@ def model_of(folder: Path) -> nn.Module:
 
     if not (folder / "config.json").is_file():
         raise ConfigurationError(
-            "There is no config.json beside the checkpoint.",
+            "The checkpoint contains no config.json.",
             where=str(folder),
-            why="only the model's configuration says which dims heads and features lie in, and which layers there are",
+            why="the model's configuration determines how parameters are sharded and which layers form a stage",
             fix="load the checkpoint on the new mesh and save it there",
         )
     import torch
@@ -101,7 +101,7 @@ def model_of(folder: Path) -> nn.Module:
 
 
 def layouts_of(model: nn.Module, degree: int) -> dict[str, Layout]:
-    """How tensor parallelism lays out a model, by FQN."""
+    """The layouts of a model's parameters under tensor parallelism, by FQN."""
     from neuron_accel.models.architecture import architecture_of, join
     from neuron_accel.strategies.tensor_parallel.shard_plan import divide
 
@@ -114,7 +114,7 @@ def layouts_of(model: nn.Module, degree: int) -> dict[str, Layout]:
 
 
 def stages_of(model: nn.Module, degree: int, virtual_stages: int) -> dict[str, int]:
-    """On which rank along the pipeline each parameter and buffer of a model lies, by FQN."""
+    """The rank along the pipeline that holds each parameter and buffer of a model, by FQN."""
     from neuron_accel.strategies.pipeline.cuts import cut
 
     stack, starts = cut(model, degree * virtual_stages, None)

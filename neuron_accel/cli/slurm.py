@@ -71,7 +71,7 @@ def describe_batch_files(place: str, plan: LaunchPlan, options: Sequence[str]) -
         raise ConfigurationError("No file is named.", where="--slurm", fix="name a file or a folder")
     if port > LAST_PORT:
         raise ConfigurationError(
-            f"Port {port} leaves none for every job.",
+            f"Port {port} is too high.",
             where="--master-port",
             why="each adds up to 999 to it, by its number, so that two jobs on a machine do not meet",
             fix=f"give at most {LAST_PORT}, or leave it out",
@@ -130,7 +130,7 @@ def _check_place(path: Path) -> None:
         return
     if found and found != beginning:
         raise ConfigurationError(
-            f"{path} exists, and is no batch file of this command.",
+            f"{path} exists, and was not written by this command.",
             where="--slurm",
             why="it would be overwritten",
             fix="name another file, or remove it",

@@ -1,4 +1,4 @@
-"""``neuron-accel verify``: is a checkpoint whole?"""
+"""``neuron-accel verify``: checks that a checkpoint is complete and undamaged."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 SUMMARY = "check that a checkpoint is complete and undamaged"
 DESCRIPTION = """\
-Compare every file of a checkpoint with its checksum, check that all parts of all tensors are there, and that their
-shapes are those of the configuration beside them. Needs no torch. The exit code is 1 if something is wrong.
+Compare every file of a checkpoint with its checksum, and check that all shards of all tensors are present and that
+their shapes match the model's configuration. Needs no torch. The exit code is 1 if a check fails.
 """
 EXAMPLES = """\
 examples:

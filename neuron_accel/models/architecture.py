@@ -44,11 +44,11 @@ class Architecture:
         return self.config.model_type
 
     def at(self, degree: int) -> Architecture:
-        """The same over ``degree`` ranks, without the regions that cannot be divided over so many."""
+        """The same for ``degree`` ranks, without the regions that cannot be sharded over this number."""
         return replace(self, plan=self.plan.at(degree, self.config)) if self.plan.whole_if_uneven else self
 
     def find(self, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-        """FQN (in ``model``) and module of everything that a pattern of the plan stands for, in the model's order."""
+        """FQN (in ``model``) and module of everything that a pattern of the plan matches, in the model's order."""
         for name, module in named_modules(self.base, pattern):
             yield join(self.base_name, name), module
 
@@ -128,7 +128,7 @@ def architecture_of(model: nn.Module) -> Architecture:
     if plan is None:
         raise UnsupportedModelError(
             f"No plan is known for the model type {config.model_type!r} of {type(owner).__name__}.",
-            why="how its weights may be divided has to be known",
+            why="a plan is needed to shard its weights",
             fix=did_you_mean(config.model_type, known_model_types()),
         )
     plan = plan.of(config)

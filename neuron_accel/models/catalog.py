@@ -91,18 +91,18 @@ def registered_plans() -> RegisteredPlans:
 def register_tensor_parallel_plan(
     target: type[nn.Module] | str, plan: Mapping[str, str] | ArchitecturePlan, *, override: bool = False
 ) -> None:
-    """Makes known how models of a class or family are divided, wherever one is prepared in this process.
+    """Registers the tensor-parallel plan of a class of modules or of a model family, for this process.
 
-    Every rank registers the same.
+    Every rank must register the same plans.
 
     Args:
         target: a class of modules, subclasses included, or a family (``config.model_type``). Modules of the class may
-            be parts of the model that is prepared: all of them are sharded. Inside of a module that has a plan, plans
-            of further classes do not count.
-        plan: in words: FQN patterns relative to the module, and what becomes of what they name, as for
-            ``ModelParallelismPlugin(tensor_parallel_plan=...)``; or, for a family, a whole
-            :class:`~neuron_accel.models.ArchitecturePlan`, with which vocabulary and sequence are divided, too.
-        override: whether it may take the place of one that is registered, or built in, already.
+            be inside the prepared model: all of them are sharded. Inside a module with a plan, the plans of further
+            classes are ignored.
+        plan: a dict of patterns to styles, as for ``ModelParallelismPlugin(tensor_parallel_plan=...)``, with FQNs
+            relative to the module; or, for a family, an :class:`~neuron_accel.models.ArchitecturePlan`, which also
+            shards vocabulary and sequence.
+        override: whether it may replace a plan that is registered or built in.
 
     Raises:
         ConfigurationError: if the target is neither, or has a plan already.
@@ -114,7 +114,7 @@ def register_tensor_parallel_plan(
     plans = registered_plans()
     if isinstance(target, type) and issubclass(target, nn.Module):
         if isinstance(plan, ArchitecturePlan):
-            raise _wrong(target, "a whole ArchitecturePlan describes a family", "give the model_type of its config")
+            raise _wrong(target, "an ArchitecturePlan describes a family", "give the model_type of its config")
         _check_new(target in plans.of_classes, target.__name__, override)
         plans.of_classes[target] = dict(plan)
     elif isinstance(target, str) and target:
@@ -135,7 +135,7 @@ def _check_new(known: bool, name: str, override: bool) -> None:
         raise ConfigurationError(
             f"There is a plan for {name!r} already.",
             where="register_tensor_parallel_plan",
-            why="models that rely on it would be divided in another way",
+            why="models that rely on it would be sharded differently",
             fix="pass override=True if that is meant",
         )
 

@@ -1,4 +1,4 @@
-"""The description of a family of decoders: where its parts are, and how each may be divided.
+"""The description of a family of decoders: the names of its modules, and how each is sharded.
 
 Everything here is plain data, so that a new family is about a dozen lines.
 """
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How one module inside a tensor-parallel region is divided.
+    """How one module inside a tensor-parallel region is sharded.
 
     Args:
-        kind: ``"colwise"`` (each rank computes a share of the output features), ``"rowwise"`` (each rank holds a share
-            of the input features; the outputs are summed), ``"shared"`` (whole on every rank, each rank applies it to
-            its own share, so that its gradient is a sum over the ranks), ``"divided"`` (its parameters are cut along
-            one dim, as its input is), ``"spanning"`` (whole on every rank, and applied to the features of all
-            ranks, of which each goes on with its own), ``"partial"`` (like ``"rowwise"``, but the outputs are summed
-            only where the region ends), ``"experts"`` (many gated feed-forward layers in two tensors, gate and up
-            [experts, 2 x features, hidden] and down [experts, hidden, features], or transposed, whose features are
-            divided), ``"own_queries"`` (whole on every rank, which computes the queries of its own heads and the keys
-            and values of all, the last of the output features) or ``"counted_once"`` (whole on every rank, inside a
-            region whose output is summed at its end, to which each rank gives its part of the output).
-        units: the configuration attribute that counts what cannot be cut: attention heads, say. None, or an attribute
-            that is None, means that single features may be told apart. One name for each block where they differ.
-        blocks: number of equal blocks that the divided features fuse: 3 for query, key and value side by side.
-        groups: in how many groups the units are laid out one after the other; each block has the units of one.
-        fused: whether a unit is a key/value head together with all that belongs to it, so that it can be neither
-            padded nor held by several ranks.
-        widths: configuration attributes that say how many features a unit of each block has, where they differ; then
-            nothing can be padded.
-        dim: the dim of parameters that is cut, of kind ``"divided"``.
+        kind: ``"colwise"`` (the output features are sharded), ``"rowwise"`` (the input features are sharded; the
+            outputs are summed), ``"shared"`` (replicated; each rank applies it to its shard of the features, so that
+            its gradient is a sum over the ranks), ``"divided"`` (its parameters are sharded along one dim, like its
+            input), ``"spanning"`` (replicated; it is applied to the gathered features of all ranks, of which each rank
+            keeps its shard), ``"partial"`` (like ``"rowwise"``, but the outputs are summed at the end of the region),
+            ``"experts"`` (many gated MLPs in two tensors, gate and up [experts, 2 x features, hidden] and down
+            [experts, hidden, features], or transposed, whose features are sharded), ``"own_queries"`` (replicated; a
+            rank computes the queries of its own heads and the keys and values of all heads, which are the last of the
+            output features) or ``"counted_once"`` (replicated, inside a region whose output is summed at its end; each
+            rank contributes a fraction of the output).
+        units: the configuration attribute that counts the indivisible units, such as attention heads. None, or an
+            attribute that is None, means single features. One name for each block if they differ.
+        blocks: number of equal blocks that are fused in the sharded features: 3 for query, key and value.
+        groups: number of groups in which the units are laid out one after the other; each block has the units of one.
+        fused: whether a unit is a key/value head together with its query heads, so that it can be neither padded nor
+            replicated.
+        widths: configuration attributes with the number of features in a unit of each block, if they differ; such a
+            module cannot be padded.
+        dim: the dim along which parameters of kind ``"divided"`` are sharded.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Style:
 
     @property
     def units_of_blocks(self) -> tuple[str | None, ...]:
-        """What cannot be cut in each block."""
+        """The indivisible units of each block."""
         return self.units if isinstance(self.units, tuple) else (self.units,) * self.blocks
 
 
@@ -62,43 +62,43 @@ def colwise(
     fused: bool = False,
     widths: tuple[str, ...] = (),
 ) -> Style:
-    """A projection whose output features are divided."""
+    """A projection whose output features are sharded."""
     return Style(kind="colwise", units=units, blocks=blocks, groups=groups, fused=fused, widths=widths)
 
 
 def rowwise(*, units: str | None = None, blocks: int = 1, groups: int = 1) -> Style:
-    """A projection whose input features are divided."""
+    """A projection whose input features are sharded."""
     return Style(kind="rowwise", units=units, blocks=blocks, groups=groups)
 
 
 def shared() -> Style:
-    """A module that every rank holds whole and applies to its own share of heads or features."""
+    """A replicated module that each rank applies to its shard of heads or features."""
     return Style(kind="shared")
 
 
 def divided(
     *, units: str | tuple[str, ...] | None = None, blocks: int = 1, widths: tuple[str, ...] = (), dim: int = 0
 ) -> Style:
-    """A parameter, or a module whose parameters are all divided along the same dim."""
+    """A parameter, or a module, whose parameters are all sharded along the same dim."""
     return Style(kind="divided", units=units, blocks=blocks, widths=widths, dim=dim)
 
 
 def spanning(*, units: str | None = None) -> Style:
-    """A module without a division of its own, a norm say, over features that lie on all ranks.
+    """A replicated module, such as a norm, over features that are sharded over all ranks.
 
     Args:
-        units: what the features belong to; where it is not named, they have to divide evenly.
+        units: the units of the features; if it is not given, their number must be divisible by the number of ranks.
     """
     return Style(kind="spanning", units=units)
 
 
 def partial() -> Style:
-    """A projection whose input features are divided, inside a region whose output is summed at its end."""
+    """A projection whose input features are sharded, inside a region whose output is summed at its end."""
     return Style(kind="partial")
 
 
 def experts() -> Style:
-    """Gated feed-forward layers, their weights stacked, whose features are divided."""
+    """Gated MLPs with stacked weights, whose features are sharded."""
     return Style(kind="experts")
 
 
@@ -108,13 +108,13 @@ def own_queries(*, units: str) -> Style:
 
 
 def counted_once() -> Style:
-    """A module without a division, an identity say, inside a region whose output is summed at its end."""
+    """A replicated module, such as an identity, inside a region whose output is summed at its end."""
     return Style(kind="counted_once")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArchitecturePlan:
-    """What is known about a family of decoders.
+    """The description of a family of decoders.
 
     Patterns are FQNs relative to the base model, in which ``*`` stands for one segment.
 
@@ -127,21 +127,21 @@ class ArchitecturePlan:
         regions: the modules whose input, ``hidden_states`` of shape [batch, sequence, hidden], enters a tensor-parallel
             region. A region ends in one row-wise projection, or holds parts that are ``"partial"`` or ``"experts"``:
             then what the module returns is summed.
-        styles: the modules of the regions that hold parameters, and how each is divided.
+        styles: the modules of the regions that hold parameters, and how each is sharded.
         head: FQN, relative to the model around the base model, of the projection to the vocabulary.
         heads, key_value_heads: the configuration attributes that count attention heads and key/value heads; the first
             is a multiple of the second, where there is one.
-        per_rank: attributes of modules that count what a rank computes, and what their count follows; ``config.name``
-            stands for an entry of the module's own view of the configuration.
+        per_rank: attributes of modules that count what a rank computes, and the configuration attribute behind them;
+            ``config.name`` is an entry of the module's own view of the configuration.
         per_head: arguments of modules, [batch x heads, ...] or, of four dims, [batch, heads, ...], of which each rank
             gets those of its heads.
-        unsupported: configuration attributes that, when set, make a model that this plan does not cover, and why.
-        refused: arguments of a model's forward that are not possible when it is divided, and why.
-        whole_if_uneven: regions that stay whole where what these configuration attributes count does not divide by the
-            number of ranks.
-        sequence: why the family cannot be divided along the sequence; empty if it can.
-        variants: configuration attributes, and the plan that holds in place of this one if they are set; the first
-            that is set counts.
+        unsupported: configuration attributes that this plan does not support when they are set, and why.
+        refused: arguments of forward that are not possible when the model is sharded, and why.
+        whole_if_uneven: regions that are replicated if the value of these configuration attributes is not divisible by
+            the number of ranks.
+        sequence: why the family does not support sequence parallelism; empty if it does.
+        variants: configuration attributes, and the plan that replaces this one if they are set; the first one that is
+            set is used.
     """
 
     model_types: tuple[str, ...]

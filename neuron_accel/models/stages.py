@@ -168,6 +168,6 @@ def container_of(model: nn.Module, cuts: Iterable[str]) -> tuple[str, tuple[int,
         raise UnsupportedModelError(
             f"The cuts {', '.join(cuts)} are children of {len(parents)} modules.",
             where="stage_cuts",
-            why="all stages divide one list of blocks",
+            why="the stages consist of the blocks of one list",
         )
     return parents.pop(), tuple(int(cut.rpartition(".")[2]) for cut in cuts)

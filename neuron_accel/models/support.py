@@ -1,4 +1,4 @@
-"""Whether a configuration can be divided, found out without weights."""
+"""Whether a configuration can be sharded, determined without weights."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SupportReport:
-    """What would become of a model.
+    """Whether and how a model can be sharded.
 
     Args:
         model_type: its family.
         tensor_parallel_size: the degree asked about.
-        supported: whether it can be divided.
+        supported: whether it can be sharded.
         reason: why not; empty if it can.
-        sequence: why it cannot be divided along the sequence besides; empty if it can.
-        divided, whole: number of elements of the parameters of which each rank holds a share, and of the others.
+        sequence: why it does not support sequence parallelism; empty if it does.
+        divided: number of elements in sharded parameters.
+        whole: number of elements in replicated parameters.
         local: number of elements on each rank, padding included.
     """
 
@@ -41,7 +42,7 @@ class SupportReport:
             return f"{title}: not supported. {self.reason}"
         sequence = f"sequence parallel: no, {self.sequence}" if self.sequence else "sequence parallel: yes"
         return (
-            f"{title}: supported. {self.divided:,} elements divided, {self.whole:,} whole on every rank, "
+            f"{title}: supported. {self.divided:,} elements sharded, {self.whole:,} replicated, "
             f"{self.local:,} on each; {sequence}"
         )
 

@@ -217,7 +217,7 @@ class _Translation:
                     self._of_each_head[pattern] = divided(units=_HEADS)
                     return False
                 raise self._unsupported(
-                    f"The parameter {name!r} has style {self._styles[pattern]!r}.", "only linear layers can be divided"
+                    f"The parameter {name!r} has style {self._styles[pattern]!r}.", "only linear layers can be sharded"
                 )
         return False  # an optional part that this model was built without
 
@@ -254,7 +254,7 @@ class _Translation:
         if style in _ROWWISE or (style is None and leaf == "down_proj"):
             return partial()
         if holder.startswith("shared_expert") or style is not None:
-            raise self._unsupported(f"How {pattern!r} is divided is not known.", "it has no style")
+            raise self._unsupported(f"It is not known how to shard {pattern!r}.", "it has no style")
         return shared()
 
     # ---- regions ---------------------------------------------------------------------------------------------------
@@ -341,13 +341,13 @@ class _Translation:
                     self._check_linear(pattern)
                 return kind
         raise self._unsupported(
-            f"The style {style!r} of {pattern!r} is not supported.", "nothing here divides like that"
+            f"The style {style!r} of {pattern!r} is not supported.", "this library does not implement it"
         )
 
     def _check_linear(self, pattern: str) -> None:
         for name, module in self._find(pattern):
             if not isinstance(module, nn.Linear):
-                raise self._unsupported(f"{name!r} is a {type(module).__name__}.", "only linear layers can be divided")
+                raise self._unsupported(f"{name!r} is a {type(module).__name__}.", "only linear layers can be sharded")
 
     def _of_attention(self, region: str, kinds: dict[str, str], exit: str) -> dict[str, Style]:
         result: dict[str, Style] = {}
@@ -477,7 +477,7 @@ class _Translation:
         after = there[there.index(lists[0]) + 1 :] if len(lists) == 1 else []
         if len(lists) != 1 or len(after) != 1 or not names:
             raise self._unsupported(
-                "Its blocks, its token embedding and its final norm cannot be told.",
+                "Its blocks, its token embedding and its final norm cannot be identified.",
                 f"it consists of {', '.join(there)}",
             )
         return lists[0], names[0], after[0]

@@ -1,4 +1,4 @@
-"""A model of the user's own, divided by the plan that they give for it."""
+"""A user's own model, sharded by the plan that they give for it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def given_architecture(model: nn.Module, plan: Mapping[str, str], degree: int) -
         degree: number of ranks.
 
     Raises:
-        ConfigurationError: for a style that there is not.
+        ConfigurationError: if a style is not valid.
         UnsupportedModelError: if a pattern names nothing, or the blocks are not those of one list.
-        LayoutError: if what an attribute counts does not divide.
+        LayoutError: if the value of an attribute is not divisible by the degree.
     """
     styles: dict[str, Style] = {}
     per_rank: dict[str, dict[str, str]] = {}
@@ -95,7 +95,7 @@ def _style(pattern: str, style: str) -> Style:
     if style in _MADE:
         return _MADE[style]()
     raise ConfigurationError(
-        f"{style!r}, for {pattern!r}, is no style.",
+        f"{style!r}, for {pattern!r}, is not a valid style.",
         where="tensor_parallel_plan of plugin tensor_parallel",
         fix="use 'colwise', 'colwise:N', 'rowwise', 'shared', 'per_rank' or 'block'",
     )
@@ -109,12 +109,12 @@ def _count(model: nn.Module, holder: str, attribute: str, degree: int) -> int:
         raise UnsupportedModelError(
             f"'{holder}.{attribute}' is {', '.join(map(str, found)) or 'nowhere'} in {type(model).__name__}.",
             where="tensor_parallel_plan of plugin tensor_parallel",
-            why="'per_rank' divides an attribute that is the same whole number wherever the pattern matches",
+            why="'per_rank' is for an integer attribute with the same value in all modules that the pattern matches",
         )
     count = found.pop()
     if count % degree:
         raise LayoutError(
-            f"'{holder}.{attribute}' = {count} does not divide by {degree}.",
+            f"'{holder}.{attribute}' = {count} is not divisible by {degree}.",
             where=f"{type(model).__name__} with tensor_parallel_size={degree}",
             fix="choose a tensor_parallel_size that divides it",
         )

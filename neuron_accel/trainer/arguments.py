@@ -43,44 +43,36 @@ class StrategyArguments:
         class MyArguments(StrategyArguments, SFTConfig): ...
 
     Attributes:
-        decision: which backend the run uses, and why; settled when the arguments are made.
+        decision: which backend the run uses, and why; chosen when the arguments are constructed.
     """
 
-    zero_1: bool = field(default=False, metadata={"help": "Divide the optimizer over data-parallel ranks (ZeRO-1)."})
-    tensor_parallel_size: int = field(
-        default=1, metadata={"help": "Number of ranks that hold one copy of the model's layers together."}
-    )
-    pipeline_parallel_size: int = field(
-        default=1, metadata={"help": "Number of stages that the model's layers are divided into."}
-    )
+    zero_1: bool = field(default=False, metadata={"help": "Shard the optimizer over data-parallel ranks (ZeRO-1)."})
+    tensor_parallel_size: int = field(default=1, metadata={"help": "Number of ranks over which each layer is sharded."})
+    pipeline_parallel_size: int = field(default=1, metadata={"help": "Number of pipeline stages."})
     pipeline_parallel_num_microbatches: int = field(
         default=-1,
-        metadata={
-            "help": "Number of equal parts of a rank's batch under way in the pipeline; -1: the per-device batch size."
-        },
+        metadata={"help": "Number of micro-batches per batch of a rank; -1: the per-device batch size."},
     )
     pipeline_parallel_schedule: str = field(
         default="1f1b", metadata={"help": "1f1b, gpipe, interleaved or zero-bubble; see `neuron-accel schedule`."}
     )
     disable_embedding_parallelization: bool = field(
-        default=False, metadata={"help": "Keep token embedding and head whole on every tensor-parallel rank."}
+        default=False, metadata={"help": "Do not shard token embedding and head over tensor-parallel ranks."}
     )
     disable_sequence_parallel: bool = field(
         default=False,
-        metadata={"help": "Keep whole sequences between tensor-parallel layers; by default they are divided, too."},
+        metadata={"help": "Do not shard activations between tensor-parallel layers along the sequence."},
     )
     kv_size_multiplier: int | None = field(
         default=None,
         metadata={
-            "help": "How many tensor-parallel ranks hold each key/value head. Found by itself; checked where given."
+            "help": "Tensor-parallel ranks per key/value head. Derived automatically; a value is only validated."
         },
     )
-    async_save: bool = field(
-        default=False, metadata={"help": "Go on training while a checkpoint is written from host memory."}
-    )
+    async_save: bool = field(default=False, metadata={"help": "Write checkpoints in the background, from host memory."})
     consolidate_at_end: bool = field(
         default=False,
-        metadata={"help": "After training write the full model, as transformers loads it, to output_dir."},
+        metadata={"help": "Write the full model to output_dir after training, in transformers' format."},
     )
     plugins: list[str] | None = field(
         default=None,

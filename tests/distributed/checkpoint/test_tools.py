@@ -170,7 +170,7 @@ def test_inspect_says_what_is_there(saved, capsys):
     head = tensors["lm_head.weight"]
     assert head["cuts"] == [{"dim": 0, "axis": "tp", "degree": 4, "blocks": [95], "padded": True}]
     assert main(["inspect", str(folder)]) == 0
-    assert "dim 0 over tp 4, padded" in capsys.readouterr().out
+    assert "Shard(0) over tp 4, padded" in capsys.readouterr().out
 
 
 def test_every_unique_byte_is_written_once_and_by_all(saved):

@@ -272,7 +272,7 @@ def test_a_batch_file_takes_the_place_of_an_earlier_one_and_of_nothing_else(scri
     ("options", "words"),
     [
         (["--slurm", ""], "No file is named"),
-        (["--slurm", "x.sbatch", "--master-port", "65000"], "Port 65000 leaves none"),
+        (["--slurm", "x.sbatch", "--master-port", "65000"], "Port 65000 is too high"),
         (["--slurm", "x.sbatch", "--instance", "trn9"], "not a known Trainium instance"),
     ],
 )

@@ -133,7 +133,7 @@ def test_a_missing_module_is_refused_and_one_in_this_folder_found(tmp_path, monk
 @pytest.mark.parametrize("name", ["", "train.py", "package..train", ".train"])
 def test_what_cannot_be_a_module_is_refused(script, name, monkeypatch):
     monkeypatch.chdir(os.path.dirname(script))
-    with pytest.raises(ConfigurationError, match="no name of a module"):
+    with pytest.raises(ConfigurationError, match="not a valid module name"):
         check_request(LaunchRequest(target=name, module=True))
 
 

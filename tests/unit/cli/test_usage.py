@@ -68,15 +68,15 @@ def test_examples_that_are_too_long_go_on_as_in_a_shell():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("launch --nproc-per-nod 2 t.py", "there is no option --nproc-per-nod; did you mean --nproc-per-node?"),
-        ("launch --nproc_per_nod=2 t.py", "there is no option --nproc_per_nod; did you mean --nproc-per-node?"),
-        ("launch -n 2 t.py", "there is no option -n; did you mean --nproc-per-node?"),
-        ("launch --dry-rum", "there is no option --dry-rum; did you mean --dry-run?"),
+        ("launch --nproc-per-nod 2 t.py", "unknown option --nproc-per-nod; did you mean --nproc-per-node?"),
+        ("launch --nproc_per_nod=2 t.py", "unknown option --nproc_per_nod; did you mean --nproc-per-node?"),
+        ("launch -n 2 t.py", "unknown option -n; did you mean --nproc-per-node?"),
+        ("launch --dry-rum", "unknown option --dry-rum; did you mean --dry-run?"),
         ("launch", "the following arguments are required: script"),
         ("launch --nproc-per-node x t.py", "'x' is neither a number nor 'auto'"),
         ("precompile --max-step 3 -- train", "did you mean --max-steps?"),
-        ("env --xyz", "there is no option --xyz\n"),
-        ("env more", "there is one argument too many: 'more'"),
+        ("env --xyz", "unknown option --xyz\n"),
+        ("env more", "unexpected argument 'more'"),
         ("cache lst", "invalid choice: 'lst'"),
     ],
 )
@@ -96,7 +96,7 @@ def test_arguments_of_the_script_are_not_ours():
 def test_an_unknown_command(word, near, capsys):
     assert ends([word]) == 2
     error = capsys.readouterr().err
-    assert f"there is no command {word!r}" in error
+    assert f"unknown command {word!r}" in error
     assert near in error
 
 

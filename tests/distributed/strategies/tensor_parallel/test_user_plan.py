@@ -116,7 +116,7 @@ class OfBlocks(nn.Module):
 def _documented() -> nn.Module:
     """A model of the documentation's blocks, with the documentation's plan registered, as it is written there."""
     text = (Path(__file__).parents[4] / "docs" / "tensor_parallel.md").read_text()
-    section = text.partition("## Models of your own")[2]
+    section = text.partition("## Your own models")[2]
     exec(section.partition("```python")[2].partition("```")[0], {"MyBlock": MyBlock})
     return OfBlocks()
 
@@ -280,11 +280,11 @@ def _refusals() -> dict[str, str]:
 
 def test_plans_that_do_not_fit() -> None:
     messages = run_ranks(_refusals, 2)[0]
-    assert "'diagonal', for 'blocks.*.fc1', is no style" in messages["style"]
+    assert "'diagonal', for 'blocks.*.fc1', is not a valid style" in messages["style"]
     assert "no module 'blocks.*.fc9'" in messages["nowhere"]
     assert "'blocks.0.norm' is a LayerNorm" in messages["no linear"]
     assert "divides an attribute" in messages["no number"]
-    assert "'blocks.*.size' = 3 does not divide by 2" in messages["uneven"]
+    assert "'blocks.*.size' = 3 is not divisible by 2" in messages["uneven"]
     assert "cannot be sharded along the sequence" in messages["sequence"]
     assert "names no blocks" in messages["sequence"]
     assert "{'blocks.*': 'block', ...}" in messages["sequence"]
@@ -310,9 +310,9 @@ def test_what_is_said_of_a_model() -> None:
     assert found["before"] == text
     assert f"Parameters on rank 0: {found['held']:,} bytes" in text
     row = next(line for line in text.splitlines() if "layers.*.self_attn.k_proj.weight" in line)
-    assert "each held 2 times" in row
+    assert "Shard(0) over tp (2 replicas of each shard)" in row
     assert row.split()[2] == "colwise"
-    assert next(line for line in text.splitlines() if "input_layernorm" in line).split()[2:4] == ["-", "whole"]
+    assert next(line for line in text.splitlines() if "input_layernorm" in line).split()[2:4] == ["-", "Replicate"]
     assert row.count("(8, 32)") == 2
     row = next(line for line in text.splitlines() if line.strip().startswith("model.layers.1.mlp "))
     assert row.split()[-1] == str(2 * 32 * 4)
