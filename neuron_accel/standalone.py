@@ -31,24 +31,23 @@ Ranks = Sequence[Sequence[int]]
 
 
 class ZeroRedundancyOptimizer(Zero1Optimizer):
-    """Divides an optimizer's state over ranks; gradients are averaged over them at :meth:`step`.
+    """Shards an optimizer's state over ranks (ZeRO-1); gradients are averaged over them at :meth:`step`.
 
     Args:
         params: parameters or groups, as for any optimizer.
-        optimizer_class: the optimizer to divide.
-        optimizer_dtype: dtype of master weights and state; None: float32. Those of a parameter that is wider than that
-            have its dtype.
-        grad_clipping: whether every step clips gradients; their norm before is ``optimizer.grad_norm``.
-        max_norm: to which global norm; None: 1.0.
+        optimizer_class: the optimizer to shard.
+        optimizer_dtype: dtype of master weights and state; None: float32. A parameter with a wider dtype keeps it.
+        grad_clipping: whether every step clips gradients; the norm before clipping is ``optimizer.grad_norm``.
+        max_norm: the global norm to clip to; None: 1.0.
         pin_layout: accepted for torch-xla scripts. Collectives here never pin a layout, which is what Neuron needs.
-        sharding_groups: lists of ranks that share the state; all ranks by default.
-        grad_norm_groups: lists of ranks over which the norm is summed further: those that hold other parts of the same
-            parameters. A parameter counts as cut over them if its attribute ``tensor_model_parallel`` is true, as
-            neuronx-distributed marks them; the others are copies and count once.
-        lazy_init: accepted for torch-xla scripts, which call :meth:`init_zero` later; nothing is ever held whole here.
-        use_grad_acc_hook: gradients are reduced as every backward pass produces them and accumulate as this rank's
-            share. Off, they accumulate in ``parameter.grad`` and are sent once, at :meth:`step`.
-        higher_cc_precision: gradients travel in ``optimizer_dtype``.
+        sharding_groups: lists of ranks over which the state is sharded; all ranks by default.
+        grad_norm_groups: lists of ranks over which the norm is also summed: those that hold other shards of the same
+            parameters. A parameter counts as sharded over them if its attribute ``tensor_model_parallel`` is true, as
+            in neuronx-distributed; other parameters are replicas and count once.
+        lazy_init: accepted for torch-xla scripts, which call :meth:`init_zero` later; full state is never allocated.
+        use_grad_acc_hook: gradients are reduced in every backward pass and accumulate in this rank's shard. If False,
+            they accumulate in ``parameter.grad`` and are reduced once, at :meth:`step`.
+        higher_cc_precision: gradients are reduced in ``optimizer_dtype``.
         bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: size of buckets in MiB, 0 for the default. One size
             serves both directions: the larger of the two.
         save_master_weights: whether ``state_dict`` contains the master weights.
@@ -126,7 +125,7 @@ class ZeroRedundancyOptimizer(Zero1Optimizer):
         super().add_param_group(group)
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
-        """Sums gradients over ranks, updates this rank's share, and gathers everybody's weights.
+        """Reduces gradients over ranks, updates this rank's shard, and gathers the weights.
 
         Args:
             closure: runs forward and backward and returns the loss; called once, before the update.
@@ -139,7 +138,7 @@ class ZeroRedundancyOptimizer(Zero1Optimizer):
             raise UsageError(
                 "`sharding_scheme` has no meaning here.",
                 where="ZeroRedundancyOptimizer.step",
-                why="the ranks over which state is divided are settled by the constructor",
+                why="the ranks over which state is sharded are set in the constructor",
                 fix="give `sharding_groups` to the constructor",
             )
         return super().step(closure, **options)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # ---- Looking on while collectives are issued, and a board for notes beside them --------------------------------------
 class CollectiveObserver(ABC):
-    """Is told of collectives just before they happen. What it raises keeps them from happening."""
+    """Is called just before every collective. If it raises, the collective is not issued."""
 
     @abstractmethod
     def issued(self, op: str, group: Group, sent: int, *, deferred: bool) -> None:
@@ -27,7 +27,7 @@ class CollectiveObserver(ABC):
 
         Args:
             op: its name.
-            group: who takes part; more than one rank.
+            group: the ranks that take part; more than one.
             sent: bytes that this rank sends; 0 where objects travel.
             deferred: whether it only becomes part of a graph, which :meth:`executing` announces.
         """

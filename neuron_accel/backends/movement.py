@@ -52,7 +52,7 @@ def split_chunks(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     """The ``count`` equal chunks of ``tensor`` along ``dim`` as rows; a view.
 
     Raises:
-        LayoutError: if ``count`` does not divide the dim.
+        LayoutError: if the dim is not a multiple of ``count``.
     """
     dim = normalize_dim(dim, tensor)
     size = tensor.shape[dim]
@@ -60,7 +60,7 @@ def split_chunks(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
         raise LayoutError(
             f"Dim {dim} of a tensor of shape {list(tensor.shape)} cannot be cut into {count} equal chunks.",
             why=f"{size} is not a multiple of {count}",
-            fix="pad it, or choose a degree that divides it",
+            fix="pad it, or choose a degree by which it is divisible",
         )
     return tensor.unflatten(dim, (count, size // count)).movedim(dim, 0)
 

@@ -76,8 +76,8 @@ def _each_reads_its_own(loader: DataLoader, run: Run, dispatch: bool | None) -> 
         )
     if isinstance(loader.dataset, IterableDataset) and run.data_parallel_size > 1 and not loader.drop_last:
         warnings.warn(
-            "The last batch of this stream is filled up with samples from its beginning, which count twice: nobody "
-            "knows its length. DataLoader(drop_last=True) leaves the last batch out instead.",
+            "The last batch of this stream is padded with samples from its beginning, which count twice, "
+            "because its length is unknown. DataLoader(drop_last=True) drops the last batch instead.",
             stacklevel=4,
         )
     return False

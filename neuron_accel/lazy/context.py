@@ -84,26 +84,24 @@ _IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
 def lazy_load_for_parallelism(
     *, tensor_parallel_size: int | None = None, pipeline_parallel_size: int | None = None
 ) -> Iterator[None]:
-    """A context in which models are built and loaded without memory for their weights.
+    """A context in which models are built and loaded without allocating memory for their weights.
 
-    ``from_pretrained`` looks only at the headers of files, and ``from_config`` draws no numbers. When the model is
-    prepared, each rank reads from the files what it owns, once it is settled what that is: the slices of its
-    tensor-parallel shard, the layers of its stages. Buffers are computed, weights stay tied, dtypes are those asked
-    for, and whatever transformers does to a checkpoint while it loads is done to these slices: keys renamed, experts
-    stacked, weights transposed. Where it computes more than that, the full tensor is made for a moment. What is
-    missing, unexpected or mismatched is reported by transformers as ever. Pickled weights are read likewise, by torch's
-    mapped loading of tensors alone.
+    ``from_pretrained`` reads only the headers of files, and ``from_config`` draws no random numbers. ``prepare``
+    computes the layout, and each rank then reads only what it holds: the slices of its tensor-parallel shards, the
+    layers of its stages. Buffers are computed, weights stay tied, dtypes are those requested, and transformers'
+    conversions of a checkpoint (renamed keys, stacked experts, transposed weights) are applied to the slices. For other
+    conversions the full tensor is built temporarily. transformers reports missing, unexpected and mismatched weights as
+    usual. Pickled weights are memory-mapped, and only tensors are unpickled.
 
-    A model that is built from its configuration gets, at every degree, the weights that one process without this
-    context would have given it, bit for bit: when it is prepared every rank draws all its numbers in the order in which
-    it would have drawn them then, and keeps its share. What is drawn after the context, before ``prepare`` or later, is
-    not what would be drawn without it, since the generator has not advanced.
+    A model that is built from its configuration gets, at every degree, bitwise the weights of a single process without
+    this context: in ``prepare`` every rank draws all random numbers in the original order, and keeps its shards. The
+    context does not advance the global random number generator, so numbers drawn after it differ from those without it.
 
-    Inside the context tensors have no values; a model that looks at them while it is built cannot be built here. A
-    model may be changed inside (``resize_token_embeddings(..., mean_resizing=False)``, say), and cast anywhere;
-    otherwise it is not to be changed between the context and ``prepare``. :func:`~neuron_accel.lazy.materialize` fills
-    it without an accelerator. Files are found by what Linux says of mapped memory; elsewhere weights are loaded as
-    without the context.
+    Inside the context tensors have no values, so a model that reads them in its constructor cannot be built. A model
+    may be changed inside (for example by ``resize_token_embeddings(..., mean_resizing=False)``) and cast anywhere;
+    otherwise it must not be changed between the context and ``prepare``. :func:`~neuron_accel.lazy.materialize` loads
+    the full weights without an accelerator. Files are located through Linux's list of memory maps; on other systems the
+    context has no effect.
 
     Args:
         tensor_parallel_size, pipeline_parallel_size: are checked against the plugins when the model is prepared; not

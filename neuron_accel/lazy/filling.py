@@ -98,7 +98,7 @@ class Origin:
                         f"The model was built for {degree} ranks along {axis!r}, and there are {degrees.get(axis, 1)}.",
                         where="lazy_load_for_parallelism",
                         why="its arguments are not those of the plugins",
-                        fix="leave them out: how a model is divided is settled when it is prepared",
+                        fix="leave them out: the layout of a model is computed in `prepare`",
                     )
 
     def fill(
@@ -173,7 +173,7 @@ class Origin:
             raise UsageError(
                 f"{name!r} has no memory, and nothing is known of what it holds.",
                 why="it was not made inside of lazy_load_for_parallelism, or was replaced after",
-                fix="build the whole model inside the context, and change it there or after `prepare`; one built "
+                fix="build the full model inside the context, and change it there or after `prepare`; one built "
                 "on the meta device otherwise needs checkpoint_dir",
             )
         return found
@@ -207,7 +207,7 @@ def _fill(recording: Recording, targets: list[_Target], before: Filled) -> Fille
 
 
 def materialize(model: nn.Module) -> Filled:
-    """Fills a model that was built inside of ``lazy_load_for_parallelism``, whole, in this process alone.
+    """Loads the full weights of a model that was built inside ``lazy_load_for_parallelism``, in this process.
 
     Raises:
         UsageError: if it was not built there.
@@ -253,7 +253,7 @@ def origin_of(model: nn.Module, run: Run) -> Origin | None:
 
 
 def give_memory(origin: Origin, record: PreparedModel, run: Run) -> Filled:
-    """Gives a model, rewritten by now, this rank's share of its weights, or room for it where a plugin names a
+    """Gives a rewritten model this rank's shards of its weights, or memory for them where a plugin names a
     checkpoint that is loaded next. Collective.
 
     Raises:

@@ -78,7 +78,7 @@ class _Plan:
                 "A tensor was made outside of the context that has no memory.",
                 where="lazy_load_for_parallelism",
                 why="what it holds is not known",
-                fix="build the whole model inside the context, and change nothing of it before it is prepared",
+                fix="build the full model inside the context, and do not change it before it is prepared",
             )
         # What other tensors would have drawn is drawn, too, as far as it comes before something that is needed.
         self.drawn = [

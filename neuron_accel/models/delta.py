@@ -19,7 +19,7 @@ class DeltaForm:
     """One way to build such a layer. Each head works for itself, from its projections to its norm.
 
     Args:
-        styles: all its parts, modules and parameters, and how each is divided.
+        styles: all its parts, modules and parameters, and how each is sharded.
         counters: attributes of the layer and of its parts that count what a rank has, and what they follow.
         heads: the attribute of the layer that counts each kind of head, by that of the configuration. All of them have
             to divide by the degree: a value head stays with its key head.

@@ -79,7 +79,7 @@ def open_folder(location: str) -> Path:
         raise ConfigurationError(
             f"The compile cache cannot be read: {error.strerror}.",
             where=location,
-            fix="run this as somebody who may read there",
+            fix="run this as a user who may read there",
         ) from None
     return folder
 
@@ -278,7 +278,7 @@ def _alone(folder: Path) -> Iterator[None]:
         raise ConfigurationError(
             f"The compile cache cannot be changed: {error.strerror}.",
             where=str(folder),
-            fix="run this as somebody who may write there",
+            fix="run this as a user who may write there",
         ) from None
     with file:
         try:

@@ -37,7 +37,7 @@ def _one_of(*values: str) -> Check:
 
 
 def _number(low: int = 0, high: int | None = None) -> Check:
-    form = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+    form = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
 
     def check(value: str) -> str | None:
         return None if value.isdecimal() and low <= int(value) <= (high or int(value)) else form
@@ -75,7 +75,7 @@ class Variable:
         default: what holds where it is not set.
         check: what a value has to look like, or None if it does.
         path: which of the two ways to a device reads it.
-        remark: what somebody who sets it should know; None where it simply works.
+        remark: a warning for users who set it; None if there is none.
     """
 
     meaning: str

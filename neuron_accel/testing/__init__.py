@@ -1,8 +1,8 @@
-"""Public help for tests: of strategies, and of your own models under strategies.
+"""Public helpers for tests: of strategies, and of your own models with strategies.
 
 - :func:`run_ranks` calls a function on several ranks of this machine, gloo or real torch_xla ones.
-- :func:`assert_parallel_equivalence` holds a model under some plugins to what one process computes.
-- :class:`PluginConformance` is a pytest class that tells whether a plugin keeps the contract.
+- :func:`assert_parallel_equivalence` compares training a model with plugins to training it in one process.
+- :class:`PluginConformance` is a pytest class that checks whether a plugin follows the contract.
 
 Names are resolved when they are first used: only :class:`PluginConformance` needs pytest.
 """

@@ -28,7 +28,7 @@ def discovery_problems(plugin: StrategyPlugin) -> list[str]:
     except PluginError as error:
         return [str(error)]
     if found is not cls:
-        return [f"the name {name!r} stands for {found!r}, not for {cls!r}"]
+        return [f"the name {name!r} is that of {found!r}, not of {cls!r}"]
     if default_registry().provenance(cls) == f"module {cls.__module__}":
         return [f"no installed distribution has an entry point {name!r} in the group neuron_accel.plugins"]
     return []

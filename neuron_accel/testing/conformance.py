@@ -103,7 +103,7 @@ class PluginConformance:
         _none(_form.discovery_problems(plugin))
 
     def test_keeps_the_form_of_the_contract(self, plugin: StrategyPlugin) -> None:
-        """A frozen dataclass; hooks by their names and with their arguments; duties only where they are claimed."""
+        """It is a frozen dataclass, hooks have the right names and arguments, and claims match the hooks."""
         _none(_form.form_problems(plugin))
 
     def test_configuration_round_trip(self, plugin: StrategyPlugin) -> None:

@@ -154,14 +154,14 @@ def loader_of(batches: Sequence[Batch], data_parallel_size: int) -> torch.utils.
     """A loader that, prepared, gives each data-parallel rank its share of each of the global ``batches``.
 
     Raises:
-        UsageError: if the batches have different sizes, or sizes that do not divide.
+        UsageError: if the batches have different sizes, or a size that is not a multiple of the number of ranks.
     """
     sizes = {len(value) for batch in batches for value in batch.values()}
     if len(sizes) != 1 or max(sizes) % data_parallel_size:
         raise UsageError(
             f"Batches of {', '.join(map(str, sorted(sizes)))} samples cannot be shared by {data_parallel_size} ranks.",
             why="every rank gets the same number of samples of each batch",
-            fix="give batches of one size that the number of data-parallel ranks divides",
+            fix="give batches of one size that is a multiple of the number of data-parallel ranks",
         )
     rows = [{name: value[i] for name, value in batch.items()} for batch in batches for i in range(max(sizes))]
     return torch.utils.data.DataLoader(rows, batch_size=max(sizes) // data_parallel_size)  # type: ignore[arg-type]

@@ -307,7 +307,7 @@ def _main_script(call: bytes) -> dict[str, str]:
     it.
 
     Raises:
-        UsageError: if it needs it, and nobody else can import it.
+        UsageError: if it needs it, and other processes cannot import it.
     """
     if b"__main__" not in call:
         return {}

@@ -188,7 +188,7 @@ class _Named:
         order = {record.fqn: i for i, record in enumerate(r for m in self._run.models for r in m.parameters)}
         if any(stage != sorted(stage, key=order.__getitem__) for stage in stages):
             raise CheckpointError(
-                "Which parameters the optimizer's state belongs to cannot be told.",
+                "It cannot be determined which parameters the optimizer's state belongs to.",
                 where=str(self._path),
                 why="it is stored by position, and in a pipeline no rank has all parameters of an optimizer, which got "
                 "them in another order than the model's",

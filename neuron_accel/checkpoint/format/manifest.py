@@ -87,7 +87,7 @@ class Manifest:
             raise CheckpointError(
                 f"The manifest cannot be used: {error or type(error).__name__}.",
                 where=where,
-                why="without it nobody knows whether the checkpoint is complete",
+                why="without it a checkpoint cannot be known to be complete",
                 fix="restore the file from a copy, or use another checkpoint",
             ) from error
 

@@ -31,7 +31,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
         where: what ``value`` belongs to, for keys and messages.
 
     Raises:
-        CheckpointError: if something cannot be stored, saying where it lies.
+        CheckpointError: if a value cannot be stored; the error names its key.
     """
     if value is None or type(value) in (bool, int, str):
         return value

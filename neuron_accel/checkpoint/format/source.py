@@ -1,4 +1,4 @@
-"""Tensors as they lie in files, read in any other division.
+"""Tensors in files, read with any other layout.
 
 A :class:`SourceTensor` is one tensor of the original model (or of the optimizer's state, which is cut like it) together
 with all its stored parts: shards by the coordinates that hold them, and runs of elements of a shard where ZeRO divided
@@ -116,7 +116,7 @@ class SourceTensor:
     Args:
         name: FQN in the original model.
         aliases: names tied to it.
-        layout: how it was divided when it was saved.
+        layout: its layout when it was saved.
         form: ``"parameter"``: has the shape of the parameter, or ``"own"``: has its own (scalars, factored moments).
         buffer: whether it is a buffer, not a parameter.
         parts: the chunks of each shard.
@@ -193,11 +193,11 @@ class SourceTensor:
 
         Args:
             files: open files.
-            layout: how the reader divides the tensor; of the same global shape.
+            layout: the reader's layout of the tensor; of the same global shape.
             at: the reader's coordinates.
             out: 1-D, contiguous, of words of the size of an element: elements ``start`` to ``stop`` of the reader's
                 flattened shard. Padding becomes zero.
-            start, stop: by default the whole shard.
+            start, stop: by default the full shard.
         """
         stop = math.prod(layout.local_shape) if stop is None else stop
         if stop <= start:

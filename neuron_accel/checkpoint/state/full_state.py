@@ -91,7 +91,7 @@ def _from_stage(
 
 
 def _state_of_stages(model: PreparedModel, module: torch.nn.Module, run: Run, stages: Group) -> dict[str, torch.Tensor]:
-    """The state dict of a model whose layers lie on several stages, on the main process."""
+    """The state dict of a model with several pipeline stages, on the main process."""
     local = module.state_dict(keep_vars=True)
     records = model.parameters
     described: dict[str, Any] = {}
@@ -134,11 +134,11 @@ _METHOD = "save_pretrained"
 
 
 class SaveNothing:
-    """In place of ``save_pretrained`` where a model holds shards and nobody can gather them."""
+    """Replaces ``save_pretrained`` of a sharded model after the run has ended, when shards cannot be gathered."""
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise UsageError(
-            "This model holds one rank's shards of a divided model.",
+            "This model holds one rank's shards of a sharded model.",
             where=_METHOD,
             why="it is a copy of a prepared model, or its run is over; its shards would be written as if they were the "
             "model",
@@ -147,7 +147,7 @@ class SaveNothing:
 
 
 class SaveFull:
-    """In place of the ``save_pretrained`` of a divided model.
+    """Replaces ``save_pretrained`` of a sharded model.
 
     Every process calls it; the main process writes the full model, with original names and shapes, and all return once
     the files are complete.
@@ -181,7 +181,7 @@ class SaveFull:
 
 
 def save_in_full(record: PreparedModel, run: Run) -> None:
-    """Makes ``save_pretrained`` of a divided model write the full one, until the run is over."""
+    """Makes ``save_pretrained`` of a sharded model write the full one, until the run is over."""
     divided = any(r.layout.cuts or r.holders for r in record.parameters)
     save = getattr(record.original, _METHOD, None)
     if divided and save is not None:

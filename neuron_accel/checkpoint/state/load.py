@@ -52,7 +52,7 @@ class Need:
 
     Args:
         source: where it comes from.
-        layout: how it is divided here.
+        layout: its layout in this run.
         start, stop: elements of this rank's flattened shard.
         target: is filled, converted to its dtype where that differs; may have padding at its end.
         sink: takes what was read, flat: the target's memory, or without a target a new tensor on the CPU.

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank its share, the main process the rest, the manifest last.
+"""Writing a checkpoint: every rank its shards, the main process the rest, the manifest last.
 
 A folder is written into under names that the manifest in it, if there is one, does not use. So the checkpoint it held
 stays complete until the new manifest replaces the old one, in one operation; what only the old one named is then
@@ -204,7 +204,7 @@ class BackgroundSave:
         self._thread.start()
 
     def join_share(self) -> None:
-        """Returns when this rank has written its share, or failed to: :attr:`error` then says why."""
+        """Returns when this rank has written its files, or has failed with :attr:`error`."""
         self._share_done.wait()
 
     def abandon(self) -> None:
@@ -254,19 +254,19 @@ class BackgroundSave:
         while not path.exists():
             if self._abandoned.is_set():
                 raise CheckpointError(
-                    f"Rank {rank} could not write its part of the checkpoint.", where=str(path.parent)
+                    f"Rank {rank} could not write its files of the checkpoint.", where=str(path.parent)
                 )
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"Rank {rank} has not written its part of the checkpoint within {_PATIENCE_SECONDS} s.",
                     where=str(self._target.folder),
                     why="it ended, or its folder is not the one of the other ranks",
-                    fix="save into a folder that all machines share",
+                    fix="save into a folder on a file system that all machines share",
                 )
             time.sleep(_POLL_SECONDS)
         note = json.loads(path.read_bytes())
         if "files" not in note:
-            raise CheckpointError(f"Rank {rank} could not write its part of the checkpoint: {note.get('error')}")
+            raise CheckpointError(f"Rank {rank} could not write its files of the checkpoint: {note.get('error')}")
         return {
             path: (kind, Written(size, tuple(checksums))) for path, (kind, size, checksums) in note["files"].items()
         }

@@ -100,7 +100,7 @@ class Session:
         if project.save_on_each_node:
             raise UsageError(
                 "`save_on_each_node` is not possible: a checkpoint is one folder that all machines share.",
-                why="every rank writes its own part of it",
+                why="every rank writes its own shards into it",
                 fix="save to a file system that all machines see",
             )
         automatic = project.automatic_checkpoint_naming

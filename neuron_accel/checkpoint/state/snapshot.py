@@ -43,7 +43,7 @@ class Item:
     Args:
         collection: which of the checkpoint's collections it belongs to.
         name: FQN; together with ``aliases`` the names of one parameter.
-        layout: how the whole tensor lies over the mesh.
+        layout: the layout of the full tensor over the mesh.
         tensor: this rank's part of it.
         start, stop: elements of the flattened shard, where it is only a run of them; else None.
         form: ``"parameter"`` or ``"own"``, see :class:`~neuron_accel.checkpoint.format.source.SourceTensor`.
@@ -183,7 +183,7 @@ def items_of_optimizer(optimizer: Any, index: int, run: Run) -> tuple[list[Item]
         The tensors, and what is no tensor by FQN and entry.
 
     Raises:
-        CheckpointError: if an entry has neither the shape of its parameter nor is the parameter whole.
+        CheckpointError: if an entry does not have the shape of its parameter, and the parameter is sharded.
     """
     items: list[Item] = []
     values: dict[str, dict[str, Any]] = {}
@@ -215,10 +215,10 @@ def form_of(value: torch.Tensor, piece: StatePiece) -> str:
     if not whole:
         raise CheckpointError(
             f"The optimizer's state of {piece.record.fqn!r} cannot be saved: an entry has shape "
-            f"{tuple(value.shape)}, the parameter's part on this rank has {tuple(piece.parameter.shape)}.",
-            where=f"a parameter that lies over {', '.join(piece.record.layout.axes) or 'data-parallel'} ranks",
-            why="nothing says how such an entry of a part belongs to the whole parameter",
-            fix="train with an optimizer whose state has the parameter's shape, or without dividing parameters",
+            f"{tuple(value.shape)}, the parameter's shard on this rank has {tuple(piece.parameter.shape)}.",
+            where=f"a parameter that is sharded over {', '.join(piece.record.layout.axes) or 'data-parallel'} ranks",
+            why="it is not known how such an entry of a shard maps to the full parameter",
+            fix="train with an optimizer whose state has the parameter's shape, or without sharding parameters",
         )
     return "own"
 
@@ -414,7 +414,7 @@ def copy_to_host(items: Sequence[Item], memory: HostMemory, threads: int) -> lis
 
 
 def write_items(folder: Path, items: Iterable[Item], run_facts: RankFacts, generation: int, files: Files) -> FileList:
-    """Writes this rank's share of the tensors, a file for each kind; each is on disk when this returns.
+    """Writes the tensors of this rank, a file for each kind; each is on disk when this returns.
 
     Raises:
         CheckpointError: naming the file that could not be written.

@@ -513,7 +513,7 @@ def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 def _wrong_count(kind: str, saved: int, present: int) -> CheckpointError:
     return CheckpointError(
         f"The checkpoint has {saved} {kind}, this training has {present}.",
-        why="objects are told apart by the order in which they were prepared or registered",
+        why="objects are identified by the order in which they were prepared or registered",
         fix="prepare and register the same objects as when the checkpoint was saved",
     )
 

@@ -57,7 +57,7 @@ def parse_size(text: str) -> int:
     except (ValueError, OverflowError):
         size = 0
     if size < 1:
-        raise CheckpointError(f"{text!r} is no size.", fix="give one like 5GB or 500MB")
+        raise CheckpointError(f"{text!r} is not a valid size.", fix="give one like 5GB or 500MB")
     return size
 
 

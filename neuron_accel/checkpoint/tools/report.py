@@ -1,4 +1,4 @@
-"""Looking at a checkpoint: what it holds, and whether it is whole. Needs neither torch nor numpy."""
+"""Inspecting a checkpoint: its contents, and whether it is complete. Needs neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _check_info(info: Mapping[str, Any], folder: Path) -> None:
         wrong = [f"{error!r}"]
     if wrong:
         raise CheckpointError(
-            f"The manifest says something absurd about where the checkpoint comes from: {wrong[0]}.",
+            f"The manifest has an invalid description of the run that saved the checkpoint: {wrong[0]}.",
             where=str(folder),
             why="it was not written by `save_state`, or by another version",
         )

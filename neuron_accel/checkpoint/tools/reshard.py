@@ -1,4 +1,4 @@
-"""A checkpoint divided for another mesh: each of its ranks then reads files of its own. Optimizer included; streaming.
+"""A checkpoint resharded for another mesh, whose ranks then read only their own files. With the optimizer; streaming.
 
 Loading never needs this: any mesh loads any checkpoint. It saves reading across files where many ranks load often, or
 from a slow file system.
@@ -27,13 +27,13 @@ from neuron_accel.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """How the ranks of a mesh divide a model and its optimizer.
+    """How a model and its optimizer are sharded over a mesh.
 
     Args:
         tensor_parallel, pipeline_parallel, data_parallel: degrees of the mesh.
-        layouts: how parameters lie over axis ``tp``, by FQN; those left out are whole.
+        layouts: layouts of parameters over axis ``tp``, by FQN; parameters that are missing are replicated.
         stages: index along axis ``pp`` of the first rank that holds a parameter or buffer, by FQN; by default 0.
-        divide_optimizer: whether the optimizer's state is divided over data-parallel ranks, as under ZeRO-1.
+        divide_optimizer: whether the optimizer's state is sharded over data-parallel ranks, as under ZeRO-1.
     """
 
     tensor_parallel: int = 1

@@ -246,7 +246,7 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "many", "nan", "inf"])
 def test_no_sizes(text):
-    with pytest.raises(CheckpointError, match="is no size"):
+    with pytest.raises(CheckpointError, match="not a valid size"):
         parse_size(text)
 
 

@@ -283,7 +283,7 @@ def test_plans_that_do_not_fit() -> None:
     assert "'diagonal', for 'blocks.*.fc1', is not a valid style" in messages["style"]
     assert "no module 'blocks.*.fc9'" in messages["nowhere"]
     assert "'blocks.0.norm' is a LayerNorm" in messages["no linear"]
-    assert "divides an attribute" in messages["no number"]
+    assert "is for an integer attribute" in messages["no number"]
     assert "'blocks.*.size' = 3 is not divisible by 2" in messages["uneven"]
     assert "cannot be sharded along the sequence" in messages["sequence"]
     assert "names no blocks" in messages["sequence"]
