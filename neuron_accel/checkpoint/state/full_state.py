@@ -134,7 +134,7 @@ _METHOD = "save_pretrained"
 
 
 class SaveNothing:
-    """Replaces ``save_pretrained`` of a sharded model after the run has ended, when shards cannot be gathered."""
+    """Replaces ``save_pretrained`` of a copy of a sharded model, or after the run: shards cannot be gathered then."""
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise UsageError(

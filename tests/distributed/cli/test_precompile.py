@@ -131,11 +131,11 @@ def test_retries_and_flags_are_set():
     ("arguments", "environ", "words"),
     [
         (["--", "torchrun", "t.py"], {}, "not on the PATH"),
-        ([], {}, "no training to collect graphs from"),
+        ([], {}, "no training command to collect graphs from"),
         (["--", "train.py", "--lr", "1"], {}, "train.py is a script, not a command"),
         (["--command", "compile", "--", "torchrun", "t.py"], {}, "--command compile does not run a training command"),
         (["--max-steps", "0", "--", "torchrun", "t.py"], {}, "0 steps"),
-        (["--analyze-output", "x", "--", "torchrun", "t.py"], {}, "--analyze-output does nothing here"),
+        (["--analyze-output", "x", "--", "torchrun", "t.py"], {}, "--analyze-output has no effect here"),
         (["--cache-dir", "https://x", "--", "torchrun", "t.py"], {}, "cannot be at"),
         (["--", "torchrun", "t.py"], {"NEURON_CC_FLAGS": "--cache_size=3"}, "--cache_size=3 does nothing"),
     ],

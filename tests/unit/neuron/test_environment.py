@@ -212,7 +212,7 @@ def test_where_the_cache_is(environ, place):
     ("options", "words"),
     [
         ({"location": ""}, "empty"),
-        ({"location": "s3://"}, "no S3 address"),
+        ({"location": "s3://"}, "not a valid S3 address"),
         ({"location": "https://somewhere"}, "cannot be at"),
         ({"no_cache": True, "retry_failed_compilation": True}, "contradict"),
         ({"log_level": "LOUD"}, "log_level is 'LOUD'"),
