@@ -90,18 +90,6 @@ class Instance:
             )
         return lnc
 
-    def hbm_per_core_gib(self, lnc: int | None = None) -> float:
-        """Device memory of one logical core, GiB."""
-        return self.hbm_gib / self.cores(lnc)
-
-    def tflops_per_core(self, lnc: int | None = None) -> float:
-        """Dense BF16 TFLOPS of one logical core."""
-        return self.bf16_tflops / self.cores(lnc)
-
-    def efa_gbps_per_core(self, lnc: int | None = None) -> float | None:
-        """A core's share of the network bandwidth, Gbit/s; None where no figure is published."""
-        return None if self.efa_gbps is None else self.efa_gbps / self.cores(lnc)
-
     def hardware(self, lnc: int | None = None) -> Hardware:
         """What a planner needs to know of it."""
         degree = self.logical(lnc)

@@ -182,10 +182,6 @@ class Layout:
         """Whether some rank's shard holds elements that are not in the original."""
         return any(cut.local_size * cut.parts != cut.size for cut in self.cuts)
 
-    def is_primary(self, coordinates: Mapping[str, int]) -> bool:
-        """Whether a rank is the first of those that hold the same part."""
-        return all(coordinates.get(cut.axis, 0) % cut.replicas == 0 for cut in self.cuts)
-
     def pieces(self, coordinates: Mapping[str, int]) -> tuple[Piece, ...]:
         """The boxes that the rank at ``coordinates`` (axis to index) holds."""
         per_dim: list[Sequence[Segment]] = [

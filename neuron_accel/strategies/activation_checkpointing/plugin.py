@@ -103,6 +103,7 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
         return "\n".join([*lines, *(f"  {line}" for line in _summarise(names))])
 
     def teardown(self, run: Run) -> None:
+        """Lets modules keep their activations again."""
         for module in run.state(self).pop("modules", ()):
             if _is_installed(module):
                 _remove(module)

@@ -51,7 +51,7 @@ class DataParallelPlugin(StrategyPlugin):
             raise ConfigurationError(f"bucket_cap_mb is {self.bucket_cap_mb}; it must be positive.")
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
-        """Makes the buckets of a model's gradients, and lets its buffers follow those of the first rank."""
+        """Makes the buckets in which gradients are reduced."""
         if self.owns_reduction(run):
             run.state(self).setdefault("reducers", []).append(GradientReducer(model, run, self.bucket_cap_mb))
             if self.broadcast_buffers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from neuron_accel.contract import Phase, PlanContext, PlanError, PluginSpec, StrategyPlugin
@@ -28,6 +28,7 @@ class ModelParallelismPlugin(PipelineOptions, TensorParallelOptions):
             :class:`~neuron_accel.strategies.pipeline.options.PipelineOptions`.
     """
 
+    tensor_parallel_size: int = field(default=1, kw_only=False)  # by position, as in optimum-neuron
     checkpoint_dir: str | os.PathLike[str] | None = None
     sequence_parallel_enabled: bool = False
 

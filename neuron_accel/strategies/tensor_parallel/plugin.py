@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from neuron_accel.contract import (
@@ -39,7 +39,7 @@ class TensorParallelOptions(StrategyPlugin):
             :func:`~neuron_accel.models.register_tensor_parallel_plan` to say it once for a class.
     """
 
-    tensor_parallel_size: int = field(default=1, kw_only=False)
+    tensor_parallel_size: int = 1
     parallelize_embeddings: bool = True
     tensor_parallel_plan: Mapping[str, str] | None = None
 

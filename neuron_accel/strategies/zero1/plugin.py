@@ -85,10 +85,12 @@ class Zero1Plugin(StrategyPlugin):
             raise ConfigurationError(f"optimizer_dtype is {self.optimizer_dtype}; it must be a floating-point dtype.")
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
+        """Averages the gradients that no optimizer shards."""
         averager = GradientReducer(model, run, self.bucket_cap_mb)
         run.state(self).setdefault("averagers", []).append(averager)
 
     def before_reshape(self, model: PreparedModel | None, run: Run) -> None:
+        """Refuses new shapes once optimizer state is sharded."""
         if self._optimizers(run):
             raise UsageError(
                 "Parameters cannot get other shapes now.",
@@ -98,10 +100,12 @@ class Zero1Plugin(StrategyPlugin):
             )
 
     def after_reshape(self, model: PreparedModel | None, run: Run) -> None:
+        """Makes buckets for the new shapes."""
         for averager in run.state(self).get("averagers", []):
             averager.restart()
 
     def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
+        """Shards optimizer state and master weights."""
         refuse_closures(optimizer)
         if self.partition == "parameters" and run.backend.is_lazy:
             raise PlanError(
@@ -139,18 +143,21 @@ class Zero1Plugin(StrategyPlugin):
         return sharded
 
     def after_backward(self, run: Run) -> None:
+        """Waits for gradients to be reduce-scattered."""
         for averager in self._averagers(run):
             averager.end_backward()
         for optimizer in self._optimizers(run):
             optimizer.finish_backward()
 
     def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        """Takes over state that was written from outside."""
         for sharded in self._optimizers(run):
             sharded.take_over()
 
     def clip_grad_norm(
         self, parameters: list[nn.Parameter], max_norm: float, norm_type: float, run: Run
     ) -> torch.Tensor:
+        """Scales this rank's shards by the global norm."""
         parts = [part for optimizer in self._flushed(run) for part in optimizer.gradient_parts(parameters)]
         parts += whole_gradients(self._undivided(parameters, run), run)  # of models that no optimizer divides
         norm = global_norm(parts, run, norm_type)
@@ -158,24 +165,28 @@ class Zero1Plugin(StrategyPlugin):
         return norm
 
     def clip_grad_value(self, parameters: list[nn.Parameter], clip_value: float, run: Run) -> None:
+        """Clamps the elements of this rank's shards."""
         parts = [part for optimizer in self._flushed(run) for part in optimizer.gradient_parts(parameters)]
         for part in (*parts, *whole_gradients(self._undivided(parameters, run), run)):
             if part.tensor is not None:
                 part.tensor.clamp_(-clip_value, clip_value)
 
     def scale_gradients(self, parameters: list[nn.Parameter], factor: torch.Tensor, run: Run) -> None:
+        """Multiplies this rank's shards."""
         parts = [part for optimizer in self._flushed(run) for part in optimizer.gradient_parts(parameters)]
         for part in (*parts, *whole_gradients(self._undivided(parameters, run), run)):
             if part.tensor is not None:
                 part.tensor.mul_(factor)
 
     def full_gradient(self, parameter: nn.Parameter, run: Run) -> torch.Tensor | None:
+        """Gathers the gradient from its shards."""
         for optimizer in self._flushed(run):
             if any(parameter is candidate for shard in optimizer.shards for candidate in shard.parameters):
                 return optimizer.full_gradient(parameter)
         return parameter.grad
 
     def teardown(self, run: Run) -> None:
+        """Stops watching backward and drops gradients."""
         for averager in self._averagers(run):
             averager.close()
         for optimizer in self._optimizers(run):

@@ -76,7 +76,6 @@ def test_segments_of_all_parts_partition_the_dim(cut):
 def test_shards_put_back_give_the_tensor(layout):
     full = numbered(layout)
     back, times = torch.full_like(full, -1), torch.zeros_like(full)
-    primary = torch.zeros_like(full)
     for coordinates in everywhere(layout):
         local = layout.shard(full, coordinates)
         assert tuple(local.shape) == layout.local_shape
@@ -84,10 +83,8 @@ def test_shards_put_back_give_the_tensor(layout):
         one = torch.zeros_like(full)
         layout.write(torch.ones_like(local), one, coordinates)
         times += one
-        primary += one * layout.is_primary(coordinates)
     assert torch.equal(back, full)
     assert torch.equal(times, torch.full_like(full, layout.replicas))
-    assert torch.equal(primary, torch.ones_like(full))
 
 
 @given(layouts())
@@ -131,7 +128,6 @@ def test_replicated_heads_go_to_neighbours():
     layout = Layout(shape=(4,), dtype="float32", cuts=(Cut(dim=0, axis="tp", degree=4, size=4, unit=2, replicas=2),))
     shards = [layout.shard(full, {"tp": index}).tolist() for index in range(4)]
     assert shards == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [layout.is_primary({"tp": index}) for index in range(4)] == [True, False, True, False]
 
 
 def test_padding_lies_at_the_end_of_the_last_parts():

@@ -109,5 +109,5 @@ def test_the_timeout_of_a_handler_is_that_of_every_group():
 def test_model_parallelism_is_written_as_in_optimum_neuron():
     plugin = ModelParallelismPlugin(2, sequence_parallel_enabled=True)
     assert plugin.tensor_parallel_size == 2
-    assert plugin.companions() == (TensorParallelPlugin(2), SequenceParallelPlugin())
+    assert plugin.companions() == (TensorParallelPlugin(tensor_parallel_size=2), SequenceParallelPlugin())
     assert ModelParallelismPlugin(1, sequence_parallel_enabled=True).companions() == ()

@@ -56,9 +56,10 @@ def test_every_instance_is_consistent():
 )
 def test_what_a_core_has(name, lnc, memory, tflops, network):
     instance = find_instance(name)
-    assert instance.hbm_per_core_gib(lnc) == memory
-    assert instance.tflops_per_core(lnc) == pytest.approx(tflops, rel=0.005)
-    assert instance.efa_gbps_per_core(lnc) == network
+    cores = instance.cores(lnc)
+    assert instance.hbm_gib / cores == memory
+    assert instance.bf16_tflops / cores == pytest.approx(tflops, rel=0.005)
+    assert instance.efa_gbps / cores == network
 
 
 def test_logical_cores():
@@ -70,7 +71,7 @@ def test_logical_cores():
 
 
 def test_a_wrong_name_names_the_nearest():
-    with pytest.raises(ConfigurationError, match=r"'trn1\.32xlage' is no Trainium instance") as caught:
+    with pytest.raises(ConfigurationError, match=r"'trn1\.32xlage' is not a known Trainium instance") as caught:
         find_instance("trn1.32xlage", "--instance")
     assert "Did you mean 'trn1.32xlarge'?" in caught.value.fix
     assert caught.value.where == "--instance"

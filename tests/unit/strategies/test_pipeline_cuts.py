@@ -48,7 +48,7 @@ def test_the_options_of_the_parts_are_those_of_the_whole():
         stage_cuts=("a", "b"),
         evaluation_logits=False,
     ).companions()
-    assert tensor == TensorParallelPlugin(2, parallelize_embeddings=False)
+    assert tensor == TensorParallelPlugin(tensor_parallel_size=2, parallelize_embeddings=False)
     assert (pipe.pipeline_parallel_size, pipe.num_microbatches, pipe.schedule) == (4, 8, "interleaved")
     assert (pipe.virtual_stages, pipe.stage_cuts, pipe.evaluation_logits) == (2, ("a", "b"), False)
 
