@@ -434,6 +434,8 @@ class BackwardWatcher:
     def finish(self) -> None:
         """The backward pass is over: announces what is left. Does nothing between passes, but for parameters that have
         begun to train."""
+        if self._running and not (self._action and self._action.announced):
+            self._advance(everything=True)  # some ranks have sent early what others have only now: before anything else
         begun = (self._running or self._synchronises()) and self.follow(owed=True)
         if not self._running:
             if not begun:

@@ -115,6 +115,11 @@ class Pipeline:
         except UsageError as error:  # of this batch; other pipelines may be at work on theirs
             self._end_step(Failure(error, "dividing its batch"))
             raise
+        try:
+            self.ties.follow()
+        except UsageError as error:
+            self._end_step(Failure(error, "looking which tied weights train"))
+            raise
         shares = self._shares.of(calls)
         scale = self._run.backward_scale()
         wanted = self._record.synchronises

@@ -108,8 +108,11 @@ class PipelineParallelPlugin(PipelineOptions):
         rank = run.coordinates[AXIS]
         forward = model.module.forward
         mine = make_stages(model.module, stack, starts, list(range(rank, stages, self.pipeline_parallel_size)), forward)
-        absent = []
+        absent, first, trained = [], {}, set()
         for record in model.parameters:
+            first[record.fqn] = stage_of[record.fqn] % self.pipeline_parallel_size
+            if record.current is not None and record.current.requires_grad:
+                trained.add(record.fqn)
             holders = tuple(sorted({stage_of[name] % self.pipeline_parallel_size for name in record.names}))
             model.parameters.set_holders(record.fqn, AXIS, holders)
             if rank not in holders:
@@ -121,7 +124,7 @@ class PipelineParallelPlugin(PipelineOptions):
             forward,
             run=run,
             axis=AXIS,
-            ties=Ties(find_ties(model.parameters, run, AXIS), run),
+            ties=Ties(find_ties(model.parameters, run, AXIS, first, trained), run, run.group(AXIS)),
             options=self,
         )
         self.pipelines(run).append(pipeline)

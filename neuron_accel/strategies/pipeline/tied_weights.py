@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from neuron_accel.contract import UnsupportedModelError
+from neuron_accel.contract import UnsupportedModelError, UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Group, ParameterMap, ParameterRecord, Run
@@ -16,34 +16,76 @@ if TYPE_CHECKING:
 
 @dataclass
 class Tie:
-    """A parameter that lies on several stages, one of them on this rank.
+    """A parameter that lies on several stages.
 
     Args:
-        record: the parameter.
-        group: the ranks of this pipeline that hold it.
+        record: the parameter; its ``current`` is None on a stage that holds no copy.
+        group: the ranks of this pipeline that hold it; of others on ranks that do not.
+        stages: the positions in the pipeline of those that hold it.
+        first: the position of the stage that holds it under its FQN, the name that one process knows it by.
+        trains: whether it requires a gradient, on every stage.
     """
 
     record: ParameterRecord
     group: Group
+    stages: tuple[int, ...]
+    first: int
+    trains: bool
 
 
 class Ties:
-    """Keeps copies of tied weights the same: gradients are summed, and after a step the first stage's weights hold.
+    """Keeps copies of tied weights the same. They train together; gradients are summed; after a step one copy's weights
+    are taken. What can differ is what the stage knows that holds the parameter under its FQN: a loop that goes by names
+    finds it there, to freeze it, to give it to an optimizer, or to set its gradient to zero.
 
     A micro-batch's backward pass gives each copy a part of the gradient. What was there before is set aside meanwhile,
     because it is a sum already.
+
+    Args:
+        ties: of the whole model, in the same order on every rank.
+        run: the run.
+        group: the pipeline.
     """
 
-    def __init__(self, ties: list[Tie], run: Run) -> None:
-        self._ties, self._run = ties, run
+    def __init__(self, ties: list[Tie], run: Run, group: Group) -> None:
+        self._ties, self._run, self._group = ties, run, group
         self._before: list[torch.Tensor | None] = []
 
-    def __len__(self) -> int:
-        return len(self._ties)
+    def _held(self) -> list[tuple[Tie, nn.Parameter]]:
+        pairs = [(tie, tie.record.current) for tie in self._ties]
+        return [(tie, parameter) for tie, parameter in pairs if parameter is not None]
 
     def _learning(self) -> list[tuple[Tie, nn.Parameter]]:
-        pairs = [(tie, tie.record.current) for tie in self._ties]
-        return [(tie, parameter) for tie, parameter in pairs if parameter is not None and parameter.requires_grad]
+        return [(tie, parameter) for tie, parameter in self._held() if tie.trains]
+
+    def follow(self) -> None:
+        """Freezes or unfreezes every copy of a weight that was frozen or unfrozen under its FQN: a loop that goes by
+        names finds that name on one stage only. Collective over the pipeline; one small exchange if there are ties.
+
+        Raises:
+            UsageError: if only a copy that has another name was. On every stage.
+        """
+        if not self._ties:
+            return
+        changed = [
+            tie.record.current is not None and tie.record.current.requires_grad != tie.trains for tie in self._ties
+        ]
+        everyone = self._exchange(changed)
+        for index, tie in enumerate(self._ties):
+            stages = [stage for stage in tie.stages if everyone[stage][index]]
+            if stages and tie.first not in stages:
+                raise _renamed(tie, stages)
+            tie.trains ^= bool(stages)
+        for tie, parameter in self._held():
+            parameter.requires_grad_(tie.trains)
+
+    def _exchange(self, changed: list[bool]) -> list[list[bool]]:
+        """What every stage knows, by its position."""
+        if not self._run.backend.reads_are_free:
+            return self._run.backend.all_gather_object(changed, self._group)
+        told = torch.zeros((self._group.size, len(changed)), device=self._run.device)
+        told[self._group.index] = torch.tensor(changed, dtype=told.dtype)
+        return self._run.backend.all_reduce(told, self._group).bool().tolist()
 
     def begin(self) -> None:
         """A step's backward passes begin."""
@@ -55,23 +97,47 @@ class Ties:
     def finish(self) -> None:
         """All backward passes of this rank are over. Collective over each tie's ranks."""
         work = []
-        for tie, parameter in self._learning():
+        for (tie, parameter), before in zip(self._learning(), self._before, strict=True):
             part = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if before is not None and tie.first == self._group.index:
+                part = before + part
             work.append((parameter, self._run.backend.start_all_reduce(part, tie.group)))
-        for (parameter, pending), before in zip(work, self._before, strict=True):
-            total = pending.wait()
-            parameter.grad = total if before is None else before + total
+        for parameter, pending in work:
+            parameter.grad = pending.wait()
 
     def agree(self) -> None:
         """The optimizer has updated each copy from the same gradient. Rounding may depend on what lies beside a copy in
-        an optimizer's buffer, so the first stage's copy is taken."""
+        an optimizer's buffer, and an optimizer may have got the parameter on one stage only."""
         for tie, parameter in self._learning():
             with torch.no_grad():
-                parameter.copy_(self._run.backend.broadcast(parameter.detach(), tie.group))
+                source = tie.stages.index(tie.first)
+                parameter.copy_(self._run.backend.broadcast(parameter.detach(), tie.group, source))
 
 
-def find_ties(parameters: ParameterMap, run: Run, axis: str) -> list[Tie]:
-    """The ties of this rank; makes their groups, which is collective over all ranks."""
+def _renamed(tie: Tie, stages: list[int]) -> UsageError:
+    """A copy was frozen or unfrozen under a name that one process does not list."""
+    name, *others = tie.record.names
+    done = "frozen" if tie.trains else "unfrozen"
+    return UsageError(
+        f"{name!r} and {' and '.join(map(repr, others))} are tied, but only the copy on "
+        f"stage {' and '.join(map(str, stages))} of the pipeline was {done}, not the one of {name!r} on stage "
+        f"{tie.first}.",
+        where=f"parameter {name!r}",
+        why=f"they are one parameter, which one process knows as {name!r}; its copies train together",
+        fix=f"freeze or unfreeze {name!r}: the other stages follow",
+    )
+
+
+def find_ties(parameters: ParameterMap, run: Run, axis: str, first: dict[str, int], trained: set[str]) -> list[Tie]:
+    """The ties of a model; makes their groups, which is collective over all ranks.
+
+    Args:
+        parameters: of the model.
+        run: the run.
+        axis: the mesh axis of the pipeline.
+        first: the position along it of the stage that holds a parameter under its FQN, for each FQN.
+        trained: the FQNs of parameters that require a gradient.
+    """
     ties = []
     for record in parameters:
         holders = record.holders.get(axis, ())
@@ -83,8 +149,7 @@ def find_ties(parameters: ParameterMap, run: Run, axis: str) -> list[Tie]:
             others = [rank for index, rank in enumerate(ranks) if index not in holders]
             partition += _others(others, len(holders), run, record, axis)
         group = run.backend.new_group(partition, f"tied over {axis}")
-        if record.current is not None:
-            ties.append(Tie(record, group))
+        ties.append(Tie(record, group, holders, first[record.fqn], trains=record.fqn in trained))
     return ties
 
 

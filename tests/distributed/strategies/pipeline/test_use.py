@@ -191,6 +191,51 @@ def test_tied_weights_stay_equal(plugins):
     assert all(torch.equal(weight, weights[0]) for weight in weights)
 
 
+def unfreezes(name, adds):
+    """Gradient norms, and weights by FQN: the embedding is frozen at first, and one name of it unfrozen later."""
+    from neuron_accel import NeuronAccelerator
+
+    results = []
+    for plugins in ([], [pipeline(2, 2)]):
+        accelerator = NeuronAccelerator(config={"plugins": plugins}) if plugins else None
+        torch.manual_seed(0)
+        model = gpt2()
+        model.transformer.wte.requires_grad_(False)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad or not adds], lr=0.1)
+        if accelerator:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        norms = []
+        for step, batch in enumerate(batches("plain", 4, 4)):
+            if step == 1:
+                found = [p.requires_grad_(True) for n, p in model.named_parameters() if name in n]
+                if adds:
+                    optimizer.add_param_group({"params": found, "lr": 0.05})
+            loss = model(**batch).loss
+            (accelerator.backward if accelerator else torch.autograd.backward)(loss)
+            clip = accelerator.clip_grad_norm_ if accelerator else nn.utils.clip_grad_norm_
+            norms.append(float(clip(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((norms, accelerator.get_state_dict(model) if accelerator else model.state_dict()))
+    return results
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["held", "added to the optimizer"])
+def test_a_tied_weight_that_is_unfrozen_by_name_trains_on_all_its_stages(adds):
+    (norms, weights), (found, stages) = run_ranks(unfreezes, 2, "wte", adds, timeout=40)[0]
+    assert found == pytest.approx(norms, rel=1e-4)
+    for key, value in weights.items():
+        torch.testing.assert_close(stages[key], value, rtol=1e-3, atol=1e-5, msg=key)
+
+
+def test_a_tied_weight_that_is_unfrozen_under_another_name_only_is_an_error_on_all_stages():
+    with pytest.raises(RanksError) as raised:
+        run_ranks(unfreezes, 2, "lm_head", False, timeout=40)
+    assert {type(error) for error in raised.value.errors.values()} == {UsageError}
+    assert "only the copy on stage 1 of the pipeline was unfrozen" in str(raised.value)
+    assert "freeze or unfreeze 'transformer.wte.weight'" in str(raised.value)
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 def goes_on(plugins, folder, saves):
     """Losses of two more steps, after two steps that were saved, or after loading them."""
