@@ -7,8 +7,8 @@ updates them whole, as its peers along the cut axes do, and keeps its own part.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,19 +45,19 @@ class WholeParameters(torch.optim.Optimizer):
 
     Args:
         optimizer: holds the parts, and has no state yet.
-        layout_of: how a part's whole lies over the mesh.
+        layout_of: how a part's whole lies over the mesh. Its owner may add to it.
         run: the run.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        layout_of: Mapping[nn.Parameter, Layout],
+        layout_of: MutableMapping[nn.Parameter, Layout],
         run: Run,
     ) -> None:
         # An optimizer by interface only, like Accelerate's wrapper: see Zero1Optimizer.
         self.optimizer = optimizer
-        self._layout_of, self._run = dict(layout_of), run
+        self._layout_of, self._run = ChainMap({}, layout_of), run
         self._wholes: dict[nn.Parameter, nn.Parameter] = {}
         if recipe_of(optimizer) is not None:  # its constructor wants to see what it will update
             self._put_together()
