@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -210,3 +212,21 @@ def calls():
 
 def test_arguments_and_results_of_any_kind():
     run_ranks(calls, 1, backend="xla", timeout=60)
+
+
+# ---- the example -----------------------------------------------------------------------------------------------------
+def train_gpt2_xl(folder):
+    """The example's own program, on this rank."""
+    script = Path(__file__).parents[2] / "examples" / "gpt2_xl_zero1" / "train.py"
+    sys.argv = [str(script), "--scale=tiny", "--precision=FP32", "--max_steps=2", f"--output_dir={folder}"]
+    with one_at_a_time():
+        module = runpy.run_path(str(script))
+    module["main"]()
+
+
+def test_the_gpt2_xl_example_trains(tmp_path):
+    """One rank: where ranks are threads, XLA ends those that wait ten seconds for the one that reads the text."""
+    run_ranks(train_gpt2_xl, 1, str(tmp_path), backend="xla", timeout=170, env={"NEURON_ACCEL_BACKEND": "xla"})
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 2
+    assert all(5 < loss < 9 for loss in losses), "the logarithm of the vocabulary's size is 6.9"

@@ -14,7 +14,13 @@ from neuron_accel_lora import LoraPlugin, extract_adapter, save_adapter
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, SequenceParallelPlugin, Zero1Plugin
+from neuron_accel import (
+    ActivationCheckpointingPlugin,
+    ModelParallelismPlugin,
+    NeuronAccelerator,
+    SequenceParallelPlugin,
+    Zero1Plugin,
+)
 from neuron_accel.contract import CheckpointError
 from neuron_accel.testing import run_ranks
 
@@ -58,6 +64,11 @@ def _train(build, options: dict, plugins: list, ranks: int, folder: Path) -> tup
     results = run_ranks(on_rank, ranks, build, given, batches(), str(folder), timeout=110)
     assert_alike(reference, results, folder)
     return reference, results
+
+
+def test_recomputed_blocks_whose_inputs_need_no_gradient(tmp_path: Path) -> None:
+    options = {**GPT2, "target_modules": [name for name in GPT2["target_modules"] if name != "wte"]}
+    _train(gpt2, options, [tp(2), SequenceParallelPlugin(), ActivationCheckpointingPlugin()], 2, tmp_path)
 
 
 def test_tensor_and_data_parallel_with_zero1_is_one_process(tmp_path: Path) -> None:
