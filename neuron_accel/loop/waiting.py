@@ -32,6 +32,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 VARIABLE = "NEURON_ACCEL_WAIT_WARNING_S"
 DEFAULT_S = 10.0
+THREAD_NAME = "neuron_accel-waiting"
+"""Of a thread that lives until `end_training`."""
 _ANSWER_S = 2.0
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = (str(Path(torch.__file__).parents[1]) + os.sep, str(Path(os.__file__).parent) + os.sep, "<")
@@ -102,7 +104,7 @@ class Waiting:
         self._number, self._depth, self._call, self._since = 0, 0, "", 0.0
         self._asked, self._pause = "", delay_s
         self._ended = threading.Event()
-        thread = threading.Thread(target=self._watch, name="neuron_accel-waiting", daemon=True)
+        thread = threading.Thread(target=self._watch, name=THREAD_NAME, daemon=True)
         self._thread = thread
         thread.start()
         atexit.register(self.stop)

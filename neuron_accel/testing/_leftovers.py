@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from neuron_accel.engine.plan.plugin import StrategyPlugin
+from neuron_accel.loop.waiting import THREAD_NAME
 from neuron_accel.testing._cases import Case, Trainee
 
 _HOOKS = (
@@ -91,7 +92,9 @@ class World:
     @classmethod
     def now(cls) -> World:
         return cls(
-            threads=frozenset(f"{thread.name} ({thread.ident})" for thread in threading.enumerate()),
+            threads=frozenset(
+                f"{thread.name} ({thread.ident})" for thread in threading.enumerate() if thread.name != THREAD_NAME
+            ),
             groups=len(torch.distributed.distributed_c10d._world.pg_map) if torch.distributed.is_initialized() else 0,
             environment=dict(os.environ),
             functions=_functions(),

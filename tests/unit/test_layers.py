@@ -44,7 +44,18 @@ MAY_IMPORT = {
         "errors",
     },
     "cli": {"", "cli", "strategies", "models", "checkpoint", "neuron", "engine", "backends", "errors", "testing"},
-    "testing": {"", "testing", "accelerator", "strategies", "checkpoint", "engine", "backends", "errors", "contract"},
+    "testing": {
+        "",
+        "testing",
+        "accelerator",
+        "loop",
+        "strategies",
+        "checkpoint",
+        "engine",
+        "backends",
+        "errors",
+        "contract",
+    },
 }
 PUBLIC = re.compile(
     r"neuron_accel\.[A-Za-z_0-9]*[A-Z]\w*|neuron_accel\.(__version__|register_\w+|\w*lazy\w*|materialize)"

@@ -65,7 +65,7 @@ def test_the_file_tree(package):
 
 @pytest.mark.parametrize("name", ["Stripes", "1st", "class", "a b", "neuron-accel-"])
 def test_impossible_names(name):
-    with pytest.raises(UsageError, match="is no name for a plugin"):
+    with pytest.raises(UsageError, match="is not a valid name for a plugin"):
         plugin_name(name)
 
 
