@@ -55,8 +55,13 @@ def write_contract(app, docname, source):
 
 def imported_from(module):
     """The module that each imported name of ``module`` comes from: constants and aliases do not know it themselves."""
-    nodes = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: node.module.removeprefix("neuron_accel.") for node in nodes for alias in node.names}
+    nodes = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ImportFrom)]
+    return {
+        alias.name: node.module.removeprefix("neuron_accel.")
+        for node in nodes
+        if node.module.startswith("neuron_accel.")
+        for alias in node.names
+    }
 
 
 def section_of(name, module):

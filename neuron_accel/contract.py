@@ -3,106 +3,246 @@
 Built-in strategies import this module and nothing else of the core, and so does a plugin of a third party, beside
 ``neuron_accel`` and ``neuron_accel.testing``. Everything else is private and may change in any release. What is here
 changes only together with :data:`API_VERSION`, or by additions.
+
+Names are resolved when they are first used, so that what needs no torch, an error or a specification, imports none.
 """
 
 from __future__ import annotations
 
-# the machine: devices, groups, collectives
-from neuron_accel.backends.autograd import (
-    all_to_all,
-    chunk_to_group,
-    copy_to_group,
-    gather_from_group,
-    permute,
-    reduce_from_group,
-    reduce_scatter_to_group,
-)
-from neuron_accel.backends.base import (
-    Backend,
-    Board,
-    CollectiveObserver,
-    Done,
-    Group,
-    Pending,
-    Traffic,
-    Transfer,
-)
-from neuron_accel.backends.failures import reported
-from neuron_accel.backends.payload import object_to_tensor, tensor_to_object
-from neuron_accel.backends.randomness import DeviceGenerator, RankRandomness
+import importlib
+from typing import TYPE_CHECKING, Any
 
-# gradients: their reduction over ranks, in buckets; norms and clipping
-from neuron_accel.engine.optim.buckets import Bucket, FlatGradients, check_dense, make_buckets, used_anywhere
+if TYPE_CHECKING:
+    # the machine: devices, groups, collectives
+    from neuron_accel.backends.autograd import (
+        all_to_all,
+        chunk_to_group,
+        copy_to_group,
+        gather_from_group,
+        permute,
+        reduce_from_group,
+        reduce_scatter_to_group,
+    )
+    from neuron_accel.backends.base import (
+        Backend,
+        Board,
+        CollectiveObserver,
+        Done,
+        Group,
+        Pending,
+        Traffic,
+        Transfer,
+    )
+    from neuron_accel.backends.failures import reported
+    from neuron_accel.backends.payload import object_to_tensor, tensor_to_object
+    from neuron_accel.backends.randomness import DeviceGenerator, RankRandomness
 
-# optimizers: the same one for other parameters, what kind it is, and its state in terms of the original parameters
-from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure, why_not_elementwise
-from neuron_accel.engine.optim.full_parameter import WholeParameters
-from neuron_accel.engine.optim.norms import (
-    GradientPart,
-    clip_by_norm,
-    clip_by_value,
-    clip_coefficient,
-    elsewhere,
-    global_norm,
-    whole_gradients,
-)
-from neuron_accel.engine.optim.reducer import BackwardWatcher, GradientReducer
-from neuron_accel.engine.optim.twin import (
-    ReplicaState,
-    ShardedState,
-    StandIn,
-    StatePiece,
-    attributes_of,
-    copy_options,
-    extend_group,
-    knows_by_parameter,
-    put_state,
-    recipe_of,
-    take_weights,
-    translate,
-    twin,
-)
+    # gradients: their reduction over ranks, in buckets; norms and clipping
+    from neuron_accel.engine.optim.buckets import Bucket, FlatGradients, check_dense, make_buckets, used_anywhere
 
-# what a plugin is, and what was planned
-from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
-from neuron_accel.engine.plan.plan import Plan
-from neuron_accel.engine.plan.plugin import (
-    API_VERSION,
-    Claim,
-    Phase,
-    PlanContext,
-    PluginSpec,
-    StrategyPlugin,
-)
-from neuron_accel.engine.plan.registry import register_plugin
+    # optimizers: the same one for other parameters, what kind it is, and its state in terms of the original parameters
+    from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure, why_not_elementwise
+    from neuron_accel.engine.optim.full_parameter import WholeParameters
+    from neuron_accel.engine.optim.norms import (
+        GradientPart,
+        clip_by_norm,
+        clip_by_value,
+        clip_coefficient,
+        elsewhere,
+        global_norm,
+        whole_gradients,
+    )
+    from neuron_accel.engine.optim.reducer import BackwardWatcher, GradientReducer
+    from neuron_accel.engine.optim.twin import (
+        ReplicaState,
+        ShardedState,
+        StandIn,
+        StatePiece,
+        attributes_of,
+        copy_options,
+        extend_group,
+        knows_by_parameter,
+        put_state,
+        recipe_of,
+        take_weights,
+        translate,
+        twin,
+    )
 
-# the state of a run
-from neuron_accel.engine.runtime.join import Company, JoinAction
-from neuron_accel.engine.runtime.run import PreparedModel, Run
-from neuron_accel.engine.runtime.tensors import broadcast_tensors, full_tensor
+    # what a plugin is, and what was planned
+    from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
+    from neuron_accel.engine.plan.plan import Plan
+    from neuron_accel.engine.plan.plugin import (
+        API_VERSION,
+        Claim,
+        Phase,
+        PlanContext,
+        PluginSpec,
+        StrategyPlugin,
+    )
+    from neuron_accel.engine.plan.registry import register_plugin
 
-# what a tensor of the original model is on this rank
-from neuron_accel.engine.sharding.layout import Cut, Layout, Piece, Segment
-from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
-from neuron_accel.engine.sharding.product_hooks import ProductHook, WithProductHooks, register_product_hook
+    # the state of a run
+    from neuron_accel.engine.runtime.join import Company, JoinAction
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.engine.runtime.tensors import broadcast_tensors, full_tensor
 
-# what users read
-from neuron_accel.errors import (
-    CheckpointError,
-    CommunicationError,
-    ConfigurationError,
-    DesyncError,
-    LayoutError,
-    NeuronAccelError,
-    NonFiniteError,
-    ParameterError,
-    PlanError,
-    PluginError,
-    RecompileError,
-    UnsupportedModelError,
-    UsageError,
-    did_you_mean,
-)
+    # what a tensor of the original model is on this rank
+    from neuron_accel.engine.sharding.layout import Cut, Layout, Piece, Segment
+    from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
+    from neuron_accel.engine.sharding.product_hooks import ProductHook, WithProductHooks, register_product_hook
+
+    # what users read
+    from neuron_accel.errors import (
+        CheckpointError,
+        CommunicationError,
+        ConfigurationError,
+        DesyncError,
+        LayoutError,
+        NeuronAccelError,
+        NonFiniteError,
+        ParameterError,
+        PlanError,
+        PluginError,
+        RecompileError,
+        UnsupportedModelError,
+        UsageError,
+        did_you_mean,
+    )
+
+_NAMES = {
+    "backends.autograd": (
+        "all_to_all",
+        "chunk_to_group",
+        "copy_to_group",
+        "gather_from_group",
+        "permute",
+        "reduce_from_group",
+        "reduce_scatter_to_group",
+    ),
+    "backends.base": (
+        "Backend",
+        "Board",
+        "CollectiveObserver",
+        "Done",
+        "Group",
+        "Pending",
+        "Traffic",
+        "Transfer",
+    ),
+    "backends.failures": ("reported",),
+    "backends.payload": (
+        "object_to_tensor",
+        "tensor_to_object",
+    ),
+    "backends.randomness": (
+        "DeviceGenerator",
+        "RankRandomness",
+    ),
+    "engine.optim.buckets": (
+        "Bucket",
+        "FlatGradients",
+        "check_dense",
+        "make_buckets",
+        "used_anywhere",
+    ),
+    "engine.optim.elementwise": (
+        "is_elementwise",
+        "is_separable",
+        "needs_closure",
+        "why_not_elementwise",
+    ),
+    "engine.optim.full_parameter": ("WholeParameters",),
+    "engine.optim.norms": (
+        "GradientPart",
+        "clip_by_norm",
+        "clip_by_value",
+        "clip_coefficient",
+        "elsewhere",
+        "global_norm",
+        "whole_gradients",
+    ),
+    "engine.optim.reducer": (
+        "BackwardWatcher",
+        "GradientReducer",
+    ),
+    "engine.optim.twin": (
+        "ReplicaState",
+        "ShardedState",
+        "StandIn",
+        "StatePiece",
+        "attributes_of",
+        "copy_options",
+        "extend_group",
+        "knows_by_parameter",
+        "put_state",
+        "recipe_of",
+        "take_weights",
+        "translate",
+        "twin",
+    ),
+    "engine.plan.mesh": (
+        "AxisKind",
+        "AxisSpec",
+        "Mesh",
+    ),
+    "engine.plan.plan": ("Plan",),
+    "engine.plan.plugin": (
+        "API_VERSION",
+        "Claim",
+        "Phase",
+        "PlanContext",
+        "PluginSpec",
+        "StrategyPlugin",
+    ),
+    "engine.plan.registry": ("register_plugin",),
+    "engine.runtime.join": (
+        "Company",
+        "JoinAction",
+    ),
+    "engine.runtime.run": (
+        "PreparedModel",
+        "Run",
+    ),
+    "engine.runtime.tensors": (
+        "broadcast_tensors",
+        "full_tensor",
+    ),
+    "engine.sharding.layout": (
+        "Cut",
+        "Layout",
+        "Piece",
+        "Segment",
+    ),
+    "engine.sharding.parameters": (
+        "ParameterMap",
+        "ParameterRecord",
+    ),
+    "engine.sharding.product_hooks": (
+        "ProductHook",
+        "WithProductHooks",
+        "register_product_hook",
+    ),
+    "errors": (
+        "CheckpointError",
+        "CommunicationError",
+        "ConfigurationError",
+        "DesyncError",
+        "LayoutError",
+        "NeuronAccelError",
+        "NonFiniteError",
+        "ParameterError",
+        "PlanError",
+        "PluginError",
+        "RecompileError",
+        "UnsupportedModelError",
+        "UsageError",
+        "did_you_mean",
+    ),
+}
+"""Modules of this package, and what is public of them."""
+
+_WHERE = {name: f"neuron_accel.{module}" for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "API_VERSION",
@@ -198,3 +338,13 @@ __all__ = [
     "whole_gradients",
     "why_not_elementwise",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(_WHERE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})

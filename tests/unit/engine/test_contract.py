@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from neuron_accel import contract
 from neuron_accel.backends.base import COLLECTIVES, Backend
 from neuron_accel.backends.torch_distributed import TorchBackend
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec
@@ -114,3 +118,16 @@ def test_what_needs_other_ranks_is_marked_on_the_backend():
     assert not {"chunk", "number", "record", "rank", "device"} & COLLECTIVES
     public = {name for name in vars(Backend) if not name.startswith("_")}
     assert public >= COLLECTIVES
+
+
+def test_what_type_checkers_see_of_the_contract_is_what_is_there():
+    source = Path(contract.__file__).read_text(encoding="utf-8")
+    shown = {
+        alias.name: node.module
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("neuron_accel")
+        for alias in node.names
+    }
+    assert shown == contract._WHERE
+    assert sorted(shown) == sorted(contract.__all__)
+    assert all(getattr(contract, name) is not None for name in contract.__all__)
