@@ -376,7 +376,8 @@ class NeuronAccelerator(Accelerator):
             training=not evaluation_mode,
         )
         if self.run.backend.is_lazy and not evaluation_mode:
-            record.handles.append(record.module.register_forward_pre_hook(self._step.finish_micro_batch))
+            # Not the bound method: a copy of the model would copy the step, and the accelerator with it.
+            record.handles.append(record.module.register_forward_pre_hook(lambda *_: self._step.finish_micro_batch()))
         self._models[-1] = record.module
         for each in (model, record.module):
             each._neuron_accel_owner = Owner(self)  # type: ignore[assignment]  # torch: Tensor | Module
