@@ -48,7 +48,7 @@ from neuron_accel.loop.arguments import (  # noqa: E402
     with_ddp_options,
 )
 from neuron_accel.loop.deferred_values import look, numbers, progress_bar  # noqa: E402
-from neuron_accel.loop.gather import share_of  # noqa: E402
+from neuron_accel.loop.gather import split_for_rank  # noqa: E402
 from neuron_accel.loop.join import even_batches_as, join_uneven_inputs  # noqa: E402
 from neuron_accel.loop.precompile_mode import folder, for_trial, is_trial, itself, no, nothing, steps_aside  # noqa: E402
 from neuron_accel.loop.prepare import NoSync  # noqa: E402
@@ -582,7 +582,7 @@ class NeuronAccelerator(Accelerator):
     @collective
     def gather(self, tensor: T) -> T:
         """Concatenates tensors of the ranks that see different data along the first dim."""
-        self.run.company.together_only("`gather`")
+        self.run.join.collective_only("`gather`")
         return values.gather(tensor, self.run) if self._own_exchange else super().gather(tensor)
 
     @overload
@@ -597,10 +597,10 @@ class NeuronAccelerator(Accelerator):
         executes what has collected first: when training, call it after the optimizer's step."""
         left_over = getattr(self.gradient_state.active_dataloader, "left_over", None)
         if not self._own_exchange and left_over is None:
-            self.run.company.together_only("`gather_for_metrics`")
+            self.run.join.collective_only("`gather_for_metrics`")
             return super().gather_for_metrics(input_data, use_gather_object)
         if use_gather_object or not values.are_tensors(input_data):
-            self.run.company.together_only("`gather_for_metrics`")
+            self.run.join.collective_only("`gather_for_metrics`")
             data = values.gather_objects(input_data, self.run)
         else:
             data = self.gather(input_data)
@@ -614,20 +614,20 @@ class NeuronAccelerator(Accelerator):
     @collective
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """Sums (or averages) over the ranks that see different data."""
-        self.run.company.together_only("`reduce`")
+        self.run.join.collective_only("`reduce`")
         return values.reduce(tensor, self.run, reduction, scale)
 
     @steps_aside(itself)
     @collective
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Tensors of all ranks with the size of the largest along ``dim``."""
-        self.run.company.together_only("`pad_across_processes`")
+        self.run.join.collective_only("`pad_across_processes`")
         return super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
     @collective
     def wait_for_everyone(self) -> None:
         """Returns once every process has called it."""
-        self.run.company.together_only("`wait_for_everyone`")
+        self.run.join.collective_only("`wait_for_everyone`")
         if self.run.backend.is_lazy:
             self.run.backend.barrier()
         else:
@@ -637,7 +637,7 @@ class NeuronAccelerator(Accelerator):
     @collective
     def check_trigger(self) -> bool:
         """Whether any process called ``set_trigger`` since it was last found set; the same answer on every process."""
-        self.run.company.together_only("`check_trigger`")
+        self.run.join.collective_only("`check_trigger`")
         fired = values.any_rank(self.flag_tensor is not None and bool(self.flag_tensor), self.run)
         if fired:
             self.flag_tensor = torch.tensor(0, device=self.device)
@@ -670,7 +670,7 @@ class NeuronAccelerator(Accelerator):
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This rank's share of inputs that every rank has: ranks that share data get the same share."""
-        yield share_of(inputs, self.data_parallel_rank, self.data_parallel_size, pad=apply_padding)
+        yield split_for_rank(inputs, self.data_parallel_rank, self.data_parallel_size, pad=apply_padding)
 
     def skip_first_batches(self, dataloader: T, num_batches: int = 0) -> T:
         """A loader like a prepared one without its first batches; not to be prepared again."""
@@ -848,7 +848,7 @@ class NeuronAccelerator(Accelerator):
         for teardown in reversed(self.run.hooks["teardown"]):
             teardown(self.run)
         for optimizer in self._optimizers:
-            optimizer.blank.close()
+            optimizer.zero_grads.close()
         for record in self.run.models:
             original: Any = record.original
             module: Any = record.module
@@ -857,7 +857,7 @@ class NeuronAccelerator(Accelerator):
             prepare.let_go(record, partial(self.unwrap_model, keep_fp32_wrapper=False))
         self.run.models.clear()
         self.run.unprepared.clear()
-        self.run.company.forget()
+        self.run.join.forget()
         self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
 
     def __getstate__(self) -> dict[str, Any]:

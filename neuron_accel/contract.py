@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     # optimizers: the same one for other parameters, what kind it is, and its state in terms of the original parameters
     from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure, why_not_elementwise
-    from neuron_accel.engine.optim.full_parameter import WholeParameters
+    from neuron_accel.engine.optim.full_parameter import FullParameterOptimizer
     from neuron_accel.engine.optim.norms import (
         GradientPart,
         clip_by_norm,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         clip_coefficient,
         elsewhere,
         global_norm,
-        whole_gradients,
+        unsharded_gradients,
     )
     from neuron_accel.engine.optim.reducer import BackwardWatcher, GradientReducer
     from neuron_accel.engine.optim.twin import (
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from neuron_accel.engine.plan.registry import register_plugin
 
     # the state of a run
-    from neuron_accel.engine.runtime.join import Company, JoinAction
+    from neuron_accel.engine.runtime.join import Join, JoinAction
     from neuron_accel.engine.runtime.run import PreparedModel, Run
     from neuron_accel.engine.runtime.tensors import broadcast_tensors, full_tensor
 
@@ -152,7 +152,7 @@ _NAMES = {
         "needs_closure",
         "why_not_elementwise",
     ),
-    "engine.optim.full_parameter": ("WholeParameters",),
+    "engine.optim.full_parameter": ("FullParameterOptimizer",),
     "engine.optim.norms": (
         "GradientPart",
         "clip_by_norm",
@@ -160,7 +160,7 @@ _NAMES = {
         "clip_coefficient",
         "elsewhere",
         "global_norm",
-        "whole_gradients",
+        "unsharded_gradients",
     ),
     "engine.optim.reducer": (
         "BackwardWatcher",
@@ -197,7 +197,7 @@ _NAMES = {
     ),
     "engine.plan.registry": ("register_plugin",),
     "engine.runtime.join": (
-        "Company",
+        "Join",
         "JoinAction",
     ),
     "engine.runtime.run": (
@@ -256,16 +256,17 @@ __all__ = [
     "Claim",
     "CollectiveObserver",
     "CommunicationError",
-    "Company",
     "ConfigurationError",
     "Cut",
     "DesyncError",
     "DeviceGenerator",
     "Done",
     "FlatGradients",
+    "FullParameterOptimizer",
     "GradientPart",
     "GradientReducer",
     "Group",
+    "Join",
     "JoinAction",
     "Layout",
     "LayoutError",
@@ -298,7 +299,6 @@ __all__ = [
     "Transfer",
     "UnsupportedModelError",
     "UsageError",
-    "WholeParameters",
     "WithProductHooks",
     "all_to_all",
     "attributes_of",
@@ -334,8 +334,8 @@ __all__ = [
     "tensor_to_object",
     "translate",
     "twin",
+    "unsharded_gradients",
     "used_anywhere",
-    "whole_gradients",
     "why_not_elementwise",
 ]
 

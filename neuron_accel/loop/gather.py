@@ -82,7 +82,7 @@ def any_rank(flag: bool, run: Run) -> bool:
 
 
 # ---- Dividing inputs between the ranks that see different data, for inference ----------------------------------------
-def share_of(values: Any, rank: int, ranks: int, *, pad: bool = False) -> Any:
+def split_for_rank(values: Any, rank: int, ranks: int, *, pad: bool = False) -> Any:
     """The ``rank``-th of ``ranks`` consecutive shares, the first ones longer by one where they do not come out even.
 
     Args:
@@ -101,7 +101,7 @@ def share_of(values: Any, rank: int, ranks: int, *, pad: bool = False) -> Any:
         lengths = {key: len(value) for key, value in values.items()}
         if len(set(lengths.values())) > 1:
             raise UsageError(f"The values of a dict to be split have different lengths: {lengths}.")
-        return {key: share_of(value, rank, ranks, pad=pad) for key, value in values.items()}
+        return {key: split_for_rank(value, rank, ranks, pad=pad) for key, value in values.items()}
     if not (isinstance(values, (list, tuple, torch.Tensor)) or hasattr(values, "select")):
         return values
     each, extra = divmod(len(values), ranks)

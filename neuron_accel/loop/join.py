@@ -25,9 +25,9 @@ def join_uneven_inputs(run: Run) -> Iterator[None]:
     A rank that is through performs the backward passes, clipping, optimizer and scheduler steps of the others with no
     samples of its own: gradients are still divided by the number of all ranks, as under torch's ``Join``.
     """
-    with run.company.uneven():
+    with run.join.uneven():
         yield
-    if not run.company.has_parted:
+    if not run.join.has_parted:
         return
     # Weights are equal unless the loop itself changed gradients in a way that was not announced; buffers may differ.
     for model in run.models:
@@ -50,7 +50,7 @@ def _by_axes(model: PreparedModel, run: Run) -> dict[tuple[str, ...], list[torch
 def _position_of_leader(group: Group, axes: tuple[str, ...], run: Run) -> int:
     """Where in ``group`` the rank is that has the leader's coordinates along ``axes``."""
     everyone = run.group(*run.mesh.gradient_axes)
-    leader = run.mesh.coordinates(everyone.ranks[run.company.leader])
+    leader = run.mesh.coordinates(everyone.ranks[run.join.leader])
     wanted = run.coordinates | {axis: leader[axis] for axis in axes}
     return group.ranks.index(run.mesh.rank(wanted))
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_accel.engine.optim.full_parameter import stepping_on_wholes
-from neuron_accel.engine.optim.twin import StandIn, keep_promise, translate
+from neuron_accel.engine.optim.full_parameter import full_parameter_step
+from neuron_accel.engine.optim.twin import StandIn, build_deferred, translate
 from neuron_accel.engine.plan.plugin import Phase
 from neuron_accel.engine.runtime.run import PreparedModel, Run, transform_model
 from neuron_accel.engine.runtime.tensors import broadcast_tensors, place, state_tensors
@@ -129,8 +129,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, run: Run, *, number: int
     rebind(optimizer, run.parameter_maps, run.coordinates)
     _carry_over(optimizer, before, run)
     optimizer = run.hooks.transform("transform_optimizer", optimizer, run)
-    optimizer = stepping_on_wholes(optimizer, run)
-    keep_promise(optimizer)
+    optimizer = full_parameter_step(optimizer, run)
+    build_deferred(optimizer)
     return optimizer
 
 

@@ -92,11 +92,11 @@ class Step:
 
     def _differentiate(self, loss: torch.Tensor, differentiate: Callable[[torch.Tensor], None]) -> None:
         for optimizer in self._optimizers():
-            optimizer.blank.first(p for group in optimizer.param_groups for p in group["params"])
+            optimizer.zero_grads.first(p for group in optimizer.param_groups for p in group["params"])
         with self._run.driving_backward():
             differentiate(loss)
         for optimizer in self._optimizers():
-            optimizer.blank.complete()
+            optimizer.zero_grads.complete()
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -132,7 +132,7 @@ class ItemCount:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._count: torch.Tensor | None = None
-        self._action = run.company.register("the average over items", self._divide, settles=True)
+        self._action = run.join.register("the average over items", self._divide, settles=True)
 
     def add(self, items: int | torch.Tensor) -> torch.Tensor:
         """Counts the items of a micro-batch; returns their number, 0-dim int64 on the run's device."""
@@ -169,8 +169,8 @@ class Clipping:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._clip_norm = run.company.register("clipping to a norm", self._norm_along, settles=True)
-        self._clip_value = run.company.register("clipping values", self._value_along, settles=True)
+        self._clip_norm = run.join.register("clipping to a norm", self._norm_along, settles=True)
+        self._clip_value = run.join.register("clipping values", self._value_along, settles=True)
 
     def norm(
         self, owner: StrategyPlugin, parameters: list[nn.Parameter], max_norm: float, norm_type: float

@@ -59,9 +59,9 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     def _take_part(self) -> None:
         run = self._run
-        self.blank = BlankGradients(run.backend, lambda: self.gradient_state.num_steps > 1)
-        self._stepping = run.company.register("an optimizer step", self._step_along, settles=True)
-        self._zeroing = run.company.register("zeroing gradients", self.optimizer.zero_grad)
+        self.zero_grads = ZeroedGradients(run.backend, lambda: self.gradient_state.num_steps > 1)
+        self._stepping = run.join.register("an optimizer step", self._step_along, settles=True)
+        self._zeroing = run.join.register("zeroing gradients", self.optimizer.zero_grad)
 
     def step(self, closure: Any = None) -> None:
         self.gradient_state.is_xla_gradients_synced = True
@@ -87,7 +87,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
                 self._update(closure)
             for after_step in self._run.hooks["after_step"]:
                 after_step(self.optimizer, self._run)
-        self.blank.prepare()
+        self.zero_grads.prepare()
         self._run.backend.step_boundary()
         for after_boundary in self._run.hooks["after_boundary"]:
             after_boundary(self._run)
@@ -108,7 +108,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
             else:
                 super().zero_grad(set_to_none)
         if self.gradient_state.sync_gradients:
-            self.blank.begin()
+            self.zero_grads.begin()
 
     def release(self) -> None:
         """Another accelerator has taken the models over."""
@@ -125,7 +125,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy knows its optimizer, and nothing of the run's other objects."""
-        left_out = dict.fromkeys(("_peers", "_gradients_complete", "blank", "_stepping", "_zeroing"))
+        left_out = dict.fromkeys(("_peers", "_gradients_complete", "zero_grads", "_stepping", "_zeroing"))
         return _State({**super().__getstate__(), **left_out})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ class PreparedScheduler(AcceleratedScheduler):
         super().__init__(scheduler, optimizers, **kwargs)
         self._run, self._accumulating = run, accumulating
         self._takes_metric = isinstance(scheduler, ReduceLROnPlateau)
-        self._stepping = run.company.register("a scheduler step", self._step_along)
+        self._stepping = run.join.register("a scheduler step", self._step_along)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy knows its scheduler and optimizers, and no loop."""
@@ -212,7 +212,7 @@ class PreparedScheduler(AcceleratedScheduler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._accumulating = bool  # False
-        self._stepping = self._run.company.register("a scheduler step", self._step_along)
+        self._stepping = self._run.join.register("a scheduler step", self._step_along)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         if self._takes_metric:
@@ -272,7 +272,7 @@ def _count_call(scheduler: Any) -> None:
 # at the end of an epoch that consists of one micro-batch. With zeros in their place every micro-batch adds to what is
 # there, and all are one graph. The zeros of a step are made in the graph of the step before, so they cost no
 # execution; only the first ones are sent to the device.
-class BlankGradients:
+class ZeroedGradients:
     """Zeros for the parameters of one optimizer. Does nothing on eager devices, and without accumulation.
 
     Args:

@@ -37,7 +37,7 @@ from neuron_accel.checkpoint.state.snapshot import (
     tensors_header,
     write_items,
 )
-from neuron_accel.checkpoint.state.staging import HostMemory
+from neuron_accel.checkpoint.state.staging import StagingMemory
 from neuron_accel.errors import CheckpointError, NeuronAccelError
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class BackgroundSave:
         run: Run,
         files: Files,
         finished: Callable[[], None],
-        memory: HostMemory,
+        memory: StagingMemory,
     ) -> None:
         self._target, self._files, self._finished = target, files, finished
         self._contents = replace(contents, items=copy_to_host(contents.items, memory, threads_of(run)))

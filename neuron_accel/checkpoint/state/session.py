@@ -25,7 +25,7 @@ from neuron_accel.checkpoint.state.load import load, load_weights
 from neuron_accel.checkpoint.state.save import BackgroundSave, Contents, Target, save
 from neuron_accel.checkpoint.state.snapshot import check_equal as check_equal_values
 from neuron_accel.checkpoint.state.snapshot import folder_of, written_here
-from neuron_accel.checkpoint.state.staging import HostMemory
+from neuron_accel.checkpoint.state.staging import StagingMemory
 from neuron_accel.checkpoint.state.training import Training, capture, mesh_to
 from neuron_accel.checkpoint.tools.consolidate import checkpoint_folder
 from neuron_accel.engine.runtime.run import agreed
@@ -255,7 +255,7 @@ class Checkpoints:
     def __init__(self, run: Run, files: Files | None = None) -> None:
         self._run, self._files = run, files or Files()
         self._pending: BackgroundSave | None = None
-        self._memory = HostMemory()
+        self._memory = StagingMemory()
 
     def save(
         self,

@@ -23,8 +23,8 @@ from neuron_accel.checkpoint.format.index import (
 from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER
 from neuron_accel.checkpoint.format.source import place_of
 from neuron_accel.checkpoint.format.tensorfile import encode_header, item_size
-from neuron_accel.checkpoint.state.staging import HostMemory
-from neuron_accel.engine.optim.twin import DividedOptimizer, ShardedState, StatePiece
+from neuron_accel.checkpoint.state.staging import StagingMemory
+from neuron_accel.engine.optim.twin import ShardedOptimizer, ShardedState, StatePiece
 from neuron_accel.engine.plan.mesh import AxisKind, Mesh
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.engine.sharding.layout import Layout
@@ -159,7 +159,7 @@ def items_of_model(model: PreparedModel, index: int) -> list[Item]:
 
 def pieces_of(optimizer: Any, run: Run) -> list[StatePiece]:
     """What an optimizer, the one below Accelerate's wrapper, holds on this rank."""
-    if isinstance(optimizer, DividedOptimizer):
+    if isinstance(optimizer, ShardedOptimizer):
         return optimizer.state_pieces()
     pieces = []
     for index, group in enumerate(optimizer.param_groups):
@@ -407,7 +407,7 @@ def position_along(mesh: Mesh, coordinates: dict[str, int], axes: Sequence[str])
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
-def copy_to_host(items: Sequence[Item], memory: HostMemory, threads: int) -> list[Item]:
+def copy_to_host(items: Sequence[Item], memory: StagingMemory, threads: int) -> list[Item]:
     """The items with tensors in ``memory``, which training does not change."""
     copies = memory.copy([item.tensor for item in items], threads)
     return [replace(item, tensor=copy) for item, copy in zip(items, copies, strict=True)]

@@ -16,7 +16,7 @@ from neuron_accel.checkpoint.format.files import in_order
 _ALIGNMENT = 64
 
 
-class HostMemory:
+class StagingMemory:
     """A region that grows as needed. One save at a time may use it."""
 
     def __init__(self) -> None:

@@ -98,7 +98,7 @@ def capture(training: Training) -> Captured:
     run = training.run
     run.backend.step_boundary()  # a lazy device computes what is saved
     items, facts = agreed(run, lambda: _local(training))
-    facts["buffers"] = own_buffers(training)
+    facts["buffers"] = rank_buffers(training)
     everyone = run.backend.all_gather_object(facts, run.world)
     tensors: dict[str, torch.Tensor] = {}
     state = agreed(run, lambda: _state(training, everyone, tensors) if run.backend.rank == 0 else {})
@@ -410,7 +410,7 @@ class Restored:
     def apply(self) -> None:
         """Gives everything but tensors of models and optimizers back."""
         training = self._training
-        set_own_buffers(training, self._buffers)
+        set_rank_buffers(training, self._buffers)
         for optimizer, saved in zip(training.optimizers, self.optimizers, strict=False):
             for group, theirs in zip(optimizer.param_groups, saved["groups"], strict=True):
                 set_options(group, theirs["options"])
@@ -601,7 +601,7 @@ def _buffers(training: Training) -> dict[str, torch.Tensor]:
     }
 
 
-def own_buffers(training: Training) -> dict[str, torch.Tensor]:
+def rank_buffers(training: Training) -> dict[str, torch.Tensor]:
     """This rank's buffers whose values are not those of the first rank of its replica that has them, on the host.
     Collective."""
     run = training.run
@@ -615,7 +615,7 @@ def own_buffers(training: Training) -> dict[str, torch.Tensor]:
     return {name: value for name, value in mine.items() if sums[name] != first[name]}
 
 
-def set_own_buffers(training: Training, values: dict[str, torch.Tensor]) -> None:
+def set_rank_buffers(training: Training, values: dict[str, torch.Tensor]) -> None:
     """The inverse, after all buffers were loaded."""
     buffers = _buffers(training)
     with torch.no_grad():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from neuron_accel.engine.sharding.layout import Layout
 
 
-def stepping_on_wholes(optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
+def full_parameter_step(optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
     """``optimizer``, or what makes it exact where it looks at whole parameters and ranks hold parts of some.
 
     Whoever owns the optimizer's state sees to that itself.
@@ -35,10 +35,10 @@ def stepping_on_wholes(optimizer: torch.optim.Optimizer, run: Run) -> torch.opti
     layouts = {p: record.layout for p, record in records.items() if record is not None and record.layout.axes}
     if not layouts or is_elementwise(optimizer):
         return optimizer
-    return WholeParameters(optimizer, layouts, run)
+    return FullParameterOptimizer(optimizer, layouts, run)
 
 
-class WholeParameters(torch.optim.Optimizer):
+class FullParameterOptimizer(torch.optim.Optimizer):
     """An optimizer of parts that steps on wholes.
 
     Every rank along an axis that cuts a parameter holds the optimizer's state for all of it.
@@ -225,4 +225,4 @@ class WholeParameters(torch.optim.Optimizer):
         copy_options(self.inner, self.optimizer)
 
     def __repr__(self) -> str:
-        return f"WholeParameters({self.optimizer!r})"
+        return f"FullParameterOptimizer({self.optimizer!r})"

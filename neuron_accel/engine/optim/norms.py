@@ -27,7 +27,7 @@ class GradientPart:
     replicas: int = 1
 
 
-def whole_gradients(parameters: Iterable[torch.Tensor], run: Run) -> list[GradientPart]:
+def unsharded_gradients(parameters: Iterable[torch.Tensor], run: Run) -> list[GradientPart]:
     """The gradients that lie with their parameters, ``parameter.grad``, as parts."""
     parts = []
     for parameter in parameters:
@@ -109,7 +109,7 @@ def clip_by_norm(parameters: Sequence[torch.Tensor], max_norm: float, norm_type:
         the norm before clipping, every element of the original parameters counted once; 0-dim, fp32, equal on every
         rank.
     """
-    norm = global_norm(whole_gradients(parameters, run), run, norm_type)
+    norm = global_norm(unsharded_gradients(parameters, run), run, norm_type)
     gradients = [p.grad for p in parameters if p.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, clip_coefficient(norm, max_norm).to(gradients[0].device))

@@ -62,7 +62,7 @@ class GradientReducer:
         self._pending: list[tuple[int, list[bool], Pending]] = []
         self._left: set[torch.Tensor] = set()
         self._before: dict[nn.Parameter, torch.Tensor] = {}
-        self._action = run.company.register(
+        self._action = run.join.register(
             "a backward pass", lambda *state: self._watcher.take_part(*state), settle=lambda: self.flush()
         )
         self._watch(agreed=False)

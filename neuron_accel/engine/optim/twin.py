@@ -92,7 +92,7 @@ def recipe_of(optimizer: torch.optim.Optimizer) -> Recipe | None:
     return getattr(optimizer, "_neuron_accel_recipe", None)
 
 
-def keep_promise(optimizer: torch.optim.Optimizer) -> None:
+def build_deferred(optimizer: torch.optim.Optimizer) -> None:
     """Gives a promised optimizer the state it would have had from the start, for the parameters that it holds now."""
     recipe = recipe_of(optimizer)
     if recipe is not None:
@@ -337,7 +337,7 @@ class ReplicaState:
 
 
 @runtime_checkable
-class DividedOptimizer(Protocol):
+class ShardedOptimizer(Protocol):
     """An optimizer that holds pieces of parameters."""
 
     state: dict[torch.Tensor, dict]
@@ -356,5 +356,5 @@ def take_weights(optimizer: Any, run: Run) -> None:
         optimizer: as hooks get it, below Accelerate's wrapper.
         run: the run.
     """
-    for piece in optimizer.state_pieces() if isinstance(optimizer, DividedOptimizer) else ():
+    for piece in optimizer.state_pieces() if isinstance(optimizer, ShardedOptimizer) else ():
         piece.take_weights(run)

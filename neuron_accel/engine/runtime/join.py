@@ -6,7 +6,7 @@ start it; one that is through listens, and performs the same pieces without data
 sums, takes the same optimizer steps, and stays equal to the others. The idea is that of torch's ``Join``, with which a
 joined rank is not kept up to date but overwritten at the end.
 
-Nothing is announced, and nothing sent, outside :meth:`Company.uneven`.
+Nothing is announced, and nothing sent, outside :meth:`Join.uneven`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class JoinAction:
     """A piece of a step that ranks do together. Call it with the arguments of ``perform`` to announce it.
 
     Args:
-        company: the ranks.
+        join: the ranks.
         name: for messages.
         perform: what a rank without data does.
         settle: completes what waits to be reduced; done before others that ``settles``.
         settles: whether gradients that wait to be reduced are reduced before it.
     """
 
-    company: Company
+    join: Join
     name: str
     perform: Callable[..., Any]
     settle: Callable[[], None] | None = None
@@ -43,14 +43,14 @@ class JoinAction:
     @property
     def announced(self) -> bool:
         """Whether announcing does anything now."""
-        return self.company.is_uneven
+        return self.join.is_uneven
 
     def __call__(self, *arguments: Any) -> None:
-        if self.company.is_uneven:
-            self.company.announce(self, *arguments)
+        if self.join.is_uneven:
+            self.join.announce(self, *arguments)
 
 
-class Company:
+class Join:
     """The ranks that sum gradients with this one.
 
     Attributes:
@@ -65,7 +65,7 @@ class Company:
         self.is_uneven = False
         self.leader = 0
         self.has_parted = False
-        self._together_only = self.register("a collective of the loop", _refuse)
+        self._collective_only = self.register("a collective of the loop", _refuse)
 
     def register(self, name: str, perform: Callable[..., Any], **options: Any) -> JoinAction:
         """A new action; see :class:`JoinAction`. Every rank registers the same ones in the same order."""
@@ -75,7 +75,7 @@ class Company:
 
     def forget(self) -> None:
         """Lets go of everything that was registered."""
-        self._actions = [self._together_only]
+        self._actions = [self._collective_only]
 
     def announce(self, action: JoinAction, *arguments: Any) -> None:
         """Tells ranks without data what comes next, and waits for them. Collective.
@@ -89,16 +89,16 @@ class Company:
                     other.settle()
         self._exchange((self._actions.index(action), arguments))
 
-    def together_only(self, what: str) -> None:
+    def collective_only(self, what: str) -> None:
         """Raises UsageError on every rank if one of them has run out of data; what follows needs all of them."""
-        self._together_only(what)
+        self._collective_only(what)
         self._run.backend.announce(what.strip("`"), self._run.world)
         if self.is_uneven and self.has_parted:
             _refuse(what)
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Ranks may leave the context at different times; those that are through keep the others company.
+        """Ranks may leave the context at different times; those that are through take part with the others.
 
         Raises:
             UsageError: on a mesh with replicas, which talk to each other in ways that are announced to no rank.

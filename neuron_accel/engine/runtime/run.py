@@ -12,7 +12,7 @@ from torch import nn
 
 from neuron_accel.backends.randomness import RankRandomness
 from neuron_accel.engine.plan.plugin import HOOKS, Phase, overrides
-from neuron_accel.engine.runtime.join import Company
+from neuron_accel.engine.runtime.join import Join
 from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
 from neuron_accel.errors import CheckpointError, NeuronAccelError, UsageError, did_you_mean
 
@@ -106,7 +106,7 @@ class Run:
     """The plugins' hooks; who drives the run calls them."""
     calling: Callable[[str], AbstractContextManager[None]] = field(init=False)
     """A context for what every rank has to call, by its name: where others wait too long, it is said who and where."""
-    company: Company = field(init=False)
+    join: Join = field(init=False)
     """How a rank that ran out of data keeps up with the others."""
     watchers: list[Any] = field(default_factory=list, init=False)
     """What watches gradients arrive, to reduce them: one for each optimizer or model that owns some."""
@@ -117,7 +117,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.hooks = BoundHooks(self.plan)
-        self.company, self.calling = Company(self), _unwatched
+        self.join, self.calling = Join(self), _unwatched
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy for another process: who is where, and nothing that was prepared."""

@@ -69,9 +69,9 @@ class DataParallelPlugin(StrategyPlugin):
 
         def send() -> None:
             current = [b for n, b in model.named_buffers() if n in persistent]
-            broadcast_tensors(current, run, group, run.company.leader)
+            broadcast_tensors(current, run, group, run.join.leader)
 
-        action = run.company.register("a training forward", send)
+        action = run.join.register("a training forward", send)
 
         def follow(module: nn.Module, _inputs: Any) -> None:
             if module.training and torch.is_grad_enabled():

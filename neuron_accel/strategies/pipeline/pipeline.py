@@ -67,7 +67,7 @@ class Pipeline:
         self._group = run.group(axis)
         self._replicas = run.group(*run.mesh.gradient_axes)
         self._everyone = run.group(axis, *run.mesh.gradient_axes)
-        self._action = run.company.register("the end of a pipeline's step", self._without_data)
+        self._action = run.join.register("the end of a pipeline's step", self._without_data)
         self._make_step: Callable[..., Step]
         if run.backend.has_point_to_point:
             self._make_step = functools.partial(SendingStep, P2P(run.backend, self._group))

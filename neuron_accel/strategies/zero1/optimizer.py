@@ -23,12 +23,12 @@ from torch.nn import functional as F
 from neuron_accel.contract import (
     BackwardWatcher,
     Bucket,
+    FullParameterOptimizer,
     GradientPart,
     ParameterError,
     StandIn,
     StatePiece,
     UsageError,
-    WholeParameters,
     attributes_of,
     clip_coefficient,
     copy_options,
@@ -103,7 +103,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._buffers = SendBuffers()
         self._recipe = recipe_of(optimizer)
         self.inner: torch.optim.Optimizer = None  # type: ignore[assignment]  # made below, from what asks for it
-        self._action = run.company.register(
+        self._action = run.join.register(
             "a backward pass", lambda *state: self._watcher.take_part(*state), settle=self.flush
         )
         self._watcher = BackwardWatcher(
@@ -125,7 +125,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._carry_attributes()
         self._translate()
         if self._sees_wholes(optimizer):
-            self.inner = WholeParameters(self.inner, self._layouts, run)
+            self.inner = FullParameterOptimizer(self.inner, self._layouts, run)
         self._release(self.shards)
         if self._recipe is not None:
             del optimizer._neuron_accel_recipe  # type: ignore[attr-defined]
@@ -198,7 +198,8 @@ class Zero1Optimizer(torch.optim.Optimizer):
         assert self.inner is not None
         if not self._lazy:
             translate(
-                self.inner.optimizer if isinstance(self.inner, WholeParameters) else self.inner, self._stand_ins()
+                self.inner.optimizer if isinstance(self.inner, FullParameterOptimizer) else self.inner,
+                self._stand_ins(),
             )
             return
         known = knows_by_parameter(self.optimizer)
@@ -639,7 +640,7 @@ def state_pieces(optimizer: Zero1Optimizer) -> list[StatePiece]:
         store_of_pieces = shard.open(optimizer.inner.state)
         for piece in shard.pieces:
             store, key = store_of_pieces, piece.master
-            if isinstance(optimizer.inner, WholeParameters):
+            if isinstance(optimizer.inner, FullParameterOptimizer):
                 store, key = optimizer.inner.place_of_state(piece.master)
             pieces.append(
                 StatePiece(

@@ -20,7 +20,7 @@ from neuron_accel.contract import (
     clip_coefficient,
     global_norm,
     is_separable,
-    whole_gradients,
+    unsharded_gradients,
     why_not_elementwise,
 )
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, refuse_closures, scale_parts
@@ -159,7 +159,7 @@ class Zero1Plugin(StrategyPlugin):
     ) -> torch.Tensor:
         """Scales this rank's shards by the global norm."""
         parts = [part for optimizer in self._flushed(run) for part in optimizer.gradient_parts(parameters)]
-        parts += whole_gradients(self._undivided(parameters, run), run)  # of models that no optimizer divides
+        parts += unsharded_gradients(self._undivided(parameters, run), run)  # of models that no optimizer divides
         norm = global_norm(parts, run, norm_type)
         scale_parts(parts, clip_coefficient(norm, max_norm))
         return norm
@@ -167,14 +167,14 @@ class Zero1Plugin(StrategyPlugin):
     def clip_grad_value(self, parameters: list[nn.Parameter], clip_value: float, run: Run) -> None:
         """Clamps the elements of this rank's shards."""
         parts = [part for optimizer in self._flushed(run) for part in optimizer.gradient_parts(parameters)]
-        for part in (*parts, *whole_gradients(self._undivided(parameters, run), run)):
+        for part in (*parts, *unsharded_gradients(self._undivided(parameters, run), run)):
             if part.tensor is not None:
                 part.tensor.clamp_(-clip_value, clip_value)
 
     def scale_gradients(self, parameters: list[nn.Parameter], factor: torch.Tensor, run: Run) -> None:
         """Multiplies this rank's shards."""
         parts = [part for optimizer in self._flushed(run) for part in optimizer.gradient_parts(parameters)]
-        for part in (*parts, *whole_gradients(self._undivided(parameters, run), run)):
+        for part in (*parts, *unsharded_gradients(self._undivided(parameters, run), run)):
             if part.tensor is not None:
                 part.tensor.mul_(factor)
 

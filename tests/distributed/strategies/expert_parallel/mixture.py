@@ -49,7 +49,7 @@ class Experts(nn.Module):
         mask = F.one_hot(expert, EXPERTS).to(tokens.dtype).t().unsqueeze(-1)  # [EXPERTS, N, 1]
         sent = torch.cat([mask * tokens, mask], -1)
         if self.run is not None:
-            self.run.company.together_only("sending tokens to experts")
+            self.run.join.collective_only("sending tokens to experts")
             sent = all_to_all(sent, self.run.backend, self.run.group("ep"), 0, 1)  # [mine, N of all, WIDTH + 1]
         inputs, mine = sent[..., :-1], sent[..., -1:]
         result = F.gelu(inputs @ self.up) @ self.down
