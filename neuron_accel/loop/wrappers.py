@@ -102,7 +102,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         if self.gradient_state.sync_gradients:
-            self._zeroing()
+            self._zeroing(*([] if set_to_none is None else [set_to_none]))
             if set_to_none is None and self._can_set_to_none:
                 self.optimizer.zero_grad(set_to_none=True)
             else:

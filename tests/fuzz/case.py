@@ -346,6 +346,8 @@ def draw(seed: int, *, composition: str | None = None, backend: str = "gloo") ->
     elif plain and sometimes(0.2) and not fields["by_hand"]:
         fields["save_at"] = r.choice((1, 2))
         fields["epochs"] = 2
+    if fields.get("unfreeze_at", 0) > (fields.get("by_hand_at") or fields.get("save_at") or 99):
+        fields["add_group"] = False  # what was kept before has a group less, and no optimizer loads it
     if loop in ("plain", "two optimizers", "teacher"):
         loaders = [name for name in LOADERS if not (name in ("tensors", "collate") and data == "text")]
         if fields.get("add_group"):

@@ -129,7 +129,7 @@ class Precision:
 
 PRECISIONS = {
     "float64": Precision(relative=1e-6, floor=1e-3, noise=1e-14),
-    "float32": Precision(relative=1e-4, floor=1e-3, noise=2e-7),
+    "float32": Precision(relative=1e-4, floor=5e-3, noise=2e-7),
     "bfloat16": Precision(relative=5e-2, floor=0.2, noise=4e-3),
 }
 

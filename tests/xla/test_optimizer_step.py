@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from neuron_accel.testing import run_ranks
+from neuron_accel.testing.xla_ranks import one_at_a_time
 
 
 def step():
@@ -38,3 +39,18 @@ def test_a_prepared_optimizer_is_copied_as_before():
 
     state = _State({"a": 1})
     assert pickle.loads(pickle.dumps(state)) == copy.deepcopy(state) == {"a": 1}
+
+
+def copies_its_model():
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"backend": "xla"})
+    with one_at_a_time():
+        model = nn.Linear(4, 4)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    average = torch.optim.swa_utils.AveragedModel(accelerator.unwrap_model(model))
+    return [name for name, _ in average.named_parameters()]
+
+
+def test_a_prepared_model_can_be_copied():
+    assert run_ranks(copies_its_model, 2, backend="xla")[0] == ["module.weight", "module.bias"]

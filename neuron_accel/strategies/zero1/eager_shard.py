@@ -212,6 +212,10 @@ class EagerShard(BucketShard):
         super().drop_gradients()
         self._buffer = None  # what a pass left there that did not come to its end
 
+    def zero_gradients(self) -> None:
+        super().zero_gradients()
+        self._buffer = None
+
     def _part(self, chunk: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
         return chunk[piece.place.offset : piece.place.offset + piece.place.length].view(piece.master.shape)
 

@@ -367,12 +367,18 @@ class Zero1Optimizer(torch.optim.Optimizer):
         return f"Zero1Optimizer({self.optimizer!r})"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients. They are always set to None: the memory behind them is not kept between steps."""
+        """Drops gradients, or sets them to zero: what gets none in the next pass then is updated as with zeros, by its
+        momentum and weight decay. This rank's shards of the gradients are kept for that."""
         for shard in self.shards:
-            shard.drop_gradients()
+            if set_to_none:
+                shard.drop_gradients()
+            else:
+                shard.zero_gradients()
+        kept = set() if set_to_none else {p for shard in self.shards for p in shard.parameters}
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.grad = None
+                if parameter not in kept:
+                    parameter.grad = None
         self._watcher.forget()
 
     # ---- gradients -------------------------------------------------------------------------------------------------
@@ -569,7 +575,7 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
-            f"{type(optimizer).__name__} cannot step without a closure.",
+            f"{type(optimizer).__name__} evaluates a closure inside its step, which ZeRO-1 does not support.",
             where="plugin 'zero1'",
             why="it runs forward and backward several times inside a step, and looks at all parameters at once",
             fix="train without ZeRO-1",

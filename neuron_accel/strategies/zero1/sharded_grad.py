@@ -233,6 +233,21 @@ class ReducedGradients(ABC):
             if isinstance(parameter.grad, ShardedGrad):
                 parameter.grad = None
 
+    def zero_gradients(self) -> None:
+        """Sets those that were reduced to zero; drops those that are this rank's alone."""
+        kept = [self._is_visible(parameter.grad) for parameter in self.parameters]
+        self._forget_all_but(kept)
+        if self._gradient is None:
+            self.drop_gradients()
+        else:
+            self._gathered.forget()
+            self._hand_out(self._gradient.zero_())
+        for parameter in self.parameters:
+            if self._gradient is not None and self._is_visible(parameter.grad):
+                parameter.grad.take_waiting()  # type: ignore[union-attr]
+            else:
+                parameter.grad = None
+
     # ---- what a loop sees ------------------------------------------------------------------------------------------
     def _show(self, indices: Sequence[int]) -> None:
         """Lets these gradients be read at their parameters."""

@@ -104,6 +104,31 @@ def test_gradients_are_those_of_plain_data_parallelism(name, zero, accumulation,
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
+def freezes_and_keeps_zeros(plugins):
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3))
+    size, rank = accelerator.data_parallel_size, accelerator.data_parallel_rank
+    for step, x in enumerate(batches(4)):
+        accelerator.backward(model(x.chunk(size)[rank]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        if step == 0:
+            model[0].requires_grad_(False)
+            model[0].bias.grad = None
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return grads, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, {"partition": "parameters"}, {"use_grad_acc_hook": True}], ids=str)
+def test_parameters_whose_gradients_were_set_to_zero_go_on_by_their_momentum(options):
+    expected = run_ranks(freezes_and_keeps_zeros, 2, [])[0]
+    for found in run_ranks(freezes_and_keeps_zeros, 2, [{"zero1": {**SMALL["zero1"], **options}}]):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
 def count_messages():
     """Messages and bytes of a step in which nobody reads gradients, of a read, and of a second one."""
     from neuron_accel import NeuronAccelerator, Zero1Plugin
