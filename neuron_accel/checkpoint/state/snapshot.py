@@ -325,7 +325,7 @@ def check_equal(items: Sequence[Item], run: Run) -> None:
 
     Ranks along axes of samples and positions are compared; buffers, of which ranks may have their own, are not. On the
     host values are hashed; on a device their sum and the sum of their squares are compared, which is a few bytes to
-    copy.
+    copy. A lazy device would compile and execute a graph for that, so there values are copied to the host and hashed.
 
     Raises:
         CheckpointError: on every rank, naming the first tensor that differs.
@@ -342,23 +342,19 @@ def check_equal(items: Sequence[Item], run: Run) -> None:
             if not item.buffer and item.record is not None and not equal.isdisjoint(samples):
                 at = tuple(here[axis] for axis in samples if axis not in equal)
                 mine.append((item.key, at, (item.kind, item.collection, item.name)))
-                digests.append(_digest(item))
+                digests.append(_digest(item, run))
         on_device = [i for i, digest in enumerate(digests) if isinstance(digest, torch.Tensor)]
         if on_device:
-            generator = run.backend.generator  # a lazy device moves its random numbers on with everything it computes
-            state = generator.get_state() if generator.apart else None
             values = run.backend.to_host(torch.stack([digests[i] for i in on_device]))
-            if state is not None:
-                generator.set_state(state)
             for i, value in zip(on_device, values, strict=True):
                 digests[i] = tuple(value.view(torch.int32).tolist())
     everyone = run.backend.all_gather_object(list(zip(mine, digests, strict=True)), group) if group.size > 1 else []
     agreed(run, lambda: _compare(everyone, group))
 
 
-def _digest(item: Item) -> Any:
-    if item.tensor.device.type == "cpu":
-        return checksums_of(bytes_of(item.tensor)[: item.nbytes])
+def _digest(item: Item, run: Run) -> Any:
+    if item.tensor.device.type == "cpu" or run.backend.is_lazy:
+        return checksums_of(bytes_of(item.tensor.detach().cpu())[: item.nbytes])
     values = item.tensor.detach().reshape(-1)[: item.numel].float()
     return torch.stack([values.sum(), (values * values).sum()])
 
