@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from neuron_accel.engine.plan.mesh import AxisKind
@@ -30,9 +30,8 @@ class Composition:
 
     def beside(self, plugins: tuple[StrategyPlugin, ...]) -> tuple[StrategyPlugin, ...] | None:
         """``plugins`` and the built-in ones; None if it would have one of them twice."""
-        names = {plugin.spec.name for plugin in plugins}
         own = self.built_in()
-        return None if names & {plugin.spec.name for plugin in own} else (*plugins, *own)
+        return None if names_of(plugins) & names_of(own) else (*plugins, *own)
 
     def ranks(self, plugins: tuple[StrategyPlugin, ...], alone: int | None) -> int:
         """On how many ranks to try it; ``plugins`` are all, ``alone`` is the author's wish for a plugin by itself."""
@@ -45,6 +44,14 @@ class Composition:
     def fewest(self, plugins: tuple[StrategyPlugin, ...]) -> int:
         """Ranks without data parallelism."""
         return math.prod(axis.degree for plugin in plugins for axis in axes_of(plugin))
+
+
+def names_of(plugins: Iterable[StrategyPlugin]) -> set[str]:
+    """Of plugins and their companions."""
+    found: set[str] = set()
+    for plugin in plugins:
+        found |= {plugin.spec.name, *names_of(plugin.companions())}
+    return found
 
 
 def data_parallel_size(plugins: tuple[StrategyPlugin, ...], ranks: int) -> int:
@@ -60,9 +67,9 @@ def _zero1() -> tuple[StrategyPlugin, ...]:
 
 
 def _tensor() -> tuple[StrategyPlugin, ...]:
-    from neuron_accel import ModelParallelismPlugin
+    from neuron_accel import TensorParallelPlugin
 
-    return (ModelParallelismPlugin(tensor_parallel_size=2),)
+    return (TensorParallelPlugin(tensor_parallel_size=2),)
 
 
 def _tensor_and_sequence() -> tuple[StrategyPlugin, ...]:
@@ -76,9 +83,15 @@ def _tensor_and_zero1() -> tuple[StrategyPlugin, ...]:
 
 
 def _pipeline() -> tuple[StrategyPlugin, ...]:
-    from neuron_accel import ModelParallelismPlugin
+    from neuron_accel import PipelineParallelPlugin
 
-    return (ModelParallelismPlugin(pipeline_parallel_size=2, num_microbatches=2),)
+    return (PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=2),)
+
+
+def _recompute() -> tuple[StrategyPlugin, ...]:
+    from neuron_accel import ActivationCheckpointingPlugin
+
+    return (ActivationCheckpointingPlugin(),)
 
 
 def _guards() -> tuple[StrategyPlugin, ...]:
@@ -94,5 +107,6 @@ COMPOSITIONS = {
     "tp2-sp": Composition(built_in=_tensor_and_sequence),
     "tp2-zero1": Composition(built_in=_tensor_and_zero1),
     "pp2": Composition(built_in=_pipeline, lazy=False),
+    "recompute": Composition(built_in=_recompute),
     "guards": Composition(built_in=_guards),
 }

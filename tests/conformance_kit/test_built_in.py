@@ -7,7 +7,9 @@ from typing import ClassVar
 import pytest
 
 from neuron_accel import (
+    ActivationCheckpointingPlugin,
     DataParallelPlugin,
+    ModelParallelismPlugin,
     PipelineParallelPlugin,
     SequenceParallelPlugin,
     TensorParallelPlugin,
@@ -43,6 +45,18 @@ class TestPipeline(PluginConformance):
         return PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=2)
 
     opt_out: ClassVar = {"[xla]": "pipelines send from rank to rank, which XLA devices do not"}
+
+
+class TestModelParallelism(PluginConformance):
+    @pytest.fixture
+    def plugin(self):
+        return ModelParallelismPlugin(tensor_parallel_size=2)
+
+
+class TestActivationCheckpointing(PluginConformance):
+    @pytest.fixture
+    def plugin(self):
+        return ActivationCheckpointingPlugin()
 
 
 class TestSequenceParallel(PluginConformance):

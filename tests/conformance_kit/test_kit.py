@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from neuron_accel import Zero1Plugin
+from neuron_accel import ModelParallelismPlugin, Zero1Plugin
 from neuron_accel.backends.select import Machine
 from neuron_accel.contract import UsageError
 from neuron_accel.testing import Training, assert_parallel_equivalence, run_ranks
@@ -24,8 +24,9 @@ def built_in() -> set[str]:
 
 def test_every_built_in_plugin_is_part_of_a_composition():
     names = {plugin.spec.name for c in COMPOSITIONS.values() for plugin in c.built_in()}
-    assert names == built_in() - {"data_parallel"}  # which is there by default
-    assert any(plugin.companions() for c in COMPOSITIONS.values() for plugin in c.built_in())  # the pipeline
+    # The first is there by default, the second is a name for tensor parallelism and pipelines together.
+    assert names == built_in() - {"data_parallel", "model_parallelism"}
+    assert COMPOSITIONS["tp2"].beside((ModelParallelismPlugin(tensor_parallel_size=2),)) is None
 
 
 def test_every_built_in_plugin_goes_through_the_kit():

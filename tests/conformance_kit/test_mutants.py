@@ -29,7 +29,7 @@ def refusal(check, plugin, *arguments, kit=Kit, **keywords) -> str:
 
 FORM = {
     "ByPosition": "width can be given by position",
-    "Misspelt": "transform_optimiser is no hook and never called; did you mean transform_optimizer?",
+    "Misspelt": "transform_optimiser is not a hook and never called; did you mean transform_optimizer?",
     "TooFewArguments": "before_step does not take what it is called with",
     "UnclaimedDuty": "clip_grad_norm is only called on the owner of gradient_clipping",
     "OtherVersion": "written for version 99",
