@@ -30,10 +30,9 @@ from neuron_accel.checkpoint.state.session import Session, Source  # noqa: E402
 from neuron_accel.checkpoint.state.training import Training  # noqa: E402
 from neuron_accel.data.loaders import prepare_data_loader, skip_first_batches  # noqa: E402
 from neuron_accel.engine.plan.config import RunConfig, load_config  # noqa: E402
-from neuron_accel.engine.plan.explain import explain_parameters  # noqa: E402
 from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin  # noqa: E402
 from neuron_accel.engine.plan.registry import default_registry  # noqa: E402
-from neuron_accel.engine.runtime.preview import preview  # noqa: E402
+from neuron_accel.engine.runtime.preview import explain_parameters, preview  # noqa: E402
 from neuron_accel.errors import UsageError  # noqa: E402
 from neuron_accel.loop import gather as values  # noqa: E402
 from neuron_accel.loop import prepare  # noqa: E402

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from neuron_accel.accelerator import NeuronAccelerator
     from neuron_accel.backends.base import Backend
     from neuron_accel.engine.runtime.run import Run
 
@@ -172,7 +171,7 @@ class Owner:
         accelerator: the accelerator.
     """
 
-    def __init__(self, accelerator: NeuronAccelerator | None = None) -> None:
+    def __init__(self, accelerator: Any = None) -> None:
         self.accelerator = accelerator
 
     def __reduce__(self) -> tuple[type[Owner], tuple[()]]:

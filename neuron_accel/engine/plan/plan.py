@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from neuron_accel.engine.plan.mesh import Mesh
-from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
+from neuron_accel.engine.plan.plugin import HOOKS, Claim, StrategyPlugin, overrides
 from neuron_accel.engine.plan.serialize import to_plain
 from neuron_accel.errors import DesyncError, PlanError, PluginError, did_you_mean
 
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend
 
 
+WIDTH = 110
+SHOWN_GROUPS = 4
+SHOWN_RANKS = 8
 ABSENT = "<absent>"
 """Stands for a missing value in a :class:`Difference`."""
 
@@ -110,8 +115,6 @@ class Plan:
 
     def explain(self) -> str:
         """A readable account of the mesh, the plugins in order, the owners of duties, and why."""
-        from neuron_accel.engine.plan.explain import explain
-
         return explain(self)
 
     def __str__(self) -> str:
@@ -157,6 +160,104 @@ def difference(a: Any, b: Any, path: str = "") -> list[Difference]:
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         return [item for i in range(len(a)) for item in difference(a[i], b[i], f"{path}[{i}]")]
     return [] if json.dumps(a) == json.dumps(b) else [Difference(path, a, b)]
+
+
+# ---- as text for people ---------------------------------------------------------------------------------------------
+def explain(plan: Plan) -> str:
+    """What ``plan`` decided and why, in sections: mesh, plugins, owners, and what happens in order."""
+    ranks = plan.mesh.world_size
+    lines = [f"Plan for {ranks} rank{'s' if ranks > 1 else ''}: {plan.mesh}", ""]
+    lines += ["Mesh, outer to inner axis", *_mesh(plan.mesh), ""]
+    lines += ["Plugins, in the order in which they act", *(_plugins(plan) or ["  none"]), ""]
+    lines += ["Responsibilities and their owners", *_owners(plan), ""]
+    lines += ["What each plugin does, in the order in which it happens", *(_moments(plan) or ["  nothing"]), ""]
+    lines += [f"Fingerprint {plan.fingerprint()[:16]}"]
+    return "\n".join(lines)
+
+
+def _mesh(mesh: Mesh) -> list[str]:
+    rows = [("axis", "degree", "kind", "groups of ranks")]
+    for axis in mesh.axes:
+        groups = mesh.groups(axis.name) if axis.degree > 1 else ()
+        rows.append((axis.name, str(axis.degree), axis.kind.value, _groups(groups) if groups else "-"))
+    return table(rows)
+
+
+def _groups(groups: Sequence[Sequence[int]]) -> str:
+    if len(groups) <= SHOWN_GROUPS:
+        return " ".join(_group(group) for group in groups)
+    first, second, last = (_group(group) for group in (groups[0], groups[1], groups[-1]))
+    return f"{first} {second} ... {last} ({len(groups)} groups of {len(groups[0])})"
+
+
+def _group(ranks: Sequence[int]) -> str:
+    shown = [str(rank) for rank in ranks]
+    if len(shown) > SHOWN_RANKS:
+        shown = [*shown[:3], "...", shown[-1]]
+    return "{" + " ".join(shown) + "}"
+
+
+def _plugins(plan: Plan) -> list[str]:
+    lines = []
+    for number, plugin in enumerate(plan.plugins, start=1):
+        name = plugin.spec.name
+        source = plan.provenance.get(name)
+        lines.append(f"  {number}. {name}" + (f"  ({source})" if source else ""))
+        lines += _indented(f"place: {plan.reasons.get(f'plugins.{name}', 'not recorded')}")
+        axes = ", ".join(f"{axis.name} {axis.degree}" for axis in plugin.axes())
+        lines += _indented(f"axes: {axes}") if axes else []
+        options = ", ".join(_options(plugin))
+        lines += _indented(f"options: {options or 'all at their defaults'}")
+    return lines
+
+
+def _options(plugin: StrategyPlugin) -> Iterable[str]:
+    for f in dataclasses.fields(plugin):
+        value = getattr(plugin, f.name)
+        default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+        if f.init and f.repr and (default is dataclasses.MISSING or value != default):
+            yield f"{f.name}={value!r}"
+
+
+def _indented(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=" " * 5, subsequent_indent=" " * 9, break_long_words=False)
+
+
+def _moments(plan: Plan) -> list[str]:
+    rows = [("when", "plugin", "what it does")]
+    for name, moment in HOOKS.items():
+        acting = (
+            plan.plugins
+            if moment.owner is None
+            else [p for p in plan.plugins if plan.owners.get(moment.owner) == p.spec.name]
+        )
+        rows += [(moment.text, p.spec.name, _first_sentence(p, name)) for p in acting if overrides(p, name)]
+    return table(rows) if len(rows) > 1 else []
+
+
+def _first_sentence(plugin: StrategyPlugin, name: str) -> str:
+    """The first sentence of a hook's docstring; the hook's name if it has none."""
+    doc = getattr(type(plugin), name).__doc__ or name
+    sentence = re.split(r"(?<=[a-z)`])[.:](?:\s|$)", " ".join(doc.split()), maxsplit=1)[0]
+    return textwrap.shorten(sentence, WIDTH - 45, placeholder=" ...")
+
+
+def _owners(plan: Plan) -> list[str]:
+    rows = [("responsibility", "owner", "why")]
+    for claim in Claim:
+        owner = plan.owners.get(claim)
+        # What no plugin owns is done as in any program of PyTorch.
+        default = "autograd (default)" if claim is Claim.BACKWARD else "no plugin claims it"
+        why = plan.reasons.get(f"owners.{claim.value}", "not recorded" if owner else default)
+        rows.append((claim.value, owner or "-", why))
+    return table(rows)
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 # ---- The start of a run: every rank plans for itself, and all find out whether they agree before a model is touched

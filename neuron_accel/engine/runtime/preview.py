@@ -1,8 +1,9 @@
-"""What preparing a model would make of it, found out on a copy without weights and without a word to other ranks."""
+"""What a prepared model became, as text; before it is prepared, found out on a copy without weights or collectives."""
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from neuron_accel.backends.base import COLLECTIVES, Group
+from neuron_accel.engine.plan.plan import table
 from neuron_accel.engine.plan.plugin import Phase
 from neuron_accel.engine.runtime.run import PreparedModel, Run, transform_model
 from neuron_accel.engine.sharding.parameters import ParameterMap
@@ -17,6 +19,7 @@ from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
 
 
 class _OnPaper:
@@ -65,3 +68,45 @@ def without_weights(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(model, memo)
+
+
+# ---- a prepared model as text --------------------------------------------------------------------------------------
+_SEGMENT = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def explain_parameters(prepared: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
+    """The placement of every parameter of a prepared model, and what the plugins report about its modules.
+
+    Args:
+        tokens: number of tokens of this rank in a step; plugins then report bytes per step instead of per token.
+
+    Equal parameters of repeated blocks are one row, with ``*`` for the block's number.
+    """
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for record in prepared.parameters:
+        bytes_ = 0 if record.current is None else record.current.numel() * record.current.element_size()
+        key = (_SEGMENT.sub("*", record.fqn), record.rule or "-", *_layout(record))
+        rows.setdefault(key, []).append(bytes_)
+    shown = [("parameter", "times", "rule", "placement", "shape", "local shape", "gradient", "local bytes")]
+    for (name, rule, how, shape, here, gradient), each in rows.items():
+        shown.append((name, str(len(each)), rule, how, shape, here, gradient, f"{sum(each):,}"))
+    total = sum(sum(each) for each in rows.values())
+    lines = [f"Parameters on rank {run.backend.rank}: {total:,} bytes", *table(shown)]
+    for explain_model in run.hooks["explain_model"]:
+        text = explain_model(prepared, run, tokens=tokens)
+        lines += ["", text] if text else []
+    return "\n".join(lines)
+
+
+def _layout(record: ParameterRecord) -> tuple[str, str, str, str]:
+    """A parameter's placement, its shape, its shape on this rank, and the axes over which its gradient is summed."""
+    cuts = []
+    for cut in record.layout.cuts:
+        extra = [f"{cut.replicas} replicas of each shard"] if cut.replicas > 1 else []
+        extra += ["padded"] if cut.local_size * cut.parts != cut.size else []
+        extra += [f"{len(cut.blocks)} blocks"] if len(cut.blocks) > 1 else []
+        cuts.append(f"Shard({cut.dim}) over {cut.axis}" + (f" ({', '.join(extra)})" if extra else ""))
+    cuts += [f"{axis} {', '.join(map(str, indices))} only" for axis, indices in record.holders.items()]
+    here = "-" if record.current is None else str(tuple(record.current.shape))
+    summed = f"summed over {', '.join(record.partial_axes)}" if record.partial_axes else "-"
+    return "; ".join(cuts) or "Replicate", str(record.layout.shape), here, summed

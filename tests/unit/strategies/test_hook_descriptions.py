@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_accel.engine.plan.explain import _first_sentence
+from neuron_accel.engine.plan.plan import _first_sentence
 from neuron_accel.engine.plan.plugin import HOOKS, overrides
 from neuron_accel.engine.plan.registry import default_registry
 
