@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from neuron_accel.errors import ConfigurationError, DesyncError, NonFiniteError, RecompileError
+from neuron_accel.errors import CheckpointError, ConfigurationError, DesyncError, NonFiniteError, RecompileError
 from neuron_accel.strategies.guards import DesyncGuard, FiniteGuard, RecompileGuard, ReplicaCheck
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.ranks import RanksError
@@ -133,8 +133,11 @@ def test_a_weight_that_differs_is_named(plugins, ranks):
         assert f"norm.weight: rank {others} against rank 1" in text
 
 
-def test_without_the_check_nobody_says_so():
-    run_ranks(train, 2, [], [], fault="a weight that differs", timeout=50)
+def test_without_the_check_only_a_save_finds_it():
+    with pytest.raises(RanksError) as caught:
+        run_ranks(train, 2, [], [], fault="a weight that differs", timeout=50)
+    assert {type(error) for error in caught.value.errors.values()} == {CheckpointError}
+    assert "different values of parameter 'norm.weight'" in str(caught.value)
 
 
 SP = [TP2, "sequence_parallel", "zero1"]
