@@ -59,6 +59,7 @@ def test_upstream_file(upstream, tmp_path, name):
             "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
             "PYTHONDONTWRITEBYTECODE": "1",
             "ACCELERATE_USE_CPU": "true",
+            "HF_HUB_OFFLINE": "1",  # no test needs the hub; some would ask it all the same, and wait
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(tmp_path),
         },
