@@ -1,7 +1,7 @@
 """Train your own PyTorch loop sharded on AWS Trainium, and on anything else, through pluggable strategies.
 
 Importing this package is cheap: names are resolved when they are first used, because importing Accelerate settles which
-device it will use, and because nobody should pay for what they do not use.
+device it will use, and what is not used should cost nothing.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class ZeroRedundancyOptimizer(Zero1Optimizer):
             bucket_cap_mb=max(bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter) or Zero1Plugin.bucket_cap_mb,
             save_master_weights=save_master_weights,
         )
-        # Nobody announces the last micro-batch here, so nothing is sent before the step unless the hook asks for it.
+        # The last micro-batch is not announced here, so nothing is sent before the step unless the hook asks for it.
         super().__init__(optimizer, run, options, synchronises=lambda: False)
 
     def init_zero(self) -> None:

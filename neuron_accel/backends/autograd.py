@@ -44,7 +44,7 @@ def reduce_from_group(x: torch.Tensor, backend: Backend, group: Group, *, given_
     """The sum of the ranks' ``x``, same shape, for computations that are alike on every rank.
 
     Args:
-        given_up: whether nobody looks at ``x`` any more, so that the sum may take its place in memory. Should autograd
+        given_up: whether ``x`` is not used any more, so that the sum may take its place in memory. Should autograd
             have kept it for a backward pass, that fails and does not compute with the sum.
     """
     if group.size == 1:

@@ -179,7 +179,7 @@ class _Complete(BaseException):
 
 def _arrival(recomputation: weakref.ref[Recomputation]) -> Callable[[torch.Tensor], torch.Tensor | None]:
     """A hook of an output. It holds the recomputation weakly: what autograd saved holds it as long as it is needed, and
-    the graph of a loss that somebody keeps would hold it, and its inputs, longer."""
+    the graph of a loss that the caller keeps would hold it, and its inputs, longer."""
 
     def arrived(gradient: torch.Tensor) -> torch.Tensor | None:
         found = recomputation()

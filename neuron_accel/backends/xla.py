@@ -290,7 +290,7 @@ class XlaBackend(Backend):
     # ---- steps and values ------------------------------------------------------------------------------------------
     def step_boundary(self) -> None:
         """Compiles what has collected, unless the same graph ran before, and executes it. Collective over the ranks
-        that compute the same. Then acts on the values that somebody wanted to see (:meth:`after_step`)."""
+        that compute the same. Then acts on the values that were asked for (:meth:`after_step`)."""
         self._execute(self._alike)
         later, self._later = self._later, []
         for action in later:

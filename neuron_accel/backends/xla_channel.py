@@ -176,7 +176,7 @@ class Meeting:
         return values
 
     def abort(self) -> None:
-        """Nobody waits any more, now or later: a rank has failed."""
+        """No rank waits any more, now or later: one has failed."""
         with self._lock:
             self._gone = True
             for room in self._rooms.values():
@@ -198,7 +198,7 @@ class Meeting:
         The CPU client of PJRT matches the participants of a collective by the compiled module, so ranks that compile
         the same graph each for itself never meet: the first rank compiles, the others begin once they find the result
         in the cache, which all threads of a process share. Others than ``ranks`` wait meanwhile, because theirs would
-        look like the result. And nobody lets go of its collective token before all are through, because that takes
+        look like the result. And no rank releases its collective token before all are through, because that takes
         Python's lock while another rank may need it to get there.
         """
         import torch_xla

@@ -107,7 +107,7 @@ def skip_first_batches(loader: Any, count: int, run: Run) -> Any:
     """A loader like a prepared one that leaves out its first ``count`` batches."""
     original = getattr(loader, "run", None)
     skipping = _skip(loader, count, run)
-    # What Accelerate leaves behind, without which nobody can tell how much of the last global batch is real.
+    # What Accelerate leaves behind, without which it is unknown how much of the last global batch is real.
     skipping._drop_last = getattr(loader, "_drop_last", False)
     sampler = skipping.batch_sampler
     if isinstance(sampler, SkipBatchSampler):

@@ -150,7 +150,7 @@ class _Positioned(Mixin):
             set_order(self, position["next"])
 
     def forget_position(self) -> None:
-        """Somebody else skips what was given out."""
+        """The caller skips what was given out."""
         self._resume = None
 
     def check_position(self, position: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Streams that every rank reads and takes its share of: what is left over at their end counts once.
 
-Ranks need equally many batches, so the last ones are filled up with samples from the beginning. Nobody knows the
+Ranks need equally many batches, so the last ones are filled up with samples from the beginning. No rank knows the
 length of a stream before it ends; and where several workers read, each one's part of it ends by itself. So every batch
 says how many samples all ranks together really have in it.
 """

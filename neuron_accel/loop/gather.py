@@ -61,7 +61,7 @@ def without_repeats(data: Any, remainder: int, *, on_host: bool = False) -> Any:
 
     Args:
         data: what was gathered.
-        remainder: number of samples that the last batch really has; 0 if it is full, -1 if nobody knows.
+        remainder: number of samples that the last batch really has; 0 if it is full, -1 if that is unknown.
         on_host: cut there, for devices on which it would be another graph.
     """
     if remainder <= 0:

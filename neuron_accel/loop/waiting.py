@@ -132,7 +132,7 @@ class Waiting:
         atexit.unregister(self.stop)
         try:
             self._board.put(f"{self._name}/ended/{self._rank}", b"1")
-        except Exception:  # the board has gone before: there is nobody left to tell
+        except Exception:  # the board has gone before: no rank is left to tell
             return
         finally:
             if threading.current_thread() is not self._thread:

@@ -139,8 +139,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
             self.optimizer.step(closure)
 
     def _step_along(self) -> None:
-        """A step of the others, on a rank without data. Their loop has its own way to drop gradients; here nobody else
-        does."""
+        """A step of the others, on a rank without data. Their loop has its own way to drop gradients; here the
+        wrapper does it."""
         self.gradient_state._set_sync_gradients(True)
         self.step()
         self.optimizer.zero_grad()
@@ -161,11 +161,11 @@ class _State(dict[str, Any]):
 
 
 def _nothing() -> None:
-    """Of a copy, whose gradients nobody reduces."""
+    """Of a copy, whose gradients are not reduced."""
 
 
 class Owner:
-    """Who prepared a model. A copy of the model was prepared by nobody.
+    """Who prepared a model. A copy of the model was not prepared.
 
     Args:
         accelerator: the accelerator.
@@ -329,8 +329,8 @@ def check_every_parameter_is_held(
 ) -> None:
     """Checks the models that ``optimizer`` trains, at its first step, when every optimizer of the run is known.
 
-    Frozen parameters (``requires_grad=False``) need no optimizer, and models of which an optimizer holds nothing are
-    nobody's business.
+    Frozen parameters (``requires_grad=False``) need no optimizer, and models of which no optimizer holds a
+    parameter are not checked.
 
     Raises:
         ParameterError: if one of these models has a trainable parameter that no prepared optimizer holds.

@@ -1,7 +1,7 @@
 """The entries of a compile cache at an address, such as S3: what there is. Nothing is ever changed there.
 
 An eviction could not keep the promises of :mod:`neuron_accel.neuron.cache_store`. A store of objects knows when one was
-written, not when it was last read. It has no lock that a job which dies lets go of, so nobody can tell whose entry is
+written, not when it was last read. It has no lock that a job which dies lets go of, so it is unknown whose entry is
 being compiled. And objects go one by one, with no renaming of an entry as a whole: a job may find half of one.
 """
 
@@ -71,7 +71,7 @@ def _open(url: str) -> tuple[Any, str]:
         import fsspec
 
         return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # a package is missing, or nobody knows such addresses
+    except (ImportError, ValueError) as error:  # a package is missing, or such addresses are unknown
         raise ConfigurationError(
             f"Addresses like {url} cannot be read here: {error}.",
             where="neuron-accel cache",

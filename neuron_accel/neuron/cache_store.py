@@ -3,7 +3,7 @@
 Safe beside running jobs. An entry is left alone while its lock is held, while it is begun or being compiled, while a
 process of this machine has one of its files open, and while a job that registered itself (:func:`register_job`, which
 ``neuron-accel launch`` does) runs that began before the entry was last used. What is evicted is renamed first, which no
-reader can see half of, looked at once more, and put back if somebody came meanwhile. Two evictions never run at a time.
+reader can see half of, looked at once more, and put back if a job came meanwhile. Two evictions never run at a time.
 The folders of compiler versions stay, even empty: a job may be about to make an entry in one.
 
 When an entry was last used is the latest time that one of its files was read or written, as far as the file system
@@ -291,7 +291,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _evict(chosen: list[Entry], folder: Path) -> set[Entry]:
-    """Those that are gone: not the ones that somebody came to use meanwhile, or that had gone before.
+    """Those that are gone: not the ones that a job came to use meanwhile, or that had gone before.
 
     All are renamed before any is looked at again: looking for open files reads about every process.
     """

@@ -103,7 +103,7 @@ def run_ranks(
     """Calls ``fn(*args, **kwargs)`` on ``n`` ranks and returns what they returned, by rank.
 
     Each rank is a process of its own on the CPU with one thread, with torch.distributed initialised and the environment
-    that torchrun would give it (RANK, WORLD_SIZE, ...; nobody listens on MASTER_PORT) on top of the caller's. What
+    that torchrun would give it (RANK, WORLD_SIZE, ...; no server listens on MASTER_PORT) on top of the caller's. What
     ranks print is printed by the caller after success and is part of the error otherwise. No process, file or socket is
     left behind, also when the caller is interrupted or killed.
 

@@ -60,7 +60,7 @@ def read_containers(path: Path) -> Any:
         raise _refused(path) from error
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a parser says to bytes that nobody wrote
+    except Exception as error:  # whatever a parser raises for random bytes
         raise _damaged(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 
 

@@ -54,7 +54,7 @@ class Training:
 
     Args:
         run: the run.
-        models: prepared models; None for one that somebody else takes care of.
+        models: prepared models; None for one that is saved or loaded elsewhere.
         optimizers: as the plugins made them, below Accelerate's wrapper.
         schedulers, loaders, custom: with ``state_dict`` and ``load_state_dict``; loaders with ``position``.
         scaler: of fp16 training, or None.
@@ -591,7 +591,7 @@ def _seed() -> int:
 
 # ---- Buffers that ranks have different values of ---------------------------------------------------------------------
 # A buffer is stored once, with the first rank's values, and any mesh loads these. But ranks see different samples,
-# and until somebody makes them alike have running statistics of their own. Those are stored besides, so that the same
+# and until they are made equal have running statistics of their own. Those are stored besides, so that the same
 # mesh goes on exactly.
 def _buffers(training: Training) -> dict[str, torch.Tensor]:
     return {

@@ -65,7 +65,7 @@ def is_separable(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _kinds(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
-    """Groups, each with a parameter of every kind by the attributes that somebody has set; a few, where each has a name
+    """Groups, each with a parameter of every kind by the attributes that were set; a few, where each has a name
     of its own."""
     for group in optimizer.param_groups:
         kinds: dict[Any, torch.Tensor] = {}

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import Run
 
 # ---- Making an optimizer anew for other parameters: pieces of the ones it was built with, or their rewritten shards
-# Some optimizers keep state from the moment they are built (Adagrad), some users' classes have constructors nobody
-# knows. So an optimizer is never called into being by name: it is either copied around other parameters, its state
+# Some optimizers keep state from the moment they are built (Adagrad), some users' classes have constructors
+# that are not known. So an optimizer is never called into being by name: it is either copied around other parameters, its state
 # divided along with them, or, where its constructor was recorded by :func:`make_optimizer_constructor_lazy`, built
 # for real at last.
 # Left out of a copy: a scheduler wraps `step` on the object it was given, and the others are set anew.
@@ -126,13 +126,13 @@ class StandIn:
         return self.cut(value) if cuts else value
 
     def take_attributes(self, original: torch.Tensor) -> None:
-        """Gives it the attributes that somebody has set on ``original``: ``weight.decays = False``."""
+        """Gives it the attributes that were set on ``original``: ``weight.decays = False``."""
         for name, value in vars(original).items():
             vars(self.parameter)[name] = self.value(value, original)
 
 
 def attributes_of(parameter: torch.Tensor) -> tuple[tuple[str, str], ...]:
-    """The attributes that somebody has set on a parameter, to tell whether another has the same."""
+    """The attributes that were set on a parameter, to tell whether another has the same."""
     plain = (bool, int, float, str, type(None))
     return tuple(
         (name, repr(value) if isinstance(value, plain) else f"{type(value).__name__} {id(value)}")

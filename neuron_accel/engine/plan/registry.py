@@ -1,7 +1,7 @@
 """Where plugins are found: entry points, classes registered in this process, and ``"package.module:Class"``.
 
 Entry points are read at once and loaded only when named, so a plugin that is installed but not used costs nothing, and
-one that cannot be imported breaks nobody else. The built-in plugins are found in the same way as everybody's; all that
+one that cannot be imported breaks no other. The built-in plugins are found in the same way as others; all that
 sets them apart is that a distribution that is merely installed cannot take their names and duties.
 """
 
@@ -26,7 +26,7 @@ PLUGIN_GROUP = "neuron_accel.plugins"
 """Entry points of this group name plugin classes; the name is that of the plugin's spec."""
 
 DEFAULT_OWNER_GROUP = "neuron_accel.default_owners"
-"""Entry points of this group name who performs a duty that nobody claims; the name is that of the claim."""
+"""Entry points of this group name the default owner of a responsibility; the name is that of the claim."""
 
 DISABLE_VARIABLE = "NEURON_ACCEL_DISABLE_PLUGINS"
 """Environment variable: names of plugins, separated by commas, that must not be used."""
@@ -230,7 +230,7 @@ class Registry:
             )
 
     def default_owners(self) -> dict[Claim, StrategyPlugin]:
-        """Who performs a duty that no plugin claims, with default options. A disabled plugin is nobody's default.
+        """The owners of responsibilities that no plugin claims, with default options. A disabled plugin is no default.
 
         Other distributions may bring default owners, too, where the built-in ones leave a duty alone. One that cannot
         act (it cannot be loaded, two want the same duty) is left out with a warning that names its distribution.

@@ -77,7 +77,7 @@ def open_document(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[A
 
 def _read(source: str | os.PathLike[str]) -> str:
     try:
-        # Opening a named pipe would wait for somebody to write into it.
+        # Opening a named pipe would wait for a writer.
         descriptor = os.open(source, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:
             if stat.S_ISDIR(mode := os.fstat(descriptor).st_mode):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _OnPaper:
-    """A backend that knows who is where and connects nobody."""
+    """A backend that knows the ranks and communicates with none."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -79,7 +79,7 @@ class DesyncGuard(StrategyPlugin):
 
 # ---- How ranks compare what they are about to do ---------------------------------------------------------------------
 # The ranks of a group leave notes on a board; the first of them reads all and writes what it found. A board does not
-# wait, so whoever reads can give up in time, and can still read what somebody who did not come did last.
+# wait, so whoever reads can give up in time, and can still read what a rank that did not come did last.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.01
 _VERDICT_S = 5.0  # the first rank may have waited as long as it can before it writes
 _BETWEEN_TWO = ("send", "receive")
@@ -150,7 +150,7 @@ class Meetings(CollectiveObserver):
         atexit.unregister(self.close)
         try:
             self._board.put(f"desync/gone/{self._rank}", b"gone")
-        except Exception:  # the board has gone before: there is nobody left to tell
+        except Exception:  # the board has gone before: no rank is left to tell
             return
 
     # ---- meeting ---------------------------------------------------------------------------------------------------

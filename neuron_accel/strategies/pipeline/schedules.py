@@ -115,7 +115,7 @@ def with_transfers(compute: Sequence[Sequence[Action]], stages: int) -> tuple[tu
     The computations are played through. Whenever one ends whose result another rank needs, a send is appended to the
     list of the one and a receive to that of the other at the same moment. Any two ranks therefore name the messages
     between them in the same order, and the moments form an order in which every message could be handed over at once:
-    even with sends that wait for their receiver nobody waits for ever. A receive stands in front of whatever its rank
+    even with sends that wait for their receiver no rank waits for ever. A receive stands in front of whatever its rank
     does next, so that messages travel while the rank computes.
 
     Raises:
@@ -287,7 +287,7 @@ def _alternate(forward: list[Action], backward: list[Action], warm_up: int) -> l
 
 
 def _zero_bubble(ranks: int, microbatches: int, _virtual: int) -> Lists:
-    """ZB-H1: 1F1B whose backward passes come in two halves. The second half, which nobody waits for, follows as many
+    """ZB-H1: 1F1B whose backward passes come in two halves. The second half, for which no rank waits, follows as many
     micro-batches later as the rank keeps fewer activations than the first rank does, and fills the end."""
     lists = []
     for rank in range(ranks):

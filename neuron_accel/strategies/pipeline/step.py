@@ -270,7 +270,7 @@ class TurningStep(Step):
                 self._attempt(actions[self._rank])
             self._backend.step_boundary()
             if self._ring.form(self._key) is None and self._ring.learn(self._key, self._first_form()) is None:
-                return  # the first stage failed, and nobody knows what to wait for
+                return  # the first stage failed, and it is unknown what to wait for
             form = self._ring.form(self._key)
             assert form is not None
             self._turn(actions, Kind.SEND_ACTIVATION, form.parts, 1)

@@ -46,7 +46,7 @@ def feature_dims(module: nn.Module) -> FeatureDims | None:
 
 def _forward(name: str) -> Callable[..., torch.Tensor] | None:
     """The forward of a class that computes what ``nn.Linear`` does, in other words."""
-    # A model with such a layer has imported its class; nobody else should pay for the import.
+    # A model with such a layer has imported its class; no other should pay for the import.
     module, _, cls = name.rpartition(".")
     return getattr(getattr(sys.modules.get(module), cls, None), "forward", None)
 

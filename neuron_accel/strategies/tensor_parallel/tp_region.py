@@ -151,7 +151,7 @@ class TpRegion:
         return self.flow.enter(hidden)
 
     def exit(self, partial: torch.Tensor, *, given_up: bool = False) -> torch.Tensor:
-        """Exit of a region, at its row-wise projection; ``given_up`` says that nobody else looks at ``partial``."""
+        """Exit of a region, at its row-wise projection; ``given_up`` says that ``partial`` is not used elsewhere."""
         self.leave()
         return self.flow.exit(partial, given_up=given_up)
 

@@ -193,7 +193,7 @@ class LazyShard(BucketShard):
 
     # ---- masters and state by pieces -------------------------------------------------------------------------------
     def open(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> MutableMapping[Any, dict[str, Any]]:
-        """Copies on the host, so that nobody makes graphs of parts. Collective, as reading the device is."""
+        """Copies on the host, so that no graphs are made of parts. Collective, as reading the device is."""
         if self._opened is None:
             self._copies = {name: self._copied(value) for name, value in self._like_flat(state).items()}
             entries = state.get(self.flat, {})
@@ -265,7 +265,7 @@ class _HostCopy:
         self._gathered, self._digest = whole, _digest(whole)
 
     def is_still(self, values: Sequence[Any]) -> bool:
-        """Whether ``values`` are the parts, and nobody has written to them. Writing past autograd leaves no trace but
+        """Whether ``values`` are the parts, and were not written to. Writing past autograd leaves no trace but
         in the contents."""
         same = all(
             isinstance(v, torch.Tensor) and _place(v) == _place(p) for v, p in zip(values, self.parts, strict=True)

@@ -550,14 +550,14 @@ class Zero1Optimizer(torch.optim.Optimizer):
         return {p for shard in self.shards for p in shard.parameters}
 
     def reload_masters(self) -> None:
-        """Takes the model's weights as the new masters, after somebody else has changed them."""
+        """Takes the model's weights as the new masters, after they were changed elsewhere."""
         self.take_over()
         self._heed_weights()
         for shard in self.shards:
             shard.reload()
 
     def close(self) -> None:
-        """Stops watching backward passes, and lets go of gradients, which nobody could gather any more."""
+        """Stops watching backward passes, and lets go of gradients, which cannot be gathered any more."""
         self._watcher.close()
         for shard in self.shards:
             shard.drop_gradients()

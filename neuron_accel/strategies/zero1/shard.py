@@ -91,7 +91,7 @@ class BucketShard(ReducedGradients):
 
     @abstractmethod
     def reload(self) -> None:
-        """Takes the model's weights as the new masters, after somebody else has changed them."""
+        """Takes the model's weights as the new masters, after they were changed elsewhere."""
 
     # ---- gradients -------------------------------------------------------------------------------------------------
     def send_gradients(self) -> None:

@@ -105,7 +105,7 @@ class ShardedGrad(torch.Tensor):
                 )
         values, named = tree_map(lambda v: v._value() if isinstance(v, cls) else v, (args, kwargs or {}))
         result = function(*values, **named)
-        if function._schema.is_mutable:  # below autograd, where nobody counts versions
+        if function._schema.is_mutable:  # below autograd, where versions are not counted
             read = zip(tree_leaves((args, kwargs or {})), tree_leaves((values, named)), strict=True)
             torch.autograd.graph.increment_version([value for given, value in read if isinstance(given, cls)])
         return first if isinstance(first, cls) and result is values[0] else result
