@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import Run
 
 # ---- Making an optimizer anew for other parameters: pieces of the ones it was built with, or their rewritten shards
-# Some optimizers keep state from the moment they are built (Adagrad), some users' classes have constructors
-# that are not known. So an optimizer is never called into being by name: it is either copied around other parameters, its state
-# divided along with them, or, where its constructor was recorded by :func:`make_optimizer_constructor_lazy`, built
-# for real at last.
+# Some optimizers keep state from the moment they are built (Adagrad), some users' classes have constructors that are
+# not known. So an optimizer is never built by name: it is either copied around other parameters, its state sharded
+# along with them, or, where its constructor was recorded by :func:`make_optimizer_constructor_lazy`, built for real at
+# last.
 # Left out of a copy: a scheduler wraps `step` on the object it was given, and the others are set anew.
 _OWN = ("step", "state", "param_groups", "_neuron_accel_recipe")
 
