@@ -253,7 +253,7 @@ def _map_tensors(change: Callable[[torch.Tensor], Any], arguments: Any) -> Any:
 
 
 def _is_foreign(value: Any) -> bool:
-    """Whether a value is no plain container: others (a cache) may be changed by a call, and are not rebuilt."""
+    """Whether a value is not a plain container: others (a cache) may be changed by a call, and are not rebuilt."""
     return not (isinstance(value, (tuple, list)) or type(value) is dict)
 
 

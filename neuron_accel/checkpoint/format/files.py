@@ -155,11 +155,11 @@ def failure(verb: str, path: Path | str, error: OSError) -> CheckpointError:
 
 
 def open_file(path: Path | str) -> int:
-    """A descriptor of a file to read from. What is no file (a pipe, a socket, a device, a folder) is refused: opening
-    or reading it might wait forever.
+    """A descriptor of a file to read from. Anything but a regular file (a pipe, a socket, a device, a folder) is
+    refused: opening or reading it might wait forever.
 
     Raises:
-        OSError: if it cannot be opened, or is no regular file.
+        OSError: if it cannot be opened, or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     mode = os.fstat(descriptor).st_mode

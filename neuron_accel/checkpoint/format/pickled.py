@@ -50,7 +50,7 @@ def read_containers(path: Path) -> Any:
     import torch
 
     try:
-        os.close(open_file(path))  # torch would wait for what is no file
+        os.close(open_file(path))  # torch would wait for a pipe
         if is_mapped(path):
             _check_stored(path)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped(path))

@@ -1,4 +1,4 @@
-"""The ZeRO-1 strategy: configuration and the duties it takes over."""
+"""The ZeRO-1 strategy: configuration, and the responsibilities that it owns."""
 
 from __future__ import annotations
 
