@@ -28,6 +28,7 @@ ON_TORCH_2_9 = [
     "tests/distributed/backends/test_collectives_autograd.py",
     "tests/distributed/cli/test_smoke.py",
     "tests/xla",
+    "tests/neuron",
     "tests/docs/test_guides.py::test_what_a_guide_shows_of_torch_xla_runs",
 ]
 """What tells whether the older line of torch works; everything else is tested on the newer one."""
@@ -48,17 +49,49 @@ def tests(session: nox.Session) -> None:
     install(session, NATIVE_TORCH, ".[test]")
     if not session.posargs:
         check_installation(session)
-    session.run("pytest", *session.posargs, env={"ACCELERATE_SDIST": accelerates_tests(session)})
+    record, environment = record_of(session), {"ACCELERATE_SDIST": accelerates_tests(session)}
+    session.run("pytest", f"--record-runs={record}", *session.posargs, env=environment)
+    if not session.posargs:
+        session.run("python", "-m", "tests.what_runs", record, "--check", "--kinds", "gloo", "native")
 
 
 @nox.session
 def xla(session: nox.Session) -> None:
-    """On torch 2.9 with torch_xla (the line of Trn1): real XLA ranks, and that the CPU stays the default there."""
-    install(session, ".[xla,test]")
+    """On torch 2.9 with torch_xla (the line of Trn1): real XLA ranks, an emulated Neuron device where there is a C
+    compiler, and that the CPU stays the default there."""
+    install(session, ".[emulation,test]")
     session.run("python", "-c", "import torch, torch_xla; print(torch.__version__, torch_xla.__version__)")
-    session.run("pytest", *(session.posargs or ON_TORCH_2_9))
+    record = record_of(session)
+    session.run("pytest", f"--record-runs={record}", *(session.posargs or ON_TORCH_2_9))
     if not session.posargs:
         session.run("pytest", "-k", "xla", "tests/conformance_kit")
+        session.run("python", "-m", "tests.what_runs", record, "--check", "--kinds", "xla", "neuron")
+
+
+ON_TORCH_2_14 = [
+    "tests/unit",
+    "tests/distributed/test_parity.py",
+    "tests/distributed/backends",
+    "tests/distributed/cli/test_smoke.py",
+    "tests/distributed/strategies/zero1",
+]
+"""What tells whether the newest torch that is allowed works."""
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """On torch 2.14, the newest line that native Neuron is built for."""
+    install(session, "-c", "constraints/native-2.14.txt", ".[native,test]")
+    session.run("pytest", *(session.posargs or ON_TORCH_2_14))
+
+
+@nox.session
+def cuda(session: nox.Session) -> None:
+    """On however many NVIDIA GPUs there are: parity, compositions, checkpoints. Skipped without one."""
+    if shutil.which("nvidia-smi") is None:
+        session.skip("this machine has no NVIDIA GPU (no nvidia-smi)")
+    install(session, NATIVE_TORCH, ".[test]")
+    session.run("pytest", "tests/cuda", *session.posargs)
 
 
 PACKAGES = sorted(path.parent.name for path in Path("plugins").glob("*/pyproject.toml"))
@@ -77,7 +110,7 @@ def plugins(session: nox.Session, package: str) -> None:
 
 @nox.session
 def families(session: nox.Session) -> None:
-    """Every causal family of transformers, tiny, divided and in one process; writes docs/supported_models.md."""
+    """Every causal family of transformers, tiny, sharded and in one process; writes docs/supported_models.md."""
     install(session, NATIVE_TORCH, ".[test]")
     sweep = ["python", "-m", "tests.sweeps.families"]
     if session.posargs:
@@ -117,6 +150,11 @@ def install(session: nox.Session, *requirements: str) -> None:
     that the sources no longer have."""
     shutil.rmtree("build", ignore_errors=True)
     session.install(*requirements)
+
+
+def record_of(session: nox.Session) -> str:
+    """The file in which a run of the tests writes down what ran where (tests/what_runs.py)."""
+    return str(Path(session.virtualenv.location, "runs.json").absolute())
 
 
 def accelerates_tests(session: nox.Session) -> str:

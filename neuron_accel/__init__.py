@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ActivationCheckpointingPlugin as ActivationCheckpointingPlugin,
     )
     from neuron_accel.strategies.data_parallel.plugin import DataParallelPlugin as DataParallelPlugin
+    from neuron_accel.strategies.flash_attention import FlashAttentionPlugin as FlashAttentionPlugin
     from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin as ModelParallelismPlugin
     from neuron_accel.strategies.pipeline.plugin import PipelineParallelPlugin as PipelineParallelPlugin
     from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin as SequenceParallelPlugin
@@ -46,6 +47,7 @@ _WHERE = {
     "register_tensor_parallel_plan": "neuron_accel.models",
     "ActivationCheckpointingPlugin": "neuron_accel.strategies.activation_checkpointing",
     "DataParallelPlugin": "neuron_accel.strategies.data_parallel.plugin",
+    "FlashAttentionPlugin": "neuron_accel.strategies.flash_attention",
     "ModelParallelismPlugin": "neuron_accel.strategies.model_parallelism.plugin",
     "PipelineParallelPlugin": "neuron_accel.strategies.pipeline.plugin",
     "SequenceParallelPlugin": "neuron_accel.strategies.sequence_parallel.plugin",

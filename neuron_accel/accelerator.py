@@ -25,11 +25,12 @@ else:
     from accelerate import Accelerator  # type: ignore[no-redef]
 from torch import nn  # noqa: E402
 
-from neuron_accel.checkpoint.state.full_state import full_gradients, full_state_dict  # noqa: E402
+from neuron_accel.checkpoint.state.full_state import full_gradients, full_state_dict, without_ties  # noqa: E402
 from neuron_accel.checkpoint.state.session import Session, Source  # noqa: E402
 from neuron_accel.checkpoint.state.training import Training  # noqa: E402
 from neuron_accel.data.loaders import prepare_data_loader, skip_first_batches  # noqa: E402
 from neuron_accel.engine.plan.config import RunConfig, load_config  # noqa: E402
+from neuron_accel.engine.plan.mesh import AxisKind  # noqa: E402
 from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin  # noqa: E402
 from neuron_accel.engine.plan.registry import default_registry  # noqa: E402
 from neuron_accel.engine.runtime.preview import explain_parameters, preview  # noqa: E402
@@ -39,6 +40,8 @@ from neuron_accel.loop import prepare  # noqa: E402
 from neuron_accel.loop.arguments import (  # noqa: E402
     ACCELERATES,
     NOT_GIVEN,
+    check_map_location,
+    check_precision,
     checked_handlers,
     checked_plugins,
     known_names_only,
@@ -165,10 +168,11 @@ class NeuronAccelerator(Accelerator):
         handlers = options["kwargs_handlers"] = checked_handlers(kwargs_handlers)
         registry = default_registry()
         if zero_1:
-            wanted.append(registry.get("zero1")())
+            wanted.append(registry.switched_on("zero_1"))
         for plugin in wanted:
             registry.refuse_disabled(type(plugin))
         wanted = with_ddp_options(wanted, handlers, registry)
+        check_precision(options.get("mixed_precision"))
         decision = settle(os.environ, requested=backend or configured.backend, cpu=bool(options.get("cpu")))
         options["cpu"] = decision.device == "cpu"
         self._on_neuron = decision.device == "neuron" or (decision.backend == "xla" and Machine().xla_neuron)
@@ -189,6 +193,7 @@ class NeuronAccelerator(Accelerator):
         self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
         self._session = Session(self._source())
         self._waiting = watch(self.run, self)
+        self._each_tensor_once = False  # while `save_model` gets the state dict from `get_state_dict`
         for setup in self.run.hooks["setup"]:
             setup(self.run)
 
@@ -201,7 +206,7 @@ class NeuronAccelerator(Accelerator):
             f"rank {backend.rank} of {backend.world_size} on {backend.device}, backend {backend.name!r}>"
         )
 
-    # ---- the run ---------------------------------------------------------------------------------------------------
+    # ---- the run -----------------------------------------------------------------------------------------------------
     @property
     def plan(self) -> Plan:
         return self.run.plan
@@ -209,7 +214,7 @@ class NeuronAccelerator(Accelerator):
     @property
     def num_processes(self) -> int:
         """The data-parallel size, by which loops multiply batch sizes and schedules. It equals the number of processes
-        unless a plugin lets several ranks share data, as tensor parallelism does. The number of processes is
+        unless a plugin gives several ranks the same data, as tensor parallelism does. The number of processes is
         :attr:`world_size`, and also ``accelerator.state.num_processes`` and ``AcceleratorState().num_processes``."""
         known = self.state.num_processes  # raises, as Accelerate's does, if its state was reset
         return self.run.data_parallel_size if hasattr(self, "run") else known
@@ -233,27 +238,38 @@ class NeuronAccelerator(Accelerator):
 
     @property
     def tensor_parallel_size(self) -> int:
-        return self.plan.mesh.degree("tp")
+        """Number of ranks with different shards of the same parameters (axes of kind ``MODEL``)."""
+        return self._size(AxisKind.MODEL)
 
     @property
     def tensor_parallel_rank(self) -> int:
-        return self.run.coordinates.get("tp", 0)
+        return self._rank(AxisKind.MODEL)
 
     @property
     def pipeline_parallel_size(self) -> int:
-        return self.plan.mesh.degree("pp")
+        """Number of ranks with other layers (axes of kind ``STAGE``)."""
+        return self._size(AxisKind.STAGE)
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        return self.run.coordinates.get("pp", 0)
+        return self._rank(AxisKind.STAGE)
 
     @property
     def context_parallel_size(self) -> int:
-        return self.plan.mesh.degree("cp")
+        """Number of ranks with other positions of the same samples (axes of kind ``SEQUENCE``)."""
+        return self._size(AxisKind.SEQUENCE)
 
     @property
     def context_parallel_rank(self) -> int:
-        return self.run.coordinates.get("cp", 0)
+        return self._rank(AxisKind.SEQUENCE)
+
+    def _size(self, kind: AxisKind) -> int:
+        mesh = self.plan.mesh
+        return mesh.size(mesh.names(kind))
+
+    def _rank(self, kind: AxisKind) -> int:
+        mesh = self.plan.mesh
+        return mesh.position(self.run.backend.rank, mesh.names(kind))
 
     @contextmanager
     def model_init(self) -> Iterator[None]:
@@ -278,7 +294,7 @@ class NeuronAccelerator(Accelerator):
             prepared, run = preview(model, self.run)
         return explain_parameters(prepared, run, tokens=tokens)
 
-    # ---- prepare ---------------------------------------------------------------------------------------------------
+    # ---- prepare -----------------------------------------------------------------------------------------------------
     @overload
     def prepare(self, a: A, /, *, device_placement: list[bool] | None = None) -> A: ...
     @overload
@@ -307,7 +323,7 @@ class NeuronAccelerator(Accelerator):
         scheduler is at ``optimizer.optimizer`` and ``scheduler.scheduler``.
 
         Raises:
-            UsageError: if a model was prepared before.
+            UsageError: if another accelerator has prepared a model and plugins have sharded it.
             ParameterError: if an optimizer holds a parameter of no prepared model.
         """
         if not args:
@@ -336,16 +352,19 @@ class NeuronAccelerator(Accelerator):
         return tuple(result) if len(result) > 1 else result[0]
 
     def _check_new(self, model: nn.Module) -> None:
-        """A model that another accelerator has prepared, and that no plugin divided, is taken over from it."""
+        """A model that another accelerator has prepared, and that no plugin sharded, is taken over from it; what this
+        one has prepared stays as it is."""
         if not getattr(model, "_is_accelerate_prepared", False):
             return
         other = _owner_of(model)
-        if other is not None and other is not self:
+        if other is self:
+            return
+        if other is not None:
             other._release()
         if getattr(model, "_is_accelerate_prepared", False):
             raise UsageError(
-                f"This {type(model).__name__} was prepared before.",
-                why="its layers would be cut, and its gradients summed, a second time",
+                f"This {type(model).__name__} was prepared before, by another accelerator.",
+                why="its layers would be sharded, and its gradients summed, a second time",
                 fix="use what the first `prepare` returned; build a new model for a new run, or load what "
                 "`save_state` or `save_pretrained` wrote",
             )
@@ -354,12 +373,14 @@ class NeuronAccelerator(Accelerator):
         self, model: ModelT, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> ModelT:
         """Lets the plugins rewrite a model and places it on its device. A model that is only evaluated takes no part in
-        gradient reduction.
+        gradient reduction. One that this accelerator has prepared before is returned as it is.
 
         Raises:
-            UsageError: if another accelerator has prepared the model for training and plugins have divided it.
+            UsageError: if another accelerator has prepared the model for training and plugins have sharded it.
         """
-        if not evaluation_mode and _owner_of(model) is not self:
+        if _owner_of(model) is self and (known := self.run.prepared(model)) is not None:
+            return cast(ModelT, known.module)
+        if not evaluation_mode:
             self._check_new(model)
         if getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode)
@@ -427,7 +448,8 @@ class NeuronAccelerator(Accelerator):
     def _warn_of_lost_updates(self, optimizer: torch.optim.Optimizer) -> None:
         low = any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"])
         masters = self.run.owner(Claim.OPTIMIZER_STATE) is not None
-        said = lost_updates(os.environ, low_precision=low, masters=masters)
+        autocast = self.mixed_precision == "bf16"
+        said = lost_updates(os.environ, low_precision=low, masters=masters, autocast=autocast)
         if said is not None:
             warnings.warn(said, stacklevel=4)
 
@@ -448,7 +470,7 @@ class NeuronAccelerator(Accelerator):
         self._schedulers.append(prepared)
         return prepared
 
-    # ---- a step ----------------------------------------------------------------------------------------------------
+    # ---- a step ------------------------------------------------------------------------------------------------------
     def _backward_scale(self) -> float:
         if self.scaler is not None:
             raise UsageError(
@@ -567,7 +589,7 @@ class NeuronAccelerator(Accelerator):
         trained = [p if r is None else r.current for p, r in zip(given, records, strict=True)]
         return [p for p in trained if p is not None]
 
-    # ---- values of several ranks -----------------------------------------------------------------------------------
+    # ---- values of several ranks -------------------------------------------------------------------------------------
     @property
     def _shares_data(self) -> bool:
         return self.data_parallel_size < self.world_size
@@ -575,7 +597,7 @@ class NeuronAccelerator(Accelerator):
     @property
     def _own_exchange(self) -> bool:
         """Whether values travel by the run's backend: where ranks share data, which Accelerate does not know, and on
-        lazy devices, where Accelerate's own collectives would cut a step's graph in two."""
+        lazy devices, where Accelerate's own collectives would split a step's graph in two."""
         return self._shares_data or self.run.backend.is_lazy
 
     @collective
@@ -632,6 +654,27 @@ class NeuronAccelerator(Accelerator):
         else:
             super().wait_for_everyone()
 
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Inside, the main process goes first; the others enter once it has left."""
+        with self._first(self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Inside, the first process of each machine goes first; the others enter once it has left."""
+        with self._first(self.is_local_main_process):
+            yield
+
+    @contextmanager
+    def _first(self, goes_first: bool) -> Iterator[None]:
+        # Accelerate's own meets on the device, in a graph of its own for each rank.
+        if not goes_first:
+            self.wait_for_everyone()
+        yield
+        if goes_first:
+            self.wait_for_everyone()
+
     @steps_aside(no)
     @collective
     def check_trigger(self) -> bool:
@@ -642,12 +685,12 @@ class NeuronAccelerator(Accelerator):
             self.flag_tensor = torch.tensor(0, device=self.device)
         return fired
 
-    # ---- looking at values -----------------------------------------------------------------------------------------
-    @steps_aside(nothing)
+    # ---- looking at values -------------------------------------------------------------------------------------------
     def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
         """Logs to every tracker. Values may be tensors: on a device that collects a step in one graph they are read
         once it has been executed, and cost nothing."""
-        tell = super().log
+        # A trial keeps the values, too: what is logged is a result of the graph.
+        tell = nothing if self.is_precompiling else super().log
         here = self.is_main_process
         look(values, self.run.backend, lambda now: tell(numbers(now), step, log_kwargs or {}), here=here)
 
@@ -668,7 +711,7 @@ class NeuronAccelerator(Accelerator):
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's share of inputs that every rank has: ranks that share data get the same share."""
+        """This rank's shard of inputs that every rank has: ranks with the same data get the same shard."""
         yield split_for_rank(inputs, self.data_parallel_rank, self.data_parallel_size, pad=apply_padding)
 
     def skip_first_batches(self, dataloader: T, num_batches: int = 0) -> T:
@@ -677,17 +720,18 @@ class NeuronAccelerator(Accelerator):
             dataloader.forget_position()
         return skip_first_batches(dataloader, num_batches, self.run)
 
-    # ---- state -----------------------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
     @collective
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The state dict of the original model: original names and shapes, on the main process's CPU. Collective.
 
-        Where no parameter is cut every process gets it, else the others get an empty dict.
+        If no parameter is sharded, every process gets it, else the others get an empty dict.
         """
         record = self.run.prepared(model)
         if record is None:
             return super().get_state_dict(model, unwrap)
-        return full_state_dict(record, self.run)
+        state = full_state_dict(record, self.run)
+        return without_ties(state) if self._each_tensor_once else state
 
     @collective
     def get_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -709,8 +753,13 @@ class NeuronAccelerator(Accelerator):
         safe_serialization: bool = True,
     ) -> None:
         """Writes the full model with original names and shapes; for a model of transformers also its configuration, so
-        that the folder loads there. Every process calls it; it returns once the files are complete."""
-        super().save_model(model, os.fspath(save_directory), max_shard_size, safe_serialization)
+        that the folder loads there. Every process calls it; it returns once the files are complete. A tied weight is
+        written once, under its first name, as safetensors requires; with ``safe_serialization=False`` under each."""
+        self._each_tensor_once = safe_serialization
+        try:
+            super().save_model(model, os.fspath(save_directory), max_shard_size, safe_serialization)
+        finally:
+            self._each_tensor_once = False
         if self.is_main_process:
             unwrapped = self.unwrap_model(model)
             for part in ("config", "generation_config"):
@@ -721,6 +770,7 @@ class NeuronAccelerator(Accelerator):
 
     @steps_aside(folder)
     @collective
+    @known_names_only
     def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,
@@ -729,7 +779,6 @@ class NeuronAccelerator(Accelerator):
         async_save: bool = False,
         tokenizer: Any = None,
         check_equal: bool = True,
-        **unknown: Any,
     ) -> str:
         """Saves everything that training needs to go on, such that any mesh can load it. Collective.
 
@@ -749,16 +798,17 @@ class NeuronAccelerator(Accelerator):
         Raises:
             CheckpointError: on every rank, if something cannot be saved or written. What was there before is intact.
         """
-        options: dict[str, Any] = {
-            "async_save": async_save,
-            "tokenizer": tokenizer,
-            "check_equal": check_equal,
-            **unknown,
-        }
-        return self._session.save(output_dir, safe_serialization=safe_serialization, **options)
+        return self._session.save(
+            output_dir,
+            safe_serialization=safe_serialization,
+            async_save=async_save,
+            tokenizer=tokenizer,
+            check_equal=check_equal,
+        )
 
     @steps_aside(no)
     @collective
+    @known_names_only
     def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,
@@ -766,6 +816,7 @@ class NeuronAccelerator(Accelerator):
         *,
         resume: Literal["latest"] | None = None,
         verify: bool = True,
+        map_location: Literal["cpu", "on_device"] | None = None,
     ) -> bool:
         """Loads what :meth:`save_state` saved, on this mesh or another, or the weights of a folder of transformers.
         Prepared loaders go on in the middle of their epoch with the next batch. Collective.
@@ -775,6 +826,7 @@ class NeuronAccelerator(Accelerator):
             load_kwargs: must be empty: nothing is unpickled.
             resume: ``"latest"``: load the latest complete checkpoint of the project folder if there is one.
             verify: compare every file with its checksum first.
+            map_location: None, "cpu" or "on_device", as in Accelerate; every tensor is loaded to where it is used.
 
         Returns:
             whether something was loaded; False only with ``resume``.
@@ -782,6 +834,7 @@ class NeuronAccelerator(Accelerator):
         Raises:
             CheckpointError: on every rank, before anything is changed.
         """
+        check_map_location(map_location)
         if load_kwargs:
             raise UsageError("`load_kwargs` are arguments for unpickling, and nothing is unpickled here.")
         counters = self._session.load(input_dir, resume=resume, verify=verify)
@@ -814,20 +867,20 @@ class NeuronAccelerator(Accelerator):
             counters={"step": self.step, "iteration": self.save_iteration},
         )
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- the end -----------------------------------------------------------------------------------------------------
     @steps_aside(nothing)
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Writes an object on the main process, as Accelerate does."""
         super().save(*args, **kwargs)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Lets go of everything prepared. Models that no plugin cut can be prepared again."""
+        """Releases everything prepared. Models that no plugin has sharded can be prepared again."""
         self._session.wait()
         self._teardown()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """Finishes trackers, lets go of everything prepared, and disconnects."""
+        """Finishes trackers, releases everything prepared, and disconnects."""
         self._session.wait()
         self.run.backend.step_boundary()  # what is still to be logged
         self._teardown()

@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from neuron_accel.engine.plan.registry import register_plugin
 
     # the state of a run
+    from neuron_accel.engine.runtime.buffers import BufferBroadcast
     from neuron_accel.engine.runtime.join import Join, JoinAction
     from neuron_accel.engine.runtime.run import PreparedModel, Run
     from neuron_accel.engine.runtime.tensors import broadcast_tensors, full_tensor
@@ -196,6 +197,7 @@ _NAMES = {
         "StrategyPlugin",
     ),
     "engine.plan.registry": ("register_plugin",),
+    "engine.runtime.buffers": ("BufferBroadcast",),
     "engine.runtime.join": (
         "Join",
         "JoinAction",
@@ -252,6 +254,7 @@ __all__ = [
     "BackwardWatcher",
     "Board",
     "Bucket",
+    "BufferBroadcast",
     "CheckpointError",
     "Claim",
     "CollectiveObserver",

@@ -49,7 +49,7 @@ class PlanError(NeuronAccelError):
 
 
 class LayoutError(NeuronAccelError):
-    """A tensor cannot be cut as asked."""
+    """A tensor cannot be sharded as requested."""
 
 
 class UnsupportedModelError(NeuronAccelError):

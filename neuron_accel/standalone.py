@@ -1,8 +1,8 @@
 """ZeRO-1 without an accelerator: the wrapper that existing torch-xla scripts use, on every backend.
 
-The same arguments and defaults as torch_xla's ``ZeroRedundancyOptimizer``; what differs is inside: parameters are cut
-as one flat buffer, so short and 0-dim ones need no padding, messages are bucketed, and gradient accumulation through
-the hook keeps this rank's share only.
+The same arguments and defaults as torch_xla's ``ZeroRedundancyOptimizer``; the difference is inside: parameters are
+sharded as one flat buffer, so short and 0-dim ones need no padding, messages are bucketed, and gradient accumulation
+through the hook keeps this rank's shard only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from neuron_accel.backends.base import Backend
 from neuron_accel.backends.select import connect, settle
 from neuron_accel.engine.optim.elementwise import is_separable, why_not_elementwise
 from neuron_accel.engine.optim.twin import checked_groups, make_optimizer_constructor_lazy
-from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
+from neuron_accel.engine.plan.mesh import DATA_AXIS, AxisKind, AxisSpec, Mesh
 from neuron_accel.engine.plan.plan import Plan
 from neuron_accel.engine.runtime.run import PreparedModel, Run
 from neuron_accel.engine.sharding.layout import Cut, Layout
@@ -27,6 +27,8 @@ from neuron_accel.errors import ConfigurationError, UsageError
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
 from neuron_accel.strategies.zero1.plugin import Zero1Plugin
 
+_NORM_AXIS = "norm"
+"""The axis of ranks that have different shards of the model, over which norms are summed."""
 Ranks = Sequence[Sequence[int]]
 
 
@@ -57,8 +59,8 @@ class ZeroRedundancyOptimizer(Zero1Optimizer):
     Raises:
         ConfigurationError: for groups that do not partition the ranks, or an optimizer that does not treat elements
             alike (use ``Zero1Plugin(partition="parameters")`` for those).
-        ValueError, TypeError: what torch raises for ``params`` that no optimizer can hold: none, one that is no leaf or
-            sparse, something that is no tensor.
+        ValueError, TypeError: what torch raises for ``params`` that no optimizer can hold: none, one that is not a leaf
+            or sparse, something that is not a tensor.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class ZeroRedundancyOptimizer(Zero1Optimizer):
             raise ConfigurationError(
                 f"{optimizer_class.__name__} does not treat the elements of a parameter alike.",
                 where="ZeroRedundancyOptimizer",
-                why=f"parameters are cut in pieces; {reason}"
+                why=f"parameters are sharded; {reason}"
                 + ("" if by_parameter else ", and it looks at all of them together"),
                 fix="use NeuronAccelerator with Zero1Plugin(partition='parameters')"
                 if by_parameter
@@ -144,7 +146,7 @@ class ZeroRedundancyOptimizer(Zero1Optimizer):
         return super().step(closure, **options)
 
     def flush(self) -> None:
-        """Sums over ranks what is in ``parameter.grad``, whoever has put it there."""
+        """Sums ``parameter.grad`` over ranks, whatever computed it."""
         if any(shard.has_unreduced for shard in self.shards):
             self._watcher.owe()
         super().flush()
@@ -161,12 +163,12 @@ def _run(
     everyone = tuple(range(backend.world_size))
     sharding = _partition(sharding_groups or [everyone], everyone, "sharding_groups")
     norms = _partition(norm_groups or [[rank] for rank in everyone], everyone, "grad_norm_groups")
-    data = AxisSpec(name="dp", degree=len(sharding[0]), kind=AxisKind.DATA)
-    model = AxisSpec(name="tp", degree=len(norms[0]), kind=AxisKind.MODEL)
+    data = AxisSpec(name=DATA_AXIS, degree=len(sharding[0]), kind=AxisKind.DATA)
+    model = AxisSpec(name=_NORM_AXIS, degree=len(norms[0]), kind=AxisKind.MODEL)
     run = Run(plan=Plan(mesh=Mesh((data, model)), plugins=(), owners={}), backend=backend)
-    run.set_groups(("dp",), sharding)
-    run.set_groups(("tp",), norms)
-    run.set_groups(("dp", "tp"), _joined(sharding, norms))
+    run.set_groups((DATA_AXIS,), sharding)
+    run.set_groups((_NORM_AXIS,), norms)
+    run.set_groups((DATA_AXIS, _NORM_AXIS), _joined(sharding, norms))
     run.models.append(PreparedModel(original=nn.Module(), module=nn.Module(), parameters=ParameterMap([])))
     _take_note(parameters, run)
     return run
@@ -174,7 +176,7 @@ def _run(
 
 def _take_note(parameters: Iterable[nn.Parameter], run: Run) -> None:
     """Lets the run know parameters that it does not know yet, by their number."""
-    records, degree = run.models[0].parameters, run.mesh.degree("tp")
+    records, degree = run.models[0].parameters, run.mesh.degree(_NORM_AXIS)
     for parameter in parameters:
         if records.find(parameter) is None:
             record = records.add(f"parameters.{len(records)}", parameter)
@@ -195,7 +197,7 @@ def _refuse_sparse(groups: Iterable[dict[str, Any]]) -> None:
 def _cut_layout(local: Layout, dim: int, degree: int) -> Layout:
     shape = list(local.shape)
     shape[dim] *= degree
-    cut = Cut(dim=dim, axis="tp", degree=degree, size=shape[dim])
+    cut = Cut(dim=dim, axis=_NORM_AXIS, degree=degree, size=shape[dim])
     return Layout(shape=tuple(shape), dtype=local.dtype, cuts=(cut,))
 
 

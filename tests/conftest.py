@@ -10,16 +10,28 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["ACCELERATE_USE_CPU"] = os.environ.get("ACCELERATE_USE_CPU", "true")
 
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, settings
 
 from neuron_accel.backends.select import settle
+from tests.what_runs import Recorder
 
 settle(os.environ)
 
 # How long generating or checking an example takes says nothing on a machine that others use, too.
 settings.register_profile("shared machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-runs", type=Path, metavar="FILE", help="write down what ran where (tests/what_runs.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-runs", default=None):
+        config.pluginmanager.register(Recorder(config.getoption("--record-runs")))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

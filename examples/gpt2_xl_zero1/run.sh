@@ -7,18 +7,18 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 precision=${1:-MIXED}
 flags="--model-type transformer --distribution-strategy llm-training --auto-cast none"
 case $precision in
-  FP32) ;;
-  BF16) export NEURON_RT_STOCHASTIC_ROUNDING_EN=1 ;;  # or small updates of bfloat16 weights are rounded away
+  FP32 | BF16) ;;  # BF16: ZeRO-1 keeps float32 master weights, so no update is rounded away
   MIXED) flags+=" --enable-mixed-precision-accumulation" ;;
   *) echo "run.sh: the precision is FP32, BF16 or MIXED, not $precision" >&2; exit 2 ;;
 esac
 
+cache=${CACHE:-neuron_cache}
 launch=(
   neuron-accel launch --nproc-per-node "${NPROC:-32}"
-  --cache-dir "${CACHE:-neuron_cache}" --retry-failed-compilation --compiler-flags "$flags"
+  --cache-dir "$cache" --retry-failed-compilation --compiler-flags "$flags"
   train.py --precision "$precision" "${@:2}"
 )
 if [[ ${PRECOMPILE:-0} == 1 ]]; then
-  exec neuron-accel precompile --max-steps 10 -- "${launch[@]}"
+  exec neuron-accel precompile --max-steps 10 --cache-dir "$cache" -- "${launch[@]}"
 fi
 exec "${launch[@]}"

@@ -173,6 +173,7 @@ def main() -> int:
     accelerator.init_trackers("gpt2_xl_zero1")
     config = GPT2Config(**SCALES[options.scale], bos_token_id=0, eos_token_id=0)
     config.use_cache = False
+    config._attn_implementation = "eager"  # others look at values, for which a lazy device would stop in every step
     blocks = load_text(accelerator, options, config)
     model, optimizer = build(options, config)
     parameters = sum(p.numel() for p in model.parameters())
@@ -225,7 +226,8 @@ def train(accelerator, options, model, optimizer, loader, scheduler, state: Stat
     while state.step < options.max_steps:
         for batch in loader:
             with accelerator.accumulate(model):
-                loss = model(**batch).loss
+                # With a mask transformers does not look at values for where sequences begin.
+                loss = model(**batch, attention_mask=torch.ones_like(batch["input_ids"])).loss
                 accelerator.backward(loss)
                 norm = accelerator.clip_grad_norm_(model.parameters(), options.max_norm)
                 optimizer.step()

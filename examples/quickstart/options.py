@@ -15,7 +15,7 @@ VERIFIED = (
 )
 EXAMPLES = """\
 examples:
-  4 ranks, divided as train.yaml says:
+  4 ranks, sharded as train.yaml says:
     neuron-accel launch --nproc-per-node 4 examples/quickstart/train.py
   the same, compared with the same training in one process:
     neuron-accel launch --nproc-per-node 4 examples/quickstart/train.py --verify

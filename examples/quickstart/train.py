@@ -1,6 +1,6 @@
-"""Trains a small Llama on the source code of Python's standard library, divided over several ranks.
+"""Trains a small Llama on the source code of Python's standard library, sharded over several ranks.
 
-How it is divided is written in a YAML file; the loop in `train` is an ordinary one and does not know. The batch size is
+How it is sharded is written in a YAML file; the loop in `train` is an ordinary one and does not know. The batch size is
 that of an optimizer step over all ranks, so every way to divide the same run gives the same losses.
 """
 
@@ -153,7 +153,7 @@ def verify(options: argparse.Namespace, config, sequences, order, history: dict)
     """Trains the one-process reference and compares. What must agree: losses, gradient norms and weights.
 
     Accelerate deals batches to data-parallel ranks in turn, so what all ranks see in the micro-batches of one optimizer
-    step is the next ``batch_size`` samples of the order: one batch of a loader that is not divided.
+    step is the next ``batch_size`` samples of the order: one batch of a loader that is not sharded.
     """
     print()
     loader = DataLoader(sequences, batch_size=options.batch_size, sampler=order)
@@ -193,7 +193,7 @@ def _micro_batch_size(options: argparse.Namespace, accelerator) -> int:
     size, rest = divmod(options.batch_size, ranks * accumulation)
     if rest or not size:
         raise ConfigurationError(
-            f"A batch of {options.batch_size} sequences cannot be divided into {ranks * accumulation} equal parts.",
+            f"A batch of {options.batch_size} sequences cannot be split into {ranks * accumulation} equal parts.",
             where=f"--batch-size {options.batch_size}, {options.config}",
             why=f"an optimizer step has {accumulation} micro-batches on each of {ranks} data-parallel ranks",
             fix=f"choose a multiple of {ranks * accumulation} for --batch-size",

@@ -4,8 +4,8 @@ Each is linear, and its backward pass is another one of them, which makes deriva
 saved for the backward pass but which backend and group it concerns. Over a group of one rank each is the identity,
 without a trace in the graph.
 
-What is right depends on what follows: a tensor that every rank of the group holds alike has, on every rank, the whole
-gradient if what follows is computed alike on every rank, and a part of it otherwise.
+What is right depends on what follows: a tensor that is replicated over the group has, on every rank, the full
+gradient if every rank computes the same with it, and a partial gradient otherwise.
 
 =======================  ==========================  ==================================================
 function                 forward                     backward
@@ -58,7 +58,7 @@ def gather_from_group(
     """The concatenation along ``dim`` of the ranks' ``x`` (of equal shapes).
 
     Args:
-        grad: ``"chunk"`` if what follows is computed alike on every rank, so that each has the whole gradient already;
+        grad: ``"chunk"`` if every rank computes the same with the result, so that each has the full gradient already;
             ``"reduce_scatter"`` if each rank computes something of its own with it.
     """
     if grad not in ("chunk", "reduce_scatter"):

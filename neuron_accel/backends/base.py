@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
+    from neuron_accel.backends.movement import ReduceOp
     from neuron_accel.backends.randomness import DeviceGenerator
 
 
@@ -29,7 +30,7 @@ class CollectiveObserver(ABC):
             op: its name.
             group: the ranks that take part; more than one.
             sent: bytes that this rank sends; 0 where objects travel.
-            deferred: whether it only becomes part of a graph, which :meth:`executing` announces.
+            deferred: whether it is only added to a graph, which :meth:`executing` announces.
         """
 
     @abstractmethod
@@ -38,7 +39,7 @@ class CollectiveObserver(ABC):
 
 
 class Board(ABC):
-    """Short notes that ranks leave for each other, beside all collectives and without waiting for anybody."""
+    """Short notes that ranks write for each other, outside of all collectives and without waiting for other ranks."""
 
     @abstractmethod
     def put(self, key: str, note: bytes) -> None:
@@ -98,7 +99,6 @@ class StoreBoard(Board):
 # differentiable; :mod:`neuron_accel.backends.autograd` builds the differentiable ones once on top.
 #
 # Every collective of a group of one rank is the identity and sends nothing.
-ReduceOp = Literal["sum", "max", "min"]
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Backend(ABC):
         self._recordings: list[Traffic] = []
         self._observers: list[CollectiveObserver] = []
 
-    # ---- who and where ---------------------------------------------------------------------------------------------
+    # ---- who and where -----------------------------------------------------------------------------------------------
     @property
     @abstractmethod
     def rank(self) -> int: ...
@@ -235,7 +235,7 @@ class Backend(ABC):
 
         return DeviceGenerator(self.device)
 
-    # ---- what strategies may count on ------------------------------------------------------------------------------
+    # ---- what strategies may count on --------------------------------------------------------------------------------
     @property
     def is_lazy(self) -> bool:
         """Whether operations collect in a graph that :meth:`step_boundary` executes. Every rank runs the same one
@@ -258,6 +258,12 @@ class Backend(ABC):
         return False
 
     @property
+    def sums_integers_exactly(self) -> bool:
+        """Whether the device adds up integers and booleans as such. Where it goes through float32, exact to 2**24 only,
+        collectives of this interface send them as float32 digits or gather them: results are exact either way."""
+        return True
+
+    @property
     def capabilities(self) -> frozenset[str]:
         """The same for a plan, which knows a backend by names: what specs of plugins may require or conflict with."""
         offered = {
@@ -268,7 +274,12 @@ class Backend(ABC):
         }
         return frozenset(name for name, there in offered.items() if there)
 
-    # ---- groups ----------------------------------------------------------------------------------------------------
+    @property
+    def missing(self) -> Mapping[str, str]:
+        """Why capabilities are missing, by name, where that was tried; the same on every rank."""
+        return {}
+
+    # ---- groups ------------------------------------------------------------------------------------------------------
     @abstractmethod
     def new_group(self, partition: Sequence[Sequence[int]], name: str) -> Group:
         """Makes every group of ``partition`` (which covers all ranks) and returns this rank's. Collective."""
@@ -279,7 +290,7 @@ class Backend(ABC):
 
         return torch.tensor(value, dtype=torch.float32, device=self.device)
 
-    # ---- collectives on tensors ------------------------------------------------------------------------------------
+    # ---- collectives on tensors --------------------------------------------------------------------------------------
     @communicates
     def all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> torch.Tensor:
         """The element-wise reduction over the group, same shape, on every rank. **May reuse the input's memory**: the
@@ -365,6 +376,15 @@ class Backend(ABC):
     def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
         """What the rank ``shift`` positions before this one in the group's ring holds."""
 
+    def limit_rings(  # noqa: B027  most machines connect any two ranks
+        self, problem: Callable[[Sequence[tuple[int, int]]], str | None]
+    ) -> None:
+        """Says which permutations the machine cannot make by sending from rank to rank: :meth:`permute` gathers then.
+
+        Args:
+            problem: of pairs of source and target, why not; None if it can.
+        """
+
     @communicates
     def start_permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> Pending:
         """:meth:`permute`, started: what is computed before ``wait()`` overlaps with it where the backend
@@ -376,16 +396,57 @@ class Backend(ABC):
     def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
         """The tensor of the rank at position ``source``; shapes and dtypes agree on all ranks."""
 
+    # ---- integers and booleans where the backend does not :attr:`sums_integers_exactly`: for its collectives ---------
+    def _start_exact_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> Pending:
+        """An all-reduce of integers, or of booleans, whose sum is "any"."""
+        import torch
+
+        from neuron_accel.backends.movement import from_digits, reduce_rows, to_digits
+
+        dtype, ranks = tensor.dtype, group.size
+        if dtype == torch.bool:
+            return Then(self.start_all_reduce(tensor.to(torch.float32), group, op), lambda result: result > 0)
+        if op == "sum" and _has_digits(tensor):
+            digits = self.start_all_reduce(to_digits(tensor, ranks), group)
+            return Then(digits, lambda result: from_digits(result, dtype, ranks))
+        gathered = self.start_all_gather(tensor.unsqueeze(0), group)
+        if op == "sum":
+            return Then(gathered, lambda rows: rows.sum(0, dtype=dtype))
+        return Then(gathered, lambda rows: reduce_rows(rows, op))
+
+    def _start_exact_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int) -> Pending:
+        """A reduce-scatter of integers, or of booleans, whose sum is "any"; ``dim`` counted from the front."""
+        import torch
+
+        from neuron_accel.backends.movement import from_digits, to_digits
+
+        dtype, ranks = tensor.dtype, group.size
+        if dtype == torch.bool:
+            return Then(self.start_reduce_scatter(tensor.to(torch.float32), group, dim), lambda result: result > 0)
+        if not _has_digits(tensor):
+            summed = self._start_exact_all_reduce(tensor, group, "sum")
+            return Then(summed, lambda total: self.chunk(total, group, dim).contiguous())
+        digits = self.start_reduce_scatter(to_digits(tensor, ranks), group, dim + 1)
+        return Then(digits, lambda result: from_digits(result, dtype, ranks))
+
+    def _exact_broadcast(self, tensor: torch.Tensor, group: Group, source: int) -> torch.Tensor:
+        """A broadcast of integers or booleans that would be made of a sum."""
+        from neuron_accel.backends.movement import from_digits, to_digits
+
+        if not _has_digits(tensor):
+            return self.all_gather(tensor.unsqueeze(0), group)[source]
+        return from_digits(self.broadcast(to_digits(tensor, 1), group, source), tensor.dtype, 1)
+
     @abstractmethod
     def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
         """This rank's of ``group.size`` equal chunks along ``dim``; no communication. May be a view of the input. On a
         lazy device the rank is data, not a constant, so that all ranks trace the same graph."""
 
-    # ---- point to point, where the backend :attr:`has_point_to_point` ----------------------------------------------
+    # ---- point to point, where the backend :attr:`has_point_to_point` ------------------------------------------------
     @communicates
     def start_send(self, tensor: torch.Tensor, group: Group, target: int) -> Pending:
         """Sends to the rank at position ``target``, which receives the same shape and dtype. Messages between two ranks
-        of a group arrive in order. Whoever waits gets ``tensor`` back, and may write into it again."""
+        of a group arrive in order. Waiting returns ``tensor``, which may then be written again."""
         raise UsageError(f"The {self.name} backend cannot send from rank to rank.")
 
     @communicates
@@ -393,7 +454,7 @@ class Backend(ABC):
         """Receives what the rank at position ``source`` sends to this one, in new memory."""
         raise UsageError(f"The {self.name} backend cannot receive from a single rank.")
 
-    # ---- activation checkpointing ----------------------------------------------------------------------------------
+    # ---- activation checkpointing ------------------------------------------------------------------------------------
     def recompute(self, function: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
         """Calls a function whose activations are not kept: in the backward pass it is called again, and they are there.
 
@@ -418,7 +479,7 @@ class Backend(ABC):
 
         return checkpoint_eagerly(function, inputs, keywords)
 
-    # ---- collectives on objects ------------------------------------------------------------------------------------
+    # ---- collectives on objects --------------------------------------------------------------------------------------
     @abstractmethod
     @communicates
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
@@ -434,7 +495,7 @@ class Backend(ABC):
     def barrier(self) -> None:
         """Returns once every rank has called it."""
 
-    # ---- steps and values ------------------------------------------------------------------------------------------
+    # ---- steps and values --------------------------------------------------------------------------------------------
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of ``tensor`` on the CPU. On a lazy device, which executes all that it has collected first, every rank
         calls it in the same place."""
@@ -470,7 +531,7 @@ class Backend(ABC):
     def shutdown(self) -> None:  # noqa: B027  most devices have nothing to release
         """Releases groups and connections. Idempotent."""
 
-    # ---- counting --------------------------------------------------------------------------------------------------
+    # ---- counting ----------------------------------------------------------------------------------------------------
     @contextmanager
     def record(self) -> Iterator[Traffic]:
         """Counts the collectives on tensors issued inside the context; those on objects are not counted."""
@@ -487,7 +548,7 @@ class Backend(ABC):
         return lambda: self._observers.remove(observer) if observer in self._observers else None
 
     def announce(self, op: str, group: Group) -> None:
-        """Tells observers that the group is about to do something together that is no collective on tensors."""
+        """Tells observers that the group is about to do something together without a collective on tensors."""
         if group.size > 1:
             for observer in self._observers:
                 observer.issued(op, group, 0, deferred=False)
@@ -501,3 +562,8 @@ class Backend(ABC):
 
 COLLECTIVES = frozenset(name for name, value in vars(Backend).items() if hasattr(value, "communicates"))
 """Names of the methods that other ranks take part in."""
+
+
+def _has_digits(tensor: torch.Tensor) -> bool:
+    """Whether integers are sent digit by digit. Those of 64 bits are gathered: the compiler refuses to shift them."""
+    return tensor.dtype.itemsize < 8

@@ -6,11 +6,13 @@ Rows are the form in which collectives work: ``[ranks, *chunk]``, row i for or f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
-from neuron_accel.backends.base import ReduceOp
 from neuron_accel.errors import LayoutError
+
+ReduceOp = Literal["sum", "max", "min"]
 
 # dtypes that gloo carries under their own name; others travel as the bytes they are
 _CARRIED = {
@@ -58,7 +60,7 @@ def split_chunks(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     size = tensor.shape[dim]
     if size % count:
         raise LayoutError(
-            f"Dim {dim} of a tensor of shape {list(tensor.shape)} cannot be cut into {count} equal chunks.",
+            f"Dim {dim} of a tensor of shape {list(tensor.shape)} cannot be split into {count} equal chunks.",
             why=f"{size} is not a multiple of {count}",
             fix="pad it, or choose a degree by which it is divisible",
         )
@@ -113,3 +115,63 @@ def sum_rows_into(out: torch.Tensor, rows: Sequence[torch.Tensor], scale: float 
         if scale != 1.0:
             target *= scale
     return out
+
+
+# ---- integers for devices that sum in float32 ------------------------------------------------------------------------
+_EXACT_BITS = 24
+"""float32 holds every integer up to 2**24."""
+
+
+def is_inexact(tensor: torch.Tensor) -> bool:
+    """Whether it holds neither integers nor booleans."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def to_digits(tensor: torch.Tensor, terms: int) -> torch.Tensor:
+    """Integers or booleans as float32 digits ``[digits, *tensor.shape]``, lowest first.
+
+    Args:
+        tensor: of any integer dtype, or bool.
+        terms: so many tensors of digits can be added up in float32, and the sum is exact.
+    """
+    bits, count = _digits(tensor.dtype, terms)
+    if count == 1:
+        return tensor.unsqueeze(0).to(torch.float32)
+    rest, digits = _wide(tensor), []
+    for _ in range(count):
+        digits.append(rest & ((1 << bits) - 1))
+        rest = (rest - digits[-1]) >> bits  # nothing is left to round: torch_xla makes a division of the shift
+    return torch.stack(digits).to(torch.float32)
+
+
+def from_digits(digits: torch.Tensor, dtype: torch.dtype, terms: int) -> torch.Tensor:
+    """Inverse of :func:`to_digits`, also of a sum of up to ``terms``: it wraps around as integers of ``dtype`` do. No
+    operation on integers here needs more than the 24 bits that are exact where float32 does the work."""
+    bits, count = _digits(dtype, terms)
+    if count == 1:
+        return digits[0] > 0 if dtype == torch.bool else digits[0].to(torch.int32).to(dtype)
+    settled, carry = [], torch.zeros_like(digits[0])
+    for index in range(count):
+        is_last = index == count - 1
+        base = float(1 << (8 * dtype.itemsize - bits * index if is_last else bits))
+        value = digits[index] + carry
+        carry = torch.floor(value / base)
+        value = value - carry * base
+        settled.append(torch.where(value >= base / 2, value - base, value) if is_last else value)
+    whole = torch.int64 if dtype.itemsize == 8 else torch.int32
+    result = settled[0].to(whole)
+    for index in range(1, count):
+        result = result | (settled[index].to(whole) * (1 << (bits * index)))
+    return result.to(dtype)
+
+
+def _digits(dtype: torch.dtype, terms: int) -> tuple[int, int]:
+    """The bits of a digit, and how many digits an integer has."""
+    bits = _EXACT_BITS - max(terms - 1, 0).bit_length()
+    width = 1 if dtype == torch.bool else 8 * dtype.itemsize
+    return bits, -(-width // bits)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In a dtype that every device shifts."""
+    return tensor if tensor.dtype.itemsize == 8 else tensor.to(torch.int32)

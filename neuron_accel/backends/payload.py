@@ -1,4 +1,4 @@
-"""Objects as tensors of few different sizes, for devices that compile every shape they meet."""
+"""Objects as bytes, and as tensors of one size, for devices that compile every shape they meet."""
 
 from __future__ import annotations
 
@@ -6,15 +6,6 @@ import pickle
 from typing import Any
 
 import torch
-
-SMALLEST = 1 << 20  # bytes; nearly every object fits, so nearly every exchange shares one shape
-
-
-def padded_size(length: int) -> int:
-    """The number of bytes to send for a payload of ``length``: the next power of two, at least 1 MiB."""
-    if length < 0:
-        raise ValueError(f"a payload has no negative length ({length})")
-    return max(SMALLEST, 1 << max(length - 1, 0).bit_length())
 
 
 def pack(payload: bytes, size: int) -> torch.Tensor:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +31,7 @@ def join(device: torch.device | str, timeout: timedelta | None) -> tuple[torch.d
         The device of this rank, with its index, and whether the default process group was made here.
 
     Raises:
-        UsageError: if there is no such device, or the process group that exists does not serve it.
+        UsageError: if there is no such device, or the existing process group does not support it.
         CommunicationError: if the other ranks cannot be reached.
     """
     device = parse(device)
@@ -87,12 +90,58 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.get_device_module(device.type).current_device())  # one core is visible
 
 
+# ---- beside the device -----------------------------------------------------------------------------------------------
+_PROBE = timedelta(minutes=2)
+"""How long the first message may take: the device compiles both ends of it."""
+_SENT = 20261.0
+
+
+def probe_point_to_point(device: torch.device, hosts: Any, timeout: timedelta | None) -> str | None:
+    """Tries to send a number from rank 0 to rank 1. Collective over all ranks, which get the same answer.
+
+    Args:
+        hosts: a gloo group of all ranks.
+        timeout: limit of a collective; a message that takes two minutes, or half of this, does not arrive.
+
+    Returns:
+        Why ranks cannot send to each other; None if they can.
+    """
+    seconds = min(_PROBE, (timeout or DEFAULT_TIMEOUT) / 2).total_seconds()
+    mine = _try_sending(device, seconds) if dist.get_rank() < 2 else None
+    answers: list[str | None] = [None] * dist.get_world_size()
+    with reported("connect", f"rank {dist.get_rank()}, what came of the attempt to send"):
+        dist.all_gather_object(answers, mine, group=hosts)
+    return next((answer for answer in answers if answer is not None), None)
+
+
+def _try_sending(device: torch.device, seconds: float) -> str | None:
+    rank, outcome = dist.get_rank(), queue.SimpleQueue[str | None]()
+
+    def attempt() -> None:
+        try:
+            message = torch.full((1,), _SENT if rank == 0 else 0.0, device=device)
+            work = dist.isend(message, 1) if rank == 0 else dist.irecv(message, 0)
+            if work is not None:
+                work.wait()
+            arrived = message.cpu().item()
+            outcome.put(None if arrived == _SENT else f"{arrived} arrived on rank {rank} where {_SENT} was sent")
+        except Exception as error:  # whatever a device raises for what it does not have
+            text = str(error).strip().partition("\n")[0]
+            outcome.put(f"{'sending' if rank == 0 else 'receiving'} raised {type(error).__name__}: {text}")
+
+    threading.Thread(target=attempt, name="probe-point-to-point", daemon=True).start()
+    try:
+        return outcome.get(timeout=seconds)
+    except queue.Empty:
+        return f"a message from rank 0 to rank 1 was not complete on rank {rank} after {seconds:g} s"
+
+
 def let_threads_finish(limit: float = 1.0) -> None:
     """Waits until gloo's threads are at rest, ``limit`` seconds at most.
 
-    A collective counts as complete a moment before the thread that ran it lets go of its tensors, for which it may need
+    A collective counts as complete a moment before the thread that ran it releases its tensors, for which it may need
     the interpreter. If that is being torn down by then, the process aborts ("terminate called without an active
-    exception"); if a destructor that holds it joins them, both wait for ever (PyTorch issue 56297). Threads of a
+    exception"); if a destructor that holds it joins them, both wait forever (PyTorch issue 56297). Threads of a
     destroyed group live on, so there is nothing to join.
     """
     deadline, at_rest = time.monotonic() + limit, 0

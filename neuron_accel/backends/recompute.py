@@ -95,12 +95,12 @@ class Recomputation:
                 output.register_hook(_arrival(weakref.ref(self)))
         return outputs
 
-    # ---- the forward pass ------------------------------------------------------------------------------------------
+    # ---- the forward pass --------------------------------------------------------------------------------------------
     def _pack(self, tensor: torch.Tensor) -> int:
         self._saved.append((tensor.shape, tensor.dtype))
         return len(self._saved) - 1
 
-    # ---- the backward pass -----------------------------------------------------------------------------------------
+    # ---- the backward pass -------------------------------------------------------------------------------------------
     def fence(self, gradient: torch.Tensor | None = None) -> torch.Tensor | None:
         """Puts the inputs behind a barrier, with the gradient that arrived first; returns that gradient."""
         if self._fenced is not None:
@@ -116,7 +116,7 @@ class Recomputation:
         copies = iter(behind)
         self._fenced = [next(copies) if self._is_lazy(tensor) else tensor for tensor in kept]
         if torch._C._current_graph_task_id() != -1:
-            # Weakly: autograd's thread may let go of callbacks, and of what they hold, after backward has returned.
+            # Weakly: autograd's thread may release callbacks, and of what they hold, after backward has returned.
             torch.autograd.Variable._execution_engine.queue_callback(_end(weakref.ref(self)))
         return gradient
 
@@ -160,7 +160,7 @@ class Recomputation:
                 where=f"activation checkpointing of {_name(self._function)}",
                 why=f"autograd saved {len(self._saved)} tensors the first time and {len(found)} the second, or of "
                 "other shapes or dtypes; it depends on something that changed between the two",
-                fix="checkpoint a part of it that depends on its inputs and parameters only",
+                fix="checkpoint only what depends on its inputs and parameters only",
             )
         self._again = found
 

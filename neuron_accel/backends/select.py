@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Mapping, MutableMapping
@@ -24,6 +25,9 @@ from neuron_accel.errors import ConfigurationError, UsageError, did_you_mean
 
 BackendName = Literal["torch", "xla"]
 NeuronFlavour = Literal["native", "xla"]
+
+HARDWARE_ROOT_VARIABLE = "NEURON_ACCEL_HARDWARE_ROOT"
+"""Names the folder below which /dev and /sys are looked at, for machines that are emulated."""
 
 _TRUE = ("1", "true", "yes", "on", "y", "t")
 _FALSE = ("0", "false", "no", "off", "n", "f")
@@ -68,6 +72,11 @@ class Decision:
     reason: str
 
 
+def hardware_root(environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder that has the files of the hardware: ``/``, unless a test emulates a machine."""
+    return Path(environ.get(HARDWARE_ROOT_VARIABLE, "").strip() or "/")
+
+
 class Machine:
     """:class:`Probes` of the machine that this runs on; looks when asked, once."""
 
@@ -88,7 +97,7 @@ class Machine:
 
     @cached_property
     def neuron_hardware(self) -> bool:
-        return any(Path("/dev").glob("neuron[0-9]*"))
+        return any((hardware_root() / "dev").glob("neuron[0-9]*"))
 
     @cached_property
     def torch_xla(self) -> bool:
@@ -112,7 +121,7 @@ class Machine:
 def neuron_flavour(version: str, entry_point_groups: set[str]) -> NeuronFlavour | None:
     """Which of the two packages called torch-neuronx is installed, or None if it is neither.
 
-    The XLA flavour goes by five-part versions up to release 2.9 (``2.9.0.2.15.32035``), the native one starts with 2.13
+    The XLA variant has five-part versions up to release 2.9 (``2.9.0.2.15.32035``), the native one starts with 2.13
     (``2.13.3.0``) and registers itself with torch; builds from source carry ``0.1.0``. The ``1.0`` of the public index
     is a placeholder without content.
     """
@@ -190,14 +199,23 @@ def settle(
     return decision
 
 
-def connect(decision: Decision, *, timeout: timedelta | None = None, adopts: bool = False) -> Backend:
+def connect(
+    decision: Decision,
+    *,
+    timeout: timedelta | None = None,
+    adopts: bool = False,
+    environ: Mapping[str, str] = os.environ,
+) -> Backend:
     """The backend that was decided on, connected to the other ranks.
 
     Args:
         timeout: how long a collective may take.
         adopts: whether a connection that exists was made for this backend, and ends with it.
+        environ: ``NEURON_ACCEL_POINT_TO_POINT=0`` says that ranks on the native Neuron device do not send, and
+            leaves out the attempt.
 
     Raises:
+        ConfigurationError: if that variable is neither true nor false.
         UsageError: if the backend cannot serve this process.
         CommunicationError: if the other ranks cannot be reached.
     """
@@ -207,7 +225,8 @@ def connect(decision: Decision, *, timeout: timedelta | None = None, adopts: boo
         return XlaBackend.connect(timeout=timeout)
     from neuron_accel.backends.torch_distributed import TorchBackend
 
-    return TorchBackend.connect(decision.device, timeout=timeout, adopts=adopts)
+    sends = flag(environ, "NEURON_ACCEL_POINT_TO_POINT", default=True)
+    return TorchBackend.connect(decision.device, timeout=timeout, adopts=adopts, tries_sending=sends)
 
 
 def flag(environ: Mapping[str, str], name: str, default: bool = False) -> bool:

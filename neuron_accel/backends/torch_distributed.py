@@ -5,13 +5,16 @@ Nothing here imports a device's package; a device is its name, and the process g
 How sums are made. On the CPU a reduce-scatter is an all-to-all followed by a local sum in the order of ranks: it sends
 the least possible, half of what gloo's own does, and its result does not depend on timing. bfloat16 and float16 are
 summed in float32 and rounded once, here and in all-reduce. float32 and wider all-reduces are gloo's ring. On other
-devices sums are the device library's.
+devices sums are the device library's; the native Neuron device adds in float32, so that integers travel as digits.
+
+What lives on the host although there is a device, such as a model that is about to be moved, and objects travel in a
+gloo group beside that of the device.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -20,10 +23,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from neuron_accel.backends import payload, process_group
-from neuron_accel.backends.base import Backend, Board, Done, Group, Pending, ReduceOp, StoreBoard
+from neuron_accel.backends import process_group
+from neuron_accel.backends.base import Backend, Board, Done, Group, Pending, StoreBoard
 from neuron_accel.backends.failures import reported
-from neuron_accel.backends.movement import Flat, join_chunks, normalize_dim, reduce_rows, split_chunks, sum_rows_into
+from neuron_accel.backends.movement import (
+    Flat,
+    ReduceOp,
+    is_inexact,
+    join_chunks,
+    normalize_dim,
+    reduce_rows,
+    split_chunks,
+    sum_rows_into,
+)
 from neuron_accel.errors import UsageError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -51,13 +63,21 @@ class TorchBackend(Backend):
         self._rank = dist.get_rank() if connected else 0
         self._world_size = dist.get_world_size() if connected else 1
         self._handles: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._hosts: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._closed = False
         if connected:
             atexit.register(self.shutdown)
+        known = device.type in ("cpu", "cuda")
+        self._why_no_point_to_point = None if known else "whether ranks can send to each other was not tried"
 
     @classmethod
     def connect(
-        cls, device: torch.device | str | None = None, *, timeout: timedelta | None = None, adopts: bool = False
+        cls,
+        device: torch.device | str | None = None,
+        *,
+        timeout: timedelta | None = None,
+        adopts: bool = False,
+        tries_sending: bool = True,
     ) -> TorchBackend:
         """The backend of this process.
 
@@ -68,23 +88,36 @@ class TorchBackend(Backend):
             device: ``"cpu"``, ``"cuda"`` or ``"neuron"``, with or without an index; the CPU by default.
             timeout: how long a collective may take; 30 minutes by default.
             adopts: whether a default process group that exists was made for this backend, and ends with it.
+            tries_sending: False leaves the attempt out, and ranks then do not send to each other.
 
         Raises:
-            UsageError: if there is no such device, or the process group that exists does not serve it.
+            UsageError: if there is no such device, or the existing process group does not support it.
             CommunicationError: if the other ranks cannot be reached.
         """
         place, owns = process_group.join(device or "cpu", timeout)
-        return cls(place, owns_default_group=owns or adopts, timeout=timeout)
+        backend = cls(place, owns_default_group=owns or adopts, timeout=timeout)
+        if not backend._point_to_point and backend.world_size > 1 and tries_sending:
+            world = backend.new_group([range(backend.world_size)], "world")
+            hosts = backend._host(world)
+            backend._why_no_point_to_point = process_group.probe_point_to_point(place, hosts, timeout)
+        return backend
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process may know; it is not connected."""
-        closed = {"_handles": {}, "_recordings": [], "_observers": [], "_closed": True, "_owns_default_group": False}
+        closed = {
+            "_handles": {},
+            "_hosts": {},
+            "_recordings": [],
+            "_observers": [],
+            "_closed": True,
+            "_owns_default_group": False,
+        }
         return {**self.__dict__, **closed}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchBackend:
         return self  # copies of a model communicate as the original does
 
-    # ---- who and where ---------------------------------------------------------------------------------------------
+    # ---- who and where -----------------------------------------------------------------------------------------------
     @property
     def rank(self) -> int:
         return self._rank
@@ -110,14 +143,24 @@ class TorchBackend(Backend):
         return True
 
     @property
+    def sums_integers_exactly(self) -> bool:
+        # The native device has no sums of integers, and trying one may be an error of its compiler: this is documented.
+        return self._device.type in ("cpu", "cuda")
+
+    @property
     def _on_cpu(self) -> bool:
         return self._device.type == "cpu"
 
     @property
     def _point_to_point(self) -> bool:
-        return self._device.type in ("cpu", "cuda")  # the native neuron process group is not known to send and receive
+        return self._why_no_point_to_point is None
 
-    # ---- groups ----------------------------------------------------------------------------------------------------
+    @property
+    def missing(self) -> Mapping[str, str]:
+        why = self._why_no_point_to_point
+        return super().missing if why is None else {"point-to-point": why}
+
+    # ---- groups ------------------------------------------------------------------------------------------------------
     def new_group(self, partition: Sequence[Sequence[int]], name: str) -> Group:
         """See :meth:`Backend.new_group`. A partition seen before is not made again.
 
@@ -136,16 +179,31 @@ class TorchBackend(Backend):
         return replace(group, handle=self._handles[key])
 
     def _make_handle(self, key: tuple[tuple[int, ...], ...]) -> Any:
-        if len(key) == 1 and self.world_size > 1:
-            return dist.group.WORLD
+        if not self._on_cpu:
+            self._hosts[key] = self._make_groups(key, "gloo")
+        return dist.group.WORLD if len(key) == 1 and self.world_size > 1 else self._make_groups(key)
+
+    def _make_groups(self, key: tuple[tuple[int, ...], ...], library: str | None = None) -> Any:
         own = None
         for ranks in key:  # every rank makes every group, also those it is not in: that is torch's rule
             if len(ranks) > 1:
-                handle = dist.new_group(list(ranks), timeout=self._timeout)
+                handle = dist.new_group(list(ranks), timeout=self._timeout, backend=library)
                 own = handle if self.rank in ranks else own
         return own
 
-    # ---- collectives on tensors ------------------------------------------------------------------------------------
+    def _host(self, group: Group) -> Any:
+        """What objects of a group travel in: gloo, beside the group of the device where that is another one, so that
+        nothing is compiled, moved to the device and read back for them."""
+        return group.handle if self._on_cpu else self._hosts[group.partition]
+
+    def _of(self, tensor: torch.Tensor, group: Group) -> Any:
+        """What a tensor travels in. One on the host, before it is moved to the device, stays on hosts."""
+        return self._host(group) if _on_host(tensor) else group.handle
+
+    def _sums_in_float32(self, tensor: torch.Tensor) -> bool:
+        return not self.sums_integers_exactly and not is_inexact(tensor) and not _on_host(tensor)
+
+    # ---- collectives on tensors --------------------------------------------------------------------------------------
     def start_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> Pending:
         """See :meth:`Backend.all_reduce`. On the CPU max and min propagate NaN, as torch's own do, the sum of booleans
         is "any", and what is not float32, float64, int32, int64 or complex takes two steps, the second of which starts
@@ -155,14 +213,16 @@ class TorchBackend(Backend):
         if group.size == 1 or not tensor.numel():
             return Done(tensor)
         tensor = tensor.detach()
-        if self._on_cpu and not (op == "sum" and tensor.dtype in _GLOO_SUMS):
+        if self._sums_in_float32(tensor):
+            return self._start_exact_all_reduce(tensor, group, op)
+        if _on_host(tensor) and not (op == "sum" and tensor.dtype in _GLOO_SUMS):
             return self._start_two_step_all_reduce(tensor, group, op)
         shared = tensor.contiguous()
         self._note("all_reduce", group, 2 * (group.size - 1) * _bytes(shared) // group.size)
         return self._start(
             "all_reduce",
             group,
-            lambda: dist.all_reduce(shared, _OPS[op], group=group.handle, async_op=True),
+            lambda: dist.all_reduce(shared, _OPS[op], group=self._of(shared, group), async_op=True),
             lambda: shared,
         )
 
@@ -195,13 +255,13 @@ class TorchBackend(Backend):
         if group.size == 1:
             return Done(out if out.data_ptr() == tensor.data_ptr() else out.copy_(tensor.view(out.shape)))
         self._note("all_gather", group, (group.size - 1) * _bytes(tensor))
-        if group.size == 2 and self._on_cpu and out.numel():
+        if group.size == 2 and _on_host(tensor) and out.numel():
             return self._start_swap_into(out, tensor, group)
-        outgoing, incoming = Flat(tensor.detach(), self._on_cpu).buffer, Flat(out.detach(), self._on_cpu).buffer
+        outgoing, incoming = _flat(tensor.detach()), _flat(out.detach())
         return self._start(
             "all_gather",
             group,
-            lambda: _all_gather(incoming, outgoing, group=group.handle, async_op=True),
+            lambda: _all_gather(incoming, outgoing, group=self._of(tensor, group), async_op=True),
             lambda: out,
         )
 
@@ -210,12 +270,14 @@ class TorchBackend(Backend):
         rows, other = out.detach().view(2, -1), 1 - group.index
         if rows[group.index].data_ptr() != tensor.data_ptr():
             rows[group.index].copy_(tensor.detach().view(-1))
-        outgoing, incoming = (Flat(rows[index], self._on_cpu).buffer for index in (group.index, other))
+        outgoing, incoming = (_flat(rows[index]) for index in (group.index, other))
         counts = [outgoing.numel() if index == other else 0 for index in range(2)]
         return self._start(
             "all_gather",
             group,
-            lambda: dist.all_to_all_single(incoming, outgoing, counts, counts, group=group.handle, async_op=True),
+            lambda: dist.all_to_all_single(
+                incoming, outgoing, counts, counts, group=self._of(tensor, group), async_op=True
+            ),
             lambda: out,
         )
 
@@ -223,20 +285,22 @@ class TorchBackend(Backend):
         """See :meth:`Backend.reduce_scatter`.
 
         Raises:
-            LayoutError: if the group's size does not divide the dim.
+            LayoutError: if the size of the group does not divide the dim.
         """
         if group.size == 1:
             return Done(tensor)
         rows = split_chunks(tensor.detach(), dim, group.size).contiguous()
+        if self._sums_in_float32(tensor):
+            return self._start_exact_reduce_scatter(tensor.detach(), group, normalize_dim(dim, tensor))
         self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size)
-        if self._on_cpu:
+        if _on_host(tensor):
             received = torch.empty_like(rows)
             return self._start_exchange(rows, received, group, "reduce_scatter", lambda: reduce_rows(received, "sum"))
         result = torch.empty_like(rows[0])
         return self._start(
             "reduce_scatter",
             group,
-            lambda: _reduce_scatter(result.view(-1), rows.view(-1), group=group.handle, async_op=True),
+            lambda: _reduce_scatter(result.view(-1), rows.view(-1), group=self._of(rows, group), async_op=True),
             lambda: result,
         )
 
@@ -250,20 +314,22 @@ class TorchBackend(Backend):
         scratch: torch.Tensor | None = None,
     ) -> Pending:
         """See :meth:`Backend.start_reduce_scatter_into`."""
-        if group.size == 1 or not self._on_cpu or not tensor.numel():
+        if group.size == 1 or not _on_host(tensor) or not tensor.numel():
             return super().start_reduce_scatter_into(out, tensor, group, scale=scale, scratch=scratch)
         rows = tensor.detach().view(group.size, -1)
         self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size)
         received = torch.empty_like(rows) if scratch is None else scratch.view_as(rows)
-        # The first and the last rank send what lies together, and need not copy what stays.
+        # The first and the last rank send contiguous slices, and need not copy what stays.
         first, last = int(group.index == 0), group.size - int(group.index == group.size - 1)
-        outgoing, incoming = (Flat(part[first:last], self._on_cpu).buffer for part in (rows, received))
+        outgoing, incoming = (_flat(part[first:last]) for part in (rows, received))
         counts = [outgoing.numel() // (last - first) if first <= i < last else 0 for i in range(group.size)]
         terms = [received[i] if first <= i < last else rows[i] for i in range(group.size)]
         return self._start(
             "reduce_scatter",
             group,
-            lambda: dist.all_to_all_single(incoming, outgoing, counts, counts, group=group.handle, async_op=True),
+            lambda: dist.all_to_all_single(
+                incoming, outgoing, counts, counts, group=self._of(tensor, group), async_op=True
+            ),
             lambda: sum_rows_into(out, terms, scale),
         )
 
@@ -271,7 +337,7 @@ class TorchBackend(Backend):
         """See :meth:`Backend.all_to_all`.
 
         Raises:
-            LayoutError: if the group's size does not divide ``split_dim``.
+            LayoutError: if the size of the group does not divide ``split_dim``.
         """
         if group.size == 1:
             return tensor
@@ -293,7 +359,7 @@ class TorchBackend(Backend):
             return Done(tensor)
         tensor = tensor.detach()
         source = (group.index - shift) % group.size
-        if not self._point_to_point:
+        if not self._point_to_point and not _on_host(tensor):
             self._note("permute", group, (group.size - 1) * _bytes(tensor))
             return self._start_gather(tensor, group, "permute", lambda rows: rows[source].clone())
         self._note("permute", group, _bytes(tensor))
@@ -301,9 +367,10 @@ class TorchBackend(Backend):
         if not tensor.numel():
             return Done(result)
         target = group.ranks[(group.index + shift) % group.size]
-        outgoing, incoming = Flat(tensor, self._on_cpu).buffer, Flat(result, self._on_cpu).buffer
-        sent = dist.P2POp(dist.isend, outgoing, target, group.handle)
-        received = dist.P2POp(dist.irecv, incoming, group.ranks[source], group.handle)
+        outgoing, incoming = _flat(tensor), _flat(result)
+        handle = self._of(tensor, group)
+        sent = dist.P2POp(dist.isend, outgoing, target, handle)
+        received = dist.P2POp(dist.irecv, incoming, group.ranks[source], handle)
         return self._start(
             "permute", group, lambda: _Both(dist.batch_isend_irecv([sent, received]), outgoing), lambda: result
         )
@@ -313,19 +380,21 @@ class TorchBackend(Backend):
         if group.size == 1:
             return tensor
         tensor = tensor.detach()
+        if self._sums_in_float32(tensor):
+            return self._exact_broadcast(tensor, group, source)
         sends = group.index == source
         self._note("broadcast", group, _bytes(tensor) if sends else 0)
         result = tensor if sends else torch.empty_like(tensor, memory_format=torch.contiguous_format)
         if tensor.numel():
             with self._reported("broadcast", group):
-                dist.broadcast(Flat(result, self._on_cpu).buffer, group.ranks[source], group=group.handle)
+                dist.broadcast(_flat(result), group.ranks[source], group=self._of(result, group))
         return result
 
     def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
         """See :meth:`Backend.chunk`. A view.
 
         Raises:
-            LayoutError: if the group's size does not divide the dim.
+            LayoutError: if the size of the group does not divide the dim.
         """
         if group.size == 1:
             return tensor
@@ -338,11 +407,11 @@ class TorchBackend(Backend):
         self._note("send", group, _bytes(shared))
         if not shared.numel():
             return Done(shared)
-        buffer = Flat(shared, self._on_cpu).buffer
+        buffer = _flat(shared)
         return self._start(
             "send",
             group,
-            lambda: dist.isend(buffer, group.ranks[target], group=group.handle),
+            lambda: dist.isend(buffer, group.ranks[target], group=self._of(buffer, group)),
             lambda: shared,
         )
 
@@ -352,63 +421,41 @@ class TorchBackend(Backend):
         self._note("receive", group, 0)
         if not result.numel():
             return Done(result)
-        buffer = Flat(result, self._on_cpu).buffer
+        buffer = _flat(result)
         return self._start(
             "receive",
             group,
-            lambda: dist.irecv(buffer, group.ranks[source], group=group.handle),
+            lambda: dist.irecv(buffer, group.ranks[source], group=self._of(buffer, group)),
             lambda: result,
         )
 
-    # ---- collectives on objects ------------------------------------------------------------------------------------
+    # ---- collectives on objects --------------------------------------------------------------------------------------
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
         if group.size == 1:
             return [value]
         self.announce("all_gather_object", group)
-        if not self._on_cpu:
-            return self._all_gather_padded(value, group)
         values: list[Any] = [None] * group.size
         with self._reported("all_gather_object", group):
-            dist.all_gather_object(values, value, group=group.handle)
+            dist.all_gather_object(values, value, group=self._host(group))
         return values
 
     def broadcast_object(self, value: Any, group: Group, source: int = 0) -> Any:
         if group.size == 1:
             return value
         self.announce("broadcast_object", group)
-        if not self._on_cpu:
-            return self._broadcast_padded(value, group, source)
         values = [value if group.index == source else None]
         with self._reported("broadcast_object", group):
-            dist.broadcast_object_list(values, group.ranks[source], group=group.handle)
+            dist.broadcast_object_list(values, group.ranks[source], group=self._host(group))
         return values[0]
-
-    def _all_gather_padded(self, value: Any, group: Group) -> list[Any]:
-        data = payload.dump(value)
-        own = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-        lengths = self._start_gather(own, group, "all_gather_object").wait().view(-1).tolist()
-        packed = payload.pack(data, payload.padded_size(max(lengths))).to(self.device)
-        rows = self._start_gather(packed, group, "all_gather_object").wait()
-        return [payload.load(payload.unpack(row, n)) for row, n in zip(rows, lengths, strict=True)]
-
-    def _broadcast_padded(self, value: Any, group: Group, source: int) -> Any:
-        sends = group.index == source
-        data = payload.dump(value) if sends else b""
-        length = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-        with self._reported("broadcast_object", group):
-            dist.broadcast(length, group.ranks[source], group=group.handle)
-            packed = payload.pack(data, payload.padded_size(int(length))).to(self.device)
-            dist.broadcast(packed, group.ranks[source], group=group.handle)
-        return value if sends else payload.load(payload.unpack(packed, int(length)))
 
     def barrier(self) -> None:
         if self.world_size > 1:
             world = self.new_group([range(self.world_size)], "world")
             self.announce("barrier", world)
             with self._reported("barrier", world):
-                dist.barrier(group=world.handle)
+                dist.barrier(group=self._host(world))
 
-    # ---- steps -----------------------------------------------------------------------------------------------------
+    # ---- steps -------------------------------------------------------------------------------------------------------
     def board(self) -> Board:
         return StoreBoard.of_default_group() if self.world_size > 1 else super().board()
 
@@ -421,12 +468,12 @@ class TorchBackend(Backend):
         if dist.is_initialized() and self._owns_default_group:
             dist.destroy_process_group()  # with all others
         elif dist.is_initialized():
-            for handle in self._handles.values():
+            for handle in (*self._handles.values(), *self._hosts.values()):
                 if handle is not None and handle is not dist.group.WORLD:
                     dist.destroy_process_group(handle)
         process_group.let_threads_finish()
 
-    # ---- how -------------------------------------------------------------------------------------------------------
+    # ---- how ---------------------------------------------------------------------------------------------------------
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("The backend was shut down.", fix="do this before the end of training")
@@ -446,11 +493,11 @@ class TorchBackend(Backend):
         """Sends ``rows[i]`` to the i-th rank, receives its row for this one into ``received[i]``; both contiguous."""
         if not rows.numel():
             return Done(finish())
-        outgoing, incoming = Flat(rows, self._on_cpu).buffer, Flat(received, self._on_cpu).buffer
+        outgoing, incoming = _flat(rows), _flat(received)
         return self._start(
             op,
             group,
-            lambda: dist.all_to_all_single(incoming, outgoing, group=group.handle, async_op=True),
+            lambda: dist.all_to_all_single(incoming, outgoing, group=self._of(rows, group), async_op=True),
             finish,
         )
 
@@ -465,11 +512,11 @@ class TorchBackend(Backend):
         rows = tensor.new_empty((group.size, *tensor.shape))
         if not tensor.numel():
             return Done(finish(rows))
-        outgoing, incoming = Flat(tensor, self._on_cpu).buffer, Flat(rows, self._on_cpu).buffer
+        outgoing, incoming = _flat(tensor), _flat(rows)
         return self._start(
             op,
             group,
-            lambda: _all_gather(incoming, outgoing, group=group.handle, async_op=True),
+            lambda: _all_gather(incoming, outgoing, group=self._of(tensor, group), async_op=True),
             lambda: finish(rows),
         )
 
@@ -491,7 +538,7 @@ class _Work(Pending):
 
 
 class _Both:
-    """Several pieces of work as one.
+    """Several operations as one.
 
     Args:
         works: what torch.distributed is doing.
@@ -514,6 +561,14 @@ def _all_gather(output: torch.Tensor, tensor: torch.Tensor, **kwargs: Any) -> An
 def _reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, **kwargs: Any) -> Any:
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(output, tensor, **kwargs)
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return Flat(tensor, _on_host(tensor)).buffer
 
 
 def _bytes(tensor: torch.Tensor) -> int:

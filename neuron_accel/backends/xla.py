@@ -4,13 +4,15 @@ Nothing is computed when it is written down. Operations collect in a graph that 
 compiles, unless the same graph ran before, and executes. So nothing here reads a value, and nothing that differs
 between ranks is a Python number: it would be a constant of the graph and cost one compilation per rank.
 
-Sums are the device's. Layouts are never pinned: torch_xla makes an all-reduce of zero-padded tensors of a pinned
-all-gather, which sends twice as much, and cannot pin a coalesced reduce-scatter at all. Tensors that live on the host
-travel beside the device, see :mod:`neuron_accel.backends.xla_channel`.
+Sums are the device's, which adds in float32: integers travel as float32 digits, those of 64 bits are gathered, flags
+are float32. Layouts are never pinned: torch_xla makes an all-reduce of zero-padded tensors of a pinned all-gather,
+which sends twice as much, and cannot pin a coalesced reduce-scatter at all. Tensors that live on the host travel beside
+the device, see :mod:`neuron_accel.backends.xla_channel`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,8 +21,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from neuron_accel.backends.base import Backend, Board, Done, Group, Pending, ReduceOp
-from neuron_accel.backends.movement import normalize_dim, reduce_rows, split_chunks
+from neuron_accel.backends.base import Backend, Board, Done, Group, Pending
+from neuron_accel.backends.graph_recorder import GraphRecorder
+from neuron_accel.backends.movement import ReduceOp, is_inexact, normalize_dim, reduce_rows, split_chunks
 from neuron_accel.backends.randomness import XlaGenerator
 from neuron_accel.backends.xla_channel import MEETING, Alone, HostChannel, ProcessChannel, ThreadChannel
 from neuron_accel.errors import UsageError
@@ -46,22 +49,33 @@ class XlaBackend(Backend):
         self._device = torch_xla.device()
         self._rank, self._world_size = xr.global_ordinal(), xr.world_size()
         self._handles: dict[tuple[tuple[int, ...], ...], Any] = {}
-        self._indices: dict[tuple[tuple[int, ...], ...], torch.Tensor] = {}
+        self._indices: dict[tuple[tuple[tuple[int, ...], ...], int], torch.Tensor] = {}
+        self._ring_problem: Callable[[Sequence[tuple[int, int]]], str | None] | None = None
         self._later: list[Callable[[], None]] = []
         self._alike = tuple(range(self._world_size))  # the ranks whose graphs are this one's
+        self._recorder = GraphRecorder.of_environment(
+            self._rank, self._device, channel.exchange_graphs(), channel.scanning()
+        )
 
     @classmethod
     def connect(cls, *, timeout: timedelta | None = None) -> XlaBackend:
         """The backend of this process, or of this thread where threads are ranks.
 
+        ``dist.init_process_group("xla")`` makes a process group, and leaves torch_xla without replicas; only
+        ``init_method="xla://"`` and Accelerate set them. Where they are missing they are set here.
+
         Raises:
-            UsageError: if threads are ranks and whoever started them did not say where they meet.
+            UsageError: if threads are ranks and were started without a rendezvous, or if torch_xla knows
+                fewer ranks than were launched.
             CommunicationError: if the other ranks cannot be reached.
         """
         import torch_xla.runtime as xr
 
         meeting = MEETING.get()
+        if meeting is not None or xr.addressable_device_count() == 1:
+            _set_replicas()
         if xr.world_size() == 1:
+            _check_alone()
             return cls(Alone())
         if meeting is not None:
             return cls(ThreadChannel(meeting, xr.global_ordinal()))
@@ -75,7 +89,7 @@ class XlaBackend(Backend):
             )
         return cls(ProcessChannel(timeout))
 
-    # ---- who and where ---------------------------------------------------------------------------------------------
+    # ---- who and where -----------------------------------------------------------------------------------------------
     @property
     def rank(self) -> int:
         return self._rank
@@ -96,7 +110,11 @@ class XlaBackend(Backend):
     def is_lazy(self) -> bool:
         return True
 
-    # ---- groups ----------------------------------------------------------------------------------------------------
+    @property
+    def sums_integers_exactly(self) -> bool:
+        return False  # the CPU does; but graphs are to be those of the device
+
+    # ---- groups ------------------------------------------------------------------------------------------------------
     def new_group(self, partition: Sequence[Sequence[int]], name: str) -> Group:
         """See :meth:`Backend.new_group`.
 
@@ -114,12 +132,17 @@ class XlaBackend(Backend):
             self._handles[key] = self._channel.new_group(key) if group.size > 1 else None
         return replace(group, handle=self._handles[key])
 
-    def _index(self, group: Group) -> torch.Tensor:
-        """This rank's position in the group: int64 [1], device data. One tensor for each partition, never shared
-        between two of equal value: the graph would have one input less on some ranks."""
-        if group.partition not in self._indices:
-            self._indices[group.partition] = torch.tensor([group.index]).to(self._device)
-        return self._indices[group.partition]
+    def _index(self, group: Group, before: int = 0) -> torch.Tensor:
+        """The position in the group of this rank, or of the one so many ``before`` it: int64 [1], device data. One
+        tensor for each partition, never shared between two of equal value: the graph would have one input less on some
+        ranks."""
+        key = (group.partition, before % group.size)
+        if key not in self._indices:
+            self._indices[key] = torch.tensor([(group.index - before) % group.size]).to(self._device)
+        return self._indices[key]
+
+    def limit_rings(self, problem: Callable[[Sequence[tuple[int, int]]], str | None]) -> None:
+        self._ring_problem = problem
 
     def number(self, value: float) -> torch.Tensor:
         """See :meth:`Backend.number`. Moved like any other tensor, 0 and 1 would be constants of the graph."""
@@ -127,7 +150,7 @@ class XlaBackend(Backend):
 
         return xm.send_cpu_data_to_device([torch.tensor(value, dtype=torch.float32)], self._device)[0]
 
-    # ---- collectives on tensors ------------------------------------------------------------------------------------
+    # ---- collectives on tensors --------------------------------------------------------------------------------------
     def start_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> Pending:
         """See :meth:`Backend.all_reduce`. The sum of booleans is "any". The input stays as it is."""
         if op not in _OPS:
@@ -137,10 +160,10 @@ class XlaBackend(Backend):
         tensor = tensor.detach()
         if self._on_host(tensor):
             return Done(reduce_rows(torch.stack(self.all_gather_object(tensor, group)), op))
+        if not is_inexact(tensor):
+            return self._start_exact_all_reduce(tensor, group, op)
         with self._between(tensor, group) as tensor:
             self._note("all_reduce", group, 2 * (group.size - 1) * _bytes(tensor) // group.size)
-            if tensor.dtype == torch.bool:
-                return Done(self._all_reduce(tensor.to(torch.int32), group, op) > 0)
             return Done(self._all_reduce(tensor, group, op))
 
     def _all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
@@ -150,9 +173,9 @@ class XlaBackend(Backend):
     def all_reduce_together(
         self, tensors: Sequence[torch.Tensor], group: Group, scale: float = 1.0
     ) -> list[torch.Tensor]:
-        """See :meth:`Backend.all_reduce_together`. One collective of many operands: nothing is copied to lie together.
+        """See :meth:`Backend.all_reduce_together`. One collective of many operands: nothing is copied to be contiguous.
         The results are the inputs."""
-        if self._are_apart(group.ranks) or any(self._on_host(tensor) for tensor in tensors):
+        if self._are_apart(group.ranks) or any(self._on_host(t) or not is_inexact(t) for t in tensors):
             return super().all_reduce_together(tensors, group, scale)
         tensors = [tensor.detach() for tensor in tensors]
         self._note("all_reduce", group, 2 * (group.size - 1) * sum(map(_bytes, tensors)) // group.size)
@@ -177,14 +200,16 @@ class XlaBackend(Backend):
         """See :meth:`Backend.reduce_scatter`.
 
         Raises:
-            LayoutError: if the group's size does not divide the dim.
+            LayoutError: if the size of the group does not divide the dim.
         """
         if group.size == 1:
             return Done(tensor)
         tensor = tensor.detach()
-        split_chunks(tensor, dim, group.size)  # refuses what does not divide
+        split_chunks(tensor, dim, group.size)  # raises an error for sizes that are not divisible
         self._refuse_host(tensor, "reduce_scatter")
         dim, replicas = normalize_dim(dim, tensor), _replicas(group)
+        if not is_inexact(tensor):
+            return self._start_exact_reduce_scatter(tensor, group, dim)
         with self._between(tensor, group) as tensor:
             self._note("reduce_scatter", group, (group.size - 1) * _bytes(tensor) // group.size)
             xm = self._collectives(tensor)
@@ -196,7 +221,7 @@ class XlaBackend(Backend):
         """See :meth:`Backend.all_to_all`.
 
         Raises:
-            LayoutError: if the group's size does not divide ``split_dim``.
+            LayoutError: if the size of the group does not divide ``split_dim``.
         """
         if group.size == 1:
             return tensor
@@ -211,7 +236,8 @@ class XlaBackend(Backend):
 
     def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
         """See :meth:`Backend.permute`. All groups of the partition turn by the same number of positions, in one
-        collective of all ranks.
+        collective of all ranks. Where the machine has no such ring (:meth:`Backend.limit_rings`), every rank gathers
+        the group's tensors and picks one, which sends and holds ``group.size - 1`` times as much.
 
         Raises:
             UsageError: among ranks that compute the same where others compute something else (:meth:`run_apart`).
@@ -220,7 +246,10 @@ class XlaBackend(Backend):
             return tensor
         tensor = tensor.detach()
         self._refuse_host(tensor, "permute")
-        pairs = [[ranks[i], ranks[(i + shift) % group.size]] for ranks in group.partition for i in range(group.size)]
+        pairs = [(ranks[i], ranks[(i + shift) % group.size]) for ranks in group.partition for i in range(group.size)]
+        if self._ring_problem is not None and self._ring_problem(pairs):
+            rows = self.all_gather(tensor.unsqueeze(0), group)
+            return rows.index_select(0, self._index(group, before=shift)).squeeze(0)
         if len(self._alike) < self._world_size and set(self._alike).issuperset(group.ranks):
             raise UsageError(
                 f"A permutation within {group.name!r} is not possible beside ranks that compute something else.",
@@ -230,7 +259,7 @@ class XlaBackend(Backend):
             )
         with self._between(tensor, group, tuple(range(self._world_size))) as tensor:
             self._note("permute", group, _bytes(tensor))
-            return self._collectives(tensor).collective_permute(tensor, pairs)
+            return self._collectives(tensor).collective_permute(tensor, [list(pair) for pair in pairs])
 
     def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
         """See :meth:`Backend.broadcast`. On the device, the sum over the group of the source's values and zeros."""
@@ -241,18 +270,19 @@ class XlaBackend(Backend):
             return self.broadcast_object(tensor if group.index == source else None, group, source)
         if not tensor.numel():
             return tensor
+        if not is_inexact(tensor):
+            return self._exact_broadcast(tensor, group, source)
         index = self._index(group)
         with self._between(tensor, group) as tensor:
             self._note("broadcast", group, 2 * (group.size - 1) * _bytes(tensor) // group.size)
-            wide = tensor.to(torch.int32) if tensor.dtype == torch.bool else tensor
-            mine = torch.where(index == source, wide, torch.zeros_like(wide))
-            return self._all_reduce(mine.reshape(wide.shape), group, "sum").to(tensor.dtype)
+            mine = torch.where(index == source, tensor, torch.zeros_like(tensor))
+            return self._all_reduce(mine.reshape(tensor.shape), group, "sum")
 
     def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
         """See :meth:`Backend.chunk`. The rank is an operand, so that all ranks trace one graph.
 
         Raises:
-            LayoutError: if the group's size does not divide the dim.
+            LayoutError: if the size of the group does not divide the dim.
         """
         if group.size == 1:
             return tensor
@@ -261,7 +291,7 @@ class XlaBackend(Backend):
             return rows[group.index].clone()
         return rows.index_select(0, self._index(group)).squeeze(0)
 
-    # ---- activation checkpointing ----------------------------------------------------------------------------------
+    # ---- activation checkpointing ------------------------------------------------------------------------------------
     def recompute(self, function: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
         """See :meth:`Backend.recompute`. Optimization barriers keep the second call apart from the first."""
         from neuron_accel.backends.recompute import checkpoint_lazily
@@ -275,7 +305,7 @@ class XlaBackend(Backend):
             self._collectives(copies[0]).optimization_barrier_(copies)
         return copies
 
-    # ---- collectives on objects ------------------------------------------------------------------------------------
+    # ---- collectives on objects --------------------------------------------------------------------------------------
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
         self.announce("all_gather_object", group)
         return [value] if group.size == 1 else self._channel.all_gather_object(value, group)
@@ -287,7 +317,7 @@ class XlaBackend(Backend):
     def barrier(self) -> None:
         self._channel.barrier()
 
-    # ---- steps and values ------------------------------------------------------------------------------------------
+    # ---- steps and values --------------------------------------------------------------------------------------------
     def step_boundary(self) -> None:
         """Compiles what has collected, unless the same graph ran before, and executes it. Collective over the ranks
         that compute the same. Then acts on the values that were asked for (:meth:`after_step`)."""
@@ -326,7 +356,10 @@ class XlaBackend(Backend):
     def _execute(self, ranks: tuple[int, ...]) -> None:
         for observer in self._observers:
             observer.executing(ranks)
-        self._channel.execute(ranks)
+        if self._recorder is None:
+            self._channel.execute(ranks)
+        else:
+            self._channel.execute(ranks, self._recorder.compiling(self._recorder.before(ranks)))
 
     def collects(self, tensors: Sequence[torch.Tensor]) -> bool:
         import torch_xla
@@ -357,9 +390,9 @@ class XlaBackend(Backend):
     def shutdown(self) -> None:
         self._channel.close()
 
-    # ---- within ----------------------------------------------------------------------------------------------------
+    # ---- within ------------------------------------------------------------------------------------------------------
     def _collectives(self, tensor: torch.Tensor) -> Any:
-        """torch_xla's functions, which order collectives by the device that the calling thread stands for. Autograd's
+        """torch_xla's functions, which order collectives by the device of the calling thread. Autograd's
         threads, which work for one device each, are told which."""
         import torch_xla
         import torch_xla.core.xla_model as xm
@@ -378,6 +411,41 @@ class XlaBackend(Backend):
                 f"{op} of a tensor on {tensor.device} is not possible on the xla backend.",
                 fix="move it to the device first: tensor.to(accelerator.device)",
             )
+
+
+def _set_replicas() -> None:
+    """Tells torch_xla that the devices of all ranks compute together, unless it knows."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+
+    known = torch_xla._XLAC._xla_get_replication_devices_count()
+    if not known and xr.global_device_count() > 1 and not xr.is_spmd():
+        xm.set_replication(torch_xla.device(), xm.get_xla_supported_devices())
+
+
+def _check_alone() -> None:
+    """Raises :class:`UsageError` if this process is one of several ranks, and torch_xla takes it for the only one."""
+    import torch_xla.runtime as xr
+
+    launched, devices = int(os.environ.get("WORLD_SIZE", "1")), xr.global_device_count()
+    if xr.is_spmd() or launched == 1:
+        return
+    if devices > 1:
+        raise UsageError(
+            f"torch_xla takes this process for the only rank, but there are {launched}.",
+            where="backend 'xla'",
+            why="it was asked for the number of ranks before it knew of the others, and keeps that answer",
+            fix='write dist.init_process_group("xla", init_method="xla://") before anything else of torch_xla, or '
+            "connect (NeuronAccelerator, ZeroRedundancyOptimizer) before xr.world_size() and xr.global_ordinal()",
+        )
+    raise UsageError(
+        f"{launched} ranks were launched, and torch_xla sees {devices} device in all of them.",
+        where=f"backend 'xla' on {xr.device_type()}",
+        why="each would train alone: PJRT connects processes on Neuron devices, and on the CPU only threads of one",
+        fix="leave the backend to be chosen (unset NEURON_ACCEL_BACKEND), or launch one rank; in tests use "
+        "neuron_accel.testing.run_ranks(..., backend='xla')",
+    )
 
 
 def _replicas(group: Group) -> list[list[int]]:

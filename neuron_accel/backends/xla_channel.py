@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
@@ -21,6 +21,8 @@ from neuron_accel.backends.base import Board, Group, LocalBoard, StoreBoard
 from neuron_accel.errors import CommunicationError
 
 COMPILE_TIMEOUT_S = 300.0
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""Of an exchange between processes."""
 
 
 class HostChannel(ABC):
@@ -46,15 +48,26 @@ class HostChannel(ABC):
         """Where ranks leave notes for each other."""
         return LocalBoard()
 
-    def execute(self, ranks: tuple[int, ...]) -> None:
+    def execute(self, ranks: tuple[int, ...], compiling: AbstractContextManager[None] | None = None) -> None:
         """Runs what the device has collected, without waiting for it where that is possible.
 
         Args:
             ranks: those that run the same, this one included; collective over them.
+            compiling: is entered by the rank that compiles for all of them, while it does.
         """
         import torch_xla
 
-        torch_xla.sync()
+        with compiling or nullcontext():
+            torch_xla.sync()
+
+    def scanning(self) -> AbstractContextManager[Any]:
+        """Is held by one rank of a process at a time."""
+        return nullcontext()
+
+    def exchange_graphs(self) -> Callable[[str, tuple[int, ...]], list[str]] | None:
+        """Gives what each of several ranks says to all of them; None where ranks whose graphs differ are not known to
+        wait for each other without end."""
+        return None
 
     def close(self) -> None:  # noqa: B027  most channels have nothing to release
         """Releases connections. Idempotent."""
@@ -85,42 +98,45 @@ class ProcessChannel(HostChannel):
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
 
         self._timeout = timeout
         self._owns_default = not dist.is_initialized()
         if self._owns_default:
             dist.init_process_group("gloo", timeout=timeout)
         self._world = dist.new_group(backend="gloo", timeout=timeout)
+        self._everyone = _HostGroup(self._world)
+        store = _get_default_store()
+        number = store.add(f"neuron_accel_host/rank{dist.get_rank()}", 1)  # no keys of an earlier channel on it
+        self._store = dist.PrefixStore(f"neuron_accel_host/{number}", store)
+        self._groups = 0
 
-    def new_group(self, partition: Sequence[Sequence[int]]) -> Any:
+    def new_group(self, partition: Sequence[Sequence[int]]) -> _HostGroup:
+        """See :meth:`HostChannel.new_group`. Collective over all ranks only in that they make the same partitions in
+        the same order: a group is connected by its members, when they first have something to tell each other. (Groups
+        of torch.distributed are made by all ranks, one after another.)"""
         import torch.distributed as dist
 
         if len(partition) == 1:
-            return self._world
-        own, _ = dist.new_subgroups_by_enumeration(
-            [list(ranks) for ranks in partition], timeout=self._timeout, backend="gloo"
-        )
-        return own
+            return self._everyone
+        self._groups += 1
+        rank = dist.get_rank()
+        ranks = next(list(ranks) for ranks in partition if rank in ranks)
+        store = dist.PrefixStore(f"{self._groups}/{ranks[0]}", self._store)
+        timeout = self._timeout or DEFAULT_TIMEOUT
+        return _HostGroup(lambda: dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timeout))
 
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
-        import torch.distributed as dist
-
         from neuron_accel.backends.failures import reported
 
-        values = [None] * group.size
         with reported("all_gather_object", f"group {group.name!r} of ranks {list(group.ranks)}"):
-            dist.all_gather_object(values, value, group=group.handle)
-        return values
+            return group.handle.all_gather_object(value)
 
     def broadcast_object(self, value: Any, group: Group, source: int) -> Any:
-        import torch.distributed as dist
-
         from neuron_accel.backends.failures import reported
 
-        values = [value]
         with reported("broadcast_object", f"group {group.name!r} of ranks {list(group.ranks)}"):
-            dist.broadcast_object_list(values, src=group.ranks[source], group=group.handle)
-        return values[0]
+            return group.handle.broadcast_object(value, source)
 
     def barrier(self) -> None:
         import torch.distributed as dist
@@ -141,6 +157,45 @@ class ProcessChannel(HostChannel):
             dist.destroy_process_group()
 
 
+class _HostGroup:
+    """Objects between some processes, over gloo.
+
+    Args:
+        group: the connection, or what makes it, which is called at the first use.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        import torch
+
+        group = self._connected()
+        data = payload.dump(value)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+        group.allgather([lengths], [torch.tensor([len(data)])]).wait()
+        most = max(int(length) for length in lengths)
+        rows = [torch.empty(most, dtype=torch.uint8) for _ in lengths]
+        group.allgather([rows], [payload.pack(data, most)]).wait()
+        return [payload.load(payload.unpack(row, int(length))) for row, length in zip(rows, lengths, strict=True)]
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        import torch
+
+        group = self._connected()
+        data = payload.dump(value) if group.rank() == source else b""
+        length = torch.tensor([len(data)])
+        group.broadcast(length, source).wait()
+        packed = payload.pack(data, int(length)) if data else torch.empty(int(length), dtype=torch.uint8)
+        group.broadcast(packed, source).wait()
+        return value if data else payload.load(payload.unpack(packed, int(length)))
+
+    def _connected(self) -> Any:
+        if callable(self._group):
+            self._group = self._group()
+        return self._group
+
+
 class Meeting:
     """Where the threads of one process meet that are its ranks.
 
@@ -152,6 +207,7 @@ class Meeting:
     def __init__(self, size: int, timeout: float = COMPILE_TIMEOUT_S) -> None:
         self.size, self.timeout = size, timeout
         self.one_at_a_time = threading.Lock()
+        self.scanning = threading.Lock()
         self.board = LocalBoard()
         self._lock = threading.Lock()
         self._rooms: dict[tuple[int, ...], _Room] = {}
@@ -192,7 +248,9 @@ class Meeting:
                 fix="look for the first error of another rank",
             ) from error
 
-    def execute(self, ranks: tuple[int, ...], index: int) -> None:
+    def execute(
+        self, ranks: tuple[int, ...], index: int, compiling: AbstractContextManager[None] | None = None
+    ) -> None:
         """Runs the pending graph of every one of ``ranks``, compiled once.
 
         The CPU client of PJRT matches the participants of a collective by the compiled module, so ranks that compile
@@ -208,7 +266,8 @@ class Meeting:
             if index == 0:
                 self._leader_done.clear()
             before = self.exchange(_graphs() if index == 0 else 0, ranks, index)[0]
-            self._run(before, leads=index == 0)
+            with (compiling if index == 0 else None) or nullcontext():
+                self._run(before, leads=index == 0)
             self.exchange(None, ranks, index)
         torch_xla.sync()
 
@@ -259,12 +318,18 @@ class ThreadChannel(HostChannel):
     def board(self) -> Board:
         return self._meeting.board
 
-    def execute(self, ranks: tuple[int, ...]) -> None:
-        self._meeting.execute(ranks, ranks.index(self._rank))
+    def execute(self, ranks: tuple[int, ...], compiling: AbstractContextManager[None] | None = None) -> None:
+        self._meeting.execute(ranks, ranks.index(self._rank), compiling)
+
+    def scanning(self) -> AbstractContextManager[Any]:
+        return self._meeting.scanning
+
+    def exchange_graphs(self) -> Callable[[str, tuple[int, ...]], list[str]]:
+        return lambda value, ranks: self._meeting.exchange(value, ranks, ranks.index(self._rank))
 
 
 MEETING: ContextVar[Meeting | None] = ContextVar("neuron_accel.meeting", default=None)
-"""Set in every thread that is a rank, by whoever started the threads."""
+"""Set in every thread that is a rank, by the code that started the threads."""
 
 
 def run_in_threads(rank: Callable[[int], None], meeting: Meeting) -> None:
@@ -278,6 +343,19 @@ def run_in_threads(rank: Callable[[int], None], meeting: Meeting) -> None:
 
     # What torch_xla.launch does in each process that it starts; this one is started already.
     pjrt._run_thread_per_device(0, 1, begin, pjrt.initialize_multiprocess)
+
+
+def become_neuron_process() -> None:
+    """Makes this process a rank of Neuron's, whose environment it has: what importing torch_xla does, for one that has
+    imported it already, before it was forked to become a rank."""
+    from torch_xla import runtime
+    from torch_xla._internal import neuron
+    from torch_xla.experimental import plugins
+
+    plugins.use_dynamic_plugins()
+    neuron.set_envvar_defaults()
+    neuron.configure_pjrt_environment()
+    runtime._maybe_select_default_device()
 
 
 class _Room:

@@ -1,8 +1,9 @@
 """One rank of a launch: ``python .../_rank.py LAUNCHER_PID script|module TARGET [ARGUMENT ...]``.
 
 Runs the target as Python itself would run it, with three things added. The rank dies with its launcher, however that
-dies. An exception is written to the error file with its exact time, so that the launcher can tell the rank that failed
-first from those that failed because of it. A crash in native code prints the Python stack.
+dies. Beside the error file, the launcher finds how it ended: an exception with its exact time, so that the rank that
+failed first can be told from those that failed because of it, or that it came to the end. A crash in native code prints
+the Python stack.
 
 It imports only the standard library, and is run as a file: what the target must be the first to import or to configure
 stays untouched, this package included.
@@ -28,7 +29,7 @@ import types
 
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.5
-ENDED_FILE = "ended.json"
+STARTED_FILE, ENDED_FILE = "started.json", "ended.json"
 
 
 def die_with(launcher_pid: int) -> None:
@@ -106,23 +107,31 @@ def write_error_file(error: BaseException, stack: types.TracebackType | None) ->
         json.dump({"message": {"message": summary, "extraInfo": details}}, file)
 
 
+def note_start() -> None:
+    """Leaves its process id beside the error file."""
+    _leave(STARTED_FILE, {"pid": os.getpid()})
+
+
 def note_success(leaving: SystemExit | None = None) -> None:
     """Leaves beside the error file that this rank ended with success, when, and by which ``sys.exit``: if another fails
-    afterwards, it may have waited for this one."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
+    afterwards, it may have waited for this one. A rank that leaves by ``os._exit`` leaves no such note."""
     note: dict[str, object] = {"time": time.time()}
     if leaving is not None:
         frames = traceback.extract_tb(targets_part(leaving.__traceback__))
         if frames:
             note["left_at"] = f"{frames[-1].filename}, line {frames[-1].lineno}"
-    with contextlib.suppress(OSError), open(os.path.join(os.path.dirname(path), ENDED_FILE), "w") as file:
-        json.dump(note, file)
+    _leave(ENDED_FILE, note)
+
+
+def _leave(name: str, note: dict[str, object]) -> None:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with contextlib.suppress(OSError), open(os.path.join(os.path.dirname(path), name), "w") as file:
+            json.dump(note, file)
 
 
 def targets_part(stack: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback without the frames that lie before the target's own code."""
+    """The traceback without the frames before the target's own code."""
     while stack is not None and stack.tb_frame.f_code.co_filename == __file__:
         stack = stack.tb_next
     return stack
@@ -132,6 +141,7 @@ def main() -> None:
     launcher_pid, kind, target, *arguments = sys.argv[1:]
     die_with(int(launcher_pid))
     faulthandler.enable()
+    note_start()
     sys.argv = [target, *arguments]
     try:
         run_script(target) if kind == "script" else run_module(target)

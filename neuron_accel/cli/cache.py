@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from neuron_accel.cli.parser import naming_options
-from neuron_accel.cli.terminal import format_pairs, format_table
+from neuron_accel.cli.terminal import format_pairs, format_table, table_width
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import CompileCache, check_location, is_s3, location_of
 from neuron_accel.neuron.cache_remote import RemoteEntry, is_remote, refusal_to_prune, remote_entries
@@ -120,7 +120,7 @@ def _list(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
         ]
         for row in report
     ]
-    return report, format_table(headers, rows)
+    return report, format_table(headers, rows, table_width())
 
 
 def _stats(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
@@ -143,7 +143,7 @@ def _stats(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
 
 
 def _totals(found: Sequence[Entry | RemoteEntry]) -> tuple[dict[str, Any], Pairs, Pairs]:
-    """What all entries are together; and in words: how many and how large, and by compiler version."""
+    """What all entries are together; and as text: how many and how large, and by compiler version."""
     compilers = {
         version: {
             "entries": sum(entry.compiler == version for entry in found),
@@ -186,7 +186,7 @@ def _list_remote(url: str, args: argparse.Namespace) -> tuple[Any, str]:
         ]
         for entry in found
     ]
-    text = format_table(("entry", "compiler", "size", "written", "state"), rows)
+    text = format_table(("entry", "compiler", "size", "written", "state"), rows, table_width())
     return report, text if found else f"{url} holds no entry"
 
 
@@ -226,10 +226,10 @@ def _describe(done: Eviction, limits: CompileCache, dry_run: bool) -> str:
     lines = []
     if done.evicted:
         rows = [[entry.name, format_size(entry.size), reason] for entry, reason in done.evicted]
-        lines.append(format_table((would, "size", "because of"), rows))
+        lines.append(format_table((would, "size", "because of"), rows, table_width()))
     if done.kept:
         rows = [[entry.name, format_size(entry.size), reason] for entry, reason in done.kept]
-        lines += [format_table(("stays", "size", "because it is"), rows)]
+        lines += [format_table(("stays", "size", "because it is"), rows, table_width())]
     freed = sum(entry.size for entry, _ in done.evicted)
     lines.append(f"{len(done.evicted)} entries, {format_size(freed)} {would}; {format_size(done.left)} remain")
     if limits.max_bytes is not None and done.left > limits.max_bytes:

@@ -6,29 +6,36 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from neuron_accel.cli._rank import ENDED_FILE
+from neuron_accel.cli._rank import ENDED_FILE, STARTED_FILE
 from neuron_accel.cli.escalation import Escalation, signal_ranks
 from neuron_accel.cli.failures import RankFailure, RankSuccess
 from neuron_accel.cli.heartbeat import Heartbeat
 from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, LaunchPlan
 from neuron_accel.errors import CommunicationError
 
+ERROR_FILE = "error.json"
+DEPARTED_SECONDS = 5.0
 TERMINAL = ""
 """The elastic agent's word for a stream that is not redirected."""
 
@@ -60,9 +67,9 @@ class RankLogs(LogsSpecs):
             folder = self.root / (f"rank_{env['RANK']}" + (f"_attempt_{attempt}" if attempt else ""))
             folder.mkdir(parents=True, exist_ok=True)
             self.folders[int(env["RANK"])] = folder
-            error_file = folder / "error.json"
-            error_file.unlink(missing_ok=True)
-            (folder / ENDED_FILE).unlink(missing_ok=True)
+            error_file = folder / ERROR_FILE
+            for note in (error_file, folder / STARTED_FILE, folder / ENDED_FILE):
+                note.unlink(missing_ok=True)
             env["TORCHELASTIC_ERROR_FILE"] = destination.error_files[local_rank] = str(error_file)
             self._place(destination, local_rank, folder)
         return destination
@@ -80,6 +87,55 @@ class RankLogs(LogsSpecs):
     def stderr_of(self, rank: int) -> Path | None:
         path = self.folders[rank] / "stderr.log"
         return path if path.exists() else None
+
+
+class Departures:
+    """While active, says which rank of this machine is gone without having failed or reached the end of the script, if
+    the launch goes on: the other ranks may wait for it, and not all of them notice.
+
+    Args:
+        logs: where the ranks leave notes.
+        after: seconds from when it is gone until it is said.
+    """
+
+    def __init__(self, logs: RankLogs, *, after: float = DEPARTED_SECONDS) -> None:
+        self._logs, self._after = logs, after
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="neuron_accel_departures")
+
+    def __enter__(self) -> Departures:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join(timeout=5)
+
+    def _watch(self) -> None:
+        gone: dict[Path, float] = {}
+        while not self._over.wait(1.0):
+            for rank, folder in list(self._logs.folders.items()):
+                if folder not in gone and _is_gone(folder):
+                    gone[folder] = time.monotonic()
+                elif folder in gone and time.monotonic() - gone[folder] > self._after:
+                    gone[folder] = math.inf
+                    print(
+                        f"neuron-accel: rank {rank} on {socket.gethostname()} is gone without having reached the end "
+                        "of the script, as os._exit does; the others may wait for it",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+
+
+def _is_gone(folder: Path) -> bool:
+    """Whether a rank was started and has ended without reporting an error."""
+    pid = _note(folder / STARTED_FILE).get("pid")
+    if pid is None or (folder / ENDED_FILE).exists() or (folder / ERROR_FILE).exists():
+        return False
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +161,7 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
     launch = elastic_launch(_config(plan, logs), sys.executable)
     keep = plan.request.log_dir is not None
     try:
-        with Escalation(grace=plan.request.grace), _heartbeat(plan):
+        with Escalation(grace=plan.request.grace), _heartbeat(plan), Departures(logs):
             launch(*plan.command(os.getpid()))
         return Outcome()
     except SignalException as ended:
@@ -113,7 +169,7 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
         return Outcome(signal=int(ended.sigval))
     except ChildFailedError as error:
         keep = True
-        return Outcome(failures=_failures(error, logs), successes=_successes(logs), log_dir=log_dir)
+        return Outcome(failures=_failures(error, logs), successes=_successes(error, logs), log_dir=log_dir)
     except (RendezvousError, DistError, TimeoutError) as error:
         raise CommunicationError(
             f"The ranks could not meet at {plan.endpoint}: {str(error).splitlines()[0]}",
@@ -176,11 +232,18 @@ def _failures(error: ChildFailedError, logs: RankLogs) -> list[RankFailure]:
     return failures
 
 
-def _successes(logs: RankLogs) -> list[RankSuccess]:
-    """The ranks of this machine that ended with success, as far as they could leave a note of it."""
-    found = []
+def _successes(error: ChildFailedError, logs: RankLogs) -> list[RankSuccess]:
+    """The ranks of this machine that ended with exit code 0, with the notes that they left."""
+    host, found = socket.gethostname(), []
     for rank, folder in logs.folders.items():
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            note = json.loads((folder / ENDED_FILE).read_text())
-            found.append(RankSuccess(rank=rank, ended=float(note["time"]), left_at=note.get("left_at")))
+        if rank not in error.failures:
+            note = _note(folder / ENDED_FILE)
+            found.append(RankSuccess(rank=rank, host=host, ended=note.get("time"), left_at=note.get("left_at")))
     return found
+
+
+def _note(path: Path) -> dict[str, Any]:
+    """What a rank wrote down; nothing if it did not, or not completely."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads(path.read_text()))
+    return {}

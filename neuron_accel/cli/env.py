@@ -14,19 +14,25 @@ from typing import Any
 
 from neuron_accel.backends.select import Machine, choose, neuron_flavour
 from neuron_accel.cli.host import count_cores, count_neuron_devices, memory_bytes
+from neuron_accel.cli.network import collect_network, format_network
 from neuron_accel.cli.terminal import format_pairs
 from neuron_accel.engine.plan.registry import Registry
 from neuron_accel.errors import ConfigurationError
+from neuron_accel.neuron.instances import detect_instance
 
 SUMMARY = "show what to paste into a bug report"
 DESCRIPTION = """\
 Show versions, hardware, the backend that would be chosen and why, the environment variables that matter,
 and the plugins installed. Values that look like secrets are left out. The exit code is 1 if no backend can be used.
+
+--network also checks what training on several machines needs of this one: EFA devices, libfabric, interfaces, limits.
+The exit code is 1 if something is missing.
 """
 EXAMPLES = """\
 examples:
   neuron-accel env                              for people
   neuron-accel env --json                       for programs
+  srun --ntasks-per-node 1 neuron-accel env --network    on every machine, before training on all
   NEURON_ACCEL_BACKEND=xla neuron-accel env     what would be chosen with this variable
 """
 
@@ -52,12 +58,16 @@ URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--network", action="store_true", help="check what several machines need of this one")
 
 
 def run(args: argparse.Namespace) -> int:
     report = collect(os.environ)
+    if args.network:
+        report["network"] = collect_network(os.environ, detect_instance())
     print(json.dumps(report, indent=2) if args.json else format_report(report))
-    return 1 if "error" in report["backend"] else 0
+    lacks = [check["name"] for check in report.get("network", ()) if check["ok"] is False]
+    return 1 if lacks or "error" in report["backend"] else 0
 
 
 def collect(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -158,4 +168,6 @@ def format_report(report: Mapping[str, Any]) -> str:
             for plugin in report["plugins"]
         ],
     }
+    if "network" in report:
+        sections["network"] = format_network(report["network"])
     return "\n".join(f"{title}\n{format_pairs(pairs)}" for title, pairs in sections.items())

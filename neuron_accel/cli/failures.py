@@ -56,13 +56,23 @@ class RankSuccess:
 
     Args:
         rank: its global rank.
-        ended: when, in seconds since the epoch.
-        left_at: file and line of the ``sys.exit`` that it left by; None: it came to the end of the script.
+        host: the name of its machine.
+        ended: when it came to the end of the script or left by ``sys.exit``, in seconds since the epoch; None: it did
+            neither, so it left by ``os._exit`` or from native code.
+        left_at: file and line of the ``sys.exit`` that it left by.
     """
 
     rank: int
-    ended: float
+    host: str
+    ended: float | None = None
     left_at: str | None = None
+
+    @property
+    def left(self) -> str | None:
+        """How it left before the end of the script, if it did."""
+        if self.ended is None:
+            return "exit code 0 without reaching the end of the script, as os._exit(0) does"
+        return f"sys.exit at {self.left_at} (exit code 0)" if self.left_at is not None else None
 
 
 def signal_name(number: int) -> str:
@@ -89,18 +99,18 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def describe(failures: Sequence[RankFailure], successes: Sequence[RankSuccess] = ()) -> str:
-    """The last thing that a failed launch prints. A rank that left by ``sys.exit`` before the first failure is named
-    before it: the others may have waited for it."""
+    """The last thing that a failed launch prints. A rank that left before the first failure and the end of the script
+    is named before it: the others may have waited for it."""
     first = first_failure(failures)
-    before = [one for one in successes if one.ended <= (first.raised or first.noticed + TOGETHER_SECONDS)]
-    before.sort(key=lambda one: (one.left_at is None, one.ended))
+    until = first.raised or first.noticed + TOGETHER_SECONDS
+    before = sorted((one for one in successes if (one.ended or 0.0) <= until), key=lambda one: one.ended or 0.0)
     lines = [
-        f"rank {one.rank} left before the others were done: sys.exit at {one.left_at} (exit code 0)"
+        f"rank {one.rank} on {one.host} left before the others were done: {one.left}"
         for one in before
-        if one.left_at is not None
+        if one.left is not None
     ]
     lines.append(f"rank {first.rank} failed first: {first.how}")
-    if ended := [str(one.rank) for one in before if one.left_at is None]:
+    if ended := [str(one.rank) for one in before if one.left is None]:
         lines.append(f"  at the end of the script before that, with exit code 0: rank {', '.join(ended)}")
     hint = HINTS.get(-first.exit_code)
     if hint:

@@ -19,7 +19,10 @@ class Host:
         torch_xla: whether torch_xla is installed.
         neuron: whether it has Neuron devices.
         instance: the type of Trainium instance that it is, if it is one that is known.
+        product: what it says it is; None where it does not say it.
         kernel: major and minor version of Linux; None elsewhere.
+        name: its host name.
+        mounts: where file systems are mounted, and their types.
     """
 
     cores: int
@@ -27,7 +30,10 @@ class Host:
     torch_xla: bool
     neuron: bool = False
     instance: str | None = None
+    product: str | None = None
     kernel: tuple[int, int] | None = None
+    name: str = ""
+    mounts: tuple[tuple[str, str], ...] = ()
 
 
 def count_cores() -> int:
@@ -56,3 +62,14 @@ def find_loopback() -> str | None:
 def count_neuron_devices(devices: Path = Path("/dev")) -> int:
     """Neuron devices (chips, each with several cores) whose driver files are in ``devices``."""
     return sum(path.name.removeprefix("neuron").isdigit() for path in devices.glob("neuron*"))
+
+
+def read_mounts(root: Path = Path("/")) -> tuple[tuple[str, str], ...]:
+    """Where file systems are mounted and their types, in the order of ``root/proc/mounts``; none where that is
+    missing."""
+    try:
+        lines = (root / "proc" / "mounts").read_text(errors="replace").splitlines()
+    except OSError:
+        return ()
+    fields = [line.split() for line in lines]
+    return tuple((re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), f[1]), f[2]) for f in fields if len(f) > 2)

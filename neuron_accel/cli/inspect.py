@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from neuron_accel.cli.terminal import format_pairs, format_table
+from neuron_accel.cli.terminal import format_pairs, format_table, table_width
 
 SUMMARY = "show the contents of a checkpoint"
 DESCRIPTION = """\
 Show the mesh that a checkpoint was saved on, its files, and its tensors with their shapes, dtypes and layouts.
-Reads headers only, and needs no torch.
+Reads headers only, and needs no torch. In a terminal, tables are wrapped to its width.
 """
 EXAMPLES = """\
 examples:
@@ -55,7 +55,7 @@ def format_report(report: dict[str, Any], *, everything: bool = False) -> str:
         sections.append(f"{collection}: {len(tensors)} tensors, {_size(size)}")
         if everything or collection.startswith("model."):
             rows = [[t["name"], t["dtype"], str(tuple(t["shape"])), _cuts(t), str(t["pieces"])] for t in tensors]
-            sections.append(format_table(("name", "dtype", "shape", "layout", "shards"), rows))
+            sections.append(format_table(("name", "dtype", "shape", "layout", "shards"), rows, table_width()))
     return "\n\n".join(sections)
 
 

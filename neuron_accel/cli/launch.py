@@ -12,13 +12,16 @@ import shlex
 import socket
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from neuron_accel.backends.select import Machine, choose
+from neuron_accel.cli.cluster import find_machines
 from neuron_accel.cli.failures import describe, first_failure, signal_name
-from neuron_accel.cli.host import Host, count_cores, find_loopback, kernel_version
+from neuron_accel.cli.host import Host, count_cores, find_loopback, kernel_version, read_mounts
 from neuron_accel.cli.launch_plan import (
+    DEFAULT_MASTER_PORT,
     RENDEZVOUS_SECONDS,
     LaunchPlan,
     LaunchRequest,
@@ -28,9 +31,9 @@ from neuron_accel.cli.launch_plan import (
 )
 from neuron_accel.cli.parser import naming_options
 from neuron_accel.errors import ConfigurationError
-from neuron_accel.neuron.cache import CompileCache, is_s3, location_of
+from neuron_accel.neuron.cache import HOST, CompileCache, is_s3, location_of
 from neuron_accel.neuron.cache_store import register_job
-from neuron_accel.neuron.instances import detect_instance
+from neuron_accel.neuron.instances import detect_instance, read_product
 
 AUTO = "auto"
 
@@ -40,6 +43,10 @@ Start a training script on several ranks, with torchrun's machinery underneath.
 
 The exit code is that of the rank that failed first (128 + n if signal n ended it). SIGINT and SIGTERM
 are passed on to the ranks, and no rank outlives the launcher.
+
+Several machines are found by themselves where Slurm (srun), SageMaker, PyTorchJob and TrainJob on Kubernetes or MPI
+start one launcher on each: their number, which one this is, and the address of machine 0. Options replace what was
+found; --nnodes 1 means this machine alone. In an Indexed Job of Kubernetes give --nnodes and --master-addr.
 """
 EXAMPLES = """\
 examples:
@@ -53,6 +60,8 @@ examples:
     neuron-accel launch --nproc-per-node 2 --module my_package.train
   two Trainium instances under Slurm: writes train.sbatch and, to compile first, train_compile.sbatch:
     neuron-accel launch --nnodes 2 --nproc-per-node 32 --instance trn1.32xlarge --slurm train.sbatch train.py
+  the machines of a Slurm step, one task on each:
+    srun --nodes 2 --ntasks-per-node 1 neuron-accel launch --nproc-per-node 32 train.py
   two machines; run it on both, with --node-rank 1 on the second:
     neuron-accel launch --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --nproc-per-node 32 train.py
 """
@@ -68,15 +77,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks on this machine, or auto: one per accelerator core, else one per CPU core (default: 1)",
     )
-    _option(ranks, "--nnodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
-    _option(ranks, "--node-rank", type=int, default=0, metavar="R", help="which machine this is, from 0 (default: 0)")
-    _option(ranks, "--master-addr", metavar="A", help="address of machine 0 (default: this machine)")
+    _option(ranks, "--nnodes", type=int, metavar="N", help="number of machines (default: the cluster's, else 1)")
+    _option(ranks, "--node-rank", type=int, metavar="R", help="which machine this is, from 0 (default: likewise)")
+    _option(ranks, "--master-addr", metavar="A", help="address of machine 0 (default: likewise)")
     _option(
         ranks,
         "--master-port",
         type=int,
         metavar="P",
         help="port of the rendezvous on machine 0 (default: a free port on one machine, 29500 on several)",
+    )
+    _option(
+        ranks,
+        "--socket-interface",
+        metavar="NAME",
+        help="network interface over which machines meet, such as eth0 (default: found)",
     )
     _option(
         ranks,
@@ -93,7 +108,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     neuron = parser.add_argument_group("Trainium")
     _option(neuron, "--instance", metavar="TYPE", help="instance type, such as trn1.32xlarge (default: detected)")
     _option(neuron, "--lnc", type=int, choices=(1, 2), help="physical cores per logical core (trn2, trn3; default: 2)")
-    _option(neuron, "--cache-dir", metavar="PLACE", help="the compile cache: a folder or s3://bucket/prefix")
+    _option(
+        neuron,
+        "--cache-dir",
+        metavar="PLACE",
+        help="the compile cache: a folder, in which {host} is replaced by this machine's name, or s3://bucket/prefix",
+    )
     _option(neuron, "--retry-failed-compilation", action="store_true", help="retry cached failures")
     _option(neuron, "--compiler-flags", metavar="TEXT", default="", help="compiler flags, added to NEURON_CC_FLAGS")
     _option(
@@ -132,16 +152,15 @@ def _option(parser: argparse._ActionsContainer, name: str, **kwargs: Any) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
+    machines = _machines(args, os.environ)
     request = LaunchRequest(
         target=args.script,
         arguments=tuple(args.script_args),
         module=args.module,
         nproc_per_node=1 if args.nproc_per_node == AUTO else args.nproc_per_node,
         as_many_as_possible=args.nproc_per_node == AUTO,
-        nnodes=args.nnodes,
-        node_rank=args.node_rank,
-        master_addr=args.master_addr,
-        master_port=args.master_port,
+        **machines,
+        socket_interface=args.socket_interface,
         cpu=args.cpu,
         tee=args.tee,
         log_dir=args.log_dir,
@@ -163,15 +182,37 @@ def run(args: argparse.Namespace) -> int:
     return launch(plan, quiet=args.quiet)
 
 
+def _machines(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
+    """What the request says of machines: options, and for those left out what the cluster's scheduler says."""
+    given = {
+        "nnodes": args.nnodes,
+        "node_rank": args.node_rank,
+        "master_addr": args.master_addr,
+        "master_port": args.master_port,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if given.get("nnodes") == 1 or args.slurm is not None:
+        return given
+    found = find_machines(environ, DEFAULT_MASTER_PORT)
+    if found is None or (found.count in (None, 1) and "nnodes" not in given):
+        if found is not None and found.count is None:
+            return {**given, "alone": found.source}
+        return given
+    told = {"nnodes": found.count, "node_rank": found.rank, "master_addr": found.address, "master_port": found.port}
+    filled = {name: value for name, value in told.items() if value is not None and name not in given}
+    return {**given, **filled, "found": f"according to {found.source}" if filled else ""}
+
+
 def _cache(args: argparse.Namespace) -> CompileCache:
     with naming_options({"CompileCache.location": "--cache-dir"}):
         return CompileCache(location=args.cache_dir, retry_failed_compilation=args.retry_failed_compilation)
 
 
 def _write_batch_files(place: str, plan: LaunchPlan, args: argparse.Namespace) -> None:
-    from neuron_accel.cli.slurm import describe_batch_files, write_batch_files
+    from neuron_accel.cli.slurm import describe_batch_files, own_root, write_batch_files
 
-    files = describe_batch_files(place, plan, _options_of(args))
+    args.cache_dir = own_root(args.cache_dir)
+    files = describe_batch_files(place, plan, _options_of(args), args.cache_dir)
     if args.dry_run:
         print("\n".join(f"# would be written to {file.path}\n{file.text}" for file in files))
         return
@@ -183,13 +224,15 @@ def _write_batch_files(place: str, plan: LaunchPlan, args: argparse.Namespace) -
     if len(files) > 1:
         first = shlex.quote(str(files[0].path))
         print(f"to compile first: job=$(sbatch --parsable {first}) && sbatch --dependency=afterok:$job {training}")
+        if args.cache_dir and HOST in args.cache_dir:
+            print(f"each machine has a cache of its own, {args.cache_dir}: name the same ones for both (--nodelist)")
 
 
 def _options_of(args: argparse.Namespace) -> list[str]:
     """The command line again, without what differs between machines."""
     words = ["--nproc-per-node", str(args.nproc_per_node), "--grace", f"{args.grace:g}"]
     words += ["--heartbeat", f"{args.heartbeat:g}"]
-    for name in ("instance", "lnc", "cache_dir", "compiler_flags", "log_dir"):
+    for name in ("socket_interface", "instance", "lnc", "cache_dir", "compiler_flags", "log_dir"):
         if getattr(args, name):
             words.append(f"--{name.replace('_', '-')}={getattr(args, name)}")
     for name in ("cpu", "tee", "quiet", "retry_failed_compilation", "module"):
@@ -221,7 +264,10 @@ def prepare(request: LaunchRequest, *, meets: bool = True) -> LaunchPlan:
         torch_xla=probes.torch_xla,
         neuron=probes.neuron_hardware,
         instance=instance.name if instance else None,
+        product=read_product(),
         kernel=kernel_version(platform.release()) if sys.platform == "linux" else None,
+        name=socket.gethostname(),
+        mounts=read_mounts(),
     )
     if request.as_many_as_possible:
         request = dataclasses.replace(request, nproc_per_node=most_ranks(request, host, decision, os.environ))
@@ -236,6 +282,7 @@ def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:
         CommunicationError: the machines of the launch did not find each other.
     """
     _check_port(plan)
+    _check_interface(plan)
     _check_log_dir(plan)
     _note_unknown_address(plan)
     from neuron_accel.cli.elastic import run_ranks
@@ -287,6 +334,19 @@ def _check_port(plan: LaunchPlan) -> None:
                 fix="Give another port"
                 + ("." if plan.request.nnodes > 1 else ", or none: on one machine a free one is taken."),
             ) from error
+
+
+def _check_interface(plan: LaunchPlan) -> None:
+    """With a wrong name ranks would fail one by one, far from here."""
+    known = [name for _, name in socket.if_nameindex()]
+    for name in (plan.request.socket_interface or "").split(","):
+        if name and name not in known:
+            raise ConfigurationError(
+                f"This machine has no network interface {name!r}.",
+                where="--socket-interface",
+                why="it is the one over which machines meet",
+                fix=f"name one of {', '.join(known)}, or leave it out",
+            )
 
 
 def _note_unknown_address(plan: LaunchPlan) -> None:

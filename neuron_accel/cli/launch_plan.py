@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
@@ -15,13 +16,15 @@ from neuron_accel.backends.select import Decision
 from neuron_accel.cli.host import Host
 from neuron_accel.cli.terminal import format_pairs
 from neuron_accel.errors import ConfigurationError, did_you_mean
-from neuron_accel.neuron.cache import CompileCache
+from neuron_accel.neuron import flags
+from neuron_accel.neuron.cache import CompileCache, location_of, remark_on_place
 from neuron_accel.neuron.compiler import CompilerOptions
 from neuron_accel.neuron.environment import (
     INSTANCE_VARIABLE,
     RuntimeOptions,
     check_visible_cores,
     compile_settings,
+    root_address,
 )
 from neuron_accel.neuron.instances import Instance, find_instance
 from neuron_accel.neuron.variables import Setting, review
@@ -34,7 +37,11 @@ RENDEZVOUS_SECONDS = 900
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """What the user asked for; one field an option of ``neuron-accel launch``."""
+    """What the user asked for; one field an option of ``neuron-accel launch``.
+
+    Besides, ``found`` says how the machines of the launch are known if no option says it, and ``alone`` of what this
+    one is a member, of which no option says how many there are.
+    """
 
     target: str
     arguments: tuple[str, ...] = ()
@@ -45,6 +52,9 @@ class LaunchRequest:
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int | None = None
+    found: str = ""
+    alone: str = ""
+    socket_interface: str | None = None
     cpu: bool = False
     tee: bool = False
     log_dir: str | None = None
@@ -98,6 +108,8 @@ class LaunchPlan:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         where = "this machine" if request.nnodes == 1 else f"{request.nnodes} machines, this is {request.node_rank}"
         pairs = [(f"{setting.name}={setting.value}", setting.why) for setting in self.settings]
+        if request.found:
+            pairs.append((f"machine {request.node_rank} of {request.nnodes}", request.found))
         if self.is_static:
             if request.nnodes > 1 and request.heartbeat:
                 beats = (
@@ -124,12 +136,15 @@ def plan_launch(request: LaunchRequest, host: Host, decision: Decision, environm
         ConfigurationError: the request cannot be launched.
     """
     check_request(request)
+    noted = remarks(request, host, decision, environment)  # first: it refuses variables that cannot be
     settings = [
         setting
         for setting in (
             _threads(request, host),
             _use_cpu(request, decision),
             _loopback(request, host, decision),
+            _interface(request),
+            _nccl_interface(request, decision),
             _own_store(request),
             _no_xla(host, decision),
             *neuron_settings(request, host, decision, environment),
@@ -141,7 +156,7 @@ def plan_launch(request: LaunchRequest, host: Host, decision: Decision, environm
         settings=tuple(settings),
         device=decision.device,
         reason=decision.reason,
-        remarks=remarks(host, decision, environment),
+        remarks=noted,
     )
 
 
@@ -163,6 +178,20 @@ def _loopback(request: LaunchRequest, host: Host, decision: Decision) -> Setting
         return None
     why = "all ranks are on this machine, whatever its name resolves to"
     return Setting(name="GLOO_SOCKET_IFNAME", value=host.loopback, why=why)
+
+
+def _interface(request: LaunchRequest) -> Setting | None:
+    if request.socket_interface is None:
+        return None
+    why = "machines meet over the interface that was asked for"
+    return Setting(name="GLOO_SOCKET_IFNAME", value=request.socket_interface, why=why, binding=True)
+
+
+def _nccl_interface(request: LaunchRequest, decision: Decision) -> Setting | None:
+    if request.socket_interface is None or decision.device != "cuda":
+        return None
+    why = "the same for nccl"
+    return Setting(name="NCCL_SOCKET_IFNAME", value=request.socket_interface, why=why, binding=True)
 
 
 def _own_store(request: LaunchRequest) -> Setting | None:
@@ -229,6 +258,14 @@ def _check_ranks(request: LaunchRequest) -> None:
             f"{request.nnodes} machines need to know where to meet.",
             where="--master-addr",
             fix="Give the address of machine 0, the same on all of them.",
+        )
+    if request.socket_interface is not None and (request.nnodes == 1 or not request.socket_interface.strip()):
+        raise ConfigurationError(
+            f"The interface {request.socket_interface!r} "
+            + ("names none." if not request.socket_interface.strip() else "does nothing on one machine."),
+            where="--socket-interface",
+            why="it is the network interface over which several machines meet",
+            fix="Name one, such as eth0, with --nnodes; or leave it out.",
         )
     if request.master_port is not None and not 0 < request.master_port < 65536:
         raise ConfigurationError(
@@ -357,32 +394,66 @@ def neuron_settings(
             found += compile_settings(_options(request, None), request.cache, environment, native=False)
         return tuple(found)
     check_visible_cores(environment, request.nproc_per_node)
-    runtime = RuntimeOptions(lnc=request.lnc)  # type: ignore[arg-type]
-    if instance is not None:
-        found += runtime.settings(instance, nnodes=request.nnodes, native=native, kernel=host.kernel)
-    found += compile_settings(
-        _options(request, None if native else instance), request.cache, environment, native=native
-    )
+    runtime = RuntimeOptions(lnc=request.lnc, socket_interface=request.socket_interface)  # type: ignore[arg-type]
+    found += runtime.settings(instance, nnodes=request.nnodes, native=native, kernel=host.kernel)
+    if not native:
+        address = request.master_addr if request.nnodes > 1 else None
+        own = root_address(environment, address=address, port=request.master_port)
+        found += [own] if own is not None else []
+    options = _options(request, None if native else _compiled_lnc(request, instance))
+    found += compile_settings(options, request.cache, environment, native=native)
     return tuple(found)
 
 
-def remarks(host: Host, decision: Decision, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What is worth saying about variables that are set already.
+def remarks(request: LaunchRequest, host: Host, decision: Decision, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """What is worth saying about the machine, and about variables that are set already.
 
     Raises:
         ConfigurationError: for a value that no version understands.
     """
-    if not runs_on_neuron(host, decision):
-        return ()
-    way = "native" if decision.device == "neuron" else "xla"
-    return tuple(f"{remark.name}={remark.value}: {remark.text}" for remark in review(environment, way))  # type: ignore[arg-type]
+    compiles = decision.device == "xla"
+    said = []
+    if request.alone:
+        said.append(
+            f"this is one machine of {request.alone}, and trains alone: give --nnodes and --master-addr (or "
+            "MASTER_ADDR) for one training over all of them"
+        )
+    if runs_on_neuron(host, decision):
+        way = "xla" if compiles else "native"
+        said += [f"{remark.name}={remark.value}: {remark.text}" for remark in review(environment, way)]  # type: ignore[arg-type]
+        said += _remark_on_instance(request, host, environment)
+    if compiles:
+        said += [f"{flags.VARIABLE}: {text}" for text in flags.remarks(environment.get(flags.VARIABLE, ""))]
+        said += [f"--compiler-flags: {t}" for t in flags.remarks(request.compiler_flags, "--compiler-flags")]
+        place = remark_on_place(request.cache.location or location_of(environment), host.mounts, host.name)
+        said += [place] if place is not None else []
+    return tuple(said)
 
 
-def _options(request: LaunchRequest, instance: Instance | None) -> CompilerOptions:
+def _remark_on_instance(request: LaunchRequest, host: Host, environment: Mapping[str, str]) -> list[str]:
+    instance = instance_of(request, host, environment)
+    says = f"says that it is {host.product!r}" if host.product else "does not say what it is"
+    if instance is None:
+        return [
+            f"instance not recognised: this machine {says}; numbers of ranks and groups are not checked, and logical "
+            "cores are left to the runtime; name --instance"
+        ]
+    is_variant = instance.name == host.instance and host.product not in (None, instance.name)
+    return [f"this machine {says}, and is taken for a {instance.name}; --instance names another"] if is_variant else []
+
+
+def _options(request: LaunchRequest, lnc: int | None) -> CompilerOptions:
     extra = (request.compiler_flags,) if request.compiler_flags else ()
-    has_choice = instance is not None and len(instance.lnc) > 1
-    lnc = instance.logical(request.lnc) if has_choice else None  # type: ignore[union-attr]
-    return CompilerOptions(extra=extra, lnc=lnc)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is odd about flags is among the remarks
+        return CompilerOptions(extra=extra, lnc=lnc)  # type: ignore[arg-type]
+
+
+def _compiled_lnc(request: LaunchRequest, instance: Instance | None) -> int | None:
+    """The logical configuration that the compiler receives; None where there is no choice, or it is not known."""
+    if instance is None:
+        return request.lnc
+    return instance.logical(request.lnc) if len(instance.lnc) > 1 else None
 
 
 def _check_ranks_of_instance(request: LaunchRequest, instance: Instance) -> None:

@@ -6,13 +6,16 @@ import argparse
 import os
 import shlex
 import shutil
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from neuron_accel.cli.parser import naming_options
+from neuron_accel.cli import check_graphs, launch
+from neuron_accel.cli.host import read_mounts
+from neuron_accel.cli.parser import Parser, naming_options
 from neuron_accel.cli.terminal import format_pairs
 from neuron_accel.errors import ConfigurationError
-from neuron_accel.neuron.cache import CompileCache, location_of
+from neuron_accel.neuron.cache import CompileCache, location_of, remark_on_place
 from neuron_accel.neuron.compiler import CompilerOptions
 from neuron_accel.neuron.environment import compile_settings
 from neuron_accel.neuron.variables import Setting
@@ -31,15 +34,20 @@ test accelerator.is_precompiling.
 
 Everything that a graph depends on must be as in training: batch size, sequence length, number of machines and ranks,
 versions, compiler flags.
+
+The tool and the ranks need the same compile cache. --cache-dir of a `neuron-accel launch` after -- is the tool's, too;
+with other commands give it here or set NEURON_COMPILE_CACHE_URL. --command clean and clear-locks work on that cache.
 """
 EXAMPLES = """\
 examples:
   neuron-accel precompile -- neuron-accel launch --nproc-per-node 32 train.py --lr 1e-4
+  neuron-accel precompile --cache-dir C -- neuron-accel launch --nproc-per-node 32 --cache-dir C train.py
   neuron-accel precompile -- torchrun --nproc-per-node 32 train.py          any launcher works
   neuron-accel precompile --command collect -- torchrun train.py            only collect graphs
-  neuron-accel precompile --command compile                                 compile the collected graphs
+  neuron-accel precompile --command compile --cache-dir C                   compile the collected graphs
   neuron-accel precompile --command analyze --analyze-output out -- torchrun train.py
-  neuron-accel precompile --command clean                                   delete the collected graphs
+  neuron-accel precompile --command clean --cache-dir C                     delete the collected graphs
+  neuron-accel precompile --check --instance trn1.32xlarge -- torchrun train.py    check graphs, on any machine
   neuron-accel precompile --dry-run -- torchrun train.py                    print the command
 """
 
@@ -49,13 +57,18 @@ _NEEDS_SCRIPT = (None, "collect", "analyze")
 
 @dataclass(frozen=True, kw_only=True)
 class PrecompilePlan:
-    """What will be run: the words of the command line, and what is set for it."""
+    """What will be run: the words of the command line, what is set for it, and the compile cache that it works on."""
 
     words: tuple[str, ...]
     settings: tuple[Setting, ...]
+    cache: CompileCache
+    place: str
+    remarks: tuple[str, ...] = ()
 
     def explain(self) -> str:
         pairs = [(f"{setting.name}={setting.value}", setting.why) for setting in self.settings]
+        pairs.append(("compile cache", self.place))
+        pairs += [("note", remark) for remark in self.remarks]
         return f"{shlex.join(self.words)}\n{format_pairs(pairs)}"
 
 
@@ -76,31 +89,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--analyze-output", metavar="DIR", help="analyze: folder for the report")
     parser.add_argument("--analyze-verbosity", type=int, choices=(1, 2), help="analyze: verbosity of the report")
     parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
+    check_graphs.add_arguments(parser)
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the training command")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Becomes the tool: its exit code and signals are ours."""
+    """Becomes the tool: its exit code and signals are ours. With ``--check`` nothing of Neuron's is run."""
+    if args.check:
+        return check_graphs.run(args, _script(args))
+    check_graphs.refuse_without_check(args)
     tool = shutil.which(TOOL)
-    plan = plan_precompile(args, os.environ, tool)
+    plan = plan_precompile(args, os.environ, tool, mounts=read_mounts(), host=socket.gethostname())
     print(f"neuron-accel: {plan.explain()}", flush=True)
     if args.dry_run:
         if tool is None:
             print(f"{TOOL}, which comes with torch-neuronx, is not on the PATH of this machine")
         return 0
     _check_command(args)
-    CompileCache(location=args.cache_dir).check_writable(os.environ)
     environ = {**os.environ, **{setting.name: setting.value for setting in plan.settings}}
+    plan.cache.check_writable(environ)
     return os.execvpe(plan.words[0], plan.words, environ)
 
 
-def plan_precompile(args: argparse.Namespace, environ: Mapping[str, str], tool: str | None) -> PrecompilePlan:
+def plan_precompile(
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    tool: str | None,
+    *,
+    mounts: Sequence[tuple[str, str]] = (),
+    host: str = "",
+) -> PrecompilePlan:
     """Decides what to run.
 
     Args:
         args: the parsed command line.
         environ: environment variables.
         tool: where neuron_parallel_compile is; None if it is missing.
+        mounts, host: see :func:`~neuron_accel.neuron.cache.remark_on_place`.
 
     Raises:
         ConfigurationError: if it is missing and something is to be run, or the command line makes no sense.
@@ -127,7 +152,47 @@ def plan_precompile(args: argparse.Namespace, environ: Mapping[str, str], tool: 
             "are met, and there is nothing to precompile",
         )
     command = ["--command", args.phase] if args.phase else []
-    return PrecompilePlan(words=(tool or TOOL, *command, *analysis, *script), settings=tuple(_settings(args, environ)))
+    cache = _cache(args, script)
+    settings = _settings(args, cache, environ)
+    place = location_of({**environ, **{setting.name: setting.value for setting in settings}})
+    remark = remark_on_place(place, mounts, host)
+    return PrecompilePlan(
+        words=(tool or TOOL, *command, *analysis, *script),
+        settings=tuple(settings),
+        cache=cache,
+        place=place,
+        remarks=() if remark is None else (remark,),
+    )
+
+
+def _cache(args: argparse.Namespace, script: Sequence[str]) -> CompileCache:
+    """The cache that the tool is to fill: the one that the ranks will look into.
+
+    Raises:
+        ConfigurationError: if two are named.
+    """
+    inner = _launched_with(script)
+    here, there = args.cache_dir, getattr(inner, "cache_dir", None)
+    retry = args.retry_failed_compilation or getattr(inner, "retry_failed_compilation", False)
+    with naming_options({"CompileCache.location": "--cache-dir"}):
+        caches = [CompileCache(location=place, retry_failed_compilation=retry) for place in (here or there, there)]
+    if here and there and caches[0].location != caches[1].location:
+        raise ConfigurationError(
+            f"There are two compile caches, {here} and {there}.",
+            where="--cache-dir of precompile, and of the launch command",
+            why="ranks look for compiled graphs in the second, and the tool puts them into the first",
+            fix="give both the same, or the launch command alone",
+        )
+    return caches[0]
+
+
+def _launched_with(script: Sequence[str]) -> argparse.Namespace | None:
+    """The options of a ``neuron-accel launch``; None for another command."""
+    if len(script) < 2 or os.path.basename(script[0]) != "neuron-accel" or script[1] != "launch":
+        return None
+    parser = Parser(prog="neuron-accel launch")
+    launch.add_arguments(parser)
+    return parser.parse_args(list(script[2:]))
 
 
 def _script(args: argparse.Namespace) -> list[str]:
@@ -166,16 +231,12 @@ def _check_command(args: argparse.Namespace) -> None:
         )
 
 
-def _settings(args: argparse.Namespace, environ: Mapping[str, str]) -> list[Setting]:
-    with naming_options({"CompileCache.location": "--cache-dir"}):
-        cache = CompileCache(location=args.cache_dir, retry_failed_compilation=args.retry_failed_compilation)
+def _settings(args: argparse.Namespace, cache: CompileCache, environ: Mapping[str, str]) -> list[Setting]:
     found = [
         Setting(name=STEPS_VARIABLE, value=str(args.max_steps), why="the run ends after this number of optimizer steps")
     ]
     if args.max_retries:
         name = "NEURON_PARALLEL_COMPILE_MAX_RETRIES"
         found.append(Setting(name=name, value=str(args.max_retries), why="retries for a failed graph"))
-    found += compile_settings(CompilerOptions(), cache, environ, native=False)
-    if not args.cache_dir:
-        location_of(environ)  # refuses a malformed one
-    return found
+    with naming_options({"CompileCache.location": "--cache-dir"}):
+        return found + compile_settings(CompilerOptions(), cache, environ, native=False)

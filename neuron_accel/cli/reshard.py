@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from neuron_accel.checkpoint.tools.consolidate import checkpoint_folder
     from neuron_accel.checkpoint.tools.reshard import Division, reshard
+    from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
     from neuron_accel.errors import ConfigurationError
 
     tp, pp, dp = args.tensor_parallel, args.pipeline_parallel, args.data_parallel
@@ -64,10 +65,13 @@ def run(args: argparse.Namespace) -> int:
         )
     folder = checkpoint_folder(args.checkpoint_dir)
     model = None if tp == pp == 1 else model_of(folder)
+    axes = [
+        AxisSpec(name="pp", degree=pp, kind=AxisKind.STAGE),
+        AxisSpec(name="dp", degree=dp, kind=AxisKind.DATA),
+        AxisSpec(name="tp", degree=tp, kind=AxisKind.MODEL),
+    ]
     division = Division(
-        tensor_parallel=tp,
-        pipeline_parallel=pp,
-        data_parallel=dp,
+        mesh=Mesh.build(axes, tp * pp * dp),
         layouts={} if model is None or tp == 1 else layouts_of(model, tp),
         stages={} if model is None or pp == 1 else stages_of(model, pp, args.virtual_stages),
         divide_optimizer=args.zero_1,
@@ -103,11 +107,11 @@ def model_of(folder: Path) -> nn.Module:
 def layouts_of(model: nn.Module, degree: int) -> dict[str, Layout]:
     """The layouts of a model's parameters under tensor parallelism, by FQN."""
     from neuron_accel.models.architecture import architecture_of, join
-    from neuron_accel.strategies.tensor_parallel.shard_plan import divide
+    from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards
 
     return {
         join(division.fqn, name): layout
-        for division in divide(architecture_of(model), degree)
+        for division in plan_shards(architecture_of(model), degree)
         for name, layout in division.layouts.items()
         if layout.cuts
     }

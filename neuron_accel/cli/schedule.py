@@ -15,7 +15,7 @@ from neuron_accel.strategies.pipeline.schedules import SCHEDULES, Kind, make_sch
 
 SUMMARY = "draw a pipeline schedule"
 DESCRIPTION = """\
-Draw a pipeline schedule as a Gantt chart, with the share of time that is lost to the bubble and the number of
+Draw a pipeline schedule as a Gantt chart, with the fraction of time that is lost to the bubble and the number of
 micro-batches whose activations a rank keeps. Transfers take no time in the picture.
 """
 EXAMPLES = """\
@@ -39,7 +39,7 @@ _OPTIONS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", type=int, default=4, metavar="N", help="ranks along the pipeline (default: 4)")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="N", help="parts of a batch (default: 8)")
+    parser.add_argument("--microbatches", type=int, default=8, metavar="N", help="number of micro-batches (default: 8)")
     parser.add_argument("--schedule", default="1f1b", metavar="NAME", help=f"{', '.join(SCHEDULES)} (default: 1f1b)")
     parser.add_argument("--virtual-stages", type=int, default=1, metavar="N", help="stages on each rank (default: 1)")
     parser.add_argument(

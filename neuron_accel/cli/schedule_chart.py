@@ -53,7 +53,7 @@ class Timeline:
 
     @property
     def bubble_share(self) -> float:
-        """The part of the time, 0 to 1, in which the busiest rank does not compute."""
+        """The fraction of time, 0 to 1, in which the busiest rank does not compute."""
         return self.bubble / self.duration
 
 

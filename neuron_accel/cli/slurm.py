@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from neuron_accel.cli.cluster import JOB_PORTS
 from neuron_accel.cli.launch_plan import DEFAULT_MASTER_PORT, LaunchPlan
 from neuron_accel.errors import ConfigurationError
+from neuron_accel.neuron.cache import HOST, is_s3
 
 TEMPLATE = """\
 #!/bin/bash
@@ -26,20 +29,20 @@ set -euo pipefail
 # the first machine of the job is where all meet; not a pipe into head, whose early end can fail the job
 read -r master < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # a port of its own for every job, should two share a machine
-port=$(({port} + SLURM_JOB_ID % 1000))
+port=$(({port} + SLURM_JOB_ID % {ports}))
 
 # --kill-on-bad-exit: when one machine fails, the others end too
 srun --kill-on-bad-exit=1 bash -c \\
-  'exec {start} --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" "$@"' neuron-accel \\
+  {task} neuron-accel \\
   --master-addr "$master" --master-port "$port" {arguments}
 """
 
+TASK = 'exec {start} --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" "$@"'
 LAUNCH = "neuron-accel launch"
-PRECOMPILE = "neuron-accel precompile -- neuron-accel launch"
 
-
-LAST_PORT = 65535 - 999 - 1
-"""Of those that ``--master-port`` may name: jobs add up to 999, and the heartbeat takes the one after."""
+LAST_PORT = 65535 - (JOB_PORTS - 1) - 2
+"""Of those that ``--master-port`` may name: jobs add up to 999, and the heartbeat and Neuron's runtime take the two
+after."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +54,17 @@ class BatchFile:
     purpose: str
 
 
-def describe_batch_files(place: str, plan: LaunchPlan, options: Sequence[str]) -> list[BatchFile]:
+def own_root(cache: str | None) -> str | None:
+    """The compile cache of each machine of a job: a separate folder below ``cache``, since all of them usually share
+    the file system that a job is submitted from, and cannot share a cache there."""
+    if not cache or is_s3(cache) or HOST in cache:
+        return cache
+    return os.path.join(cache, HOST)
+
+
+def describe_batch_files(
+    place: str, plan: LaunchPlan, options: Sequence[str], cache: str | None = None
+) -> list[BatchFile]:
     """The batch file of a training and, where graphs are compiled ahead, that of its compile job.
 
     Args:
@@ -59,6 +72,7 @@ def describe_batch_files(place: str, plan: LaunchPlan, options: Sequence[str]) -
         plan: the launch.
         options: of ``neuron-accel launch`` but for those that say which machine it is; then the script and its
             arguments.
+        cache: the compile cache, for the tool that compiles; as among the options.
 
     Returns:
         In the order in which to submit them; the training's last.
@@ -80,7 +94,8 @@ def describe_batch_files(place: str, plan: LaunchPlan, options: Sequence[str]) -
     kinds = [(training, LAUNCH, f"Trains {plan.request.target}.")]
     if plan.device != "neuron":
         purpose = f"Compiles the graphs of {plan.request.target} into the compile cache; on as many machines as train."
-        kinds.insert(0, (compilation, PRECOMPILE, purpose))
+        precompile = f"neuron-accel precompile{f' --cache-dir={_quoted(cache)}' if cache else ''} -- {LAUNCH}"
+        kinds.insert(0, (compilation, precompile, purpose))
     files = []
     for path, start, purpose in kinds:
         text = TEMPLATE.format(
@@ -89,11 +104,17 @@ def describe_batch_files(place: str, plan: LaunchPlan, options: Sequence[str]) -
             purpose=purpose,
             file=shlex.quote(path.name),
             port=port,
-            start=start,
+            ports=JOB_PORTS,
+            task=shlex.quote(TASK.format(start=start)),
             arguments=shlex.join(options),
         )
         files.append(BatchFile(path=path, text=text, purpose=purpose))
     return files
+
+
+def _quoted(text: str) -> str:
+    """For the shell; braces without a comma mean themselves there."""
+    return text if re.fullmatch(r"[\w./:@%+={}-]+", text) else shlex.quote(text)
 
 
 def _paths(path: Path) -> tuple[Path, Path]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import shutil
+import sys
 import textwrap
 import time
 from collections.abc import Sequence
@@ -10,13 +13,36 @@ from typing import Any, TextIO
 
 
 # ---- Plain text tables -----------------------------------------------------------------------------------------------
-def format_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell, two spaces apart; the last column is left ragged."""
+def format_table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """Columns as wide as their widest cell, two spaces apart; the last column is left ragged. Where that is wider than
+    ``width``, the cells of the widest columns are wrapped."""
     lines = [list(headers), ["-" * len(header) for header in headers], *[list(row) for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
+    least = [min(full, max(len(header), 8)) for full, header in zip(widths, headers, strict=True)]
+    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+        column = max((i for i in range(len(widths)) if widths[i] > least[i]), key=widths.__getitem__, default=None)
+        if column is None:
+            break
+        widths[column] -= 1
+    wrapped: list[Sequence[str]] = []
+    for line in lines:
+        cells = [_wrap_cell(cell, cell_width) for cell, cell_width in zip(line, widths, strict=True)]
+        wrapped += itertools.zip_longest(*cells, fillvalue="")
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in wrapped
     )
+
+
+def _wrap_cell(text: str, width: int) -> list[str]:
+    """Lines of at most ``width`` characters, broken after a space or a separator of names if there is one."""
+    lines = [""]
+    for word in re.split(r"(?<=[\s./+;,_-])", text):
+        if lines[-1] and len(lines[-1]) + len(word.rstrip()) > width:
+            lines.append("")
+        lines[-1] += word
+        while len(lines[-1].rstrip()) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return [line.rstrip() for line in lines]
 
 
 def format_pairs(pairs: Sequence[tuple[str, str]], indent: str = "  ", width: int | None = None) -> str:
@@ -36,6 +62,11 @@ def terminal_width() -> int:
     return max(40, shutil.get_terminal_size().columns)
 
 
+def table_width() -> int | None:
+    """The width to fit a table into; None where standard output is not a terminal: programs get every value in full."""
+    return terminal_width() if sys.stdout.isatty() else None
+
+
 # ---- A progress bar for terminals ------------------------------------------------------------------------------------
 _WIDTH = 30
 _INTERVAL = 0.1
@@ -45,7 +76,7 @@ class Bar:
     """Shows how many bytes of how many are done, and how fast. A context manager.
 
     Args:
-        stream: where to; nothing is shown if it is no terminal.
+        stream: where to; nothing is shown if it is not a terminal.
         hidden: whether to show nothing at all.
     """
 

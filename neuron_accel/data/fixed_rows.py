@@ -2,8 +2,8 @@
 
 The last batch of an epoch is short, or was filled up with samples from the beginning so that every rank has one. Here
 it gets as many rows as the others, and what fills it up counts for nothing: integer labels of those rows are masked,
-what attends to them is masked, and the loss of a rank is weighted by its share of the real rows. With a loss that is a
-mean over samples, or one that is given to ``accelerator.backward`` with its ``num_items``, the gradient of the last
+what attends to them is masked, and the loss of a rank is weighted by its fraction of the real rows. With a loss that is
+a mean over samples, or one that is given to ``accelerator.backward`` with its ``num_items``, the gradient of the last
 step is that of the real samples alone, as in one process.
 """
 
@@ -142,7 +142,7 @@ class _FixedRows(Mixin):
             current = following
 
     def _masked(self: Any, batch: Any, real: int, full: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
-        # A rank without a real row keeps the labels: a mean over nothing is no number, and times zero still none.
+        # A rank without a real row keeps the labels: a mean over nothing is NaN, also times zero.
         masked, possible = mask_rows(batch, real)
         share = self._share(real * self.place[1] / self.remainder) if full is not None and possible else full
         return (masked if real else batch), share

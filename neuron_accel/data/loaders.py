@@ -1,4 +1,4 @@
-"""Loaders under a plan: ranks that see different samples divide them, ranks that share samples see the same."""
+"""Loaders under a plan: data-parallel ranks get different samples, ranks with the same samples identical ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def prepare_data_loader(loader: DataLoader, run: Run, **options: Any) -> DataLoader:
     """Accelerate's ``prepare_data_loader`` over the data-parallel ranks of the mesh instead of all processes.
 
-    Ranks that share samples compare the first batch of every epoch and raise DesyncError if theirs differ.
+    Ranks with the same samples compare the first batch of every epoch and raise DesyncError if theirs differ.
 
     Args:
         loader: the user's loader.
@@ -72,7 +72,7 @@ def _each_reads_its_own(loader: DataLoader, run: Run, dispatch: bool | None) -> 
             "dispatch_batches=True is not possible here.",
             where=f"backend {run.backend.name!r}",
             why="batches would go through the device twice, in graphs of their own",
-            fix="let every rank read its own share: leave dispatch_batches out",
+            fix="let every rank read its own samples: leave dispatch_batches out",
         )
     if isinstance(loader.dataset, IterableDataset) and run.data_parallel_size > 1 and not loader.drop_last:
         warnings.warn(

@@ -30,7 +30,7 @@ that it made itself from the default one; ``seed``: of a sampler that makes its 
 
 
 def sampler_of(loader: Any) -> Any:
-    """What draws single samples, below all batching; None if there is no such thing."""
+    """What draws single samples, below all batching; None if there is none."""
     sampler = loader.batch_sampler
     while hasattr(sampler, "batch_sampler"):
         sampler = sampler.batch_sampler
@@ -129,7 +129,7 @@ class _Positioned(Mixin):
             yield from batches
         self.iteration = epoch + 1
 
-    # ---- for checkpoints -------------------------------------------------------------------------------------------
+    # ---- for checkpoints ---------------------------------------------------------------------------------------------
     def position(self) -> dict[str, Any]:
         """Where this loader is: plain values and tensors; the same on all ranks that see the same data."""
         if self._resume is not None:  # nothing was given out since it was set
@@ -154,7 +154,7 @@ class _Positioned(Mixin):
         self._resume = None
 
     def check_position(self, position: dict[str, Any]) -> None:
-        """Raises CheckpointError if the samples given out are no whole number of this loader's batches."""
+        """Raises CheckpointError if the samples given out are not a multiple of this loader's batch size."""
         samples = position["samples"]
         size = samples_at_once(self)
         sampler = _batch_sampler(self)
@@ -163,7 +163,7 @@ class _Positioned(Mixin):
         ):
             return
         raise CheckpointError(
-            f"A loader gave out {samples} samples of its epoch, which are no whole number of batches of {size}.",
+            f"A loader gave out {samples} samples of its epoch, which is not a multiple of the batch size {size}.",
             why="a sample would be seen twice, or never",
             fix="resume with a batch size and a number of data-parallel ranks whose product divides that number",
         )
@@ -194,9 +194,9 @@ def without_first(loader: Any, count: int) -> Any:
     iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
     if not isinstance(loader, DataLoaderDispatcher) or iterable:
         return skip_first_batches(loader, count)
-    if _is_filled_up(loader):
+    if _is_filled_up(loader) or count >= len(loader):
         rest = skip_first_batches(loader, 0)
-        rest.skip_batches = count  # reads them, to have the first
+        rest.skip_batches = count  # reads them, to have the first; Accelerate cannot dispatch from an empty loader
         return rest
     return skip_first_batches(loader, count if loader.split_batches else count * loader.state.num_processes)
 

@@ -1,4 +1,4 @@
-"""Loaders of ranks that share samples: the same batches on all of them, and proof of it.
+"""Loaders of ranks with the same samples: equal batches on all of them, which is checked.
 
 Ranks along a model axis compute one forward pass together. If their batches differ, nothing fails: the loss is garbage
 that falls a little. So they compare a checksum of the first batch of every epoch, which costs one small message.
@@ -30,7 +30,7 @@ def sharing_group(run: Run) -> Group:
 
 
 def checksum(batch: Any) -> int:
-    """A number that differs between batches whose tensors differ; what is no tensor counts by its ``repr``."""
+    """A number that differs between batches whose tensors differ; other values count by their ``repr``."""
     total = 0
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
@@ -44,7 +44,7 @@ def checksum(batch: Any) -> int:
 
 
 def check_same(batch: Any, run: Run) -> None:
-    """Collective over the ranks that share samples.
+    """Collective over the ranks with the same samples.
 
     Raises:
         DesyncError: on all of them, if ``batch`` is not the same everywhere.
@@ -56,7 +56,7 @@ def check_same(batch: Any, run: Run) -> None:
         raise DesyncError(
             f"Rank {different[0]} reads other samples than rank {group.ranks[0]}.",
             where=f"first batch of an epoch, ranks {list(group.ranks)} of group {group.name!r}",
-            why="they hold parts of one model and must see the same data; what they computed would be meaningless",
+            why="they hold shards of one model and must see the same data; their results would be meaningless",
             fix="build the dataset alike on every rank (seed what is random in it), or let the main process read for "
             "all: DataLoaderConfiguration(dispatch_batches=True)",
         )
@@ -76,13 +76,13 @@ class _Checked(Mixin):
 
 
 class SharedShard(_Checked, DataLoaderShard):
-    """A rank's own reading of its share, which other ranks read as well."""
+    """A rank's own reading of its samples, which other ranks read as well."""
 
 
 class SharedDispatcher(_Checked, DataLoaderDispatcher):
-    """The main process reads for all ranks and each gets the share of its data-parallel rank.
+    """The main process reads for all ranks and each gets the samples of its data-parallel rank.
 
-    Accelerate's gives every process a share of its own; here what it knows about processes is replaced by what holds
+    Accelerate's gives every process its own samples; here what it knows about processes is replaced by what holds
     for data-parallel ranks.
     """
 
@@ -114,7 +114,7 @@ class DataPlace:
 
 
 def share(loader: Any, run: Run) -> Any:
-    """Makes a loader of Accelerate's one of ranks that share samples; others are returned as they are."""
+    """Converts a loader of Accelerate's for ranks with the same samples; others are returned as they are."""
     kinds: dict[type, type] = {DataLoaderShard: SharedShard, DataLoaderDispatcher: SharedDispatcher}
     kind = kinds.get(type(loader))
     if kind is None:

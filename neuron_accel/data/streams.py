@@ -1,7 +1,7 @@
-"""Streams that every rank reads and takes its share of: what is left over at their end counts once.
+"""Streams that every rank reads and takes its samples from: what is left over at their end counts once.
 
 Ranks need equally many batches, so the last ones are filled up with samples from the beginning. No rank knows the
-length of a stream before it ends; and where several workers read, each one's part of it ends by itself. So every batch
+length of a stream before it ends; and where several workers read, each one's samples end independently. So every batch
 says how many samples all ranks together really have in it.
 """
 
@@ -93,8 +93,8 @@ class _CountedLoader(Mixin):
 
 
 def count_stream(loader: Any) -> Any:
-    """Lets a loader of Accelerate's count, if every rank reads its own share of a stream through it. To be followed by
-    :func:`counted`."""
+    """Lets a loader of Accelerate's count, if every rank reads its own samples of a stream through it. To be followed
+    by :func:`counted`."""
     shard: Any = getattr(loader, "dataset", None)
     if isinstance(loader, DataLoaderShard) and type(shard) is IterableDatasetShard:
         at_once = shard.batch_size * (1 if shard.split_batches else shard.num_processes)

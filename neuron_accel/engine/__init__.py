@@ -1,1 +1,1 @@
-"""Who decides: the plan, what a tensor is on each rank, the state of a run, and the mathematics of optimizers."""
+"""The engine: the plan, the sharding of tensors, the state of a run, and what optimizers and reducers share."""

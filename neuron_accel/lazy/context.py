@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
+from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.lazy.filling import MARK
 from neuron_accel.lazy.mapped import MappedTensor, Mappings, Reader
 from neuron_accel.lazy.recording import Recorder, Recording
@@ -56,7 +57,7 @@ def tie_equal(model: nn.Module, recording: Recording) -> None:
 
 
 def equal(one: MappedTensor, other: MappedTensor) -> bool:
-    """Whether two tensors in files have the same values; read where they do not lie in the same place."""
+    """Whether two tensors in files have the same values; read if they are not at the same place."""
     if (one.path, one.offset) == (other.path, other.offset):
         return True
     if one.shape != other.shape or one.tensor.dtype != other.tensor.dtype or not one.shape:
@@ -113,8 +114,8 @@ def lazy_load_for_parallelism(
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         model, optimizer = accelerator.prepare(model, optimizer)
     """
-    given = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size}
-    recording = Recording(degrees={axis: degree for axis, degree in given.items() if degree is not None})
+    given = {AxisKind.MODEL: tensor_parallel_size, AxisKind.STAGE: pipeline_parallel_size}
+    recording = Recording(degrees={kind: degree for kind, degree in given.items() if degree is not None})
 
     def mark(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
         if tensor is not None and recording.knows(tensor):

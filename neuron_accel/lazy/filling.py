@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from neuron_accel.engine.plan.mesh import Mesh
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.engine.sharding.parameters import ParameterMap
@@ -34,7 +35,7 @@ class Filled:
 
     Args:
         bytes_read: of files.
-        straight: number of tensors whose parts came straight from files.
+        straight: number of tensors whose slices came straight from files.
         computed: number of tensors that were computed first, one at a time.
     """
 
@@ -85,17 +86,19 @@ class Origin:
                     origin.recordings.append(recording)
         return origin
 
-    def check_degrees(self, degrees: Mapping[str, int]) -> None:
+    def check_degrees(self, mesh: Mesh) -> None:
         """Checks that the model is prepared for the ranks for which it was built.
 
         Raises:
             ConfigurationError: if not.
         """
         for recording in self.recordings:
-            for axis, degree in recording.degrees.items():
-                if degrees.get(axis, 1) != degree:
+            for kind, degree in recording.degrees.items():
+                axes = mesh.names(kind)
+                if mesh.size(axes) != degree:
+                    along = " x ".join(map(repr, axes)) or f"an axis of kind {kind.value!r}"
                     raise ConfigurationError(
-                        f"The model was built for {degree} ranks along {axis!r}, and there are {degrees.get(axis, 1)}.",
+                        f"The model was built for {degree} ranks along {along}, and there are {mesh.size(axes)}.",
                         where="lazy_load_for_parallelism",
                         why="its arguments are not those of the plugins",
                         fix="leave them out: the layout of a model is computed in `prepare`",
@@ -108,7 +111,7 @@ class Origin:
 
         Args:
             model: the model, rewritten by now.
-            parameters: says which part of each parameter is here; it follows.
+            parameters: has the layout of each parameter; it is updated.
             coordinates: this rank's position in the mesh.
             values: whether parameters get values; False if they are loaded from somewhere else afterwards.
 
@@ -248,7 +251,7 @@ def origin_of(model: nn.Module, run: Run) -> Origin | None:
     """
     origin = Origin.of(model)
     if origin is not None:
-        origin.check_degrees({axis.name: axis.degree for axis in run.mesh.axes})
+        origin.check_degrees(run.mesh)
     return origin
 
 

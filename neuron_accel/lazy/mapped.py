@@ -2,13 +2,11 @@
 
 What is read through a mapping becomes part of the process, in whole pages and with what the system reads ahead. So it
 is looked up which file lies where (``/proc/self/maps``, proc(5)), and boxes of a tensor are read with pread, the bytes
-that are wanted and no others, unless what lies between is so short that another call would cost more.
+that are wanted and no others, unless what is between them is so short that another call would cost more.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ from typing import Any
 
 import torch
 
+from neuron_accel.checkpoint.format.ranges import FileRanges, read_box
 from neuron_accel.errors import CheckpointError
 
 Box = tuple[tuple[int, int], ...]
@@ -30,7 +29,8 @@ _MAPS = Path("/proc/self/maps")
 
 @dataclass(frozen=True)
 class Mapping:
-    """A part of a file in memory: bytes ``start`` to ``stop`` of the address space hold the file from ``offset`` on."""
+    """A slice of a file in memory: bytes ``start`` to ``stop`` of the address space hold the file from ``offset``
+    on."""
 
     start: int
     stop: int
@@ -62,12 +62,12 @@ class MappedTensor:
 
 @dataclass
 class Mappings:
-    """Looks up which tensors are parts of mapped files."""
+    """Looks up which tensors are slices of mapped files."""
 
     _known: list[Mapping] = field(default_factory=list)
 
     def find(self, tensor: torch.Tensor) -> MappedTensor | None:
-        """Where a tensor lies in a file; None if it does not, or not in one piece."""
+        """The place of a tensor in a file; None if it has none, or is not contiguous there."""
         if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
             return None
         start = tensor.data_ptr()
@@ -111,21 +111,24 @@ class Reader:
     """
 
     def __init__(self) -> None:
-        self.bytes_read = 0
-        self._open: dict[str, int] = {}
+        self._files = FileRanges()
+        self._checked: set[str] = set()
 
     def __enter__(self) -> Reader:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
+        self._files.__exit__()
+
+    @property
+    def bytes_read(self) -> int:
+        return self._files.bytes_read
 
     def read(self, source: MappedTensor, box: Box, out: torch.Tensor) -> None:
-        """Fills ``out``, of the shape of ``box`` and any dtype, with that part of the tensor."""
+        """Fills ``out``, of the shape of ``box`` and any dtype, with that slice of the tensor."""
         if out.numel() == 0:
             return
+        self._check(source)
         shape = source.shape or (1,)
         if out.dim() == 0:
             box, out = ((0, 1),), out.view(1)
@@ -141,57 +144,25 @@ class Reader:
                 target.copy_(buffer)
 
     def _fill(self, source: MappedTensor, shape: Sequence[int], box: Box, out: torch.Tensor) -> None:
+        """The same, byte by byte, for a contiguous ``out`` of the tensor's dtype."""
         item = out.element_size()
-        strides = [1] * len(shape)
-        for dim in reversed(range(len(shape) - 1)):
-            strides[dim] = strides[dim + 1] * shape[dim + 1]
-        whole = len(shape)  # dims from here on are wanted whole
-        while whole > 0 and box[whole - 1] == (0, shape[whole - 1]):
-            whole -= 1
-        last = max(whole - 1, 0)  # along this dim a run of elements lies side by side
-        run = (box[last][1] - box[last][0]) * strides[last]
-        flat = out.view(-1).view(torch.uint8)
-        leading = box[:last]
-        together = last > 0 and (strides[last - 1] - run) * item < _GAP
-        if together:
-            leading, rows = box[: last - 1], box[last - 1]
-        base = box[last][0] * strides[last]
-        at = 0
-        for place in itertools.product(*(range(*bounds) for bounds in leading)):
-            start = base + sum(i * stride for i, stride in zip(place, strides, strict=False))
-            if not together:
-                at = self._read(source, start * item, flat, at, run * item)
-                continue
-            count, row = rows[1] - rows[0], strides[last - 1]
-            span = torch.empty(((count - 1) * row + run) * item, dtype=torch.uint8)
-            self._read(source, (start + rows[0] * row) * item, span, 0, span.numel())
-            pieces = span.as_strided((count, run * item), (row * item, 1))
-            flat[at : at + count * run * item].view(count, run * item).copy_(pieces)
-            at += count * run * item
+        slices = [slice(start, stop) for start, stop in box]
+        slices[-1] = slice(slices[-1].start * item, slices[-1].stop * item)
 
-    def _read(self, source: MappedTensor, offset: int, out: torch.Tensor, at: int, size: int) -> int:
-        view = memoryview(out.numpy())[at : at + size]  # type: ignore[arg-type]
-        place = source.offset + offset
-        try:
-            descriptor = self._descriptor(source)
-            while view:
-                count = os.preadv(descriptor, [view], place)
-                if count == 0:
-                    raise CheckpointError(f"{source.path!r} ends too early.", where=source.path, why="it was truncated")
-                self.bytes_read += count
-                view, place = view[count:], place + count
-        except OSError as error:
-            raise CheckpointError(f"{source.path!r} cannot be read: {error}", where=source.path) from error
-        return at + size
+        def read(start: int, into: Any) -> None:
+            self._files.read(source.path, source.offset + start, into)
 
-    def _descriptor(self, source: MappedTensor) -> int:
-        if source.path not in self._open:
-            self._open[source.path] = os.open(source.path, os.O_RDONLY)
-            if os.fstat(self._open[source.path]).st_ino != source.inode:
-                raise CheckpointError(
-                    f"{source.path!r} is another file than when the model was built.",
-                    where=source.path,
-                    why="its weights are read when the model is prepared, and it was replaced in between",
-                    fix="leave the file alone until the model is prepared",
-                )
-        return self._open[source.path]
+        into = out.view(-1).view(torch.uint8).view(*out.shape[:-1], out.shape[-1] * item)
+        read_box(read, (*shape[:-1], shape[-1] * item), slices, into.numpy(), gap=_GAP)
+
+    def _check(self, source: MappedTensor) -> None:
+        if source.path in self._checked:
+            return
+        if self._files.inode(source.path) != source.inode:
+            raise CheckpointError(
+                f"{source.path!r} is another file than when the model was built.",
+                where=source.path,
+                why="its weights are read when the model is prepared, and it was replaced in between",
+                fix="leave the file alone until the model is prepared",
+            )
+        self._checked.add(source.path)

@@ -1,7 +1,7 @@
 """What was done to tensors that have no memory, written down so that it can be done later.
 
 Inside a :class:`Recorder` tensors are made on the meta device, and every operation on them is recorded: where a model
-is built from its configuration, what initialises it; where it is loaded, which part of which file goes where.
+is built from its configuration, what initialises it; where it is loaded, which slice of which file goes where.
 Operations on tensors with memory are carried out as ever.
 
 The idea of recording an initialisation to run it later is that of torchdistx's deferred initialisation
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.errors import UsageError
 from neuron_accel.lazy.mapped import MappedTensor
 
@@ -70,10 +71,10 @@ class Recording:
     """Calls in their order.
 
     Args:
-        degrees: for how many ranks, by axis, the model is meant; empty if nothing was said.
+        degrees: for how many ranks along all axes of a kind the model is meant; empty if nothing was said.
     """
 
-    degrees: dict[str, int] = field(default_factory=dict)
+    degrees: dict[AxisKind, int] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     states: list[torch.Tensor] = field(default_factory=list)
     """States of the default generator, each where it was not where the call before had left it."""
@@ -90,7 +91,7 @@ class Recording:
         return self._memory[memory].nbytes()
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in memory of this recording."""
+        """Whether ``tensor`` is in memory of this recording."""
         return tensor.device.type == "meta" and id(tensor.untyped_storage()) in self._numbers
 
     def view(self, tensor: torch.Tensor) -> View:

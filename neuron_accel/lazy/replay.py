@@ -25,7 +25,7 @@ def replay(
     deliver: Callable[[int, torch.UntypedStorage], None],
     reader: Reader,
 ) -> None:
-    """Computes what lies in the memory ``wanted``.
+    """Computes the contents of the memory ``wanted``.
 
     Random numbers are drawn in the order of the recording, those for tensors that are not wanted, too, so that what is
     drawn for a tensor does not depend on which others are. The default generator is left as it was.
@@ -33,7 +33,7 @@ def replay(
     Args:
         recording: what to do.
         wanted: which memory.
-        deliver: is given each, once it is complete; its memory is let go of then.
+        deliver: called with each, once it is complete; its memory is released afterwards.
         reader: reads files.
 
     Raises:

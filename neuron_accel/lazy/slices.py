@@ -20,7 +20,7 @@ _SAME = frozenset({"aten::clone", "aten::_to_copy"})
 
 
 class Boxes:
-    """Reads parts of tensors of a recording.
+    """Reads slices of tensors of a recording.
 
     Args:
         recording: the recording.
@@ -35,7 +35,7 @@ class Boxes:
                 self._makers.setdefault(memory, []).append(call)
 
     def possible(self, view: View) -> bool:
-        """Whether a tensor is nothing but moved parts of files."""
+        """Whether a tensor consists only of slices of files."""
         makers = self._makers.get(view.memory, ())
         if len(makers) != 1 or len(makers[0].outputs) != 1 or related(view, makers[0].outputs[0]) is None:
             return False
@@ -47,7 +47,7 @@ class Boxes:
         return _name(call) in _SAME and isinstance(call.args[0], View) and self.possible(call.args[0])
 
     def read(self, view: View, box: Box, out: torch.Tensor) -> None:
-        """Fills ``out``, of the shape of ``box`` and any dtype, with a part of a tensor that is :meth:`possible`."""
+        """Fills ``out``, of the shape of ``box`` and any dtype, with a slice of a tensor that is :meth:`possible`."""
         if out.numel() == 0:
             return
         (call,) = self._makers[view.memory]
@@ -92,7 +92,7 @@ def _dim(call: Call, dims: int) -> int:
 
 
 def related(view: View, base: View) -> list[tuple[int | None, int]] | None:
-    """``view`` as a part of ``base``, a dense tensor in the same memory: for each dim of ``base`` the dim of ``view``
+    """``view`` as a slice of ``base``, a dense tensor in the same memory: for each dim of ``base`` the dim of ``view``
     that runs along it, if any, and where it starts. None if a dim of ``view`` runs along no single one of ``base``."""
     along = {stride: dim for dim, (size, stride) in enumerate(zip(view.size, view.stride, strict=True)) if size > 1}
     if len(along) != sum(size > 1 for size in view.size) or view.dtype != base.dtype:

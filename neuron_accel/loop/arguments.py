@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -25,7 +26,7 @@ from neuron_accel.engine.plan.config import RunConfig, option_type
 from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
 from neuron_accel.engine.plan.registry import Registry
 from neuron_accel.engine.plan.source import Location
-from neuron_accel.errors import ConfigurationError, did_you_mean
+from neuron_accel.errors import ConfigurationError, UsageError, did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,25 +71,49 @@ _CHECKED = (
 
 
 def known_names_only(function: Callable[P, R]) -> Callable[P, R]:
-    """For a constructor: a misspelt argument is a ConfigurationError with the nearest name, as in a file."""
-    names = [name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    """For a constructor or a method: an argument that it does not have is a ConfigurationError or a UsageError with the
+    nearest name, as in a file."""
+    parameters = [p for p in list(inspect.signature(function).parameters.values())[1:] if p.kind is not p.VAR_KEYWORD]
+    names = [p.name for p in parameters]
+    by_position = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
+    makes = function.__name__ == "__init__"
+    subject, where = ("NeuronAccelerator", _WHERE) if makes else (f"`{function.__name__}`", f"{function.__name__}(...)")
+    error = ConfigurationError if makes else UsageError
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in names:
-                raise ConfigurationError(
-                    f"{name!r} is not an option of NeuronAccelerator.", where=_WHERE, fix=did_you_mean(name, names)
-                )
-        if len(args) > 1:
-            raise ConfigurationError(
-                f"NeuronAccelerator takes no argument by position, but was given {args[1]!r}.",
-                where=_WHERE,
-                fix=f"name it: {', '.join(names[:3])}, ...",
+                raise error(f"{name!r} is not an option of {subject}.", where=where, fix=did_you_mean(name, names))
+        if len(args) - 1 > by_position:
+            raise error(
+                f"{subject} takes {'no argument' if not by_position else f'at most {by_position} arguments'} by "
+                f"position, but was given {args[by_position + 1]!r}.",
+                where=where,
+                fix=f"name it: {', '.join(names[by_position : by_position + 3])}, ...",
             )
         return function(*args, **kwargs)
 
     return wrapper
+
+
+class _MapLocationError(UsageError, TypeError):
+    """A ``map_location`` that Accelerate refuses with a TypeError."""
+
+
+def check_map_location(value: Any) -> None:
+    """Checks where ``load_state`` is asked to load to.
+
+    Raises:
+        UsageError: if it is none of the places that Accelerate knows.
+    """
+    if value not in (None, "cpu", "on_device"):
+        raise _MapLocationError(
+            f"Unsupported optimizer map location passed: {value!r}.",
+            where="load_state(..., map_location=...)",
+            why="every tensor is loaded to the device of the parameter that it belongs to",
+            fix='leave it out; None, "cpu" and "on_device" are accepted and do the same',
+        )
 
 
 def checked_plugins(plugins: Any, mp_plugin: Any) -> list[StrategyPlugin]:
@@ -174,8 +199,37 @@ def merged_options(configured: RunConfig, given: Mapping[str, Any], environ: Map
             where="gradient_accumulation_steps of the configuration, and gradient_accumulation_plugin",
             fix="keep one of them",
         )
-    _checked("mixed_precision", environ.get("ACCELERATE_MIXED_PRECISION") or None, "ACCELERATE_MIXED_PRECISION")
-    return options | given
+    from_environ = environ.get("ACCELERATE_MIXED_PRECISION") or None
+    from_environ = _checked("mixed_precision", from_environ, "ACCELERATE_MIXED_PRECISION")
+    options |= given
+    if "fp8" in (options.get("mixed_precision"), from_environ):
+        raise ConfigurationError(
+            "mixed_precision='fp8' is not possible here.",
+            where=_WHERE if options.get("mixed_precision") == "fp8" else "ACCELERATE_MIXED_PRECISION",
+            why="Accelerate's fp8 replaces modules by those of TransformerEngine, torchao or MS-AMP, which no plan can "
+            "shard and Trainium cannot run; and the compiler of torch 2.9 trains in fp8 on no instance",
+            fix="use mixed_precision='bf16'",
+        )
+    return options
+
+
+def check_precision(wanted: str | None) -> None:
+    """All accelerators of a process share Accelerate's state, and with it one precision.
+
+    Raises:
+        ConfigurationError: if an accelerator before this one settled on another.
+    """
+    if wanted is None or not is_initialized():
+        return
+    settled = AcceleratorState().mixed_precision
+    if wanted != settled:
+        raise ConfigurationError(
+            f"mixed_precision={wanted!r} differs from the {settled!r} of an accelerator made before.",
+            where=_WHERE,
+            why="all accelerators of a process share Accelerate's state, which includes the precision",
+            fix=f"leave mixed_precision out here, or give both the same; to change from {settled!r} to {wanted!r}, "
+            "start a new process, or restart the notebook's kernel",
+        )
 
 
 def _refused(what: str, name: str, where: str = _WHERE) -> ConfigurationError:
@@ -198,7 +252,7 @@ def _checked(name: str, value: Any, where: str = _WHERE) -> Any:
             f"'gradient_accumulation_steps' is {value}.",
             where=where,
             why="an optimizer step needs at least one micro-batch",
-            fix="give a whole number of at least 1",
+            fix="give an integer of at least 1",
         )
     return value
 

@@ -1,7 +1,7 @@
 """Looking at values while training: logging, printing, progress bars.
 
 On a device that collects a step in one graph, reading a value in the middle of it would execute the half that is there,
-and compile two graphs in place of one. So whoever wants to see values hands over tensors, and what is done with them is
+and compile two graphs instead of one. So code that needs values passes tensors, and what is done with them is
 done when the step that computes them has been executed. On other devices it is done at once.
 """
 
@@ -21,7 +21,7 @@ def look(values: Any, backend: Backend, action: Callable[[Any], None], *, here: 
     """Calls ``action`` with ``values`` as they are now, their tensors on the host, detached.
 
     Args:
-        values: any nesting of lists, tuples and dicts; what is no tensor is passed on.
+        values: any nesting of lists, tuples and dicts; other values are passed on.
         action: called at once, or at the next step boundary, in the order of the calls.
         here: whether this rank acts. Those that do not keep the same values, so that all have one graph.
     """

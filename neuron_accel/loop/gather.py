@@ -1,4 +1,4 @@
-"""Values of several ranks where some ranks share data: those that do count once."""
+"""Values of several ranks where some ranks have the same data, which counts once."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def without_repeats(data: Any, remainder: int, *, on_host: bool = False) -> Any:
     Args:
         data: what was gathered.
         remainder: number of samples that the last batch really has; 0 if it is full, -1 if that is unknown.
-        on_host: cut there, for devices on which it would be another graph.
+        on_host: slice there, for devices on which it would be another graph.
     """
     if remainder <= 0:
         return data
@@ -77,20 +77,19 @@ def any_rank(flag: bool, run: Run) -> bool:
     """Whether any process says so; the same answer on every one. Collective."""
     if run.world.size == 1:
         return flag
-    value = torch.tensor(int(flag), dtype=torch.int32, device=run.device)
-    return int(run.backend.all_reduce(value, run.world)) > 0
+    return float(run.backend.all_reduce(run.backend.number(float(flag)), run.world)) > 0
 
 
-# ---- Dividing inputs between the ranks that see different data, for inference ----------------------------------------
+# ---- Splitting inputs between data-parallel ranks, for inference - ----------------------------------------
 def split_for_rank(values: Any, rank: int, ranks: int, *, pad: bool = False) -> Any:
-    """The ``rank``-th of ``ranks`` consecutive shares, the first ones longer by one where they do not come out even.
+    """The ``rank``-th of ``ranks`` consecutive slices, the first ones longer by one if the number is not divisible.
 
     Args:
-        values: a list, tuple, tensor (cut along its first dim), dataset with a ``select`` method, or a dict of these
-            with equal lengths. Anything else is given back whole.
-        rank: which share.
-        ranks: number of shares.
-        pad: whether shorter shares are filled up with the last value of all.
+        values: a list, tuple, tensor (sliced along its first dim), dataset with a ``select`` method, or a dict of these
+            with equal lengths. Anything else is returned unchanged.
+        rank: index of the slice.
+        ranks: number of slices.
+        pad: whether shorter slices are padded with the last value of all.
 
     Raises:
         UsageError: if the lengths in a dict differ.

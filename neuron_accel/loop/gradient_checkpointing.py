@@ -37,7 +37,7 @@ def recompute_layers(model: nn.Module, backend: Backend) -> Any:
     """Lets layers that checkpoint their activations do so through ``backend``, whenever that was or will be enabled.
 
     transformers stores the function that checkpoints on each layer (``_gradient_checkpointing_func``), PyTorch's, which
-    fails on XLA. There are several ways to enable it, on the model, on a part of it or on what wraps it; all of them
+    fails on XLA. There are several ways to enable it, on the model, on a module of it or on its wrapper; all of them
     leave their mark there, and a look at the layers before each forward pass sees it.
 
     Returns:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.data_loader import DataLoaderDispatcher
 
+from neuron_accel.engine.runtime.buffers import buffers_by_axes
 from neuron_accel.engine.runtime.tensors import broadcast_tensors, state_tensors
 
 if TYPE_CHECKING:
     import torch
 
-    from neuron_accel.backends.base import Group
     from neuron_accel.engine.runtime.run import PreparedModel, Run
 
 
@@ -32,27 +32,17 @@ def join_uneven_inputs(run: Run) -> Iterator[None]:
     # Weights are equal unless the loop itself changed gradients in a way that was not announced; buffers may differ.
     for model in run.models:
         for axes, tensors in _by_axes(model, run).items():
-            group = run.group(*axes)
-            broadcast_tensors(tensors, run, group, _position_of_leader(group, axes, run))
+            broadcast_tensors(tensors, run, run.group(*axes), run.join.position_of_leader(axes))
 
 
 def _by_axes(model: PreparedModel, run: Run) -> dict[tuple[str, ...], list[torch.Tensor]]:
     """The tensors of a model by the gradient axes whose ranks hold the same of them."""
-    all_axes = run.mesh.gradient_axes
-    result: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    result = buffers_by_axes(model, run)
     for tensor in state_tensors(model.module):
         record = model.parameters.find(tensor)
-        axes = all_axes if record is None else record.reduction_axes(run.mesh)
-        result.setdefault(axes, []).append(tensor)
+        if record is not None:
+            result.setdefault(record.reduction_axes(run.mesh), []).append(tensor)
     return result
-
-
-def _position_of_leader(group: Group, axes: tuple[str, ...], run: Run) -> int:
-    """Where in ``group`` the rank is that has the leader's coordinates along ``axes``."""
-    everyone = run.group(*run.mesh.gradient_axes)
-    leader = run.mesh.coordinates(everyone.ranks[run.join.leader])
-    wanted = run.coordinates | {axis: leader[axis] for axis in axes}
-    return group.ranks.index(run.mesh.rank(wanted))
 
 
 @contextmanager

@@ -28,7 +28,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 class PrecompilationPlugin(StrategyPlugin):
     """Ends a trial early: each pass over a prepared loader ends after ``max_steps`` steps' worth of batches, so that
     what comes after the first epoch (evaluation, say) is seen, too; and the process ends, well, before it would take
-    more than ``max_steps`` optimizer steps.
+    more than ``max_steps`` optimizer steps. After the second step everything that is pending, such as values that are
+    logged, is executed once: the first step after an evaluation, or after loading a checkpoint, begins like that, and
+    is another graph than one that computes them as well.
 
     Args:
         max_steps: optimizer steps to take. The SDK recommends 10 to 15 for trainings with a schedule.
@@ -45,7 +47,13 @@ class PrecompilationPlugin(StrategyPlugin):
             raise ConfigurationError(f"max_steps is {self.max_steps}; it takes a step to collect a graph.")
 
     def transform_dataloader(self, dataloader: Any, run: Run) -> Any:
-        return ShortLoader(dataloader, self.max_steps * self.batches_per_step)
+        return ShortLoader(dataloader, self.max_steps * self.batches_per_step, lambda: self._execute_once(run))
+
+    def _execute_once(self, run: Run) -> None:
+        state = run.state(self)
+        if not state.get("executed") and 2 in state.get("steps", {}).values():
+            state["executed"] = True
+            run.backend.step_boundary()
 
     def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
         steps = run.state(self).setdefault("steps", {})
@@ -57,15 +65,22 @@ class PrecompilationPlugin(StrategyPlugin):
 
 
 class ShortLoader:
-    """A loader that yields no more than ``most`` batches at a time, and is the loader otherwise."""
+    """A loader that yields no more than ``most`` batches at a time, and is the loader otherwise.
 
-    def __init__(self, loader: Any, most: int) -> None:
-        self.__dict__.update(_loader=loader, _most=most)
+    Args:
+        between: called before each batch but the first.
+    """
+
+    def __init__(self, loader: Any, most: int, between: Callable[[], None]) -> None:
+        self.__dict__.update(_loader=loader, _most=most, _between=between)
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)
         try:
-            yield from itertools.islice(batches, self._most)
+            for index, batch in enumerate(itertools.islice(batches, self._most)):
+                if index:
+                    self._between()
+                yield batch
         finally:
             with contextlib.suppress(AttributeError):
                 batches.close()  # a generator, which would otherwise count as the loader in use
@@ -86,7 +101,7 @@ class ShortLoader:
 TRIAL_VARIABLE = "NEURON_EXTRACT_GRAPHS_ONLY"
 STEPS_VARIABLE = "NEURON_ACCEL_PRECOMPILE_STEPS"
 LOOKS_AT_VALUES = "looks-at-values"
-"""A capability that plugins provide which do nothing but look at values; a trial runs without them."""
+"""The capability of plugins that only inspect values; a trial runs without them."""
 
 
 def is_trial(environ: Mapping[str, str] = os.environ) -> bool:
@@ -95,7 +110,7 @@ def is_trial(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def for_trial(plugins: list[StrategyPlugin], accumulation: int, environ: Mapping[str, str]) -> list[StrategyPlugin]:
-    """The plugins of a trial: those that only look at values stay away, one that ends it early comes.
+    """The plugins of a trial: without those that only inspect values, with one that ends it early.
 
     Raises:
         ConfigurationError: if the number of steps is none.
@@ -103,7 +118,7 @@ def for_trial(plugins: list[StrategyPlugin], accumulation: int, environ: Mapping
 
     text = environ.get(STEPS_VARIABLE, "").strip() or "10"
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigurationError(f"{STEPS_VARIABLE}={text} is no number of steps.", where=STEPS_VARIABLE)
+        raise ConfigurationError(f"{STEPS_VARIABLE}={text} is not a number of steps.", where=STEPS_VARIABLE)
     kept = [p for p in plugins if LOOKS_AT_VALUES not in getattr(getattr(p, "spec", None), "provides", ())]
     return [*kept, PrecompilationPlugin(max_steps=int(text), batches_per_step=accumulation)]
 

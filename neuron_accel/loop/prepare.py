@@ -21,6 +21,7 @@ from neuron_accel.engine.plan.plugin import Phase
 from neuron_accel.engine.runtime.run import PreparedModel, Run, transform_model
 from neuron_accel.engine.runtime.tensors import broadcast_tensors, place, state_tensors
 from neuron_accel.engine.sharding.parameters import ParameterMap, rebind
+from neuron_accel.errors import UsageError
 from neuron_accel.lazy.filling import give_memory, origin_of
 from neuron_accel.loop.gradient_checkpointing import recompute_layers
 
@@ -46,8 +47,16 @@ def prepare_model(
         training: False for a model that is only evaluated, which takes no part in the reduction of gradients.
 
     Raises:
+        UsageError: if ``torch.compile`` has compiled the model already.
         NeuronAccelError: what a plugin raises.
     """
+    if hasattr(model, "_orig_mod"):
+        raise UsageError(
+            f"This {type(model._orig_mod).__name__} was compiled by torch.compile before it was prepared.",
+            where="prepare(model)",
+            why="strategies replace layers and parameters, by names that compiling has changed",
+            fix="prepare the model first and compile what prepare returns, or give a dynamo_plugin",
+        )
     origin = origin_of(model, run)
     broadcast_tensors(state_tensors(model), run, run.world)
     record = PreparedModel(

@@ -31,12 +31,15 @@ def begin(plugins: Sequence[StrategyPlugin], backend: Backend, registry: Registr
             plugins,
             world_size=backend.world_size,
             backend_capabilities=backend.capabilities,
+            backend_missing=backend.missing,
             default_owners=registry.default_owners(),
             provenance=registry.provenance,
             hardware=hardware,
         ),
         backend,
     )
+    if hardware is not None:
+        backend.limit_rings(hardware.ring_problem)
     if hardware is not None and hardware.partitions is not None:
         backend.observe(PartitionLimit(hardware.partitions, hardware.name))
     run = Run(plan=plan, backend=backend)

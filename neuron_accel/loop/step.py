@@ -123,7 +123,7 @@ class Step:
 # with its sum, its mean times its number of items, and the gradients of a step are divided, once they are complete,
 # by the number of items of all ranks and micro-batches of the step.
 class ItemCount:
-    """The items that the gradients of the next step stand for.
+    """The items of the gradients of the next step.
 
     Args:
         run: the run.
@@ -141,7 +141,8 @@ class ItemCount:
         return count
 
     def settle(self) -> None:
-        """A step begins: divides what has accumulated, unless that is done or losses came without items. Collective."""
+        """A step begins: scales the accumulated gradients, unless that is done or losses came without items.
+        Collective."""
         if self._count is not None:
             self._action()
             self._divide()
@@ -159,7 +160,7 @@ class ItemCount:
         owner.scale_gradients(parameters, group.size / total.clamp(min=1).to(torch.float32), run)
 
 
-# ---- Clipping by whoever owns it, together with ranks that have run out of data --------------------------------------
+# ---- Clipping by its owner, together with ranks that have run out of data --------------------------------------
 class Clipping:
     """Calls the owner of clipping.
 

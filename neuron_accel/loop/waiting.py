@@ -89,7 +89,7 @@ def seconds_before_warning(environ: Mapping[str, str] = os.environ) -> float:
 
 
 class Waiting:
-    """One rank's calls, and the thread that looks at them.
+    """One rank's calls, and the thread that watches them.
 
     Args:
         backend: of the run, on more than one rank.
@@ -125,7 +125,7 @@ class Waiting:
                 self._call = ""
 
     def stop(self) -> None:
-        """The rank answers no more; others are told so."""
+        """The rank no longer answers; other ranks are notified."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -138,7 +138,7 @@ class Waiting:
             if threading.current_thread() is not self._thread:
                 self._thread.join(1.0)
 
-    # ---- the thread ------------------------------------------------------------------------------------------------
+    # ---- the thread --------------------------------------------------------------------------------------------------
     def _watch(self) -> None:
         tick = min(1.0, self._delay / 4)
         try:

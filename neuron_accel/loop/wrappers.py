@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from neuron_accel.backends.base import Backend
     from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
 
 
 # ---- What ``prepare`` returns in place of optimizers and schedulers: Accelerate's own wrappers, told about the run ---
@@ -48,8 +49,10 @@ class PreparedOptimizer(AcceleratedOptimizer):
         gradients_complete: Callable[[], None],
     ) -> None:
         super().__init__(optimizer, device_placement=False, scaler=scaler)
+        _move_state(optimizer)
         self._run, self._peers, self._gradients_complete = run, peers, gradients_complete
-        self._has_stepped = self.released = False
+        self.released = False
+        self._unheld: list[ParameterRecord] | None = None  # None before the first step
         # What Accelerate finds out anew at every step. LOMO optimizers update weights in the backward pass.
         self._is_plain = scaler is None and self.accelerator_state.distributed_type != DistributedType.XLA
         self._is_lomo = type(optimizer).__module__.partition(".")[0] == "lomo_optim"
@@ -66,10 +69,10 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.gradient_state.is_xla_gradients_synced = True
         if not self.gradient_state.sync_gradients:
             return
-        if not self._has_stepped:
+        if self._unheld is None or any(record.trains for record in self._unheld):
             self._check_not_released()
-            check_every_parameter_is_held(self, self._peers, self._run)
-            self._has_stepped = True
+            self._unheld = check_every_parameter_is_held(self, self._peers, self._run, later=self._unheld is not None)
+        self._check_not_alone()
         if closure is not None and self._stepping.announced:
             raise UsageError(
                 "An optimizer step with a closure is not possible here.",
@@ -91,12 +94,29 @@ class PreparedOptimizer(AcceleratedOptimizer):
         for after_boundary in self._run.hooks["after_boundary"]:
             after_boundary(self._run)
 
+    def _check_not_alone(self) -> None:
+        """Inside `no_sync` each rank steps by itself, which those that hold one model between them cannot.
+
+        Raises:
+            UsageError: on every rank.
+        """
+        for record in (r for model in self._run.models if not model.sync_enabled for r in model.parameters):
+            axes = [axis for axis in record.layout.axes if axis in self._run.mesh.data_axes]
+            if axes:
+                raise UsageError(
+                    "An optimizer step inside `no_sync` is not possible here.",
+                    where=f"{record.fqn!r}, sharded over {', '.join(axes)}",
+                    why="ranks would step each alone, and those along an axis of samples hold shards of one model: the "
+                    "parameters that they have in common would drift apart, and LocalSGD would average the shards",
+                    fix="leave LocalSGD out (enabled=False), or step outside of `no_sync`",
+                )
+
     def _may_step(self) -> bool:
         """Whether no plugin wants this step skipped. A gradient scaler decides by itself."""
         if self.scaler is not None:
             return True
         allowed = [should_step(self.optimizer, self._run) for should_step in self._run.hooks["should_step"]]
-        self._is_overflow = not all(allowed)  # what Accelerate's schedulers and `step_was_skipped` look at
+        self._is_overflow = not all(allowed)  # read by Accelerate's schedulers and `step_was_skipped`
         return not self._is_overflow
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -111,7 +131,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     def release(self) -> None:
         """Another accelerator has taken the models over."""
-        self.released, self._has_stepped = True, False
+        self.released, self._unheld = True, None
 
     def _check_not_released(self) -> None:
         if self.released:
@@ -144,6 +164,15 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.gradient_state._set_sync_gradients(True)
         self.step()
         self.optimizer.zero_grad()
+
+
+def _move_state(optimizer: torch.optim.Optimizer) -> None:
+    """Moves the state that an optimizer has from the start (Adagrad) to where its parameters are now; counters stay on
+    the host."""
+    for parameter, entries in optimizer.state.items():
+        for name, value in entries.items() if isinstance(entries, dict) else ():
+            if isinstance(value, torch.Tensor) and value.dim() and value.device.type == "cpu":
+                entries[name] = value.to(parameter.device)
 
 
 class _State(dict[str, Any]):
@@ -323,31 +352,44 @@ class ZeroedGradients:
         return self._lazy and self._accumulates()
 
 
-# ---- Parameters that train and that no optimizer holds: they would receive gradients for ever and never change -------
+# ---- Parameters that train and that no optimizer holds: they would receive gradients but never change -------
 def check_every_parameter_is_held(
-    optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.Optimizer], run: Run
-) -> None:
-    """Checks the models that ``optimizer`` trains, at its first step, when every optimizer of the run is known.
+    optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.Optimizer], run: Run, *, later: bool
+) -> list[ParameterRecord]:
+    """Checks the models that ``optimizer`` trains, at its first step, when every optimizer of the run is known, and
+    again when a parameter that no optimizer held begins to train.
 
     Frozen parameters (``requires_grad=False``) need no optimizer, and models of which no optimizer holds a
     parameter are not checked.
+
+    Args:
+        later: whether this is not the first step.
+
+    Returns:
+        the frozen parameters of these models that no optimizer holds.
 
     Raises:
         ParameterError: if one of these models has a trainable parameter that no prepared optimizer holds.
     """
     held = {p for each in (optimizer, *others) for group in each.param_groups for p in group["params"]}
     mine = {p for group in optimizer.param_groups for p in group["params"]}
+    unheld: list[ParameterRecord] = []
     for model in run.models:
-        current = [(r.fqn, r.current) for r in model.parameters if r.current is not None]
-        if not any(parameter in mine for _, parameter in current):
+        if not any(record.current in mine for record in model.parameters):
             continue
-        orphans = [fqn for fqn, parameter in current if parameter.requires_grad and parameter not in held]
+        missing = [r for r in model.parameters if r.current is not None and r.current not in held]
+        if later:  # one that is unfrozen under the name that another rank has for it is stepped there
+            missing = [r for r in missing if not r.completed_late]
+        unheld += missing
+        orphans = [record.fqn for record in missing if record.trains]
         if orphans:
             shown = ", ".join(orphans[:3]) + (f" and {len(orphans) - 3} more" if len(orphans) > 3 else "")
             raise ParameterError(
                 f"No optimizer holds {shown}.",
-                where=f"{type(model.original).__name__}, first step of an optimizer",
+                where=f"{type(model.original).__name__}, step of {type(optimizer.optimizer).__name__}"  # type: ignore[attr-defined]
+                f", rank {run.backend.rank}",
                 why="they require gradients, which would be computed and sent at every step and never used",
-                fix="give them to an optimizer, prepare that optimizer before the first step, or freeze them with "
-                "requires_grad_(False)",
+                fix="give them to an optimizer (`add_param_group` for those that are unfrozen later), prepare that "
+                "optimizer before the first step, or freeze them with requires_grad_(False)",
             )
+    return unheld

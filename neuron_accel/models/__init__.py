@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from neuron_accel.models.architecture import Architecture, architecture_of
 from neuron_accel.models.catalog import known_model_types, plan_for, register_tensor_parallel_plan, registered_plans
-from neuron_accel.models.plan import ArchitecturePlan, Style, colwise, divided, rowwise, shared, spanning
+from neuron_accel.models.plan import ArchitecturePlan, Style, colwise, rowwise, sharded, shared, spanning
 from neuron_accel.models.support import SupportReport
 from neuron_accel.models.upstream import upstream_plan
 from neuron_accel.models.user_plan import given_architecture
@@ -19,13 +19,13 @@ __all__ = [
     "SupportReport",
     "architecture_of",
     "colwise",
-    "divided",
     "given_architecture",
     "known_model_types",
     "plan_for",
     "register_tensor_parallel_plan",
     "registered_plans",
     "rowwise",
+    "sharded",
     "shared",
     "spanning",
     "upstream_plan",

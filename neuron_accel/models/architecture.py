@@ -16,13 +16,13 @@ from neuron_accel.models.upstream import upstream_plan
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Where the parts of one model are.
+    """Where the modules of one model are.
 
     Args:
         plan: the plan of its family.
         config: its configuration.
         model: the model whose FQNs count.
-        owner: the model of the family inside it (``LlamaForCausalLM``), often ``model`` itself.
+        owner: the model of its family inside it (``LlamaForCausalLM``), often ``model`` itself.
         owner_name: its FQN in ``model``; empty if it is ``model`` itself.
         base: the base model inside the owner (``LlamaModel``); the owner itself if it has no head.
         base_name: its FQN in ``model``.
@@ -44,8 +44,8 @@ class Architecture:
         return self.config.model_type
 
     def at(self, degree: int) -> Architecture:
-        """The same for ``degree`` ranks, without the regions that cannot be sharded over this number."""
-        return replace(self, plan=self.plan.at(degree, self.config)) if self.plan.whole_if_uneven else self
+        """The same architecture for ``degree`` ranks, without the regions that cannot be sharded over this number."""
+        return replace(self, plan=self.plan.at(degree, self.config)) if self.plan.replicated_if_uneven else self
 
     def find(self, pattern: str) -> Iterator[tuple[str, nn.Module]]:
         """FQN (in ``model``) and module of everything that a pattern of the plan matches, in the model's order."""
@@ -61,14 +61,14 @@ class Architecture:
 
     @property
     def regions(self) -> list[tuple[str, nn.Module]]:
-        """FQN and module of the tensor-parallel regions, in order: of what the plan says, all that holds something with
+        """FQN and module of the tensor-parallel regions, in order: those of the plan's regions that hold something with
         a style. Other layers of the same name may be of another kind."""
-        divided = self.around_styles
-        return [found for pattern in self.plan.regions for found in self.find(pattern) if found[0] in divided]
+        sharded = self.around_styles
+        return [found for pattern in self.plan.regions for found in self.find(pattern) if found[0] in sharded]
 
     @property
     def around_styles(self) -> set[str]:
-        """FQNs of everything that has a style, or holds something that has."""
+        """FQNs of all modules and parameters that have a style, and of all modules that hold one."""
         result: set[str] = set()
         for pattern in self.plan.styles:
             holder, _, name = pattern.rpartition(".")
@@ -82,7 +82,7 @@ class Architecture:
 
     @property
     def last(self) -> tuple[str, nn.Module]:
-        """FQN and module of what the hidden states leave last: the norm after the blocks, or the last block."""
+        """The module (with its FQN) that the hidden states leave last: the norm after the blocks, or the last block."""
         return self._one(self.plan.final_norm) if self.plan.final_norm else self.blocks[-1]
 
     @property
@@ -108,7 +108,7 @@ class Architecture:
 
 
 def architecture_of(model: nn.Module) -> Architecture:
-    """Finds the model of a known family that ``model`` is, or that it wraps.
+    """Finds the model of a known family in ``model``, which may be ``model`` itself.
 
     Raises:
         UnsupportedModelError: if there is none, or its configuration asks for something that its plan does not cover.
@@ -151,11 +151,11 @@ def architecture_of(model: nn.Module) -> Architecture:
 
 
 def _name_of_base(owner: nn.Module) -> str:
-    """Name of the base model in a model of transformers' making; empty if it is one itself."""
+    """Name of the base model in a model of transformers; empty if it is the base model itself."""
     prefix: Any = owner.base_model_prefix
     if prefix and isinstance(getattr(owner, prefix, None), nn.Module):
         return prefix
-    # Some classes have their base model under another name than the one that they inherit.
+    # Some classes keep their base model under another name than the one that they inherit.
     inside = [
         name
         for name, module in owner.named_children()
@@ -165,8 +165,8 @@ def _name_of_base(owner: nn.Module) -> str:
 
 
 def family_inside(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """FQN and module of the first model of transformers' making that ``model`` is or holds; None if there is none."""
-    # The class is asked, not the instance: wrappers such as adapters' forward attributes to what they wrap.
+    """FQN and module of the first transformers model that ``model`` is or contains; None if there is none."""
+    # The class is inspected, not the instance: wrappers such as adapters forward attributes to the module they wrap.
     for name, module in model.named_modules():
         if hasattr(type(module), "base_model_prefix") and getattr(module, "config", None) is not None:
             return name, module

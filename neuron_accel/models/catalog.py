@@ -51,9 +51,10 @@ class RegisteredPlans:
     """What was registered in this process.
 
     Args:
-        of_classes: plans in words (:func:`~neuron_accel.models.given_architecture`) of classes of modules.
-        of_types: plans in words of families, by ``config.model_type``.
-        families: whole descriptions of families, by ``config.model_type``.
+        of_classes: plans as dicts of patterns to styles (:func:`~neuron_accel.models.given_architecture`), by class of
+            module.
+        of_types: plans as dicts, by ``config.model_type``.
+        families: full descriptions of families, by ``config.model_type``.
     """
 
     of_classes: dict[type[nn.Module], dict[str, str]] = field(default_factory=dict)
@@ -61,9 +62,9 @@ class RegisteredPlans:
     families: dict[str, ArchitecturePlan] = field(default_factory=dict)
 
     def find(self, model: nn.Module) -> dict[str, str] | None:
-        """The plan of a model, as a dict of patterns relative to ``model``: that registered for it, or those of all
-        modules in it that have one, together. What is inside of a module with a plan follows that plan alone. None if
-        there is none."""
+        """The plan of a model, as a dict of patterns relative to ``model``: the one registered for it, or those of all
+        modules in it that have one, merged. A module with a plan is sharded by that plan alone. None if there is
+        none."""
         plans: dict[str, dict[str, str]] = {}
         for name, module in model.named_modules():
             if any(not outer or name.startswith(f"{outer}.") for outer in plans):
@@ -84,7 +85,7 @@ class RegisteredPlans:
 
 @functools.cache
 def registered_plans() -> RegisteredPlans:
-    """The plans registered in this process; the one object that is shared, because that is what registering means."""
+    """The plans registered in this process; a global object, because registration is global."""
     return RegisteredPlans()
 
 
@@ -127,7 +128,7 @@ def register_tensor_parallel_plan(
         else:
             plans.of_types[target] = dict(plan)
     else:
-        raise _wrong(target, "a plan is that of a class of modules or of a family", "give a class or a model_type")
+        raise _wrong(target, "a plan belongs to a class of modules or to a family", "give a class or a model_type")
 
 
 def _check_new(known: bool, name: str, override: bool) -> None:
@@ -136,7 +137,7 @@ def _check_new(known: bool, name: str, override: bool) -> None:
             f"There is a plan for {name!r} already.",
             where="register_tensor_parallel_plan",
             why="models that rely on it would be sharded differently",
-            fix="pass override=True if that is meant",
+            fix="pass override=True to replace it",
         )
 
 

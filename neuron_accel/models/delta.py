@@ -1,4 +1,5 @@
-"""Linear attention by the delta rule (Gated DeltaNet, Kimi Delta Attention): each of its forms, told by its parts."""
+"""Linear attention by the delta rule (Gated DeltaNet, Kimi Delta Attention): its forms, recognised by their
+submodules."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from neuron_accel.models.plan import Style, colwise, divided, rowwise, shared
+from neuron_accel.models.plan import Style, colwise, rowwise, sharded, shared
 
 _KEYS, _VALUES, _HEADS = "linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"
 _KEY, _VALUE = "linear_key_head_dim", "linear_value_head_dim"
@@ -16,13 +17,13 @@ _KEY, _VALUE = "linear_key_head_dim", "linear_value_head_dim"
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaForm:
-    """One way to build such a layer. Each head works for itself, from its projections to its norm.
+    """One way to build such a layer. Each head is independent, from its projections to its norm.
 
     Args:
-        styles: all its parts, modules and parameters, and how each is sharded.
-        counters: attributes of the layer and of its parts that count what a rank has, and what they follow.
+        styles: all its submodules and parameters, and how each is sharded.
+        counters: attributes of the layer and its submodules that count what a rank holds, and what they follow.
         heads: the attribute of the layer that counts each kind of head, by that of the configuration. All of them have
-            to divide by the degree: a value head stays with its key head.
+            to be divisible by the degree: a value head stays with its key head.
     """
 
     styles: Mapping[str, Style]
@@ -37,9 +38,9 @@ def _convolution(*units: str) -> dict[str, dict[str, str]]:
 _BLOCKS: dict[str, Any] = {"units": (_KEYS, _KEYS, _VALUES), "widths": (_KEY, _KEY, _VALUE)}
 """Queries, keys and values side by side."""
 _GATED = {
-    "conv1d": divided(**_BLOCKS),
-    "A_log": divided(units=_VALUES),
-    "dt_bias": divided(units=_VALUES),
+    "conv1d": sharded(**_BLOCKS),
+    "A_log": sharded(units=_VALUES),
+    "dt_bias": sharded(units=_VALUES),
 }
 _GATED_COUNTERS = {
     "": {"num_k_heads": _KEYS, "key_dim": _KEYS, "num_v_heads": _VALUES, "value_dim": _VALUES},
@@ -49,8 +50,8 @@ _GATED_HEADS = {_KEYS: "num_k_heads", _VALUES: "num_v_heads"}
 
 _KIMI = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "b_proj"), colwise(units=_HEADS)),
-    "conv1d": divided(units=(_HEADS,) * 3),
-    "forget_gate.dt_bias": divided(units=_HEADS),
+    "conv1d": sharded(units=(_HEADS,) * 3),
+    "forget_gate.dt_bias": sharded(units=_HEADS),
     "o_norm": shared(),
     "o_proj": rowwise(units=_HEADS),
 }
@@ -97,7 +98,7 @@ _FORMS = (
             **_KIMI,
             **dict.fromkeys(("g_a_proj", "forget_gate.f_a_proj"), shared()),
             **dict.fromkeys(("g_b_proj", "forget_gate.f_b_proj"), colwise(units=_HEADS)),
-            "forget_gate.A_log": divided(units=_HEADS, dim=2),
+            "forget_gate.A_log": sharded(units=_HEADS, dim=2),
         },
         counters=_KIMI_COUNTERS,
         heads={_HEADS: "num_heads"},
@@ -106,7 +107,7 @@ _FORMS = (
         styles={
             **_KIMI,
             **dict.fromkeys(("g_proj", "forget_gate.f_proj"), colwise(units=_HEADS)),
-            "forget_gate.A_log": divided(units=_HEADS),
+            "forget_gate.A_log": sharded(units=_HEADS),
         },
         counters=_KIMI_COUNTERS,
         heads={_HEADS: "num_heads"},
@@ -115,7 +116,7 @@ _FORMS = (
 
 
 def delta_form(module: nn.Module, config: Any) -> DeltaForm | None:
-    """The form of a layer of linear attention; None if it is none, or not as its configuration says."""
+    """The form of a layer of linear attention; None if it is another layer, or differs from its configuration."""
     names = {name for name, _ in module.named_parameters()}
     for form in _FORMS:
         parts = {next((part for part in form.styles if f"{name}.".startswith(f"{part}.")), name) for name in names}

@@ -106,7 +106,7 @@ MPT = ArchitecturePlan(
 )
 
 
-# ---- OPT: biases everywhere, a feed-forward that is no module of its own and sees a list of tokens -------------------
+# ---- OPT: biases everywhere, a feed-forward that is not a separate module, on a list of tokens -----------------------
 _OPT_HEADS = "num_attention_heads"
 
 OPT = ArchitecturePlan(

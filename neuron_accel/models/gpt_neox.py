@@ -36,7 +36,7 @@ BLOOM = ArchitecturePlan(
     },
     per_rank={"h.*.self_attention": {"num_heads": _HEADS}},
     per_head={"h.*.self_attention": ("alibi",)},
-    unsupported={"slow_but_exact": "it reads slices of whole weights"},
+    unsupported={"slow_but_exact": "it reads slices of the full weights"},
 )
 
 _BIGCODE_MULTI_QUERY = ArchitecturePlan(

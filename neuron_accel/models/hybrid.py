@@ -1,4 +1,4 @@
-"""Decoders some of whose layers are state spaces or convolutions, which stay whole, or mix experts."""
+"""Decoders with state-space or convolutional layers, which are replicated, or with mixtures of experts."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from neuron_accel.models.plan import ArchitecturePlan, colwise, divided, experts, rowwise, shared, spanning
+from neuron_accel.models.plan import ArchitecturePlan, colwise, experts, rowwise, sharded, shared, spanning
 
-AUXILIARY = "its gradient is alike on all ranks, that of the rest of a router a share of a sum"
+AUXILIARY = "its gradient is the same on all ranks, while that of the rest of a router is a partial sum"
 """Why the auxiliary loss of a router is refused."""
 
 LLAMA = ArchitecturePlan(
@@ -54,7 +54,7 @@ LFM2 = replace(
     LLAMA,
     model_types=("lfm2",),
     final_norm="embedding_norm",
-    # its other layers, convolutions, stay whole
+    # its other layers, convolutions, are replicated
     regions=("layers.*.self_attn", "layers.*.feed_forward"),
     styles={
         "layers.*.self_attn.q_proj": colwise(units="num_attention_heads"),
@@ -88,7 +88,8 @@ DIFFLLAMA = replace(
         "layers.*.self_attn.q_proj": colwise(units="num_attention_heads", blocks=2, groups=2),
         "layers.*.self_attn.k_proj": colwise(units="num_key_value_heads", blocks=2, groups=2),
         "layers.*.self_attn.v_proj": colwise(units="num_key_value_heads", blocks=2, groups=2),
-        "layers.*.self_attn.o_proj": rowwise(units="num_attention_heads"),
+        # pairs of heads: twice the features of a head, as many as there are heads in one half
+        "layers.*.self_attn.o_proj": rowwise(units="num_attention_heads", groups=2),
         **{f"layers.*.self_attn.lambda_{name}": shared() for name in ("q1", "k1", "q2", "k2")},
     },
 )
@@ -98,7 +99,7 @@ GPT_OSS = replace(
     model_types=("gpt_oss",),
     styles={
         **{name: style for name, style in LLAMA.styles.items() if ".self_attn." in name},
-        "layers.*.self_attn.sinks": divided(units="num_attention_heads"),
+        "layers.*.self_attn.sinks": sharded(units="num_attention_heads"),
         "layers.*.mlp.router": shared(),
         "layers.*.mlp.experts": experts(),
     },

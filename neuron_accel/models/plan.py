@@ -21,7 +21,7 @@ class Style:
     Args:
         kind: ``"colwise"`` (the output features are sharded), ``"rowwise"`` (the input features are sharded; the
             outputs are summed), ``"shared"`` (replicated; each rank applies it to its shard of the features, so that
-            its gradient is a sum over the ranks), ``"divided"`` (its parameters are sharded along one dim, like its
+            its gradient is a sum over the ranks), ``"sharded"`` (its parameters are sharded along one dim, like its
             input), ``"spanning"`` (replicated; it is applied to the gathered features of all ranks, of which each rank
             keeps its shard), ``"partial"`` (like ``"rowwise"``, but the outputs are summed at the end of the region),
             ``"experts"`` (many gated MLPs in two tensors, gate and up [experts, 2 x features, hidden] and down
@@ -37,7 +37,7 @@ class Style:
             replicated.
         widths: configuration attributes with the number of features in a unit of each block, if they differ; such a
             module cannot be padded.
-        dim: the dim along which parameters of kind ``"divided"`` are sharded.
+        dim: the dim along which parameters of kind ``"sharded"`` are sharded.
     """
 
     kind: str
@@ -76,11 +76,11 @@ def shared() -> Style:
     return Style(kind="shared")
 
 
-def divided(
+def sharded(
     *, units: str | tuple[str, ...] | None = None, blocks: int = 1, widths: tuple[str, ...] = (), dim: int = 0
 ) -> Style:
     """A parameter, or a module, whose parameters are all sharded along the same dim."""
-    return Style(kind="divided", units=units, blocks=blocks, widths=widths, dim=dim)
+    return Style(kind="sharded", units=units, blocks=blocks, widths=widths, dim=dim)
 
 
 def spanning(*, units: str | None = None) -> Style:
@@ -125,20 +125,20 @@ class ArchitecturePlan:
         further_embeddings: other tables that are looked up by token ids.
         final_norm: the norm after the last block; empty if there is none.
         regions: the modules whose input, ``hidden_states`` of shape [batch, sequence, hidden], enters a tensor-parallel
-            region. A region ends in one row-wise projection, or holds parts that are ``"partial"`` or ``"experts"``:
-            then what the module returns is summed.
+            region. A region ends in one row-wise projection, or contains modules that are ``"partial"`` or
+            ``"experts"``: then the output of the module is summed.
         styles: the modules of the regions that hold parameters, and how each is sharded.
         head: FQN, relative to the model around the base model, of the projection to the vocabulary.
         heads, key_value_heads: the configuration attributes that count attention heads and key/value heads; the first
             is a multiple of the second, where there is one.
         per_rank: attributes of modules that count what a rank computes, and the configuration attribute behind them;
             ``config.name`` is an entry of the module's own view of the configuration.
-        per_head: arguments of modules, [batch x heads, ...] or, of four dims, [batch, heads, ...], of which each rank
-            gets those of its heads.
+        per_head: arguments of modules, [batch x heads, ...] or, with four dims, [batch, heads, ...]; each rank receives
+            those of its heads.
         unsupported: configuration attributes that this plan does not support when they are set, and why.
         refused: arguments of forward that are not possible when the model is sharded, and why.
-        whole_if_uneven: regions that are replicated if the value of these configuration attributes is not divisible by
-            the number of ranks.
+        replicated_if_uneven: regions that are replicated if the value of these configuration attributes is not
+            divisible by the number of ranks.
         sequence: why the family does not support sequence parallelism; empty if it does.
         variants: configuration attributes, and the plan that replaces this one if they are set; the first one that is
             set is used.
@@ -158,7 +158,7 @@ class ArchitecturePlan:
     per_head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unsupported: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
-    whole_if_uneven: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    replicated_if_uneven: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sequence: str = ""
     variants: Mapping[str, ArchitecturePlan] = field(default_factory=dict)
 
@@ -168,32 +168,32 @@ class ArchitecturePlan:
 
     def at(self, degree: int, config: Any) -> ArchitecturePlan:
         """The plan of a model with this configuration over ``degree`` ranks."""
-        whole = {
+        uneven = {
             region
-            for region, counts in self.whole_if_uneven.items()
+            for region, counts in self.replicated_if_uneven.items()
             if any(getattr(config, name) % degree for name in counts)
         }
 
-        def divides(pattern: str) -> bool:
-            return not any(pattern == region or pattern.startswith(f"{region}.") for region in whole)
+        def shards(pattern: str) -> bool:
+            return not any(pattern == region or pattern.startswith(f"{region}.") for region in uneven)
 
         return replace(
             self,
-            regions=tuple(filter(divides, self.regions)),
-            styles={pattern: style for pattern, style in self.styles.items() if divides(pattern)},
-            per_rank={pattern: counted for pattern, counted in self.per_rank.items() if divides(pattern)},
-            whole_if_uneven={},
+            regions=tuple(filter(shards, self.regions)),
+            styles={pattern: style for pattern, style in self.styles.items() if shards(pattern)},
+            per_rank={pattern: counted for pattern, counted in self.per_rank.items() if shards(pattern)},
+            replicated_if_uneven={},
         )
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether ``name`` is one of the FQNs that ``pattern`` stands for."""
+    """Whether ``pattern`` matches the FQN ``name``."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
 
 
 def named_modules(base: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-    """FQN in ``base`` and module of all that a pattern stands for, in the order of the model; a module of several names
-    once."""
+    """FQN in ``base`` and module of everything that a pattern matches, in the order of the model; a module with several
+    names once."""
     found = [("", base)]
     for segment in pattern.split(".") if pattern else ():
         found = [

@@ -19,7 +19,7 @@ from neuron_accel.models.catalog import plan_for
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """A model as something before, a list of blocks, and something after.
+    """A model as modules before its blocks, a list of blocks, and modules after them.
 
     Args:
         container: FQN of the module whose children, ``"0"``, ``"1"``, ..., are the blocks.
@@ -38,7 +38,7 @@ class Stack:
         return join(self.container, str(index))
 
     def stages_of(self, starts: Sequence[int]) -> Iterator[tuple[str, int]]:
-        """FQN of every part and the stage it belongs to.
+        """FQN of every module and the stage it belongs to.
 
         Args:
             starts: for each stage, the index of its first block.
@@ -58,7 +58,7 @@ def stack_of(model: nn.Module, container: str | None = None) -> Stack:
         container: FQN of the module that holds the blocks; None to look it up in the plan of the model's family.
 
     Raises:
-        UnsupportedModelError: if there is no plan for the model, or parameters lie where no stage can own them.
+        UnsupportedModelError: if there is no plan for the model, or no stage can own some of its parameters.
     """
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ def stack_of(model: nn.Module, container: str | None = None) -> Stack:
         )
     before: list[str] = []
     after: list[str] = []
-    for level in _beside(model, container):  # outer ones first, which begin before and end after the inner ones
+    for level in _beside(model, container):  # from the outside in: outer ones come before and after the inner ones
         following: list[str] = []
         for fqn, is_before in level:
             is_before = fqn in first if fqn in first or fqn in last else is_before
@@ -104,7 +104,7 @@ def _planned(model: nn.Module) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     config: Any = owner.config
     plan = plan_for(config.model_type)
     if plan is None or not plan.blocks.endswith(".*"):
-        raise _no_plan(model, f"no plan says where a {config.model_type!r} can be cut")
+        raise _no_plan(model, f"no plan describes the blocks of a {config.model_type!r}")
     container = join(base_name, plan.blocks.removesuffix(".*"))
     norms = (join(base_name, plan.final_norm),) if plan.final_norm else ()
     return container, (join(base_name, plan.token_embedding),), norms
@@ -114,15 +114,15 @@ def _no_plan(model: nn.Module, why: str) -> UnsupportedModelError:
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
     example = f"{lists[0]}.{len(lists[0:1])}" if lists else "blocks.1"
     return UnsupportedModelError(
-        f"No plan is known by which {type(model).__name__} could be cut into stages.",
+        f"No plan describes how to split {type(model).__name__} into stages.",
         why=why,
         fix=f"name the blocks at which stages begin: stage_cuts=({example!r},)",
     )
 
 
 def _beside(model: nn.Module, container: str) -> Iterator[list[tuple[str, bool]]]:
-    """FQN of every module with parameters beside the way from the model down to the container, level by level, and
-    whether it is registered before that way."""
+    """FQN of every module with parameters that is not on the path from the model to the container, level by level, and
+    whether it is registered before that path."""
     parent, name = model, ""
     for step in container.split(".") if container else ():
         _check_loose(parent, name)
@@ -151,7 +151,7 @@ def container_of(model: nn.Module, cuts: Iterable[str]) -> tuple[str, tuple[int,
     """The container and the indices of the blocks that a user named.
 
     Raises:
-        UnsupportedModelError: if they are no blocks, or not of one container.
+        UnsupportedModelError: if they are not blocks, or not of one container.
     """
     cuts = tuple(cuts)
     modules = dict(model.named_modules())
@@ -159,7 +159,7 @@ def container_of(model: nn.Module, cuts: Iterable[str]) -> tuple[str, tuple[int,
     for cut in cuts:
         if cut not in modules or not cut.rpartition(".")[2].isdigit():
             raise UnsupportedModelError(
-                f"{cut!r} is no block of {type(model).__name__}.",
+                f"{cut!r} is not a block of {type(model).__name__}.",
                 where="stage_cuts",
                 why="a cut names the first block of a stage, a child of an nn.ModuleList or nn.Sequential",
                 fix="look at model.named_modules()",

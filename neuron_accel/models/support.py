@@ -19,8 +19,8 @@ class SupportReport:
         supported: whether it can be sharded.
         reason: why not; empty if it can.
         sequence: why it does not support sequence parallelism; empty if it does.
-        divided: number of elements in sharded parameters.
-        whole: number of elements in replicated parameters.
+        sharded: number of elements in sharded parameters.
+        replicated: number of elements in replicated parameters.
         local: number of elements on each rank, padding included.
     """
 
@@ -29,8 +29,8 @@ class SupportReport:
     supported: bool
     reason: str = ""
     sequence: str = ""
-    divided: int = 0
-    whole: int = 0
+    sharded: int = 0
+    replicated: int = 0
     local: int = 0
 
     def __bool__(self) -> bool:
@@ -42,7 +42,7 @@ class SupportReport:
             return f"{title}: not supported. {self.reason}"
         sequence = f"sequence parallel: no, {self.sequence}" if self.sequence else "sequence parallel: yes"
         return (
-            f"{title}: supported. {self.divided:,} elements sharded, {self.whole:,} replicated, "
+            f"{title}: supported. {self.sharded:,} elements sharded, {self.replicated:,} replicated, "
             f"{self.local:,} on each; {sequence}"
         )
 

@@ -1,8 +1,8 @@
-"""Plans made from what transformers says of its own models: ``base_model_tp_plan`` and ``base_model_pp_plan``.
+"""Plans derived from transformers' own plans for its models: ``base_model_tp_plan`` and ``base_model_pp_plan``.
 
-What those say is checked against the modules that are there, and what they leave open, which features belong to one
-head, follows from the configuration and must agree with the sizes of the weights. Whatever does not agree, or is not
-understood, is refused by name.
+Those plans are checked against the modules of the model. What they leave open, which features belong to one head,
+follows from the configuration and must agree with the sizes of the weights. Anything that does not agree, or is not
+recognised, is an error that names it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from neuron_accel.models.plan import (
     Style,
     colwise,
     counted_once,
-    divided,
     experts,
     matches,
     named_modules,
     partial,
     rowwise,
+    sharded,
     shared,
     spanning,
 )
@@ -36,9 +36,9 @@ T = TypeVar("T")
 _COLWISE = ("colwise", "colwise_gather_output", "colwise_rep")
 _ROWWISE = ("rowwise", "rowwise_split_input", "rowwise_rep")
 _NOTHING = frozenset({"replicate", "local_params", "embedding_rowwise"})
-"""Styles that divide nothing, or only token embeddings, which are divided anyway."""
+"""Styles that shard nothing, or only token embeddings, which are sharded anyway."""
 _LATENT = frozenset({"mla_kv_a_proj"})
-"""Styles of attention over latent features, which those plans leave whole in parts, or altogether."""
+"""Styles of attention over latent features, which transformers' plans leave partly or fully replicated."""
 _OF_LATENT = {
     "q_proj": colwise(units="num_attention_heads"),
     "q_a_proj": shared(),
@@ -52,10 +52,10 @@ _OF_LATENT = {
     "gate_proj": colwise(units="num_attention_heads"),
     "o_proj": rowwise(units="num_attention_heads"),
 }
-"""Attention over latent features: every rank computes those, and from them queries, keys and values of its heads, and a
-gate for each."""
+"""Attention over latent features: every rank computes the latent features, and from them queries, keys and values of
+its heads, and a gate for each."""
 _INDEX = "indexer"
-"""What chooses the positions that all heads look at. It has weights, and no gradients."""
+"""Chooses the positions that all heads attend to. It has weights, and no gradients."""
 _SHARED = ("replicated_with_grad_allreduce",)
 
 _HEADS, _GROUPS = "num_attention_heads", "num_key_value_heads"
@@ -73,7 +73,7 @@ _COUNTERS = {
     "num_key_value_heads": _GROUPS,
     "num_kv_heads": _GROUPS,
 }
-"""What attention modules call the heads that they compute."""
+"""The names that attention modules give to their numbers of heads."""
 
 _MIXTURES = frozenset({
     "afmoe", "aria_text", "axk2", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
@@ -83,24 +83,24 @@ _MIXTURES = frozenset({
     "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe",
     "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
 })  # fmt: skip
-"""Families whose mixture is nothing but a sum over experts, each weighted by the router."""
+"""Families whose mixture is just a sum over experts, each weighted by the router."""
 
 _EXPERTS_OF = {
     "longcat_flash": {
-        "layers.*.mlp.experts.gate_up_proj": divided(blocks=2, dim=1),
-        "layers.*.mlp.experts.down_proj": divided(dim=2),
+        "layers.*.mlp.experts.gate_up_proj": sharded(blocks=2, dim=1),
+        "layers.*.mlp.experts.down_proj": sharded(dim=2),
         "layers.*.mlp.experts.identity_expert": counted_once(),
     },
     "llama4_text": {
-        "layers.*.feed_forward.experts.gate_up_proj": divided(blocks=2, dim=2),
-        "layers.*.feed_forward.experts.down_proj": divided(dim=1),
+        "layers.*.feed_forward.experts.gate_up_proj": sharded(blocks=2, dim=2),
+        "layers.*.feed_forward.experts.down_proj": sharded(dim=1),
     },
     "nemotron_h": {
-        "layers.*.mixer.experts.up_proj": divided(dim=1),
-        "layers.*.mixer.experts.down_proj": divided(dim=2),
+        "layers.*.mixer.experts.up_proj": sharded(dim=1),
+        "layers.*.mixer.experts.down_proj": sharded(dim=2),
     },
 }
-"""Experts of other shapes: without saying that they are gated or transposed, without gates, some without weights."""
+"""Experts of other shapes: not declared as gated or transposed, without gates, or some without weights."""
 _LEFT_OUT = {
     "nemotron_h": {
         "layers.*.mixer.q_proj": colwise(units="num_attention_heads"),
@@ -111,30 +111,30 @@ _LEFT_OUT = {
         "layers.*.mixer.down_proj": rowwise(),
     },
 }
-"""What a family's plan leaves out; not every model has each of these layers."""
+"""Layers that a family's plan leaves out; not every model has each of them."""
 
 _FURTHER_EMBEDDINGS = {"gemma4_text": ("embed_tokens_per_layer",)}
 
 _NO_SEQUENCE = {
     "deepseek_v4": "it keeps several residual streams, whose second dim is not the sequence",
-    "hy_v4": "what mixes its several residual streams returns two tensors, and both run along the sequence",
+    "hy_v4": "the module that mixes its residual streams returns two tensors, both sharded along the sequence",
 }
 
 _REFUSED = {
     "gemma3n_text": "it mixes the features of a feed-forward layer (activation sparsity) and keeps four hidden states",
-    "hrm_text": "it applies its blocks in turns, not one after the other",
+    "hrm_text": "it applies its blocks repeatedly, in cycles",
 }
 
 
 def upstream_plan(owner: nn.Module, base: nn.Module) -> ArchitecturePlan | None:
-    """The plan of a model by what transformers says of it; None if that says nothing.
+    """The plan of a model, derived from transformers' plan for it; None if transformers has none.
 
     Args:
-        owner: the model, ``LlamaForCausalLM`` say.
+        owner: the model, such as ``LlamaForCausalLM``.
         base: the base model in it.
 
     Raises:
-        UnsupportedModelError: if it says something that is not understood, or that does not fit the model.
+        UnsupportedModelError: if that plan is not recognised, or does not fit the model.
     """
     config = base.config
     styles = {n: s for n, s in (getattr(config, "base_model_tp_plan", None) or {}).items() if s not in _NOTHING}
@@ -146,7 +146,7 @@ def upstream_plan(owner: nn.Module, base: nn.Module) -> ArchitecturePlan | None:
 
 class _Translation:
     def __init__(self, owner: nn.Module, base: nn.Module, styles: dict[str, str], steps: dict[str, Any]) -> None:
-        # of transformers, whose attributes torch types as Tensor | Module
+        # models of transformers, whose attributes torch types as Tensor | Module
         self._owner: Any = owner
         self._base: Any = base
         self._config: Any = base.config
@@ -167,9 +167,9 @@ class _Translation:
         for region in dict.fromkeys(pattern.rpartition(".")[0] for pattern in present):
             inside = {p.rpartition(".")[2]: s for p, s in present.items() if p.rpartition(".")[0] == region}
             if set(inside.values()) == {"colwise_gather_output"}:
-                continue  # every rank goes on with all of its features: it might as well compute them
+                continue  # every rank needs all features afterwards: it might as well compute them
             if _LATENT.intersection(inside.values()):
-                continue  # whole, or divided by _latent_attention
+                continue  # replicated, or sharded by _latent_attention
             translated |= self._region(region, inside)
             regions.append(region)
         for pattern, style in _LEFT_OUT.get(self._config.model_type, {}).items():
@@ -201,7 +201,7 @@ class _Translation:
             },
             unsupported={"output_router_logits": AUXILIARY} if mixtures else {},
             refused={"output_router_logits": AUXILIARY} if mixtures else {},
-            whole_if_uneven={region: tuple(form.heads) for region, form in delta.items()},
+            replicated_if_uneven={region: tuple(form.heads) for region, form in delta.items()},
             sequence=self._why_no_sequence(blocks, regions),
         )
 
@@ -214,21 +214,22 @@ class _Translation:
         for name, parameter in self._parameters.items():
             if matches(pattern, name) and self._styles.get(pattern.rpartition(".")[0]) != "moe_tp_experts":
                 if tuple(parameter.shape) == (self._count(_HEADS),) and self._styles[pattern] == "colwise":
-                    self._of_each_head[pattern] = divided(units=_HEADS)
+                    self._of_each_head[pattern] = sharded(units=_HEADS)
                     return False
                 raise self._unsupported(
                     f"The parameter {name!r} has style {self._styles[pattern]!r}.", "only linear layers can be sharded"
                 )
         return False  # an optional part that this model was built without
 
-    # ---- mixtures of experts ---------------------------------------------------------------------------------------
+    # ---- mixtures of experts -----------------------------------------------------------------------------------------
     def _mixtures(self, patterns: list[str], present: dict[str, str]) -> tuple[dict[str, Style], list[str]]:
         """Styles and regions of the layers that mix experts."""
         styles: dict[str, Style] = {}
         regions = [pattern.rpartition(".")[0] for pattern in patterns]
         if patterns and self._config.model_type not in _MIXTURES:
             raise self._unsupported(
-                f"How {patterns[0]!r} mixes experts is not known.", "what is added to their output must count once"
+                f"The mixture of experts {patterns[0]!r} is not supported.",
+                "it is not known which terms of its output must be counted once",
             )
         for pattern, region in zip(patterns, regions, strict=True):
             styles |= _EXPERTS_OF.get(self._config.model_type, {pattern: experts()})
@@ -254,24 +255,24 @@ class _Translation:
         if style in _ROWWISE or (style is None and leaf == "down_proj"):
             return partial()
         if holder.startswith("shared_expert") or style is not None:
-            raise self._unsupported(f"It is not known how to shard {pattern!r}.", "it has no style")
+            raise self._unsupported(f"There is no rule to shard {pattern!r}.", "it has no style")
         return shared()
 
-    # ---- regions ---------------------------------------------------------------------------------------------------
+    # ---- regions -----------------------------------------------------------------------------------------------------
     def _region(self, region: str, styles: dict[str, str]) -> dict[str, Style]:
         kinds = {leaf: self._kind(f"{region}.{leaf}", style) for leaf, style in styles.items()}
         exits = [leaf for leaf, kind in kinds.items() if kind == "rowwise"]
         if len(exits) != 1:
             raise self._unsupported(
-                f"The part {region!r} has {len(exits)} row-wise projections.", "a region ends in one of them"
+                f"The region {region!r} has {len(exits)} row-wise projections.", "a region ends in one of them"
             )
         is_attention = any(hasattr(module, "num_key_value_groups") for _, module in self._find(region))
         make = self._of_attention if is_attention else self._of_features
         return {f"{region}.{leaf}": style for leaf, style in make(region, kinds, exits[0]).items()}
 
     def _latent_attention(self) -> dict[str, dict[str, Style]]:
-        """Regions of attention over latent features, and the styles in them. Where something else takes part it stays
-        whole."""
+        """Regions of attention over latent features, and the styles in them. Attention with further modules is
+        replicated."""
         parts = {name.rpartition(".")[0] for name in self._modules if name.endswith(".kv_a_proj_with_mqa")}
         styles = {name: self._latent_styles(self._modules[name]) for name in sorted(parts)}
         result = self._by_pattern({name: found for name, found in styles.items() if found})
@@ -290,7 +291,7 @@ class _Translation:
         return self._by_pattern({name: form for name, form in forms.items() if form is not None})
 
     def _by_pattern(self, found: dict[str, T]) -> dict[str, T]:
-        """What was found for modules, by a pattern instead where it is the same for all that the pattern stands for."""
+        """Values found for modules, keyed by a pattern where they are the same for every module that it matches."""
         result: dict[str, T] = {}
         for name, value in found.items():
             pattern = re.sub(r"\.\d+\.", ".*.", name)
@@ -299,7 +300,7 @@ class _Translation:
         return result
 
     def _latent_styles(self, attention: nn.Module) -> dict[str, Style]:
-        """The styles of the parts of an attention module, if it has those of one over latent features and no others."""
+        """The styles in an attention module, if it consists of the submodules of latent attention and no others."""
         parts: dict[str, Any] = {
             leaf: child for leaf, child in attention.named_children() if any(True for _ in child.parameters())
         }
@@ -311,7 +312,7 @@ class _Translation:
         ]
         heads: Any = getattr(attention, "num_heads", None)
         own = {name: p.shape for name, p in attention.named_parameters(recurse=False)}
-        sinks = {"sinks": divided(units=_HEADS)} if own == {"sinks": (heads,)} else {}
+        sinks = {"sinks": sharded(units=_HEADS)} if own == {"sinks": (heads,)} else {}
         known = parts.keys() <= _OF_LATENT.keys() and own.keys() == sinks.keys()
         if not known or heads != self._count(_HEADS) or not all(isinstance(size, int) for size in sizes):
             return {}
@@ -372,14 +373,14 @@ class _Translation:
             for name, module in self._find(pattern):
                 heads, features = self._count(_HEADS), module.weight.shape[0]
                 if features not in (heads, heads * self._head_size(name)):
-                    raise self._unsupported(f"{name!r} has {features} features.", "how they belong to heads is unknown")
+                    raise self._unsupported(f"{name!r} has {features} features.", "their heads cannot be determined")
             return colwise(units=_HEADS)
         if leaf == "qkv_proj":
             units = (_HEADS, _GROUPS, _GROUPS)
             self._check_heads(pattern, 0, units)
             return colwise(units=units)
         raise self._unsupported(
-            f"Which features of {pattern!r} belong to one head is not known.", "its name says nothing"
+            f"The heads of {pattern!r} cannot be determined.", "its name is not one of the known projections"
         )
 
     def _check_heads(self, pattern: str, dim: int, units: tuple[str, ...]) -> None:
@@ -389,7 +390,7 @@ class _Translation:
             if module.weight.shape[dim] != expected:
                 raise self._unsupported(
                     f"{name!r} has {module.weight.shape[dim]} features, not {' + '.join(units)} of {head} each.",
-                    "how they belong to heads is not known",
+                    "their heads cannot be determined",
                 )
 
     def _norm_of(self, pattern: str, leaf: str) -> Style:
@@ -401,26 +402,26 @@ class _Translation:
             if shapes == {(heads * head,)}:
                 return spanning(units=_OF_NORMS.get(leaf, _HEADS))
             if shapes == {(heads, head)}:
-                return divided(units=_OF_NORMS.get(leaf, _HEADS))
-            raise self._unsupported(f"The norm {name!r} has parameters of shapes {shapes}.", "nor is it one of heads")
+                return sharded(units=_OF_NORMS.get(leaf, _HEADS))
+            raise self._unsupported(
+                f"The norm {name!r} has parameters of shapes {shapes}.", "they do not match the heads"
+            )
         raise AssertionError  # only asked for norms that are there
 
     def _head_size(self, name: str) -> int:
         attention = self._modules[name.rpartition(".")[0]]
         size = getattr(attention, "head_dim", None)
         if not isinstance(size, int):
-            raise self._unsupported(f"How large the heads of {name!r} are is not known.", "it has no head_dim")
+            raise self._unsupported(f"The head size of {name!r} is not known.", "it has no head_dim")
         return size
 
     def _count(self, unit: str) -> int:
         try:
             count = getattr(self._config, unit, None) or getattr(self._config, _HEADS, None)
         except RuntimeError as error:  # so says a configuration whose layers have configurations of their own
-            raise self._unsupported(
-                f"Its layers differ in {unit}.", "one number has to hold for all of them"
-            ) from error
+            raise self._unsupported(f"Its layers differ in {unit}.", "all layers must have the same number") from error
         if not isinstance(count, int):
-            raise self._unsupported(f"The configuration has no {unit}.", "how many heads there are is not known")
+            raise self._unsupported(f"The configuration has no {unit}.", "the number of heads is not known")
         return count
 
     def _of_features(self, region: str, kinds: dict[str, str], exit: str) -> dict[str, Style]:
@@ -435,8 +436,8 @@ class _Translation:
                     blocks[leaf] = 2
                 elif outer != inner:
                     raise self._unsupported(
-                        f"{name}.{leaf} has {outer} output features and {exit} {inner} inputs.",
-                        "how they belong is unknown",
+                        f"{name}.{leaf} has {outer} output features and {exit} has {inner} inputs.",
+                        "they must be equal",
                     )
         made = {
             "colwise": lambda leaf: colwise(blocks=blocks[leaf]),
@@ -465,7 +466,7 @@ class _Translation:
                 result[region if len(attention) == len(modules) else name] = found
         return {region: found for region, found in result.items() if found}
 
-    # ---- the rest --------------------------------------------------------------------------------------------------
+    # ---- the rest ----------------------------------------------------------------------------------------------------
     def _stack(self) -> tuple[str, str, str]:
         """FQNs of the list of blocks, the token embedding and the final norm."""
         # what has no plan for pipelines is laid out in the order of its children
@@ -494,7 +495,7 @@ class _Translation:
             return "its blocks have further inputs, one for each token"
         depth = len(_named_parts(blocks)) + 1
         inside = [region for region in regions if len(_named_parts(region)) > depth]
-        return f"{inside[0]!r} is only a part of what it is in" if inside else ""
+        return f"{inside[0]!r} is nested inside another module of its block" if inside else ""
 
     def _unsupported(self, what: str, why: str) -> UnsupportedModelError:
         return UnsupportedModelError(
@@ -505,5 +506,5 @@ class _Translation:
 
 
 def _named_parts(pattern: str) -> list[str]:
-    """Without positions in lists of modules, which are no parts of their own."""
+    """The names in a pattern, without positions in lists of modules."""
     return [part for part in pattern.split(".") if part != "*" and not part.isdigit()]

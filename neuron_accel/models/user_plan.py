@@ -1,4 +1,4 @@
-"""A user's own model, sharded by the plan that they give for it."""
+"""A user's own model, sharded by the plan given for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neuron_accel.models.architecture import Architecture
 from neuron_accel.models.plan import ArchitecturePlan, Style, colwise, matches, named_modules, rowwise, shared
 
 BLOCK = "block"
-"""What a plan calls the repeated blocks of a model."""
+"""The style that a plan gives to the repeated blocks of a model."""
 
 _MADE = {"rowwise": rowwise, "shared": shared}
 
@@ -23,15 +23,15 @@ def given_architecture(model: nn.Module, plan: Mapping[str, str], degree: int) -
 
     Args:
         model: any model.
-        plan: FQN patterns, ``*`` for one segment, and what becomes of what they name: of a linear layer ``"colwise"``,
-            ``"colwise:3"`` (three blocks side by side, as query, key and value often are), ``"rowwise"`` or
-            ``"shared"``; of an attribute that counts heads or features, ``"per_rank"``; of the repeated blocks, which
-            are called one after the other, ``"block"`` (sequence parallelism needs to know them).
+        plan: FQN patterns (``*`` for one segment) and their styles: for a linear layer ``"colwise"``, ``"colwise:3"``
+            (three blocks side by side, as query, key and value often are), ``"rowwise"`` or ``"shared"``; for an
+            attribute that counts heads or features, ``"per_rank"``; for the repeated blocks, which are called one after
+            the other, ``"block"`` (required for sequence parallelism).
         degree: number of ranks.
 
     Raises:
         ConfigurationError: if a style is not valid.
-        UnsupportedModelError: if a pattern names nothing, or the blocks are not those of one list.
+        UnsupportedModelError: if a pattern matches nothing, or the blocks are not in one list.
         LayoutError: if the value of an attribute is not divisible by the degree.
     """
     styles: dict[str, Style] = {}
@@ -70,7 +70,7 @@ def _blocks(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no module {pattern!r}.",
             where="tensor_parallel_plan of plugin tensor_parallel",
-            why="its plan calls it a block",
+            why="the plan gives it the style 'block'",
         )
     return found
 
@@ -83,7 +83,7 @@ def _of_one_list(model: nn.Module, blocks: dict[str, nn.Module]) -> tuple[str, .
             f"The blocks of {type(model).__name__} are in {' and '.join(map(repr, parents))}.",
             where="tensor_parallel_plan of plugin tensor_parallel",
             why="'block' is for the modules of one list, which are called one after the other",
-            fix="call the modules of one list blocks, or none",
+            fix="give the style 'block' to the modules of one list, or to none",
         )
     return tuple(name for name, _ in model.named_modules() if name in blocks)
 
@@ -107,7 +107,7 @@ def _count(model: nn.Module, holder: str, attribute: str, degree: int) -> int:
     }
     if len(found) != 1 or not all(isinstance(value, int) for value in found):
         raise UnsupportedModelError(
-            f"'{holder}.{attribute}' is {', '.join(map(str, found)) or 'nowhere'} in {type(model).__name__}.",
+            f"'{holder}.{attribute}' is {', '.join(map(str, found)) or 'missing'} in {type(model).__name__}.",
             where="tensor_parallel_plan of plugin tensor_parallel",
             why="'per_rank' is for an integer attribute with the same value in all modules that the pattern matches",
         )

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,15 @@ URL_VARIABLE = "NEURON_COMPILE_CACHE_URL"
 NATIVE_VARIABLE = "TORCH_NEURONX_NEFF_CACHE_DIR"
 NATIVE_OFF_VARIABLE = "TORCH_NEURONX_NEFF_DISABLE_CACHE"
 
+HOST = "{host}"
+"""In a location: the name of the machine."""
+
+NETWORK_FILE_SYSTEMS = (
+    *("nfs", "nfs4", "efs", "lustre", "cifs", "smb3", "ceph", "glusterfs", "beegfs", "gpfs", "wekafs"),
+    *("fuse.glusterfs", "fuse.sshfs", "fuse.s3fs", "fuse.mount-s3"),
+)
+"""Types of file systems that several machines mount, as /proc/mounts names them. EFS is nfs4 there, FSx lustre."""
+
 _S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?\Z")
 
 
@@ -35,7 +45,8 @@ class CompileCache:
 
     Args:
         location: a folder, which may begin with ``~``, or ``s3://bucket/prefix``; None: what the environment says, or
-            the default.
+            the default. ``{host}`` in it is replaced by this machine's name, so that machines which share a file system
+            have a folder each.
         no_cache: compile everything anew, and keep nothing.
         retry_failed_compilation: compile again what failed before; without, the failure itself is remembered.
         log_level: how much the cache tells.
@@ -56,7 +67,8 @@ class CompileCache:
     def __post_init__(self) -> None:
         if self.location is not None:
             check_location(self.location, "CompileCache.location")
-            object.__setattr__(self, "location", os.path.expanduser(self.location))
+            location = os.path.expanduser(self.location).replace(HOST, socket.gethostname())
+            object.__setattr__(self, "location", location)
         if self.no_cache and self.retry_failed_compilation:
             raise ConfigurationError(
                 "no_cache and retry_failed_compilation contradict each other.",
@@ -141,6 +153,38 @@ class CompileCache:
                 why="every start would compile everything again, for minutes to hours",
                 fix=f"make it writable, or name another place ({URL_VARIABLE}, --cache-dir)",
             ) from None
+
+
+def shared_by_machines(location: str, mounts: Iterable[tuple[str, str]]) -> str | None:
+    """The type of the network file system that a folder is on; None where it is on another.
+
+    Args:
+        location: a folder, which need not exist.
+        mounts: where file systems are mounted, and their types.
+    """
+    if is_s3(location):
+        return None
+    path = Path(os.path.realpath(os.path.expanduser(location)))
+    around = [(len(Path(point).parts), kind) for point, kind in mounts if path.is_relative_to(point)]
+    kind = max(reversed(around), key=lambda found: found[0], default=(0, ""))[1]  # a later mount hides an earlier one
+    return kind if kind in NETWORK_FILE_SYSTEMS else None
+
+
+def remark_on_place(location: str, mounts: Iterable[tuple[str, str]], host: str) -> str | None:
+    """What to know about a cache in a folder that several machines may share; None where there is nothing.
+
+    Args:
+        location: of the cache of the XLA path.
+        mounts: as for :func:`shared_by_machines`.
+        host: this machine's name.
+    """
+    kind = shared_by_machines(location, mounts)
+    if kind is None or host in Path(location).parts:
+        return None
+    return (
+        f"the compile cache {location} is on {kind}: machines that share one corrupt it (KeyError, truncated files); "
+        f"give each its own with --cache-dir '{os.path.join(location, HOST)}', or use s3://bucket/prefix"
+    )
 
 
 def is_s3(location: str) -> bool:

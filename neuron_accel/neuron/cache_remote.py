@@ -1,8 +1,8 @@
 """The entries of a compile cache at an address, such as S3: what there is. Nothing is ever changed there.
 
 An eviction could not keep the promises of :mod:`neuron_accel.neuron.cache_store`. A store of objects knows when one was
-written, not when it was last read. It has no lock that a job which dies lets go of, so it is unknown whose entry is
-being compiled. And objects go one by one, with no renaming of an entry as a whole: a job may find half of one.
+written, not when it was last read. It has no lock that is released when a job dies, so it is unknown whose entry is
+being compiled. And objects go one by one, with no way to rename a full entry: a job may find half of one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def remote_entries(url: str) -> list[RemoteEntry]:
     """All entries at ``url``, which fsspec can read; the one that was written first comes first.
 
     Raises:
-        ConfigurationError: if there is no cache, it may not be read, or what reads such addresses is not installed.
+        ConfigurationError: if there is no cache, it may not be read, or the package that reads such addresses is not
+            installed.
     """
     if is_s3(url):
         check_location(url, "--cache-dir, NEURON_CC_FLAGS or NEURON_COMPILE_CACHE_URL")
@@ -151,7 +152,7 @@ def refusal_to_prune(url: str, ttl_seconds: float | None) -> UsageError:
         ttl_seconds: how long entries were to stay; the rule that is proposed keeps them as long, in whole days.
 
     Raises:
-        ConfigurationError: if it is no address of S3, but begins like one.
+        ConfigurationError: if it begins like an S3 address but is not valid.
     """
     instead = "let the store do it, with a lifecycle rule (which knows no limit to the size)"
     if is_s3(url):
@@ -182,5 +183,5 @@ def _lifecycle(url: str, days: int) -> str:
 
 _WHY = (
     "entries in use could not be spared: it knows when objects were written, not when they were last read, has no lock "
-    "that a dead job lets go of, and deletes object by object, so that a job might find half an entry"
+    "that is released when a job dies, and deletes object by object, so that a job might find half an entry"
 )

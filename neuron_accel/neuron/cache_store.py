@@ -116,7 +116,7 @@ def _read(path: Path) -> Entry:
 def register_job(folder: Path) -> Iterator[None]:
     """While inside, entries used since now are left alone by every eviction, on any machine that shares the folder.
 
-    A job that dies lets go by itself: what counts is a lock that the kernel holds. A folder that cannot be written to
+    The lock is held by the kernel and released when a job dies. A folder that cannot be written to
     needs no registration: nothing can be evicted there either.
     """
     own = folder / OWN_FOLDER / "jobs"
@@ -306,7 +306,7 @@ def _evict(chosen: list[Entry], folder: Path) -> set[Entry]:
         again = _read(path)
         arrived = again.last_used > entry.last_used or len(again.locks) > len(entry.locks)
         if arrived or in_use(again, (), opened):
-            with contextlib.suppress(OSError):  # whoever came has begun anew in its place
+            with contextlib.suppress(OSError):  # another job has replaced it
                 path.rename(entry.path)
                 continue
         shutil.rmtree(path, ignore_errors=True)

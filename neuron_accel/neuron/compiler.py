@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -28,20 +29,22 @@ _SWITCHES = {
 
 @dataclass(frozen=True, kw_only=True)
 class CompilerOptions:
-    """What the compiler is told. None leaves an option to the compiler.
+    """Options of the compiler. None leaves an option to the compiler.
 
     Args:
         model_type: what the graph is; ``"transformer"`` for language models.
-        distribution_strategy: ``"llm-training"`` for sharded training of language models.
+        distribution_strategy: ``"llm-training"`` for sharded training of language models; ``"generic"`` is the
+            compiler's default.
         auto_cast: what the compiler computes in a smaller dtype of its own accord. ``"none"`` is what fp32 and autocast
-            need: torch decides then.
+            need: torch decides then. It is the compiler's default since SDK 2.27; earlier ones cast matrix products.
         auto_cast_type: which dtype that is.
         optlevel: 1 compiles fastest, 3 longest; the compiler's default is 2.
         lnc: physical cores in a logical one (Trn2, Trn3); what NEURON_LOGICAL_NC_CONFIG says at run time.
         target: the family of instances to compile for, where that is not the machine itself.
         enable_mixed_precision_accumulation: keep intermediate sums in fp32.
         enable_saturate_infinity: replace infinities by the largest number.
-        extra: further options, as text: ``("--tensorizer-options=...",)``.
+        extra: further options, as text: ``("--tensorizer-options=...",)``. Of those that the compiler's reference does
+            not list a warning tells.
 
     Raises:
         ConfigurationError: for values that no compiler takes.
@@ -53,7 +56,7 @@ class CompilerOptions:
     """
 
     model_type: Literal["generic", "transformer", "unet-inference", "cnn-training"] | None = None
-    distribution_strategy: Literal["llm-training"] | None = None
+    distribution_strategy: Literal["generic", "llm-training"] | None = None
     auto_cast: Literal["none", "matmult", "all"] | None = None
     auto_cast_type: Literal["bf16", "fp16", "tf32", "fp8_e4m3"] | None = None
     optlevel: Literal[1, 2, 3] | None = None
@@ -89,6 +92,9 @@ class CompilerOptions:
             )
         object.__setattr__(self, "extra", tuple(self.extra))
         self.flags()
+        for text in self.extra:
+            for remark in flags.remarks(text, "CompilerOptions.extra"):
+                warnings.warn(remark, stacklevel=3)
 
     @classmethod
     def for_training(cls, *, mixed_precision: str = "no", lnc: int | None = None, **options: object) -> CompilerOptions:

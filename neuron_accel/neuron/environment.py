@@ -11,7 +11,7 @@ from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import NATIVE_VARIABLE, URL_VARIABLE, CompileCache
 from neuron_accel.neuron.compiler import CompilerOptions
 from neuron_accel.neuron.flags import VARIABLE
-from neuron_accel.neuron.instances import PRODUCT_NAME, Instance, detect_instance, find_instance
+from neuron_accel.neuron.instances import Instance, detect_instance, find_instance
 from neuron_accel.neuron.variables import Setting, visible_cores
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class RuntimeOptions:
     Args:
         lnc: physical cores in a logical one; None for the instance's default. Trn1 has no choice.
         stochastic_rounding: round fp32 to bf16 stochastically, for training in bf16 throughout. Not with fp32 master
-            weights, which it would blur.
+            weights or autocast, whose fp32 weights lose nothing.
         rounding_seed: makes it reproducible.
         exec_timeout: seconds that an execution may take before the runtime gives up; None leaves it alone.
         socket_interface: network interface that ranks meet over, where the runtime finds the wrong one (containers).
@@ -56,12 +56,12 @@ class RuntimeOptions:
             )
 
     def settings(
-        self, instance: Instance, *, nnodes: int, native: bool, kernel: tuple[int, int] | None = None
+        self, instance: Instance | None, *, nnodes: int, native: bool, kernel: tuple[int, int] | None = None
     ) -> list[Setting]:
         """The variables that the run-time and the network need.
 
         Args:
-            instance: what every machine of the run is.
+            instance: what every machine of the run is; None where that is not known.
             nnodes: number of machines.
             native: whether the run goes through the native device.
             kernel: major and minor version of Linux; None where it is not known.
@@ -69,13 +69,9 @@ class RuntimeOptions:
         Raises:
             ConfigurationError: if the instance does not know the logical configuration.
         """
-        lnc = instance.logical(self.lnc)
-        found = []
-        if len(instance.lnc) > 1:
-            why = f"{instance.name} has {instance.cores(lnc)} logical cores of {lnc}"
-            found.append(Setting(name="NEURON_LOGICAL_NC_CONFIG", value=str(lnc), why=why))
+        found = self._logical_cores(instance)
         if nnodes > 1:
-            found += self._network(instance, kernel)
+            found += self._network(kernel)
         if self.stochastic_rounding:
             why = "bf16 throughout: what is rounded away would be lost"
             found.append(Setting(name="NEURON_RT_STOCHASTIC_ROUNDING_EN", value="1", why=why))
@@ -88,12 +84,19 @@ class RuntimeOptions:
         if not native:
             why = "softmax as one operation, as the SDK's Llama scripts do"
             found.append(Setting(name="NEURON_FUSE_SOFTMAX", value="1", why=why))
-        if instance.chips > 1:
+        if instance is None or instance.chips > 1:
             why = "many processes; glibc's default arenas exhaust host memory"
             found.append(Setting(name="MALLOC_ARENA_MAX", value="64", why=why))
         return found
 
-    def _network(self, instance: Instance, kernel: tuple[int, int] | None) -> list[Setting]:
+    def _logical_cores(self, instance: Instance | None) -> list[Setting]:
+        lnc = self.lnc if instance is None else instance.logical(self.lnc)
+        if lnc is None or (instance is not None and len(instance.lnc) == 1):
+            return []
+        why = "asked for" if instance is None else f"{instance.name} has {instance.cores(lnc)} logical cores of {lnc}"
+        return [Setting(name="NEURON_LOGICAL_NC_CONFIG", value=str(lnc), why=why)]
+
+    def _network(self, kernel: tuple[int, int] | None) -> list[Setting]:
         found = [
             Setting(name="FI_PROVIDER", value="efa", why="groups between instances go over EFA"),
             Setting(
@@ -104,8 +107,42 @@ class RuntimeOptions:
             why = f"Linux {kernel[0]}.{kernel[1]} is older than 5.15"
             found.append(Setting(name="FI_EFA_FORK_SAFE", value="1", why=why))
         if self.socket_interface:
-            found.append(Setting(name="CCOM_SOCKET_IFNAME", value=self.socket_interface, why="asked for"))
+            why = "the interface that was asked for"
+            found.append(Setting(name="CCOM_SOCKET_IFNAME", value=self.socket_interface, why=why, binding=True))
         return found
+
+
+ROOT_PORT = 62182
+"""Where torch_xla lets the ranks of Neuron's runtime meet unless NEURON_RT_ROOT_COMM_ID says otherwise."""
+
+
+def root_address(environ: Mapping[str, str], *, address: str | None, port: int | None) -> Setting | None:
+    """Where the runtime's ranks meet (XLA path), if that has to differ between jobs on one machine; None where the
+    default will do. The native device takes a free port.
+
+    Args:
+        environ: environment variables.
+        address: of machine 0; None: there is one machine.
+        port: of the rendezvous, if one was named. The one after it is the heartbeat's.
+
+    Raises:
+        ConfigurationError: if there is no port after those two.
+    """
+    visible = environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
+    if port is None and (not visible or address is not None):
+        return None
+    if port is not None and port + 2 > 65535:
+        raise ConfigurationError(
+            f"Port {port} leaves none for Neuron's runtime.",
+            where="--master-port",
+            why="the heartbeat takes the port after it, and the runtime's ranks meet at the next",
+            fix="give a number up to 65533",
+        )
+    taken = port + 2 if port is not None else ROOT_PORT + visible_cores(visible)[0]
+    host = address or "127.0.0.1"
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    why = f"own port for each job on a machine; reserve it (sysctl net.ipv4.ip_local_reserved_ports={taken})"
+    return Setting(name="NEURON_RT_ROOT_COMM_ID", value=f"{host}:{taken}", why=why)
 
 
 def compile_settings(
@@ -173,9 +210,9 @@ def check_visible_cores(environ: Mapping[str, str], ranks: int) -> None:
         )
 
 
-# ---- What the planner is told about the machines of a run ------------------------------------------------------------
+# ---- What the planner receives about the machines of a run -----------------------------------------------------------
 def hardware_of_run(
-    environ: Mapping[str, str], decision: Decision, product_name: Path = PRODUCT_NAME
+    environ: Mapping[str, str], decision: Decision, product_name: Path | None = None
 ) -> Hardware | None:
     """The limits of the instance that NEURON_ACCEL_INSTANCE names, on any device, so that a plan can be tried before
     one is rented; else, on a Neuron device, of the instance that this is. None where there are none to keep.
@@ -197,6 +234,6 @@ def _lnc(environ: Mapping[str, str]) -> int | None:
     text = environ.get(name, "").strip()
     if text and not text.isdecimal():
         raise ConfigurationError(
-            f"{name}={text} is no number.", where=f"environment variable {name}", fix="give 1 or 2"
+            f"{name}={text} is not a number.", where=f"environment variable {name}", fix="give 1 or 2"
         )
     return int(text) if text else None

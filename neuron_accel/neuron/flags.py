@@ -1,7 +1,10 @@
 """The text of ``NEURON_CC_FLAGS``: reading it, writing it, and merging two of them.
 
 It carries options of the compiler (neuronx-cc) and of the wrapper around it that keeps the compile cache. Sources: the
-SDK's neuronx-cc command line reference and its page on the persistent cache.
+SDK's neuronx-cc command line reference (SDK 2.32) and its page on the persistent cache.
+
+The compiler knows more options than its reference lists, and every release adds some. So an option or a value that is
+not listed is passed on, with a remark (:func:`remarks`); an error is what no version can read.
 """
 
 from __future__ import annotations
@@ -19,15 +22,19 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "--model-type": ("generic", "transformer", "unet-inference", "cnn-training"),
     "--auto-cast": ("none", "matmult", "all"),
     "--auto-cast-type": ("bf16", "fp16", "tf32", "fp8_e4m3"),
-    "--distribution-strategy": ("llm-training",),
+    "--distribution-strategy": ("generic", "llm-training", "NEMO", "nemo"),
     "--optlevel": ("1", "2", "3"),
     "--lnc": ("1", "2"),
-    "--native-int64": ("enabled", "disabled"),
+    "--native-int64": ("default", "enabled", "disabled"),
     "--target": ("inf2", "trn1", "trn1n", "trn2", "trn3"),
     "--verbose": ("debug", "info", "warning", "error", "critical"),
     "--log_level": ("INFO", "WARNING", "ERROR"),
 }
-"""What may follow an option, where that is a closed list."""
+"""What the reference lists as values of an option."""
+
+CLOSED = ("--optlevel", "--lnc", "--log_level")
+"""Options that have had no other values in any release; elsewhere the SDK's own pages use values that the reference
+does not list (``--auto-cast=matmul``, ``--distribution-strategy=NEMO``)."""
 
 WITH_TEXT = ("--cache_dir", "--logfile", "--output", "--implicit-integer-downcast", "--tensorizer-options")
 SWITCHES = (
@@ -40,7 +47,7 @@ SWITCHES = (
     "--retry_failed_compilation",
 )
 CACHE_OPTIONS = ("--cache_dir", "--no_cache", "--retry_failed_compilation", "--log_level")
-"""For the wrapper: they never reach the compiler and are no part of the cache's key."""
+"""For the wrapper: they never reach the compiler and do not belong to the cache's key."""
 
 ALIASES = {"-O": "--optlevel", "-lnc": "--lnc", "--logical-nc-config": "--lnc"}
 REMOVED = {
@@ -50,6 +57,7 @@ REMOVED = {
 EXCLUDE = (("--enable-mixed-precision-accumulation", "--disable-mixed-precision-accumulation"),)
 REPEATABLE = ("--tensorizer-options", "--internal-hlo2tensorizer-options")
 
+_TRUE, _FALSE = ("true", "1"), ("false", "0")
 _KNOWN = (*VALUES, *WITH_TEXT, *SWITCHES)
 
 
@@ -78,13 +86,53 @@ class Flag:
             return f"-lnc={self.value}"
         return self.name if self.value is None else f"{self.name}={shlex.quote(self.value)}"
 
+    @property
+    def meaning(self) -> str | None:
+        """Its value, where a switch and the same switch with ``=true`` are alike."""
+        is_on = self.name in SWITCHES and self.value is not None and self.value.lower() in _TRUE
+        return None if is_on else self.value
+
 
 def parse(text: str, where: str = VARIABLE) -> tuple[Flag, ...]:
-    """The options in ``text``. Options that are not known here are kept as they are.
+    """The options in ``text``. Of an option that is repeated the last one counts, as for the compiler. Options that are
+    not known here are kept as they are.
 
     Raises:
-        ConfigurationError: if it is no list of options, or one of them cannot be.
+        ConfigurationError: if it is not a list of options, or one of them is not valid.
     """
+    return combine(_read(text, where), where=where)
+
+
+def remarks(text: str, where: str = VARIABLE) -> list[str]:
+    """What is odd about the options in ``text``, and may be a slip: unlisted names and values, repetitions.
+
+    Raises:
+        ConfigurationError: as for :func:`parse`.
+    """
+    flags = _read(text, where)
+    found = [said for flag in flags if (said := _oddity(flag)) is not None]
+    for position, flag in enumerate(flags):
+        names = (flag.name, *_excluded_by(flag.name)) if flag.name not in REPEATABLE else ()
+        later = next((other for other in reversed(flags[position + 1 :]) if other.name in names), flag)
+        if (later.name, later.meaning) != (flag.name, flag.meaning):
+            found.append(f"{flag.text} is replaced by {later.text} to its right")
+    return list(dict.fromkeys(found))
+
+
+def _oddity(flag: Flag) -> str | None:
+    name, value = flag.name, flag.value
+    if name in SWITCHES:
+        is_truth = value is None or value.lower() in (*_TRUE, *_FALSE)
+        return None if is_truth else f"{flag.text}: {name} is a switch"
+    if name in VALUES:
+        is_listed = value in VALUES[name] or (name == "--verbose" and str(value).isdecimal())
+        return None if is_listed else f"{flag.text}: listed values are {', '.join(VALUES[name])}"
+    near = difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.9) if name not in _KNOWN else []
+    return f"{flag.text} is passed on as it is; did you mean {near[0]}?" if near else None
+
+
+def _read(text: str, where: str) -> list[Flag]:
+    """All options, in the order in which they are written."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -94,7 +142,7 @@ def parse(text: str, where: str = VARIABLE) -> tuple[Flag, ...]:
     flags = []
     while words:
         flags.append(_next(words, where))
-    return combine(flags, where=where)
+    return flags
 
 
 def _next(words: list[str], where: str) -> Flag:
@@ -102,7 +150,7 @@ def _next(words: list[str], where: str) -> Flag:
     word = words.pop(0)
     if not word.startswith("-") or word in ("-", "--"):
         raise ConfigurationError(
-            f"{word!r} is no option.",
+            f"{word!r} is not an option.",
             where=where,
             why="options begin with a dash, and what comes before this one takes no value",
             fix=f"write --{word.lstrip('-')}, quote a value with spaces, or leave it out",
@@ -131,51 +179,57 @@ def _check(flag: Flag, where: str) -> None:
             why=f"torch-neuronx dropped {name} in 1.13.1.1.8.0 (June 2023)",
             fix=f"leave it out, and run `{REMOVED[name]}` when it suits you",
         )
-    if name in SWITCHES and value is not None:
+    if name in SWITCHES and name in CACHE_OPTIONS and value is not None:
         raise ConfigurationError(f"{name} takes no value, but has {value!r}.", where=where, fix=f"write {name}")
-    if name in VALUES or name in WITH_TEXT:
-        if not value:
-            possible = f": {', '.join(VALUES[name])}" if name in VALUES else ""
-            raise ConfigurationError(f"{flag.text} has no value.", where=where, fix=f"write {name}=VALUE{possible}")
-        if name in VALUES and value not in VALUES[name]:
-            raise ConfigurationError(
-                f"{flag.text}: {value!r} is no value of {name}.", where=where, fix=f"give {', '.join(VALUES[name])}"
-            )
-        return
-    near = difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.9)
-    if name not in _KNOWN and near:
+    if (name in VALUES or name in WITH_TEXT) and not value:
+        possible = f": {', '.join(VALUES[name])}" if name in VALUES else ""
+        raise ConfigurationError(f"{flag.text} has no value.", where=where, fix=f"write {name}=VALUE{possible}")
+    if name in CLOSED and value not in VALUES[name]:
         raise ConfigurationError(
-            f"{name} is no option of the compiler or its cache.",
+            f"{flag.text}: {value!r} is not a valid value of {name}.",
             where=where,
-            why="misspelt, it would be refused after minutes, or silently ignored",
-            fix=f"did you mean {near[0]}?",
+            fix=f"give {', '.join(VALUES[name])}",
         )
 
 
 def combine(*sources: Iterable[Flag], where: str, other: str | None = None) -> tuple[Flag, ...]:
-    """One list without repetitions, in order of first appearance.
+    """One list without repetitions.
 
     Args:
-        sources: lists of options; a later one may repeat, but not contradict, an earlier one.
+        sources: lists of options. Within one the last of several with the same name counts; a later list may repeat an
+            earlier one, but not contradict it.
         where: what the first list is, for messages.
         other: what the others are.
 
     Raises:
-        ConfigurationError: naming both, if two of them contradict each other.
+        ConfigurationError: naming both, if options of two lists contradict each other.
     """
-    merged: dict[tuple[str, str | None], Flag] = {}
-    by_name: dict[str, tuple[Flag, str]] = {}
+    merged: list[Flag] = []
+    origins: dict[str, str] = {}
     for index, source in enumerate(sources):
         origin = where if index == 0 else other or where
-        for flag in source:
-            for name in (flag.name, *_excluded_by(flag.name)):
-                if name in by_name and flag.name not in REPEATABLE:
-                    earlier, from_where = by_name[name]
-                    if name != flag.name or earlier.value != flag.value:
-                        raise _contradiction(earlier, from_where, flag, origin)
-            by_name.setdefault(flag.name, (flag, origin))
-            merged.setdefault((flag.name, flag.value), flag)
-    return tuple(merged.values())
+        for flag in _last_of_each(source):
+            if flag.name in REPEATABLE:
+                merged += [flag] if flag not in merged else []
+                continue
+            for earlier in merged:
+                differs = earlier.name == flag.name and earlier.meaning != flag.meaning
+                if differs or earlier.name in _excluded_by(flag.name):
+                    raise _contradiction(earlier, origins[earlier.name], flag, origin)
+            if flag.name not in origins:
+                origins[flag.name] = origin
+                merged.append(flag)
+    return tuple(merged)
+
+
+def _last_of_each(flags: Iterable[Flag]) -> list[Flag]:
+    """Without those that one to their right replaces."""
+    kept: list[Flag] = []
+    for flag in flags:
+        replaced = (flag.name, *_excluded_by(flag.name)) if flag.name not in REPEATABLE else ()
+        kept = [earlier for earlier in kept if earlier.name not in replaced]
+        kept.append(flag)
+    return kept
 
 
 def _excluded_by(name: str) -> tuple[str, ...]:
@@ -187,7 +241,7 @@ def _contradiction(first: Flag, first_from: str, second: Flag, second_from: str)
     return ConfigurationError(
         f"{first.text} and {second.text} contradict each other.",
         where=both,
-        why="the compiler would follow one of them, and which one differs between versions",
+        why="the compiler would follow one of them only",
         fix=f"drop {first.text} from {first_from}, or {second.text} from {second_from}",
     )
 

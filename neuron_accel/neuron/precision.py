@@ -40,13 +40,16 @@ def settle_precision(environ: MutableMapping[str, str], *, mixed_precision: str,
         environ[VARIABLE] = CompilerOptions(auto_cast="none").merge(environ)
 
 
-def lost_updates(environ: Mapping[str, str], *, low_precision: bool, masters: bool) -> str | None:
+def lost_updates(
+    environ: Mapping[str, str], *, low_precision: bool, masters: bool, autocast: bool = False
+) -> str | None:
     """Why updates of weights will not arrive as they should; None if they will.
 
     Args:
         environ: environment variables.
         low_precision: whether the model has bf16 parameters.
         masters: whether the optimizer updates fp32 copies of them.
+        autocast: whether operations run in bf16 on fp32 weights.
     """
     rounds = _is_on(environ, ROUNDING)
     if low_precision and not masters and not rounds:
@@ -55,7 +58,12 @@ def lost_updates(environ: Mapping[str, str], *, low_precision: bool, masters: bo
             f"rounded away. Use Zero1Plugin(), which keeps fp32 master weights, or set {ROUNDING}=1 before the start "
             "(neuron_accel.neuron.RuntimeOptions(stochastic_rounding=True), `neuron-accel launch`)."
         )
-    if masters and rounds:
+    if rounds and autocast and not low_precision:
+        return (
+            f"{ROUNDING}=1 rounds what autocast casts to bf16 at random. Weights are fp32 and lose no update, so it "
+            "adds noise and gains nothing: unset it."
+        )
+    if low_precision and masters and rounds:
         return (
             f"{ROUNDING}=1 rounds the fp32 master weights to the model's bf16 at random. They are exact, so it adds "
             "noise and gains nothing: unset it."

@@ -17,7 +17,7 @@ def parse_size(value: int | str, where: str) -> int:
     """Bytes: a number, or text such as ``"200GB"`` (10^9 each) or ``"50GiB"``, ``"50G"`` (2^30 each).
 
     Raises:
-        ConfigurationError: if it is no size.
+        ConfigurationError: if it is not a size.
     """
     return int(_parse(value, _SIZES, where, "a size", "200GB, 50GiB, or a number of bytes"))
 
@@ -26,7 +26,7 @@ def parse_duration(value: float | str, where: str) -> float:
     """Seconds: a number, or text such as ``"30d"``, ``"12h"``, ``"90min"``.
 
     Raises:
-        ConfigurationError: if it is no duration.
+        ConfigurationError: if it is not a duration.
     """
     return _parse(value, _SECONDS, where, "a duration", "30d, 12h, 90min, or a number of seconds")
 

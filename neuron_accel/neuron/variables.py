@@ -97,7 +97,7 @@ def _both(meaning: str, default: str, check: Check | None = None, remark: str | 
     return Variable(meaning=meaning, default=default, check=check, remark=remark)
 
 
-_BF16 = "deprecated: use mixed_precision='bf16', or a model in bf16 with NEURON_RT_STOCHASTIC_ROUNDING_EN=1"
+_BF16 = "deprecated: use mixed_precision='bf16', or a model in bf16 with Zero1Plugin(), which keeps fp32 weights"
 _SAMPLE = "known from a sample of 2023 only; current runtimes do not document it"
 
 VARIABLES: Mapping[str, Variable] = {

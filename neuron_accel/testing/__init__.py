@@ -1,7 +1,9 @@
 """Public helpers for tests: of strategies, and of your own models with strategies.
 
-- :func:`run_ranks` calls a function on several ranks of this machine, gloo or real torch_xla ones.
+- :func:`run_ranks` calls a function on several ranks of this machine, gloo, real torch_xla, or those
+  of an emulated Neuron device (:func:`emulated_instance`).
 - :func:`assert_parallel_equivalence` compares training a model with plugins to training it in one process.
+- :func:`check_graphs` checks the graphs of your training against what the Neuron compiler and an instance can do.
 - :class:`PluginConformance` is a pytest class that checks whether a plugin follows the contract.
 
 Names are resolved when they are first used: only :class:`PluginConformance` needs pytest.
@@ -14,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from neuron_accel.testing.conformance import PluginConformance as PluginConformance
+    from neuron_accel.testing.graphs import check_graphs as check_graphs
+    from neuron_accel.testing.neuron_ranks import EmulatedInstance as EmulatedInstance
+    from neuron_accel.testing.neuron_ranks import emulated_instance as emulated_instance
     from neuron_accel.testing.parity import Tolerance as Tolerance
     from neuron_accel.testing.parity import Trace as Trace
     from neuron_accel.testing.parity import Training as Training
@@ -21,25 +26,28 @@ if TYPE_CHECKING:
     from neuron_accel.testing.parity import compare as compare
     from neuron_accel.testing.parity import train_alone as train_alone
     from neuron_accel.testing.parity import train_on_rank as train_on_rank
-    from neuron_accel.testing.ranks import RankExit as RankExit
-    from neuron_accel.testing.ranks import RanksError as RanksError
-    from neuron_accel.testing.ranks import RankTimeout as RankTimeout
+    from neuron_accel.testing.rank_errors import RankExit as RankExit
+    from neuron_accel.testing.rank_errors import RanksError as RanksError
+    from neuron_accel.testing.rank_errors import RankTimeout as RankTimeout
     from neuron_accel.testing.ranks import run_ranks as run_ranks
     from neuron_accel.testing.resources import PeakMemory as PeakMemory
     from neuron_accel.testing.resources import bytes_sent as bytes_sent
 
 _WHERE = {
+    "EmulatedInstance": "neuron_ranks",
     "PeakMemory": "resources",
     "PluginConformance": "conformance",
-    "RankExit": "ranks",
-    "RankTimeout": "ranks",
-    "RanksError": "ranks",
+    "RankExit": "rank_errors",
+    "RankTimeout": "rank_errors",
+    "RanksError": "rank_errors",
     "Tolerance": "parity",
     "Trace": "parity",
     "Training": "parity",
     "assert_parallel_equivalence": "parity",
     "bytes_sent": "resources",
+    "check_graphs": "graphs",
     "compare": "parity",
+    "emulated_instance": "neuron_ranks",
     "run_ranks": "ranks",
     "train_alone": "parity",
     "train_on_rank": "parity",

@@ -1,4 +1,4 @@
-"""What the conformance kit does on ranks: functions that ranks import, and the cases that they are told."""
+"""What the conformance kit does on ranks: functions that ranks import, and the cases that they receive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Case:
         plugins: all of them.
         batches: global micro-batches.
         training: how.
-        backend: ``"gloo"`` or ``"xla"``.
+        backend: the kind of ranks, as ``run_ranks`` names them.
     """
 
     model: Callable[[], nn.Module]
@@ -73,7 +73,7 @@ class Trainee:
             pass
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The original model's, whole, on the main process; empty elsewhere."""
+        """The original model's, unsharded, on the main process; empty elsewhere."""
         weights = self.accelerator.get_state_dict(self.model)
         return {k: v.clone() for k, v in weights.items()} if self.accelerator.is_main_process else {}
 

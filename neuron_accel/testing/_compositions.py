@@ -22,11 +22,17 @@ class Composition:
         built_in: makes them.
         data: wanted number of data-parallel ranks.
         lazy: whether there is such a thing on lazy devices.
+        sends: whether it sends from rank to rank.
     """
 
     built_in: Callable[[], tuple[StrategyPlugin, ...]]
     data: int = 2
     lazy: bool = True
+    sends: bool = False
+
+    def exists_on(self, backend: str) -> bool:
+        """Whether there is such a thing on ranks that ``run_ranks`` calls ``backend``."""
+        return not (backend == "xla" and not self.lazy) and not (backend == "native" and self.sends)
 
     def beside(self, plugins: tuple[StrategyPlugin, ...]) -> tuple[StrategyPlugin, ...] | None:
         """``plugins`` and the built-in ones; None if it would have one of them twice."""
@@ -106,7 +112,7 @@ COMPOSITIONS = {
     "tp2": Composition(built_in=_tensor),
     "tp2-sp": Composition(built_in=_tensor_and_sequence),
     "tp2-zero1": Composition(built_in=_tensor_and_zero1),
-    "pp2": Composition(built_in=_pipeline, lazy=False),
+    "pp2": Composition(built_in=_pipeline, lazy=False, sends=True),
     "recompute": Composition(built_in=_recompute),
     "guards": Composition(built_in=_guards),
 }

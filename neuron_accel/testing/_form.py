@@ -44,7 +44,7 @@ def form_problems(plugin: StrategyPlugin) -> list[str]:
     problems = []
     parameters = getattr(cls, "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:
-        problems.append("it is no frozen dataclass; put @dataclass(frozen=True, kw_only=True) above it")
+        problems.append("it is not a frozen dataclass; put @dataclass(frozen=True, kw_only=True) above it")
     positional = [f.name for f in dataclasses.fields(plugin) if f.init and not f.kw_only]
     if positional:
         problems.append(f"options {', '.join(positional)} can be given by position; say kw_only=True")

@@ -82,7 +82,7 @@ def _tensor_hooks(parameter: nn.Parameter) -> int:
 
 @dataclass(frozen=True)
 class World:
-    """What a process shares with everything in it."""
+    """The global state of a process."""
 
     threads: frozenset[str]
     groups: int
@@ -142,7 +142,7 @@ def _functions() -> dict[str, Any]:
 
 
 def leftovers(case: Case, plain: Case) -> list[str]:
-    """What is left on this rank after a run of ``case``, when it has let go of everything and shut its backend down.
+    """What is left on this rank after a run of ``case``, after it has released everything and shut its backend down.
 
     Args:
         plain: the same without plugins, which runs first: what Accelerate and torch do once in a process is not the
@@ -158,22 +158,22 @@ def leftovers(case: Case, plain: Case) -> list[str]:
 
 
 def _model_changes(case: Case) -> tuple[list[str], list[str]]:
-    """How a model differs after a run, unless it stays divided, and what the run's plugins still keep."""
+    """How a model differs after a run, unless it stays sharded, and what the run's plugins still keep."""
     torch.manual_seed(0)
     built = case.model()
     shape = ModelShape.of(built)
     trainee = Trainee(dataclasses.replace(case, model=lambda: built))
     trainee.train()
     run = trainee.accelerator.run
-    divided = any(r.layout.cuts or r.holders for model in run.models for r in model.parameters)
+    sharded = any(r.layout.cuts or r.holders for model in run.models for r in model.parameters)
     trainee.accelerator.free_memory()
     kept = [
         f"run.state of plugin {plugin.spec.name!r} still holds {', '.join(map(str, run.state(plugin)))}"
         for plugin in run.plan.plugins
         if run.state(plugin)
     ]
-    changes = [] if divided else shape.changes()  # a divided model needs what makes it work
-    run.backend.shutdown()  # not end_training, with which every group ends, whoever made it
+    changes = [] if sharded else shape.changes()  # a sharded model needs what makes it work
+    run.backend.shutdown()  # not end_training, which ends every group
     return changes, kept
 
 

@@ -13,7 +13,7 @@ SHORTEST = 15
 
 
 def act(request: pytest.FixtureRequest, reasons: Mapping[str, str]) -> None:
-    """Skips a check that has a reason, and prints it whatever pytest is told to report."""
+    """Skips a check that has a reason, and prints it whatever pytest reports."""
     node: Any = request.node
     reason = next((reasons[key] for key in _keys(node) if key in reasons), None)
     if reason is None or len(reason.strip()) < SHORTEST:
@@ -37,24 +37,24 @@ def problems(cls: type, base: type, compositions: Iterable[str]) -> list[str]:
     checks = {name for name in vars(base) if name.startswith("test_")}
     opt_out: Mapping[str, str] = cls.opt_out  # type: ignore[attr-defined]
     conflicts: Mapping[str, str] = cls.conflicts  # type: ignore[attr-defined]
+    backends: tuple[str, ...] = ("gloo", "xla", *cls.backends)  # type: ignore[attr-defined]
     known = {
         *compositions,
-        *(f"{name}-{backend}" for name in compositions for backend in ("gloo", "xla")),
-        "gloo",
-        "xla",
+        *(f"{name}-{backend}" for name in compositions for backend in backends),
+        *backends,
     }
     return [
         *(
-            f"opt_out names {key!r}, which is no check"
+            f"opt_out names {key!r}, which is not a check"
             for key in opt_out
-            if key != "[xla]" and key.partition("[")[0] not in checks
+            if key.strip("[]") not in backends and key.partition("[")[0] not in checks
         ),
         *(
             f"the reason for {key!r} is {reason!r}; write a sentence that says why it cannot hold"
             for key, reason in opt_out.items()
             if len(reason.strip()) < SHORTEST
         ),
-        *(f"conflicts names {key!r}, which is no composition" for key in conflicts if key not in known),
+        *(f"conflicts names {key!r}, which is not a composition" for key in conflicts if key not in known),
         *(f"the conflict {key!r} has no text that the message must contain" for key in conflicts if not conflicts[key]),
         *(
             f"{cls.__name__} replaces {name}; opt out of it with a reason instead"

@@ -1,7 +1,7 @@
 """Imported once, by the process that ranks are forked from, so that every rank starts with warm imports.
 
 That process only imports: it starts no threads, opens no process group and touches no device, because forked ranks
-would inherit what it started. Pyarrow, which datasets imports, would start one, and is told not to. A module that
+would inherit what it started. Pyarrow, which datasets imports, would start one, which an option prevents. A module that
 cannot be imported is left to the rank that needs it, which then shows the error.
 """
 
@@ -38,6 +38,7 @@ MODULES = (
 # Thread pools are sized when the libraries are loaded: one thread per rank, or ranks fight over the cores.
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["ACCELERATE_USE_CPU"] = "true"
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looking for GPUs starts no CUDA, which a fork would not survive
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 
 with contextlib.suppress(Exception):

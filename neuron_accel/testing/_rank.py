@@ -31,7 +31,7 @@ class RankTask:
         call: pickle of ``(function, args, kwargs)``.
         backend: name of the torch.distributed backend, None for no process group.
         folder: where ranks meet and leave their output.
-        environ: the whole environment of the rank.
+        environ: the full environment of the rank.
         timeout: seconds after which the caller ends the rank.
         full_exit: whether the rank ends as an interpreter does: it waits for threads, runs what was registered for the
             end, and finalises.
@@ -121,6 +121,10 @@ def _die_with_caller(folder: str) -> None:
 
 def _run(task: RankTask) -> bytes:
     function, args, kwargs = pickle.loads(task.call)
+    if task.backend == "cuda":
+        from neuron_accel.testing import cuda_ranks
+
+        return cuda_ranks.dumps(function(*args, **kwargs))
     return pickle.dumps(function(*args, **kwargs))
 
 
@@ -130,6 +134,16 @@ def _connect(task: RankTask) -> None:
 
     torch.set_num_threads(1)
     if task.backend is None:
+        return
+    if task.backend == "neuron":
+        from neuron_accel.testing import native_ranks
+
+        native_ranks.enter(Path(task.folder))
+    if task.backend == "cuda":
+        from neuron_accel.testing import cuda_ranks
+
+        store = dist.FileStore(os.path.join(task.folder, "store"), task.size)
+        cuda_ranks.connect(task.rank, task.size, store, timedelta(seconds=task.timeout + 60))
         return
     dist.init_process_group(
         task.backend,

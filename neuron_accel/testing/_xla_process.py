@@ -27,7 +27,7 @@ class XlaTask:
     Args:
         size: number of ranks.
         call: pickle of ``(function, args, kwargs)``.
-        environ: the whole environment.
+        environ: the full environment.
         timeout: seconds after which the caller ends the process.
         grace: seconds that other ranks have once one has failed.
         syspath: where modules are found.
@@ -45,6 +45,18 @@ class XlaTask:
 
 def main(folder: str) -> NoReturn:
     """Runs the task in ``folder``, leaves a report of each rank there, and ends the process."""
+    task = enter_task(folder)
+    try:
+        import_script(task)
+        _run(task, folder)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # the runtime's threads need not be waited for
+
+
+def enter_task(folder: str) -> XlaTask:
+    """The task in ``folder``, after which this process, just forked, has its own session, output and environment."""
     os.setsid()
     descriptor = os.open(Path(folder, "output"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for target in (1, 2):
@@ -62,15 +74,13 @@ def main(folder: str) -> NoReturn:
         os.environ.clear()
         os.environ.update({"XLA_FLAGS": flags, **task.environ})
         sys.path[:] = task.syspath
-        _import_script(task)
-        _run(task, folder)
+        return task
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # the runtime's threads need not be waited for
 
 
-def _import_script(task: XlaTask) -> None:
+def import_script(task: XlaTask) -> None:
     """Makes the caller's script ``__main__``, as multiprocessing does for processes that it starts."""
     if not task.main:
         return

@@ -1,5 +1,7 @@
 """The process that XLA ranks are forked from: ``python -m neuron_accel.testing._xla_server``.
 
+Ranks of an emulated Neuron device are forked by :mod:`neuron_accel.testing._neuron_server` in the same way.
+
 It imports what ranks need, once, and touches no device. For each folder that it reads a line with, it forks a process,
 answers ``pid N``, and, when that has ended, ``exit CODE``. It ends with its input.
 """
@@ -33,21 +35,21 @@ MODULES = (
 )
 
 
-def serve() -> None:
+def serve(main: str) -> None:
+    """Forks a process for each line, in which the function ``main`` of the module of that name takes over."""
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow: no thread before a fork
     for name in MODULES:
         with contextlib.suppress(ImportError):  # shown by the rank that needs it
             importlib.import_module(name)
-    from neuron_accel.testing import _xla_process
-
+    take_over = importlib.import_module(main).main
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
-            _xla_process.main(line.strip())
+            take_over(line.strip())
         print("pid", pid, flush=True)
         _, status = os.waitpid(pid, 0)
         print("exit", os.waitstatus_to_exitcode(status), flush=True)
 
 
 if __name__ == "__main__":
-    serve()
+    serve("neuron_accel.testing._xla_process")

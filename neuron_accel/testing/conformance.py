@@ -5,7 +5,7 @@
         def plugin(self):
             return Stripes(width=2)
 
-Everything that ranks are told is found there by name or travels as a copy: plugin classes and functions belong into
+Everything that ranks receive is found there by name or sent as a copy: plugin classes and functions belong into
 modules, and closures and lambdas will not do.
 """
 
@@ -27,16 +27,10 @@ from neuron_accel.errors import CommunicationError, PlanError, UnsupportedModelE
 from neuron_accel.testing import _cases, _form, _opting_out
 from neuron_accel.testing._compositions import COMPOSITIONS, Composition, data_parallel_size
 from neuron_accel.testing.parity import Batch, Tolerance, Trace, Training, compare, train_on_rank
-from neuron_accel.testing.ranks import RanksError, run_ranks
+from neuron_accel.testing.rank_errors import RanksError
+from neuron_accel.testing.ranks import run_ranks
 
-BACKENDS = ("gloo", "xla")
-CASES = [
-    (name, backend)
-    for backend in BACKENDS
-    for name, composition in COMPOSITIONS.items()
-    if backend == "gloo" or composition.lazy
-]
-SECONDS = {"gloo": 60.0, "xla": 110.0}
+SECONDS = {"gloo": 60.0, "native": 90.0, "native-p2p": 90.0, "xla": 110.0}
 Folders: TypeAlias = pytest.TempPathFactory
 _MADE_ONCE: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
 
@@ -54,6 +48,7 @@ class PluginConformance:
         training: how it is trained: the optimizer and the norm to which gradients are clipped. Accumulation and
             freezing are up to the checks.
         steps: number of optimizer steps, at least 2; more for an algorithm that does something every so many steps.
+        backends: on which ranks it is tried, as ``run_ranks`` names them. Checks that need one kind take the first.
         opt_out: check (``"test_tied_parameters"``, one case of it, ``"test_trains_like_one_process[pp2-gloo]"``, or
             ``"[xla]"`` for all on these ranks) to the reason why it cannot hold for this plugin, a sentence. It is
             printed.
@@ -64,6 +59,7 @@ class PluginConformance:
     tolerance: ClassVar[Tolerance] = Tolerance()
     conflicts: ClassVar[Mapping[str, str]] = {}
     opt_out: ClassVar[Mapping[str, str]] = {}
+    backends: ClassVar[tuple[str, ...]] = ("gloo", "xla")
     training: ClassVar[Training] = Training(max_norm=0.5)
     steps: ClassVar[int] = 3
 
@@ -128,7 +124,6 @@ class PluginConformance:
                 _fail(f"composition {name!r} has {len(plans)} different outcomes, by the order of its plugins: {plans}")
 
     # ---- does it train like one process? -----------------------------------------------------------------------------
-    @pytest.mark.parametrize(("composition", "backend"), CASES, ids=[f"{c}-{b}" for c, b in CASES])
     def test_trains_like_one_process(
         self, plugin: StrategyPlugin, composition: str, backend: str, made_once: dict[str, Any]
     ) -> None:
@@ -138,7 +133,6 @@ class PluginConformance:
         trace = self._train(plugin, composition, backend, self.training)
         self._compare(plugin, trace, composition, backend, self.training, memory=made_once)
 
-    @pytest.mark.parametrize("backend", BACKENDS)
     def test_accumulates_like_one_process(self, plugin: StrategyPlugin, backend: str) -> None:
         """Two micro-batches for each step."""
         if self._refuses(plugin, backend):
@@ -146,7 +140,6 @@ class PluginConformance:
         training = dataclasses.replace(self.training, accumulation=2)
         self._compare(plugin, self._train(plugin, "alone", backend, training), "alone", backend, training)
 
-    @pytest.mark.parametrize("backend", BACKENDS)
     def test_frozen_parameters(self, plugin: StrategyPlugin, backend: str) -> None:
         """Frozen parameters stay what they were, bit for bit, and the others train like in one process."""
         if self._refuses(plugin, backend):
@@ -161,7 +154,6 @@ class PluginConformance:
         changed = [name for name in frozen if not torch.equal(expected.weights[name], trace.weights[name])]
         _none([f"{name} is frozen and has changed" for name in changed])
 
-    @pytest.mark.parametrize("backend", BACKENDS)
     def test_tied_parameters(self, plugin: StrategyPlugin, backend: str) -> None:
         """A weight with two names stays one, and gets the gradients of both uses."""
         if self._refuses(plugin, backend):
@@ -170,7 +162,6 @@ class PluginConformance:
         self._compare(plugin, trace, "alone", backend, self.training, model=self.tied_model)
 
     # ---- can others read what it saves? ------------------------------------------------------------------------------
-    @pytest.mark.parametrize("backend", BACKENDS)
     def test_resumes(
         self, plugin: StrategyPlugin, backend: str, made_once: dict[str, Any], tmp_path_factory: Folders
     ) -> None:
@@ -180,27 +171,27 @@ class PluginConformance:
         plugins, ranks = self._composed("alone", plugin)
         self._check_loading(plugin, plugins, ranks, backend, self._saved(plugin, backend, made_once, tmp_path_factory))
 
-    @pytest.mark.parametrize("backend", BACKENDS)
     def test_reshards(
         self, plugin: StrategyPlugin, backend: str, made_once: dict[str, Any], tmp_path_factory: Folders
     ) -> None:
-        """Another number of ranks loads what gloo ranks saved, and goes on alike."""
-        if self._refuses(plugin, backend) or self._refuses(plugin, "gloo"):
+        """Another number of ranks loads what ranks of the first backend saved, and goes on alike."""
+        if self._refuses(plugin, backend) or self._refuses(plugin, self.backends[0]):
             return
         plugins, ranks = self._composed("alone", plugin)
         fewest = COMPOSITIONS["alone"].fewest(plugins)
         others = ranks // 2 if ranks % 2 == 0 and (ranks // 2) % fewest == 0 else ranks * 2
-        self._check_loading(plugin, plugins, others, backend, self._saved(plugin, "gloo", made_once, tmp_path_factory))
+        self._check_loading(
+            plugin, plugins, others, backend, self._saved(plugin, self.backends[0], made_once, tmp_path_factory)
+        )
 
     def test_consolidates(self, plugin: StrategyPlugin, made_once: dict[str, Any], tmp_path_factory: Folders) -> None:
         """``neuron-accel consolidate`` makes the original model of a checkpoint."""
-        if self._refuses(plugin, "gloo"):
+        if self._refuses(plugin, self.backends[0]):
             return
-        folder, saved, _ = self._saved(plugin, "gloo", made_once, tmp_path_factory)
+        folder, saved, _ = self._saved(plugin, self.backends[0], made_once, tmp_path_factory)
         _none(_form.consolidation_problems(folder, saved, tmp_path_factory.mktemp("consolidated")))
 
     # ---- does it leave as it came? -----------------------------------------------------------------------------------
-    @pytest.mark.parametrize("backend", BACKENDS)
     def test_unwrap_model_is_the_original(self, plugin: StrategyPlugin, backend: str) -> None:
         """``unwrap_model`` returns the object that was prepared, and its parameters keep their names."""
         if self._refuses(plugin, backend):
@@ -216,21 +207,31 @@ class PluginConformance:
         """No hooks, attributes, groups, threads, variables or patches after the end of a run."""
         from neuron_accel.testing._leftovers import leftovers
 
-        if self._refuses(plugin, "gloo"):
+        if self._refuses(plugin, self.backends[0]):
             return
         plugins, ranks = self._composed("alone", plugin)
         case, plain = self._case(plugin, plugins), self._case(plugin, ())
-        results = run_ranks(leftovers, ranks, case, plain)
+        results = run_ranks(leftovers, ranks, case, plain, backend=case.backend)
         _none([f"rank {rank}: {what}" for rank, found in enumerate(results) for what in found])
 
     def test_exits_cleanly(self, plugin: StrategyPlugin) -> None:
         """Ranks end by themselves, with exit code 0."""
-        if self._refuses(plugin, "gloo"):
+        if self._refuses(plugin, self.backends[0]):
             return
         plugins, ranks = self._composed("alone", plugin)
-        run_ranks(_cases.train_and_leave, ranks, self._case(plugin, plugins), full_exit=True)
+        case = self._case(plugin, plugins)
+        run_ranks(_cases.train_and_leave, ranks, case, backend=case.backend, full_exit=True)
 
     # ---- how ---------------------------------------------------------------------------------------------------------
+    @classmethod
+    def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
+        """One case for each of :attr:`backends`, and where compositions are trained, for each that there is on it."""
+        if "composition" in metafunc.fixturenames:
+            cases = [(name, b) for b in cls.backends for name, what in COMPOSITIONS.items() if what.exists_on(b)]
+            metafunc.parametrize(("composition", "backend"), cases, ids=[f"{name}-{b}" for name, b in cases])
+        elif "backend" in metafunc.fixturenames:
+            metafunc.parametrize("backend", cls.backends)
+
     @pytest.fixture(autouse=True)
     def _opted_out(self, request: pytest.FixtureRequest) -> None:
         _opting_out.act(request, type(self).opt_out)
@@ -259,13 +260,15 @@ class PluginConformance:
     def _model(self, plugin: StrategyPlugin, model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         return functools.partial(self.build, model, plugin=plugin)
 
-    def _case(self, plugin: StrategyPlugin, plugins: tuple[StrategyPlugin, ...], backend: str = "gloo") -> _cases.Case:
+    def _case(
+        self, plugin: StrategyPlugin, plugins: tuple[StrategyPlugin, ...], backend: str | None = None
+    ) -> _cases.Case:
         return _cases.Case(
             model=self._model(plugin, self.model),
             plugins=plugins,
             batches=self.batches(self.steps),
             training=self.training,
-            backend=backend,
+            backend=backend or self.backends[0],
         )
 
     def _run(self, function: Callable[..., Any], ranks: int, case: _cases.Case, *arguments: Any) -> list[Any]:

@@ -8,6 +8,7 @@ norms, gradients and weights are compared.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from neuron_accel.engine.plan.mesh import AxisSpec
 from neuron_accel.engine.plan.plugin import StrategyPlugin
 from neuron_accel.errors import UsageError
 from neuron_accel.testing.ranks import run_ranks
+
+_logger = logging.getLogger(__name__)
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -151,7 +154,7 @@ def train_on_rank(
 
 
 def loader_of(batches: Sequence[Batch], data_parallel_size: int) -> torch.utils.data.DataLoader:
-    """A loader that, prepared, gives each data-parallel rank its share of each of the global ``batches``.
+    """A loader that, prepared, gives each data-parallel rank its shard of each of the global ``batches``.
 
     Raises:
         UsageError: if the batches have different sizes, or a size that is not a multiple of the number of ranks.
@@ -205,6 +208,7 @@ def compare(reference: Trace, trace: Trace, tolerance: Tolerance | None = None) 
         wrong += _compare_tensors(name, getattr(reference, name), getattr(trace, name), limit)
     if wrong:
         raise AssertionError("not like one process:\n  " + "\n  ".join(wrong))
+    _logger.debug("like one process", extra={"equal": True})
 
 
 def _compare_tensors(
@@ -247,8 +251,8 @@ def assert_parallel_equivalence(
         ranks: number of ranks; by default what the axes of ``plugins`` multiply to, at least 2.
         training: how to train; AdamW by default.
         tolerance: how exact; by default what fp32 rounding allows.
-        backend: ``"gloo"``, or ``"xla"`` for real ranks of torch_xla on the CPU, where gradients are compared by their
-            norms and by what they do to the weights.
+        backend: the kind of ranks, as :func:`run_ranks` names them. On ``"xla"`` gradients are compared by their norms
+            and by what they do to the weights.
         reference: importable function that makes of the built model what one process would train, where plugins change
             the model's function or what is trained (adapters); its FQNs are those of the parallel run.
         timeout: seconds, for each of the two trainings.

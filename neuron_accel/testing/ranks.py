@@ -8,12 +8,10 @@ started at the first call and ends with the caller's.
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
-import multiprocessing.spawn
 import os
-import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -22,71 +20,20 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from neuron_accel.errors import CommunicationError, UsageError
-from neuron_accel.testing import _rank
+from neuron_accel.errors import UsageError
+from neuron_accel.testing import _rank, native_ranks
+from neuron_accel.testing._call import free_port, main_script, pickle_call
+from neuron_accel.testing.rank_errors import RankExit, RanksError, RankTimeout
+
+NATIVE = {
+    "native": native_ranks.StandIn(),
+    "native-p2p": native_ranks.StandIn(send_receive=True),
+}
+"""Names of backends with a stand-in for the native Neuron device."""
+
+_logger = logging.getLogger(__name__)
 
 _TAIL = 20_000  # characters of a rank's output that an error carries
-
-
-class RankExit(Exception):
-    """A rank ended (``os._exit``, a signal, the kernel) before it returned or raised.
-
-    Args:
-        code: its exit code; negative for the number of the signal that ended it.
-    """
-
-    def __init__(self, code: int | None) -> None:
-        self.code = code
-        named = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        super().__init__(f"ended with {named} before it returned")
-
-    def __reduce__(self):
-        return type(self), (self.code,)
-
-
-class RankTimeout(Exception):
-    """A rank was still running when its time was over, and was ended."""
-
-
-class RanksError(Exception):
-    """At least one rank failed.
-
-    Attributes:
-        errors: the exception of each rank that failed, by rank. ``__cause__`` is the one that came first, where the
-            failures that merely follow from another's (a lost connection) count last.
-        tracebacks: the text of their tracebacks, or of the stacks of ranks that ran out of time, by rank. The message
-            has those that say something new.
-        outputs: the end of what each rank wrote to stdout and stderr, by rank; ranks that wrote nothing are absent.
-    """
-
-    def __init__(
-        self, size: int, errors: Mapping[int, BaseException], tracebacks: Mapping[int, str], outputs: Mapping[int, str]
-    ) -> None:
-        self.size, self.errors = size, dict(errors)
-        self.tracebacks, self.outputs = dict(tracebacks), dict(outputs)
-        first = min(self.errors, key=lambda rank: _is_consequence(self.errors[rank]))  # errors come in order of time
-        self.__cause__ = self.errors[first]
-        super().__init__(self._describe(first))
-
-    def __reduce__(self):
-        return type(self), (self.size, self.errors, self.tracebacks, self.outputs)
-
-    def _describe(self, first: int) -> str:
-        lines = [f"rank {first} of {self.size}: {_name(self.errors[first])}"]
-        lines += [f"rank {r} of {self.size}: {_name(e)}" for r, e in self.errors.items() if r != first]
-        for rank in sorted(self.errors, key=lambda r: (r != first, r)):
-            if rank in self.tracebacks and (rank == first or not self._follows(rank, first)):
-                lines += [f"--- traceback of rank {rank} ---", _without_harness(self.tracebacks[rank])]
-            if rank in self.outputs:
-                lines += [f"--- output of rank {rank} ---", self.outputs[rank].rstrip()]
-        return "\n".join(lines)
-
-    def _follows(self, rank: int, first: int) -> bool:
-        """Whether a rank's traceback would say nothing new: it raised the same, or lost the one that failed first."""
-        error = self.errors[rank]
-        if isinstance(error, RankTimeout):  # where it stands says whom it waits for
-            return False
-        return _is_consequence(error) or _name(error) == _name(self.errors[first])
 
 
 def run_ranks(
@@ -115,10 +62,16 @@ def run_ranks(
         timeout: seconds until ranks that still run are ended.
         grace: seconds that the other ranks have to end on their own once one has failed.
         env: more environment variables for the ranks.
-        backend: ``"gloo"``; None for ranks without a process group; ``"xla"`` for ranks of torch_xla on the CPU, which
-            are threads of one process (see :mod:`neuron_accel.testing.xla_ranks`) and share its environment.
+        backend: ``"gloo"``; None for ranks without a process group; ``"native"`` for ranks with a stand-in for the
+            native Neuron device, ``"native-p2p"`` for one that can send and receive (see
+            :mod:`neuron_accel.testing.native_ranks`); ``"xla"`` for ranks of torch_xla on the CPU, which are threads of
+            one process (see :mod:`neuron_accel.testing.xla_ranks`) and share its environment; ``"cuda"`` for ranks with
+            GPUs, which they share if they are more (see :mod:`neuron_accel.testing.cuda_ranks`);
+            ``"neuron"`` for ranks of torch_xla on an emulated Neuron device, which are processes without a process
+            group (see :mod:`neuron_accel.testing.neuron_ranks`).
         full_exit: ranks end as an interpreter does (threads waited for, ``atexit``, finalisation), and one that does
-            not end by itself within ``grace`` seconds, or not with exit code 0, has failed. Not for ``"xla"``.
+            not end by itself within ``grace`` seconds, or not with exit code 0, has failed. Only for gloo, the
+            native stand-in and None.
 
     Raises:
         RanksError: if a rank raises, ends early, or runs out of time.
@@ -131,28 +84,41 @@ def run_ranks(
             why="ranks import the script to find its functions, and would start ranks without end",
             fix='put the call under `if __name__ == "__main__":`',
         )
-    call = _pickle_call(fn, args, kwargs)
+    call = pickle_call(fn, args, kwargs)
     if n < 1:
         raise UsageError(f"run_ranks needs at least one rank, not {n}.")
+    details = {"ranks": n, "backend": backend, "arguments": (args, kwargs)}
+    _logger.debug("%s on %d ranks (%s)", getattr(fn, "__qualname__", fn), n, backend, extra=details)
     if backend == "xla":
         from neuron_accel.testing.xla_ranks import run_xla_ranks
 
-        return run_xla_ranks(call, n, timeout=timeout, grace=grace, env=env or {}, main=_main_script(call))
-    _main_script(call)
-    if backend not in ("gloo", None):
+        return run_xla_ranks(call, n, timeout=timeout, grace=grace, env=env or {}, main=main_script(call))
+    if backend == "neuron":
+        from neuron_accel.testing.neuron_ranks import emulated_instance
+
+        with emulated_instance(cores=n) as machine:
+            return machine.run(fn, n, *args, timeout=timeout, grace=grace, env=env, **kwargs)
+    main_script(call)
+    if backend == "cuda":
+        _check_cuda()
+    if backend not in ("gloo", "cuda", None, *NATIVE):
         raise UsageError(
-            f"run_ranks knows no backend {backend!r}.", fix='use "gloo", "xla", or None for no process group'
+            f"run_ranks knows no backend {backend!r}.",
+            fix='use "gloo", "native", "native-p2p", "cuda", "xla", "neuron", or None for no process group',
         )
     with tempfile.TemporaryDirectory(prefix=f"neuron-accel-ranks-{os.getpid()}-", ignore_cleanup_errors=True) as folder:
-        port = _free_port()
+        port, native = free_port(), backend in NATIVE
+        if native:
+            native_ranks.write_package(Path(folder))
+        more = {**(NATIVE[backend].environ() if native else {}), **(env or {})}  # type: ignore[index]
         tasks = [
             _rank.RankTask(
                 rank=rank,
                 size=n,
                 call=call,
-                backend=backend,
+                backend="neuron" if native else backend,
                 folder=folder,
-                environ=_environment(rank, n, port, env or {}),
+                environ=_environment(rank, n, port, more, on_cpu=not native and backend != "cuda"),
                 timeout=timeout,
                 full_exit=full_exit,
             )
@@ -291,40 +257,17 @@ class _Ranks:
             connection.close()
 
 
-def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    try:
-        return pickle.dumps((fn, args, kwargs))
-    except Exception as error:
-        raise UsageError(
-            f"run_ranks cannot send {getattr(fn, '__qualname__', fn)!r} and its arguments to the ranks: {error}",
-            why="ranks are processes; functions reach them by name and values as copies",
-            fix="use a function of a module instead of a lambda or closure, and picklable arguments",
-        ) from error
+def _check_cuda() -> None:
+    from neuron_accel.testing import cuda_ranks
+
+    lacks = cuda_ranks.missing()
+    if lacks is not None:
+        raise UsageError(f"There are no CUDA ranks here: {lacks}.", fix="run this on a machine with an NVIDIA GPU")
 
 
-def _main_script(call: bytes) -> dict[str, str]:
-    """What tells a rank where to find ``__main__``, as multiprocessing passes it on; empty if the call does not need
-    it.
-
-    Raises:
-        UsageError: if it needs it, and other processes cannot import it.
-    """
-    if b"__main__" not in call:
-        return {}
-    data: Mapping[str, Any] = multiprocessing.spawn.get_preparation_data("ranks")
-    main = {key: data[key] for key in ("init_main_from_name", "init_main_from_path") if key in data}
-    if not main or not os.path.exists(main.get("init_main_from_path", os.curdir)):
-        raise UsageError(
-            "run_ranks was given a function or value of __main__, which is no file here.",
-            why="ranks are processes; they find functions and classes by importing their module",
-            fix="put it into a module, and import it from there",
-        )
-    return main
-
-
-def _environment(rank: int, size: int, port: int, env: Mapping[str, str]) -> dict[str, str]:
+def _environment(rank: int, size: int, port: int, env: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"},
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(rank),
@@ -333,18 +276,12 @@ def _environment(rank: int, size: int, port: int, env: Mapping[str, str]) -> dic
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "ACCELERATE_USE_CPU": "true",
+        **({"ACCELERATE_USE_CPU": "true"} if on_cpu else {}),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **env,
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _settled_text(path: Path) -> str:
@@ -365,27 +302,3 @@ def _read(path: Path) -> str:
     except FileNotFoundError:
         return ""
     return text if len(text) <= _TAIL else f"[... {len(text) - _TAIL} characters left out]\n{text[-_TAIL:]}"
-
-
-def _without_harness(text: str) -> str:
-    """A traceback without the frames of this package's own machinery around the call, and without underlining."""
-    folder = os.path.dirname(os.path.abspath(__file__))
-    harness = tuple(f'  File "{os.path.join(folder, name)}"' for name in ("_rank.py", "_xla_process.py"))
-    kept, skipping = [], False
-    for line in text.rstrip().splitlines():
-        if line.startswith("  File ") or not line.startswith(" "):
-            skipping = line.startswith(harness)
-        if not skipping and line.strip(" ^~"):
-            kept.append(line)
-    return "\n".join(kept) if any(line.startswith("  File ") for line in kept) else text.rstrip()
-
-
-def _is_consequence(error: BaseException) -> bool:
-    from neuron_accel.backends.failures import is_communication_failure
-
-    lost_peer = isinstance(error, RuntimeError) and is_communication_failure(error)
-    return lost_peer or isinstance(error, (CommunicationError, RankTimeout))
-
-
-def _name(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

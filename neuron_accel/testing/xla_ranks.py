@@ -34,7 +34,7 @@ from neuron_accel.backends.xla_channel import MEETING
 from neuron_accel.errors import UsageError
 from neuron_accel.testing._rank import STACK_SIGNAL
 from neuron_accel.testing._xla_process import XlaTask
-from neuron_accel.testing.ranks import RankExit, RanksError, RankTimeout
+from neuron_accel.testing.rank_errors import RankExit, RanksError, RankTimeout
 
 # Every rank blocks threads in rendezvous; the defaults are the number of cores, which starves four ranks on two.
 _THREADS = "64"
@@ -48,7 +48,7 @@ _SET = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 # Ranks compile far longer than they run. LLVM's optimizations take half of that time and change nothing that counts.
-_QUICK = {"--xla_backend_optimization_level": "0", "--xla_llvm_disable_expensive_passes": "true"}
+QUICK_FLAGS = {"--xla_backend_optimization_level": "0", "--xla_llvm_disable_expensive_passes": "true"}
 _UNSET = (
     *("ACCELERATE_USE_CPU", "USE_TORCH_XLA", "DISABLE_XLA", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "XLA_FLAGS",  # the process that ranks are forked from has them, and what torch_xla has added
@@ -81,31 +81,50 @@ def run_xla_ranks(
         raise UsageError(
             "There is no torch_xla to run ranks on.", fix="install the extra: pip install 'neuron-accel[xla]'"
         )
+    task = XlaTask(
+        size=n,
+        call=call,
+        environ={**_environment(), "CPU_NUM_DEVICES": str(n), **env},
+        timeout=timeout,
+        grace=grace,
+        syspath=list(sys.path),
+        main=dict(main),
+    )
+    return run_forked("neuron_accel.testing._xla_server", task, _server_environment())
+
+
+def run_forked(server: str, task: XlaTask, environ: Mapping[str, str]) -> list[Any]:
+    """Has a process that is warm, and stays for the next call, fork one that runs a task; what its ranks returned.
+
+    Args:
+        server: the module that the warm process runs.
+        environ: environment variables of that process, if this call starts it.
+
+    Raises:
+        RanksError: if a rank raises, ends early, or runs out of time.
+    """
     with tempfile.TemporaryDirectory(prefix=f"neuron-accel-xla-{os.getpid()}-", ignore_cleanup_errors=True) as folder:
-        task = XlaTask(
-            size=n,
-            call=call,
-            environ={**_environment(), "CPU_NUM_DEVICES": str(n), **env},
-            timeout=timeout,
-            grace=grace,
-            syspath=list(sys.path),
-            main=dict(main),
-        )
         Path(folder, "task").write_bytes(pickle.dumps(task))
-        if _server().ended:
-            _server.cache_clear()
-        in_time, code = _server().run(folder, timeout)
-        return _results(Path(folder), n, in_time, code, timeout)
+        running = _servers()
+        if server not in running or running[server].ended:
+            running[server] = _Server(server, environ)
+        in_time, code = running[server].run(folder, task.timeout)
+        return _results(Path(folder), task.size, in_time, code, task.timeout)
 
 
 def _environment() -> dict[str, str]:
     return {**{k: v for k, v in os.environ.items() if k not in _UNSET}, **_SET}
 
 
-def _flags() -> str:
+def _server_environment() -> dict[str, str]:
+    path = os.pathsep.join(p for p in sys.path if p)
+    return {**_environment(), "XLA_FLAGS": flags(), "PYTHONPATH": path}
+
+
+def flags() -> str:
     """The caller's ``XLA_FLAGS``, and those that compile quickly where it says nothing of them."""
     flags = os.environ.get("XLA_FLAGS", "")
-    return " ".join([flags, *(f"{name}={value}" for name, value in _QUICK.items() if name not in flags)]).strip()
+    return " ".join([flags, *(f"{name}={value}" for name, value in QUICK_FLAGS.items() if name not in flags)]).strip()
 
 
 def _results(folder: Path, n: int, in_time: bool, code: int, timeout: float) -> list[Any]:
@@ -135,14 +154,19 @@ def _results(folder: Path, n: int, in_time: bool, code: int, timeout: float) -> 
 
 
 class _Server:
-    """The process that ranks are forked from, seen from outside."""
+    """The process that ranks are forked from, seen from outside.
 
-    def __init__(self) -> None:
+    Args:
+        module: what it runs.
+        environ: its environment variables.
+    """
+
+    def __init__(self, module: str, environ: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "neuron_accel.testing._xla_server"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**_environment(), "XLA_FLAGS": _flags(), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            env=dict(environ),
             text=True,
             start_new_session=True,  # an interrupt is the caller's, who ends what runs
         )
@@ -194,5 +218,6 @@ class _Server:
 
 
 @functools.lru_cache(maxsize=1)
-def _server() -> _Server:
-    return _Server()
+def _servers() -> dict[str, _Server]:
+    """Those that run, by module; they stay for the next call."""
+    return {}

@@ -15,9 +15,9 @@ from neuron_accel.checkpoint.state.load import load_weights, refresh_masters
 
 
 class TrainersAccelerator(NeuronAccelerator):
-    """A :class:`NeuronAccelerator` for a caller that lets go of everything before each training and prepares again.
+    """A :class:`NeuronAccelerator` for a caller that releases everything before each training and prepares again.
 
-    What a plugin has cut cannot be prepared twice, so models and optimizers stay prepared until :meth:`start_over`.
+    What a plugin has sharded cannot be prepared twice, so models and optimizers stay prepared until :meth:`start_over`.
     """
 
     @property
@@ -25,7 +25,7 @@ class TrainersAccelerator(NeuronAccelerator):
         """Whether the device collects a step in one graph."""
         return self.run.backend.is_lazy
 
-    # ---- values ----------------------------------------------------------------------------------------------------
+    # ---- values ------------------------------------------------------------------------------------------------------
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As in the base class; from a lazy device on the host, since the Trainer appends to what it has, which would
         be another graph for every batch."""
@@ -50,9 +50,9 @@ class TrainersAccelerator(NeuronAccelerator):
 
         return recursively_apply(padded, tensor, error_on_other_type=True)
 
-    # ---- what is prepared ------------------------------------------------------------------------------------------
+    # ---- what is prepared --------------------------------------------------------------------------------------------
     def free_memory(self, *objects: Any) -> Any:
-        """Lets go of loaders, schedulers and registered objects."""
+        """Releases loaders, schedulers and registered objects."""
         self.wait_for_checkpoint()
         self._dataloaders.clear()
         self._schedulers.clear()
@@ -61,7 +61,7 @@ class TrainersAccelerator(NeuronAccelerator):
         return release_memory(*objects)
 
     def start_over(self) -> None:
-        """Lets go of everything prepared."""
+        """Releases everything prepared."""
         super().free_memory()
 
     def prepare_once(self, model: nn.Module) -> nn.Module:

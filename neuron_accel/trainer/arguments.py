@@ -93,9 +93,9 @@ class StrategyArguments:
         super().__post_init__()  # type: ignore[misc]
         self.make_plan()
 
-    # ---- what they mean --------------------------------------------------------------------------------------------
+    # ---- what they mean ----------------------------------------------------------------------------------------------
     def strategies(self) -> list[StrategyPlugin]:
-        """The plugins that the arguments stand for.
+        """The plugins that the arguments select.
 
         Raises:
             ConfigurationError: if the file or a name in it is wrong, or sets what an argument sets.
@@ -127,7 +127,7 @@ class StrategyArguments:
 
     @property
     def microbatches(self) -> int:
-        """Number of parts of a rank's batch in a pipeline."""
+        """Number of micro-batches of a rank's batch in a pipeline."""
         given = self.pipeline_parallel_num_microbatches
         return self.per_device_train_batch_size if given == -1 else given  # type: ignore[attr-defined]
 
@@ -145,6 +145,7 @@ class StrategyArguments:
             self.strategies(),
             world_size=backend.world_size,
             backend_capabilities=backend.capabilities,
+            backend_missing=backend.missing,
             default_owners=registry.default_owners(),
             provenance=registry.provenance,
         )
@@ -152,7 +153,7 @@ class StrategyArguments:
             self._check_with_a_pipeline()
         return plan
 
-    # ---- checks ----------------------------------------------------------------------------------------------------
+    # ---- checks ------------------------------------------------------------------------------------------------------
     def _check_values(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) < 1:
@@ -184,13 +185,13 @@ class StrategyArguments:
         size = self.per_device_train_batch_size  # type: ignore[attr-defined]
         if self.pipeline_parallel_size > 1 and size % self.microbatches:
             raise PlanError(
-                f"A batch of {size} samples cannot be divided into {self.microbatches} micro-batches.",
+                f"A batch of {size} samples cannot be split into {self.microbatches} micro-batches.",
                 where="pipeline_parallel_num_microbatches, per_device_train_batch_size",
                 fix="choose a number of micro-batches that divides the batch",
             )
         refused = {
             "fp16": "losses would have to be scaled before the pipeline runs their backward passes; use bf16",
-            "predict_with_generate": "each stage would keep its own layers' part of the key/value cache; evaluate the "
+            "predict_with_generate": "each stage would keep the key/value cache of its own layers; evaluate the "
             "loss, and generate with the saved model in one process",
         }
         for name, reason in refused.items():
@@ -209,7 +210,7 @@ class StrategyArguments:
             )
         return list(configured.plugins)
 
-    # ---- as data ---------------------------------------------------------------------------------------------------
+    # ---- as data -----------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
         """As in transformers; plugins by their description."""
         data = super().to_dict()  # type: ignore[misc]

@@ -29,14 +29,14 @@ _ROUNDING = 1e-4
 
 
 class Checkpointing:
-    """The part of the Trainer that has to do with checkpoints."""
+    """The methods of the Trainer for checkpoints."""
 
     accelerator: TrainersAccelerator
     model: nn.Module
     args: Any
     _resumed_random: dict[str, Any] | None = None
 
-    # ---- saving ----------------------------------------------------------------------------------------------------
+    # ---- saving ------------------------------------------------------------------------------------------------------
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the full model, as transformers loads it, and the tokenizer; within a checkpoint, what the checkpoint
         holds of it. Every process calls it."""
@@ -112,7 +112,7 @@ class Checkpointing:
     def _save_rng_state(self, output_dir: str) -> None: ...
     def _load_scaler(self, checkpoint: str | None) -> None: ...
 
-    # ---- loading ---------------------------------------------------------------------------------------------------
+    # ---- loading -----------------------------------------------------------------------------------------------------
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As in transformers; ``resume_from_checkpoint=True`` takes the newest checkpoint that is complete."""
         if resume_from_checkpoint is True:

@@ -1,9 +1,9 @@
 """A Trainer on a device that collects a step in one graph.
 
 There transformers' own loop reads values and executes graphs of its own: the loss and the number of tokens at every
-log, the shapes and results of every batch in evaluation. Each cuts a step's graph in two, or makes another one that is
-compiled, for minutes on real devices. Here values are read when the step that computes them is complete, and what ranks
-tell each other for a log goes beside the device.
+log, the shapes and results of every batch in evaluation. Each splits a step's graph in two, or makes another one that
+is compiled, for minutes on real devices. Here values are read when the step that computes them is complete, and what
+ranks tell each other for a log goes beside the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_LOSSES = 100
 
 
 class OneGraph:
-    """The part of the Trainer that has to do with graphs. On other devices everything is left to transformers."""
+    """The methods of the Trainer for graphs. On other devices everything is left to transformers."""
 
     accelerator: TrainersAccelerator
     args: Any
@@ -51,7 +51,7 @@ class OneGraph:
     def _lazy(self) -> bool:
         return self.accelerator.is_lazy
 
-    # ---- an epoch --------------------------------------------------------------------------------------------------
+    # ---- an epoch ----------------------------------------------------------------------------------------------------
     def _run_epoch(self, **options: Any) -> None:
         """As in transformers; an epoch that was interrupted goes on by our own way to skip batches: Accelerate's would
         put torch_xla's loader around ours, which executes what has collected at every batch."""
@@ -99,8 +99,8 @@ class OneGraph:
         """``batch``, and what its loss is multiplied by. Where the loss is divided by the number of labels of all ranks
         the labels of a rank without real rows are masked, and nothing is multiplied."""
         share = getattr(self._loader, "row_share", None)
-        divided = self.model_accepts_loss_kwargs or self.compute_loss_func is not None  # type: ignore[attr-defined]
-        if share is None or not divided or not self.args.average_tokens_across_devices or "labels" not in batch:
+        sharded = self.model_accepts_loss_kwargs or self.compute_loss_func is not None  # type: ignore[attr-defined]
+        if share is None or not sharded or not self.args.average_tokens_across_devices or "labels" not in batch:
             return batch, share
         if share is not self._share:  # all full batches have the same one
             self._share, self._is_empty = share, not float(share.cpu())
@@ -117,7 +117,7 @@ class OneGraph:
     def _loader(self) -> Any:
         return self.accelerator.gradient_state.active_dataloader
 
-    # ---- a step ----------------------------------------------------------------------------------------------------
+    # ---- a step ------------------------------------------------------------------------------------------------------
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
@@ -215,7 +215,7 @@ class OneGraph:
         """[1]: of no dims, torch_xla would make a constant of the graph of it, and another graph thereby."""
         return torch.zeros(1, dtype=dtype).to(self.args.device)
 
-    # ---- evaluation ------------------------------------------------------------------------------------------------
+    # ---- evaluation --------------------------------------------------------------------------------------------------
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:

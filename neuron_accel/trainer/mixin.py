@@ -103,12 +103,13 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         """Whether a plugin runs backward passes inside the model's call."""
         return self.accelerator.run.owner(Claim.BACKWARD) is not None
 
-    # ---- models and optimizers -------------------------------------------------------------------------------------
+    # ---- models and optimizers ---------------------------------------------------------------------------------------
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Preparing places a model, after it was divided: whole it might not fit."""
+        """Preparing places a model, after it was sharded: unsharded it might not fit."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """The prepared model; prepared for training also where it is first evaluated, since it can be cut once only."""
+        """The prepared model; prepared for training also where it is first evaluated, since it can be sharded only
+        once."""
         if self.accelerator.run.prepared(self.model) is None:
             self._check_heads(self.model)
             if self._pipelined:
@@ -167,7 +168,7 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         self.callback_handler.train_dataloader = train_dataloader  # type: ignore[attr-defined]
         return model, train_dataloader
 
-    # ---- data ------------------------------------------------------------------------------------------------------
+    # ---- data --------------------------------------------------------------------------------------------------------
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples in an optimizer step: of all ranks that see different ones."""
         return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.data_parallel_size
@@ -186,7 +187,7 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
             )
         return sampler
 
-    # ---- losses ----------------------------------------------------------------------------------------------------
+    # ---- losses ------------------------------------------------------------------------------------------------------
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:

@@ -51,7 +51,7 @@ def filled_up(inputs: Any, microbatches: int, label_names: list[str]) -> Any:
 
     Args:
         inputs: tensors by name, the batch first.
-        microbatches: number of equal parts it is to be divided into.
+        microbatches: number of micro-batches to split it into.
         label_names: which of them are labels.
 
     Raises:
@@ -65,7 +65,7 @@ def filled_up(inputs: Any, microbatches: int, label_names: list[str]) -> Any:
     labels = [name for name in label_names if name in tensors and not tensors[name].is_floating_point()]
     if not labels:
         raise UsageError(
-            f"A batch of {size} samples cannot be divided into {microbatches} micro-batches.",
+            f"A batch of {size} samples cannot be split into {microbatches} micro-batches.",
             why="it could be filled up with samples that do not count, but it has no integer labels to mark them",
             fix="set dataloader_drop_last",
         )

@@ -29,7 +29,7 @@ _ONE_AT_A_TIME = {
 
 
 class Searching:
-    """The part of the Trainer that has to do with searches over hyperparameters."""
+    """The methods of the Trainer for hyperparameter searches."""
 
     accelerator: TrainersAccelerator
     model: Any

@@ -21,7 +21,7 @@ from neuron_accel.checkpoint.format.index import Index, state_collection
 from neuron_accel.checkpoint.format.pickled import read_containers
 from neuron_accel.checkpoint.format.source import Bytes, Chunk, SourceTensor
 from neuron_accel.checkpoint.state.load import fulfil, load_weights, optimizer_needs, refresh_masters
-from neuron_accel.checkpoint.state.snapshot import pieces_of, position_along
+from neuron_accel.checkpoint.state.snapshot import pieces_of
 from neuron_accel.checkpoint.state.training import (
     Training,
     group_names,
@@ -174,7 +174,7 @@ class _Named:
                     self._add(name, entries.get(number, {}))
                 self._options.append({k: v for k, v in group.items() if k not in {"params", *_IMPLEMENTATION}})
         except (KeyError, TypeError, AttributeError) as error:
-            raise _damaged(path, f"it is no optimizer's state: {error!r}") from error
+            raise _damaged(path, f"it is not an optimizer's state: {error!r}") from error
         self._check_shapes()
 
     def _ordered(self, stages: list[list[str]]) -> list[str]:
@@ -242,7 +242,7 @@ class _Named:
         return optimizer_needs(self._optimizer, 0, self._index, self._run) if self._found else ()
 
     def make_room(self) -> None:
-        """Leaves in the optimizer what is no tensor, and room for what is."""
+        """Restores the values of the optimizer that are not tensors, and allocates the tensors."""
         for piece in pieces_of(self._optimizer, self._run) if self._found else ():
             values = next((self._values[name] for name in piece.record.names if name in self._values), {})
             if values or self._index.entries(0, piece.record.names):
@@ -276,7 +276,7 @@ def _check_scheduler(scheduler: Any, state: dict[str, Any] | None, path: Path) -
 
 def _random_state(states: list[dict[str, Any]], run: Run) -> dict[str, Any]:
     """This rank's: by its place among the ranks that see different data. One that was not there draws its own."""
-    index = position_along(run.mesh, run.coordinates, run.mesh.data_axes)
+    index = run.mesh.position(run.backend.rank, run.mesh.data_axes)
     before = random_state(run.backend.generator)
     try:
         set_random_state(states[index % len(states)], run.backend.generator)

@@ -44,7 +44,7 @@ def collate(samples):
 
 
 def classifier(family):
-    """A tiny BERT, or a tiny Llama where tensors are to be divided. Without dropout: its random numbers are those of a
+    """A tiny BERT, or a tiny Llama where tensors are to be sharded. Without dropout: its random numbers are those of a
     rank, and there are other ranks."""
     torch.manual_seed(7)
     common = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -1,11 +1,17 @@
 """Accelerate's own test files, unmodified and whole, with the class swapped.
 
+Of the three files, one case runs several ranks: ``test_map_location`` of ``test_state_checkpointing.py`` launches the
+file itself, whose main part trains, saves, and loads with every ``map_location``. Upstream skips it on the CPU
+(``require_non_cpu``), so :func:`test_the_part_that_runs_on_several_ranks` runs that main part on two gloo ranks. Two
+cases with ``require_multi_device`` quantize with bitsandbytes over two GPUs of one process.
+
 They are in Accelerate's source distribution only. ``nox -s tests`` downloads that of the version which is installed and
 says where in ``ACCELERATE_SDIST``; without it these tests are skipped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import subprocess
@@ -73,3 +79,28 @@ def test_upstream_file(upstream, tmp_path, name):
     skipped = [case.find("skipped").get("message") for case in cases if case.find("skipped") is not None]
     assert len(cases) > len(skipped)
     assert all(reason.startswith(LACKING) for reason in skipped), skipped
+
+
+@pytest.mark.parametrize("plugins", ["", "zero1"], ids=["plain", "zero1"])
+@pytest.mark.parametrize("safetensors", ["True", "False"])
+def test_the_part_that_runs_on_several_ranks(upstream, safetensors, plugins):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = upstream / "tests" / "test_state_checkpointing.py"
+    result = subprocess.run(
+        [*command, str(HERE / "run_upstream.py"), str(script), "--plugins", plugins],
+        env={
+            **os.environ,
+            "ACCELERATE_USE_CPU": "true",
+            "USE_SAFETENSORS": safetensors,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    with contextlib.suppress(OSError):
+        os.rmdir("/tmp/accelerate")  # the script's own folder, which it empties
+    assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
+    assert ("writes safetensors and JSON all the same" in result.stderr) == (safetensors == "False")

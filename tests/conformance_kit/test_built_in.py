@@ -9,6 +9,7 @@ import pytest
 from neuron_accel import (
     ActivationCheckpointingPlugin,
     DataParallelPlugin,
+    FlashAttentionPlugin,
     ModelParallelismPlugin,
     PipelineParallelPlugin,
     SequenceParallelPlugin,
@@ -24,7 +25,7 @@ class TestDataParallel(PluginConformance):
     def plugin(self):
         return DataParallelPlugin(bucket_cap_mb=0.01)
 
-    conflicts: ClassVar = {"zero1": "has no duty left", "tp2-zero1": "has no duty left"}
+    conflicts: ClassVar = {"zero1": "has nothing left to own", "tp2-zero1": "has nothing left to own"}
 
 
 class TestZero1(PluginConformance):
@@ -61,6 +62,12 @@ class TestActivationCheckpointing(PluginConformance):
     @pytest.fixture
     def plugin(self):
         return ActivationCheckpointingPlugin()
+
+
+class TestFlashAttention(PluginConformance):
+    @pytest.fixture
+    def plugin(self):
+        return FlashAttentionPlugin(block_size=3)
 
 
 class TestSequenceParallel(PluginConformance):

@@ -30,7 +30,7 @@ def refusal(check, plugin, *arguments, kit=Kit, **keywords) -> str:
 FORM = {
     "ByPosition": "width can be given by position",
     "Misspelt": "transform_optimiser is not a hook and never called; did you mean transform_optimizer?",
-    "TooFewArguments": "before_step does not take what it is called with",
+    "TooFewArguments": "before_step does not accept its arguments",
     "UnclaimedDuty": "clip_grad_norm is only called on the owner of gradient_clipping",
     "OtherVersion": "written for version 99",
 }
@@ -216,8 +216,8 @@ def test_opting_out_without_a_reason():
         Evasive().test_is_opted_out_of_with_reasons_only()
     for found in (
         "the reason for 'test_resumes' is 'no'",
-        "opt_out names 'test_resume', which is no check",
-        "conflicts names 'tp3', which is no composition",
+        "opt_out names 'test_resume', which is not a check",
+        "conflicts names 'tp3', which is not a composition",
         "the conflict 'pp2' has no text",
         "Evasive replaces test_exits_cleanly",
     ):

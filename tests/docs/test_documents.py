@@ -73,7 +73,7 @@ def test_commands_parse(command):
 
 def runs_here(command):
     """Not what means something on Trainium or with a bucket only, nor ``neuron-accel test``, which has its own test."""
-    return not re.search(r"precompile|--compiler-flags|--cpu|accel test|s3://", command.values[0])
+    return not re.search(r"precompile|--compiler-flags|--cpu|--network|accel test|s3://", command.values[0])
 
 
 @pytest.mark.parametrize("command", [*filter(runs_here, commands())])

@@ -63,10 +63,10 @@ WEIGHTS = {"one": 0.3, "zero1 x 1": 0.4, "dp4": 0.5, "dp3": 0.7, "zero1 x 2": 2,
 
 TOKENS = ("gru", "lstm", "tied-lm", "encoder", "blocks", "blocks-tied")
 TEXT = ("llama", "llama-tied", "gpt2", "gpt2-untied")
-VECTORS = ("mlp", "mlp-layer", "mlp-batch", "shared", "sometimes", "counting", "odd")
+VECTORS = ("mlp", "mlp-layer", "mlp-batch", "shared", "sometimes", "counting", "odd", "complex")
 PARAMETRIZED = ("weight_norm", "spectral_norm", "pruned")
 IMAGES = ("conv", "conv-batch", "conv-group")
-OWN = (*VECTORS, *PARAMETRIZED, *IMAGES, *TOKENS)
+OWN = (*VECTORS[:-1], *PARAMETRIZED, *IMAGES, *TOKENS)  # complex parameters are drawn at the end
 SHARDED = ("blocks", "blocks-tied", *TEXT)
 RECOMPUTING = ("mlp", "mlp-layer", "conv", "conv-group", "shared", "tied-lm", "encoder", "blocks", *TEXT)
 DROPPING = ("mlp", "mlp-layer", "mlp-batch", "conv", "conv-group", "tied-lm", "encoder")
@@ -291,7 +291,9 @@ def draw(seed: int, *, composition: str | None = None, backend: str = "gloo") ->
     if loop == "closure" and model != "odd" and sometimes(0.4):  # LBFGS takes no transposed memory
         fields["optimizer"] = "LBFGS"
     exact = fields["optimizer"] in ("Rprop", "LBFGS", "Adafactor", "ASGD")
-    if exact and whole and backend == "gloo" and model not in TEXT:
+    if fields["optimizer"] == "LBFGS" and not (whole and backend == "gloo" and model not in TEXT):
+        fields["optimizer"] = "SGD"  # in float32 the last bit of a weight decides whether LBFGS diverges
+    elif exact and whole and backend == "gloo" and model not in TEXT:
         fields["dtype"] = "float64"
     elif sometimes(0.1) and model not in TEXT and backend == "gloo":
         fields["dtype"] = r.choice(("float64", "bfloat16") if loop == "plain" and whole else ("float64",))
@@ -362,11 +364,24 @@ def draw(seed: int, *, composition: str | None = None, backend: str = "gloo") ->
     if fields["drop_last"]:
         fields["samples"] += fields["size"] * mesh.data_ranks  # one batch at least
     if plain or loop == "teacher":
-        # Ranks have running statistics of their own, as docs/checkpoints.md says.
-        fields["evaluate"] = sometimes(0.15) and "batch" not in model
+        # What micro-batches after the last step have changed stays on each rank; torch_xla keeps biased variances.
+        fields["evaluate"] = sometimes(0.15 if "batch" not in model else 0.5)
+        if "batch" in model and (backend == "xla" or fields.get("by_hand")):
+            fields["evaluate"] = False
+    if backend == "gloo" and plain and sometimes(0.3):
+        _with_complex(fields, mesh)
     if backend == "xla":
         fields.update(_for_xla(fields, mesh))
     return Case(**fields)
+
+
+def _with_complex(fields: dict[str, Any], mesh: Composition) -> None:
+    """Complex parameters, where a case has nothing that does not go with them."""
+    name = fields["optimizer"].split()[0]
+    treats_them = name in ("SGD", "Adam", "AdamW") and "fused" not in fields["optimizer"]
+    without = not any(fields.get(other) for other in ("autocast", "edits", "penalty", "recompute", "dropout"))
+    if fields["model"] == "mlp" and mesh.holders == 1 and fields.get("dtype", "float32") == "float32":
+        fields["model"] = "complex" if treats_them and without else "mlp"
 
 
 def _for_xla(fields: dict[str, Any], mesh: Composition) -> dict[str, Any]:
@@ -380,6 +395,9 @@ def _for_xla(fields: dict[str, Any], mesh: Composition) -> dict[str, Any]:
         "workers": 0,
         "recompute": False,  # torch.utils.checkpoint knows no XLA devices
         "model": "mlp" if fields["model"] in ("sometimes", "spectral_norm") else fields["model"],
+        "optimizer": "AdamW" if fields["optimizer"] == "AdamW fused" else fields["optimizer"],  # not for XLA devices
+        # torch_xla loses what AveragedModel copies (docs/xla.md).
+        "average": "" if fields.get("frozen") or fields.get("freeze_at") else fields.get("average", ""),
     }
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from neuron_accel.errors import CommunicationError, DesyncError, NeuronAccelError, PluginError, RecompileError
-from neuron_accel.testing.ranks import RanksError, RankTimeout, run_ranks
+from neuron_accel.testing.rank_errors import RanksError, RankTimeout
+from neuron_accel.testing.ranks import run_ranks
 from tests.fuzz.case import Case
 from tests.fuzz.plain import Process
 from tests.fuzz.program import render
@@ -148,6 +149,7 @@ class Comparison:
             return
         if not a.numel():
             return
+        a, b, c = (torch.view_as_real(v) if v.is_complex() else v for v in (a, b, c))
         if not a.is_floating_point():
             if not torch.equal(a, b.to(a.dtype)):
                 self.wrong.append(f"{name} is {b.flatten()[:4].tolist()} instead of {a.flatten()[:4].tolist()}")

@@ -14,6 +14,8 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from tests.distributed import models
+
 CLASSES, WIDTH, VOCABULARY, LENGTH, IMAGE = 4, 8, 32, 8, 6
 
 
@@ -213,6 +215,20 @@ class Odd(Classifier):
         return self.head(x) + self.empty.sum()
 
 
+class Complex(Classifier):
+    """Complex parameters between real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 10)
+        self.second = nn.Linear(10, 10, dtype=torch.complex64)
+        self.head = nn.Linear(10, CLASSES)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(torch.tanh(self.first(x)).to(torch.complex64))
+        return self.head(torch.tanh(hidden.real) + hidden.imag)
+
+
 class Block(nn.Module):
     def __init__(self, width: int = 8, heads: int = 2) -> None:
         super().__init__()
@@ -258,45 +274,25 @@ class Blocks(Classifier):
         return self.head(self.norm(x))
 
 
-def llama(*, tied: bool = False) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+TINY = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "attn_implementation": "eager",
+}
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    config._attn_implementation = "eager"
-    return LlamaForCausalLM(config)
+
+def llama(*, tied: bool = False) -> nn.Module:
+    from transformers import LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    return LlamaForCausalLM(models.llama_config(**TINY, **sizes, tie_word_embeddings=tied))
 
 
 def gpt2(*, tied: bool = True) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=32,
-        n_embd=16,
-        n_layer=2,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    config._attn_implementation = "eager"
-    return GPT2LMHeadModel(config)
+    return GPT2LMHeadModel(models.gpt2_config(**TINY, n_positions=32, n_embd=16, tie_word_embeddings=tied))
 
 
 class Generator(nn.Module):

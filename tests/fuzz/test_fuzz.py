@@ -38,7 +38,7 @@ def test_everything_there_is_gets_drawn():
     assert {case.optimizer for case in cases} == {*OPTIMIZERS, "LBFGS"}
     assert {case.scheduler for case in cases} == {*SCHEDULERS, ""}
     assert {case.loader for case in cases} == set(LOADERS)
-    assert {case.model for case in cases} == {*OWN, *TEXT}
+    assert {case.model for case in cases} == {*OWN, *TEXT, "complex"}
     for field in dataclasses.fields(Case):
         if field.name not in ("seed", "backend", "fault"):
             assert len({getattr(case, field.name) for case in cases}) > 1, f"{field.name} is always the same"

@@ -1,4 +1,4 @@
-"""Every causal family of transformers, tiny, divided over ranks against one process; writes the tables of families.
+"""Every causal family of transformers, tiny, sharded over ranks against one process; writes the tables of families.
 
 python -m tests.sweeps.families [--write docs/supported_models.md] [--layouts tp2 tp2+sp] [family ...]
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from neuron_accel.models import architecture_of
-from neuron_accel.strategies.tensor_parallel.shard_plan import divide
+from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.parity import Tolerance, Trace, Training, compare, train_alone, train_on_rank
 from tests.sweeps.tiny import VOCABULARY, causal_families, tiny_model
@@ -55,7 +55,7 @@ def check(model_type: str, layouts: list[str]) -> dict[str, str]:
         return dict.fromkeys(layouts, f"not built tiny: {size:,} parameters")
     if not any(layout.startswith("pp") for layout in layouts):
         try:
-            divide(architecture_of(model), 2)
+            plan_shards(architecture_of(model), 2)
         except Exception as error:
             return dict.fromkeys(layouts, _last_line(error))
     build = functools.partial(_build, model_type)
@@ -109,7 +109,7 @@ HEAD = f"""\
 # Supported models
 
 Causal language models of transformers, each built tiny from its configuration class and trained for {STEPS} steps in
-one process and divided: losses, gradients and weights must agree to rounding. Written by `nox -s families`.
+one process and sharded: losses, gradients and weights must agree to rounding. Written by `nox -s families`.
 """
 
 

@@ -105,12 +105,12 @@ def tiny_config(model_type: str, **options: Any) -> Any:
     known = {name: value for name, value in sizes.items() if _has(default, name)}
     if hasattr(default, "kv_lora_rank"):  # every head has a key of its own
         known["num_key_value_heads"] = known["num_attention_heads"]
-    if model_type == "codegen":  # lays heads out in four groups, each of which is divided
-        known |= {"n_head": 8, "num_attention_heads": 8, "rotary_dim": 4}
+    if model_type == "codegen":  # lays heads out in four groups, each of which is sharded
+        known |= {"n_embd": 64, "hidden_size": 64, "n_head": 16, "num_attention_heads": 16, "rotary_dim": 4}
     if model_type == "gpt_neo":
         known |= {"num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4}
-    if model_type == "diffllama":  # divides each half of its heads
-        known["num_key_value_heads"] = 4
+    if model_type == "diffllama":  # each half of its heads is sharded
+        known |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
     if model_type == "longcat_flash":  # a layer holds two; experts without weights beside those with
         known |= {"num_hidden_layers": 4, "zero_expert_num": 2}
     if model_type in ("gemma4_text", "gemma4_unified_text"):  # heads of other layers are larger

@@ -51,6 +51,7 @@ MAY_IMPORT = {
         "loop",
         "strategies",
         "checkpoint",
+        "neuron",
         "engine",
         "backends",
         "errors",
@@ -171,7 +172,91 @@ def test_strategies_do_not_import_accelerate():
     assert not files_with(found)
 
 
-# ---- the engine names no strategy -----------------------------------------------------------------------------------
+# ---- no circles ------------------------------------------------------------------------------------------------------
+ALLOWED_CIRCLE = ("neuron_accel.engine.plan.plugin", "neuron_accel.engine.runtime.run")
+"""A hook of a plugin is given the run, which holds the plugins: the one pair that names each other."""
+
+
+def import_graph(folder: Path, base: Path) -> dict[str, set[str]]:
+    """Which modules below ``folder`` import which others of them, also inside functions and for type checkers."""
+    paths = {}
+    for path in sources(folder):
+        parts = path.relative_to(base).with_suffix("").parts
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {}
+    for module, path in paths.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        found = set()
+        for item in imports(path.read_text(encoding="utf-8"), package):
+            target = item.module
+            while target and target not in paths:
+                target = target.rpartition(".")[0]
+            found.add(target)
+        graph[module] = found - {"", module}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import themselves by way of others: what is left once no module without imports is."""
+    left = {module: set(targets) for module, targets in graph.items()}
+    while free := [module for module, targets in left.items() if not targets & left.keys()]:
+        for module in free:
+            del left[module]
+    while unused := [module for module in left if not any(module in targets for targets in left.values())]:
+        for module in unused:
+            del left[module]
+    return sorted(left)
+
+
+@pytest.mark.parametrize("folder", [PACKAGE, *sorted(ROOT.glob("plugins/*/src"))], ids=lambda path: path.parent.name)
+def test_no_files_import_each_other_but_plugin_and_run(folder):
+    graph = import_graph(folder, ROOT if folder == PACKAGE else folder)
+    assert len(graph) > 5
+    if folder == PACKAGE:
+        plugin, run = ALLOWED_CIRCLE
+        assert {plugin, run} <= set(circles(graph))
+        graph[plugin].discard(run)
+    assert not circles(graph)
+
+
+def test_circles_are_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"a"}}) == ["b", "c"]
+
+
+# ---- the core names no strategy and no axis --------------------------------------------------------------------------
+NAMES_THEM = {
+    "strategies": "they bring them",
+    "models": "plans of families give each axis its name",
+    "cli": "options that size an axis, and those that make plugins",
+    "trainer": "transformers' arguments become plugins",
+    "testing": "the compositions of the kit",
+    "standalone": "ZeRO-1 without an accelerator",
+    "__init__": "the public names",
+}
+"""Parts of the package that name strategies, or axes that these bring, and why. Others ask the mesh and the plan."""
+AXES = {"pp", "cp", "tp", "dp"}
+OWN_AXIS = ("engine/plan/mesh.py", "dp")
+"""The mesh brings this one itself."""
+
+
+def named_axes(source: str) -> list[str]:
+    """Constants that are the name of an axis."""
+    nodes = ast.walk(ast.parse(source))
+    return [f"line {n.lineno}: {n.value!r}" for n in nodes if isinstance(n, ast.Constant) and n.value in AXES]
+
+
+def test_what_is_no_strategy_names_none_and_no_axis():
+    others = [path for path in sources(PACKAGE) if path.relative_to(PACKAGE).parts[0].split(".")[0] not in NAMES_THEM]
+    assert len(others) > 80
+    found = {}
+    for path in others:
+        text = path.read_text(encoding="utf-8")
+        found[path] = named_strategies(text) + named_axes(text)
+    (own,) = found.pop(PACKAGE / OWN_AXIS[0])
+    assert own.endswith(repr(OWN_AXIS[1]))
+    assert not files_with(found)
+
+
 def strategies() -> tuple[set[str], set[str]]:
     """Names and class names of the strategies that this distribution registers."""
     setup = configparser.ConfigParser()
@@ -198,14 +283,12 @@ def named_strategies(source: str) -> list[str]:
     return found
 
 
-def test_the_engine_names_no_strategy():
+def test_the_distributions_strategies_are_found():
     names, classes = strategies()
     assert len(names) == len(classes) >= 4
-    files = sources(PACKAGE / "engine")
-    assert not files_with({path: named_strategies(path.read_text(encoding="utf-8")) for path in files})
 
 
-# ---- that these tests can fail --------------------------------------------------------------------------------------
+# ---- that these tests can fail ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("source", "module", "lazy", "typing"),
     [
@@ -241,3 +324,8 @@ def test_violations_are_found():
 def test_named_strategies_are_found(source):
     assert named_strategies(source)
     assert not named_strategies("isinstance(x, StrategyPlugin) and isinstance(y, PluginSpec) and name == 'plan'")
+
+
+def test_named_axes_are_found():
+    assert named_axes("mesh.degree('tp')")
+    assert not named_axes("mesh.names(AxisKind.MODEL)")

@@ -92,3 +92,102 @@ def test_definitions(ranks, partition):
         assert found["objects"] == [f"rank {member}" for member in members]
         assert found["object"] == f"rank {members[1]}"
         assert graphs == 1
+
+
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+BEYOND_FLOAT32 = 2**24 + 1
+
+
+def integers(dtype, rank):
+    """[4, 4]: limits of the dtype, zero, one, what float32 rounds, and negative numbers; others on each rank."""
+    limits = torch.iinfo(dtype)
+    chosen = [limits.min, limits.max, 0, 1, BEYOND_FLOAT32, -BEYOND_FLOAT32, limits.max - 1, limits.min + 1]
+    chosen = [number if limits.min <= number <= limits.max else number % 100 for number in chosen]
+    return torch.tensor([chosen[(i * (1 + rank // 2) + 3 * rank) % 8] for i in range(16)]).to(dtype).view(4, 4)
+
+
+def flags(rank):
+    return torch.tensor([[rank == 0, rank == 1, True, False]]).expand(4, 4)
+
+
+def collectives_of_integers(partition):
+    from neuron_accel.backends.xla import XlaBackend
+
+    backend = XlaBackend.connect()
+    group = backend.new_group(partition, "test")
+    results = {}
+    for dtype in (*INTEGERS, torch.bool):
+        x = (flags(backend.rank) if dtype == torch.bool else integers(dtype, backend.rank)).to(backend.device)
+        of_dtype = {
+            "sum": backend.all_reduce(x, group),
+            "max": backend.all_reduce(x, group, "max"),
+            "min": backend.all_reduce(x, group, "min"),
+            "scatter0": backend.reduce_scatter(x, group, 0),
+            "scatter1": backend.reduce_scatter(x, group, 1),
+            "gather": backend.all_gather(x, group),
+            "broadcast": backend.broadcast(x, group, 1),
+            "scalar": backend.all_reduce(x[1, 1], group),
+            "exchange": backend.all_to_all(x, group),
+            "permute": backend.permute(x, group),
+        }
+        if dtype != torch.bool:
+            of_dtype["together"] = backend.all_reduce_together([x, x[0]], group)[1]
+        results |= {(dtype, name): value for name, value in of_dtype.items()}
+    backend.step_boundary()
+    return {name: value.cpu() for name, value in results.items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_integers_and_flags_are_exact(ranks):
+    groups = STRIDED[ranks]
+    for rank, found in enumerate(run_ranks(collectives_of_integers, ranks, groups, backend="xla")):
+        members = next(g for g in groups if rank in g)
+        index = members.index(rank)
+        for dtype in (*INTEGERS, torch.bool):
+            values = [flags(member) if dtype == torch.bool else integers(dtype, member) for member in members]
+            stacked = torch.stack(values)
+            total = stacked.any(0) if dtype == torch.bool else stacked.sum(0, dtype=dtype)  # which wraps around
+            expected = {
+                "sum": total,
+                "max": stacked.amax(0),
+                "min": stacked.amin(0),
+                "scatter0": total.chunk(2, 0)[index],
+                "scatter1": total.chunk(2, 1)[index],
+                "gather": torch.cat(values),
+                "broadcast": values[1],
+                "scalar": total[1, 1],
+                "exchange": torch.cat([v.chunk(2, 0)[index] for v in values]),
+                "permute": values[index - 1],
+                **({} if dtype == torch.bool else {"together": total[0]}),
+            }
+            for name, value in expected.items():
+                assert found[dtype, name].dtype == dtype, (dtype, name)
+                assert torch.equal(found[dtype, name], value), (dtype, name, found[dtype, name], value)
+
+
+def permutations_without_rings():
+    """What neighbours in rings of four hold, and how it came, on a machine that only links ranks 0 and 1, 2 and 3."""
+    from neuron_accel.backends.xla import XlaBackend
+
+    backend = XlaBackend.connect()
+    asked = []
+
+    def problem(pairs):
+        asked.append(pairs)
+        return "no link" if any(abs(a - b) > 1 for a, b in pairs) else None
+
+    backend.limit_rings(problem)
+    wide, narrow = backend.new_group([range(4)], "wide"), backend.new_group([[0, 1], [2, 3]], "narrow")
+    x = data(backend.rank).to(backend.device)
+    with backend.record() as traffic:
+        found = [backend.permute(x, wide), backend.permute(x, wide, -1), backend.permute(x, narrow)]
+    backend.step_boundary()
+    return [value.cpu() for value in found], [(t.op, t.group) for t in traffic.transfers], asked[0]
+
+
+def test_where_there_is_no_ring_a_permutation_gathers():
+    for rank, (found, ops, pairs) in enumerate(run_ranks(permutations_without_rings, 4, backend="xla")):
+        for value, source in zip(found, [(rank - 1) % 4, (rank + 1) % 4, rank ^ 1], strict=True):
+            assert torch.equal(value, data(source))
+        assert ops == [("all_gather", "wide"), ("all_gather", "wide"), ("permute", "narrow")]
+        assert pairs == [(0, 1), (1, 2), (2, 3), (3, 0)]

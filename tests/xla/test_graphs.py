@@ -233,7 +233,7 @@ def test_the_reader_of_hlo():
 
 
 def dropping():
-    """Three steps of a divided model with dropout inside and outside its regions."""
+    """Three steps of a sharded model with dropout inside and outside its regions."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from neuron_accel import NeuronAccelerator
@@ -258,7 +258,7 @@ def dropping():
     return losses, weights, hashes, compiled()
 
 
-def test_dropout_in_a_divided_model_is_data():
+def test_dropout_in_a_sharded_model_is_data():
     (losses, weights, hashes, graphs), other = run_ranks(dropping, 2, backend="xla", timeout=110)
     assert graphs == 2
     assert hashes == other[2]

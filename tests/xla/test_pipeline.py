@@ -105,7 +105,7 @@ def replica_raises():
 @pytest.mark.timeout(300)
 def test_replicas_end_with_the_error_of_a_stage_of_another():
     found = run_ranks(replica_raises, 4, backend="xla", timeout=280)
-    place = "Rank 1 (stage 0, forward pass of micro-batch 0) raised this; all ranks end with it."
+    place = "Rank 1 (stage 0, forward pass of micro-batch 0) raised this; all ranks raise it."
     assert found == [place] * 4
 
 

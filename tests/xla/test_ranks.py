@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_accel.testing import run_ranks
-from neuron_accel.testing.ranks import RanksError
+from neuron_accel.testing import RanksError, run_ranks
 from tests.distributed.testing.test_ranks import SCRIPT, run_script
 
 

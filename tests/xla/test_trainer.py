@@ -114,6 +114,18 @@ def test_the_same_training_in_one_graph_for_each_step(name, stock, tmp_path):
         check_graphs(events, runs_of_a_batch)
 
 
+SHORT = {"max_steps": 3, "eval_strategy": "no", "save_strategy": "no"}
+
+
+def test_the_flag_of_gradient_checkpointing_trains_the_same(tmp_path):
+    (expected,) = run_ranks(train_with_stock, 1, str(tmp_path / "stock"), **STEPS | SHORT)
+    more = {"zero_1": True, "gradient_checkpointing": True, **SHORT}
+    for mine, events, fallbacks, _ in run_ranks(train, RANKS, str(tmp_path), RANKS, more, backend="xla", timeout=110):
+        assert_same(mine, expected)
+        assert not fallbacks
+        assert events[-1][2] == events[-3][2]  # no graph is compiled for the last step
+
+
 def check_graphs(events, runs_of_a_batch):
     """One execution for each micro-batch, the last one's with the step; none by logs and checkpoints. No compilation
     from the third step, and the second evaluation, on."""

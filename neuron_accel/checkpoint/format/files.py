@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 BLOCK = 64 << 20
-"""Files are checksummed in blocks of this size, so that many threads and ranks can share the work for a large one."""
+"""Files are checksummed in blocks of this size, so that many threads and ranks can process a large one together."""
 _CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 _CHUNK = 1 << 20  # fits into a core's cache, where it is written and checksummed
 
@@ -38,7 +38,7 @@ class Written:
     Args:
         size: in bytes.
         checksums: of each of its blocks of ``BLOCK`` bytes, the last one shorter: XXH3 (64 bits, https://xxhash.com),
-            in hexadecimal. It finds damage about as fast as memory can be read; it is no protection against forgery.
+            in hexadecimal. It finds damage about as fast as memory can be read; it does not protect against forgery.
     """
 
     size: int
@@ -68,7 +68,7 @@ class Files:
             raise failure("made", path, error) from error
 
     def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> Written:
-        """Makes a file of ``parts`` and returns once its contents are on disk."""
+        """Writes a file of ``parts`` and returns once its contents are on disk."""
         size, checksums = 0, _Checksums()
         try:
             self.operation("open", path)
@@ -89,8 +89,8 @@ class Files:
         return Written(size, checksums.of_blocks())
 
     def assemble(self, path: Path, parts: Iterable[bytes | memoryview | Extent]) -> None:
-        """Makes a file of bytes and of parts of other files, which the system copies itself where it can; returns once
-        its contents are on disk."""
+        """Writes a file of bytes and of slices of other files, which the system copies itself where it can; returns
+        once its contents are on disk."""
         try:
             self.operation("open", path)
             with open(path, "wb", buffering=0) as file:
@@ -108,7 +108,7 @@ class Files:
             raise failure("written", path, error) from error
 
     def replace(self, path: Path, contents: bytes) -> Written:
-        """Gives a file new contents; at any moment it has either the old ones or the new ones, whole."""
+        """Gives a file new contents; at any moment it has either the old ones or the new ones, complete."""
         temporary = path.with_name(f".{path.name}.new")
         written = self.write(temporary, [contents])
         try:

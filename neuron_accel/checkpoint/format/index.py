@@ -1,4 +1,4 @@
-"""What tensors a folder holds, whoever saved it: a checkpoint of any mesh, or a folder of transformers."""
+"""The tensors of a folder: a checkpoint of any mesh, or a folder of transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def state_collection(index: int, entry: str) -> str:
 
 
 def plugin_collection(plugin: str, key: str) -> str:
-    """What a plugin keeps under ``key`` that lies over the mesh as parameters do."""
+    """A plugin's state under ``key`` that is sharded like the parameters."""
     return f"plugin.{plugin}.{key}"
 
 
@@ -211,5 +211,5 @@ def pretrained_files(folder: Path, names: tuple[str, str] = _SAFE) -> list[Path]
     except OSError as error:
         raise failure("read", listing, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{listing.name!r} is no index of weights: {error}", where=str(listing)) from error
+        raise CheckpointError(f"{listing.name!r} is not an index of weights: {error}", where=str(listing)) from error
     return [folder / file for file in files]

@@ -21,6 +21,8 @@ NAME = "manifest.json"
 FORMAT = "neuron_accel checkpoint"
 VERSION = 1
 MODEL_FOLDER = "tensor_parallel_shards"
+"""The folder of the model's files, whatever shards it: part of the format, and the folder that scripts written for
+optimum-neuron consolidate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ class Manifest:
         """The inverse of :meth:`to_bytes`.
 
         Raises:
-            CheckpointError: if ``data`` is no manifest, was damaged, or names a file outside of its folder.
+            CheckpointError: if ``data`` is not a manifest, was damaged, or names a file outside of its folder.
         """
         try:
             body = json.loads(data.decode(), object_pairs_hook=_unique)

@@ -2,7 +2,7 @@
 
 ``torch.load(weights_only=True)`` makes tensors and containers and nothing else. Files of the format that torch has
 written since 1.6 (a zip archive, whose records are not compressed) are mapped, so that reading a slice takes no memory
-for the rest; the older format has to be read whole.
+for the rest; the older format has to be read completely.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ def _refused(path: Path) -> CheckpointError:
     return CheckpointError(
         f"{path.name!r} holds more than tensors.",
         where=str(path),
-        why="what it holds would be made by running code that it names, and nothing is run here; or it is no file of "
-        "torch.save at all",
+        why="its contents need code to be run, which is not done here; or it is not a file of torch.save at all",
         fix="if you trust it, load it with torch yourself and save the model with `model.save_pretrained(folder)`, "
         "which writes safetensors",
     )
@@ -88,7 +87,7 @@ def _refused(path: Path) -> CheckpointError:
 
 def _damaged(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{path.name!r} is no file of pickled weights: {why}.",
+        f"{path.name!r} is not a file of pickled weights: {why}.",
         where=str(path),
         fix="restore the file from a copy, or save the model once more with `model.save_pretrained(folder)`",
     )

@@ -144,12 +144,12 @@ def _decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     if kind == "scalar":
         dtype = np.dtype(value["dtype"])
         if dtype.kind not in "biuf":
-            raise ValueError(f"{dtype} is no dtype of numbers")
+            raise ValueError(f"{dtype} is not a numeric dtype")
         return dtype.type(_decode(inner, tensor))
     if kind == "dtype":
         result = getattr(torch, inner)
         if not isinstance(result, torch.dtype):
-            raise ValueError(f"{inner!r} is no dtype")
+            raise ValueError(f"{inner!r} is not a dtype")
         return result
     others: dict[str, Callable[[Any], Any]] = {
         "float": float,

@@ -1,9 +1,9 @@
 """Tensors in files, read with any other layout.
 
-A :class:`SourceTensor` is one tensor of the original model (or of the optimizer's state, which is cut like it) together
-with all its stored parts: shards by the coordinates that hold them, and runs of elements of a shard where ZeRO divided
-it further. Reading gives any rank of any mesh its own share, by intersecting the boxes of two layouts; only bytes that
-lie between those wanted are read in addition.
+A :class:`SourceTensor` is one tensor of the original model (or of the optimizer's state, which is sharded like it)
+together with all its stored shards, by the coordinates that hold them, and runs of elements of a shard where ZeRO
+sharded it further. Reading gives any rank of any mesh its own shard, by intersecting the boxes of two layouts; only
+bytes that lie between those wanted are read in addition.
 
 Elements are moved as opaque words, so that every dtype arrives with its exact bits.
 """
@@ -11,16 +11,15 @@ Elements are moved as opaque words, so that every dtype arrives with its exact b
 from __future__ import annotations
 
 import math
-import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neuron_accel.checkpoint.format.files import Extent, failure, open_file
+from neuron_accel.checkpoint.format.files import Extent
 from neuron_accel.checkpoint.format.pickled import is_mapped, read_pickled
+from neuron_accel.checkpoint.format.ranges import FileRanges, read_box
 from neuron_accel.checkpoint.format.tensorfile import item_size
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError
@@ -29,45 +28,22 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-_BUFFER = 16 << 20
 Place = tuple[tuple[str, int], ...]
-"""Which shard: for every cut axis the coordinate of the first rank that holds it."""
+"""Which shard: for every axis of a cut the coordinate of the first rank that holds it."""
 
 
-class Bytes:
-    """Where the bytes of chunks come from: files, each opened once. A context manager; threads may share it."""
+class Bytes(FileRanges):
+    """The source of chunks. A context manager; threads may share it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: dict[Path, int] = {}
+        super().__init__()
         self._pickled: dict[Path, dict[str, torch.Tensor]] = {}
         self._held: dict[Path, dict[str, torch.Tensor]] = {}
 
-    def __enter__(self) -> Bytes:
-        return self
-
     def __exit__(self, *_: Any) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
+        super().__exit__()
         self._pickled.clear()
         self._held.clear()
-
-    def read(self, path: Path, offset: int, out: np.ndarray) -> None:
-        """Fills ``out`` (1-D, contiguous) with the bytes at ``offset``."""
-        try:
-            with self._lock:
-                if path not in self._open:
-                    self._open[path] = open_file(path)
-                descriptor = self._open[path]
-            view = out.data.cast("B")
-            while view:
-                count = os.preadv(descriptor, [view], offset)
-                if count == 0:
-                    raise CheckpointError(f"{path.name!r} ends too early.", where=str(path), why="it was truncated")
-                view, offset = view[count:], offset + count
-        except OSError as error:
-            raise failure("read", path, error) from error
 
     def hold(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
         """Makes tensors that were read from ``path`` already, by whatever names, those that :meth:`read_pickled`
@@ -135,18 +111,15 @@ class SourceTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor, without padding."""
+        """The size of the full tensor, without padding."""
         return math.prod(self.layout.shape) * self.item_size
 
     def places(self) -> Iterator[Place]:
         """Every shard there has to be."""
-        places: list[Place] = [()]
-        for cut in self.layout.cuts:
-            places = [(*p, (cut.axis, i)) for p in places for i in range(0, cut.degree, cut.replicas)]
-        return iter(places)
+        return places_of(self.layout)
 
     def check(self) -> None:
-        """Checks that the parts are all there, without gaps and overlaps.
+        """Checks that all shards are complete, without gaps and overlaps.
 
         Raises:
             CheckpointError: if not.
@@ -161,14 +134,14 @@ class SourceTensor:
             if end != numel:
                 at = ", ".join(f"{axis} {index}" for axis, index in place) or "any rank"
                 raise CheckpointError(
-                    f"The checkpoint holds only part of {self.name!r}: the shard of {at} is incomplete.",
+                    f"The checkpoint does not hold all of {self.name!r}: the shard of {at} is incomplete.",
                     where=", ".join(sorted({str(c.path) for c in self.parts.get(place, ())})) or "no file",
                     fix="use another checkpoint",
                 )
             self.parts[place] = sorted(self.parts.get(place, ()), key=lambda c: c.start)
 
     def extents(self) -> list[Extent] | None:
-        """The whole tensor as runs of bytes one after another, where its parts lie like that; call :meth:`check`
+        """The full tensor as consecutive ranges of bytes, if it is stored like that; call :meth:`check`
         before. None where they are interleaved or padded."""
         cuts = self.layout.cuts
         in_rows = len(cuts) == 1 and math.prod(self.layout.shape[: cuts[0].dim]) == 1 and len(cuts[0].blocks) == 1
@@ -216,7 +189,8 @@ class SourceTensor:
             rows.fill(0)
         target = rows.reshape(last - first, *shape[1:])
         for place, source, wanted in self._boxes(layout, at, first, last):
-            self._read_box(files, place, source, target[wanted])
+            into, read = target[wanted], partial(self._read_elements, files, place)
+            read_box(read, self.layout.local_shape or (1,), source, into)
         if not aligned:
             out[:] = rows[start - first * row : stop - first * row]
 
@@ -241,28 +215,8 @@ class SourceTensor:
                         rows = slice(mine[0].start - first, mine[0].stop - first)
                         yield place, source, (rows, *mine[1:])
 
-    def _read_box(self, files: Bytes, place: Place, box: tuple[slice, ...], out: np.ndarray) -> None:
-        shape = self.layout.local_shape or (1,)
-        row = math.prod(shape[1:])
-        begin, end = box[0].start, box[0].stop
-        whole_rows = all(s.start == 0 and s.stop == size for s, size in zip(box[1:], shape[1:], strict=True))
-        if whole_rows and out.flags.c_contiguous:
-            self._read_flat(files, place, begin * row, end * row, out.reshape(-1))
-            return
-        import numpy as np
-
-        # Within a row only the span from the first to the last wanted element is read.
-        low = high = 0
-        for s, size in zip(box[1:], shape[1:], strict=True):
-            low, high = low * size + s.start, high * size + s.stop - 1
-        step = max(1, _BUFFER // (row * self.item_size))
-        for r in range(begin, end, step):
-            count = min(end, r + step) - r
-            buffer = np.empty(count * row, dtype=out.dtype)
-            span = slice(low, (count - 1) * row + high + 1)
-            self._read_flat(files, place, r * row + span.start, r * row + span.stop, buffer[span])
-            wanted = (slice(None), *box[1:])
-            out[r - begin : r - begin + count] = buffer.reshape(count, *shape[1:])[wanted]
+    def _read_elements(self, files: Bytes, place: Place, start: int, out: np.ndarray) -> None:
+        self._read_flat(files, place, start, start + out.size, out)
 
     def _read_flat(self, files: Bytes, place: Place, start: int, stop: int, out: np.ndarray) -> None:
         for chunk in self.parts[place]:
@@ -285,6 +239,14 @@ def place_of(layout: Layout, at: Mapping[str, int]) -> Place:
     return tuple(result)
 
 
+def places_of(layout: Layout) -> Iterator[Place]:
+    """Every shard of ``layout``."""
+    places: list[Place] = [()]
+    for cut in layout.cuts:
+        places = [(*p, (cut.axis, i)) for p in places for i in range(0, cut.degree, cut.replicas)]
+    return iter(places)
+
+
 def words(size: int) -> Any:
     """The numpy dtype of opaque elements of ``size`` bytes."""
     import numpy as np
@@ -300,7 +262,7 @@ def _filled(slices: Iterable[slice]) -> tuple[slice, ...]:
 def _clip_rows(
     wanted: tuple[slice, ...], local: tuple[slice, ...], first: int, last: int
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """The part of a box whose local rows lie between ``first`` and ``last``."""
+    """The slice of a box whose local rows are between ``first`` and ``last``."""
     low, high = max(local[0].start, first), min(local[0].stop, last)
     if low >= high:
         return None
@@ -309,7 +271,7 @@ def _clip_rows(
 
 
 def _relative(common: Iterable[slice], of: Iterable[slice], into: Iterable[slice]) -> tuple[slice, ...]:
-    """``common``, which lies inside ``of``, as slices of where ``of`` is kept: ``into``."""
+    """``common``, which is inside ``of``, as slices of the destination of ``of``: ``into``."""
     return tuple(
         slice(c.start - o.start + i.start, c.stop - o.start + i.start) for c, o, i in zip(common, of, into, strict=True)
     )

@@ -57,7 +57,7 @@ def item_size(dtype: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor lies in a file.
+    """The place of a tensor in a file.
 
     Args:
         dtype: its torch name, ``"bfloat16"``.
@@ -110,7 +110,7 @@ def read_header(path: Path) -> Header:
     """Reads and checks the header of a file.
 
     Raises:
-        CheckpointError: if it cannot be read or is no valid header of this file.
+        CheckpointError: if it cannot be read or is not a valid header of this file.
     """
     try:
         with open(open_file(path), "rb") as file:
@@ -125,7 +125,7 @@ def read_header(path: Path) -> Header:
     try:
         entries = json.loads(text.decode(), object_pairs_hook=_unique)
         if not isinstance(entries, dict):
-            raise ValueError("its header is no object")
+            raise ValueError("its header is not an object")
         metadata = entries.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
             raise ValueError("its metadata are not strings")
@@ -169,7 +169,7 @@ def _check_contiguous(tensors: Iterable[StoredTensor], begin: int, size: int) ->
 
 def _invalid(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{path.name!r} is no complete safetensors file: {why}.",
+        f"{path.name!r} is not a complete safetensors file: {why}.",
         where=str(path),
         fix="restore the file from a copy, or use another checkpoint",
     )

@@ -22,7 +22,7 @@ def full_state_dict(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
 
     Returns:
         On the main process all tensors, on the CPU, in memory of their own. On the others the same where nothing is
-        cut, else an empty dict: no rank but one holds the full model, and that one a tensor at a time beside it.
+        cut, else an empty dict: no rank but one holds the full model, and that rank one more tensor at a time.
     """
     module = getattr(model.module, "_orig_mod", model.module)
     run.backend.step_boundary()  # what is read below exists then
@@ -46,6 +46,12 @@ def full_state_dict(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
         if keep:
             result[name] = copies[value]
     return result
+
+
+def without_ties(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What :func:`full_state_dict` returned with every tensor under its first name only."""
+    first = {id(value): name for name, value in reversed(state.items())}
+    return {name: value for name, value in state.items() if first[id(value)] == name}
 
 
 def full_gradients(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
@@ -126,8 +132,8 @@ def _state_of_stages(model: PreparedModel, module: torch.nn.Module, run: Run, st
     return result if run.backend.rank == 0 else {}
 
 
-# ---- ``save_pretrained`` of a model that lies over several ranks -----------------------------------------------------
-# The method a model has of its own would write this rank's shards as if they were the model. So a divided model gets
+# ---- ``save_pretrained`` of a model that is sharded over ranks -----------------------------------------------------
+# The method a model has of its own would write this rank's shards as if they were the model. So a sharded model gets
 # another one, on the object, like the ``forward`` that Accelerate gives it: the class is the user's. It stands for
 # this model in this run only: copies, and the model after the run, refuse to be saved rather than write shards.
 _METHOD = "save_pretrained"
@@ -182,9 +188,9 @@ class SaveFull:
 
 def save_in_full(record: PreparedModel, run: Run) -> None:
     """Makes ``save_pretrained`` of a sharded model write the full one, until the run is over."""
-    divided = any(r.layout.cuts or r.holders for r in record.parameters)
+    sharded = any(r.layout.cuts or r.holders for r in record.parameters)
     save = getattr(record.original, _METHOD, None)
-    if divided and save is not None:
+    if sharded and save is not None:
         replacement = SaveFull(record, run, save)
         setattr(record.original, _METHOD, replacement)
         record.handles.append(replacement)

@@ -67,7 +67,7 @@ class Need:
 
     @property
     def _direct(self) -> bool:
-        """Whether the file's bytes can go where the target lies."""
+        """Whether the file's bytes can be read directly into the target."""
         target = self.target
         return (
             target is not None
@@ -103,7 +103,7 @@ class Need:
 
 
 def filled_up(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """``flat`` in a shape that may have more elements: on lazy devices pieces of parameters end with padding."""
+    """``flat`` in a shape that may have more elements: on lazy devices shards of parameters end with padding."""
     missing = math.prod(shape) - flat.numel()
     return torch.nn.functional.pad(flat, (0, missing)).view(shape) if missing else flat.view(shape)
 
@@ -167,7 +167,7 @@ def load_weights(model: PreparedModel, folder: Path, run: Run, number: int = 0) 
 
 
 def _check_files(folder: Path, manifest: Manifest, run: Run) -> None:
-    """Checks this rank's share of the files' blocks."""
+    """Checks this rank's blocks of the files."""
     blocks = []
     for relative, entry in sorted(manifest.files.items()):
         check_size(folder, relative, entry)
@@ -217,7 +217,7 @@ def _all_needs(training: Training, index: Index) -> list[Need]:
 
 
 def _plugin_needs(restored: Restored, index: Index, run: Run) -> Iterator[Need]:
-    """What plugins of this run keep that lies over the mesh as parameters do."""
+    """The state of this run's plugins that is sharded like the parameters."""
     present = {plugin.spec.name for plugin in run.plan.plugins}
     for plugin, keys in restored.plugin_forms.items():
         for key, form in keys.items() if plugin in present else ():
@@ -243,7 +243,7 @@ def _plugin_needs(restored: Restored, index: Index, run: Run) -> Iterator[Need]:
                 yield Need(source=source, layout=record.layout, start=0, stop=stop, sink=sink)
 
 
-# ---- models --------------------------------------------------------------------------------------------------------
+# ---- models ----------------------------------------------------------------------------------------------------------
 def _model_needs(model: PreparedModel, index: Index, number: int, *, may_lack_added: bool = False) -> Iterator[Need]:
     collection = model_collection(number)
     known = {name for record in model.parameters for name in record.names}
@@ -292,7 +292,7 @@ def _found(index: Index, collection: str, names: tuple[str, ...], shape: tuple[i
     return source
 
 
-# ---- optimizers ----------------------------------------------------------------------------------------------------
+# ---- optimizers ------------------------------------------------------------------------------------------------------
 def optimizer_needs(optimizer: Any, number: int, index: Index, run: Run) -> Iterator[Need]:
     for piece in pieces_of(optimizer, run):
         record = piece.record
@@ -360,7 +360,7 @@ def _usable(present: Any, shape: tuple[int, ...], source: SourceTensor) -> torch
 
 
 def _reset_states(training: Training, index: Index, restored: Restored) -> None:
-    """Leaves in the optimizers what is no tensor, and room for what is."""
+    """Restores the values of the optimizers that are not tensors, and allocates the tensors."""
     for number, optimizer in enumerate(training.optimizers):
         values = restored.optimizers[number]["values"]
         for piece in pieces_of(optimizer, training.run):

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import Run
 
 STATE = "training_state"
-"""Name of the file, and key in its metadata, of everything that is no model and no optimizer."""
+"""Name of the file, and key in its metadata, of everything but models and optimizers."""
 _POLL_SECONDS = 0.02
 _PATIENCE_SECONDS = 3600
 
@@ -168,13 +168,13 @@ def _remove_old(folder: Path, manifest: Manifest, files: Files) -> None:
     """Removes what earlier saves into the folder have left and the manifest does not name."""
     candidates = [*folder.glob(f"{STATE}*.safetensors"), *folder.glob(".*.new"), *folder.glob(".*.rank_*.json")]
     for inside in map(folder_of, KINDS):
-        candidates += (folder / inside).glob("*_rank_*.safetensors")
+        candidates += (folder / inside).glob("*rank_*.safetensors")
     for path in candidates:
         if path.relative_to(folder).as_posix() not in manifest.files:
             files.remove(path)
 
 
-# ---- in the background ---------------------------------------------------------------------------------------------
+# ---- in the background -----------------------------------------------------------------------------------------------
 class BackgroundSave:
     """A save that goes on while training does.
 
@@ -258,7 +258,7 @@ class BackgroundSave:
                 )
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"Rank {rank} has not written its part of the checkpoint within {_PATIENCE_SECONDS} s.",
+                    f"Rank {rank} has not written its files of the checkpoint within {_PATIENCE_SECONDS} s.",
                     where=str(self._target.folder),
                     why="it ended, or its folder is not the one of the other ranks",
                     fix="save into a folder on a file system that all machines share",

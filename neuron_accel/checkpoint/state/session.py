@@ -83,7 +83,6 @@ class Session:
         async_save: bool = False,
         tokenizer: Any = None,
         check_equal: bool = True,
-        **unknown: Any,
     ) -> str:
         """See :meth:`NeuronAccelerator.save_state`."""
         project = self._project
@@ -95,8 +94,6 @@ class Session:
                 "checkpoint would run whatever code it contains. `save_model(..., safe_serialization=False)` writes "
                 "pytorch_model.bin.",
             )
-        if unknown:
-            raise UsageError(f"`save_state` has no option {sorted(unknown)[0]!r}.")
         if project.save_on_each_node:
             raise UsageError(
                 "`save_on_each_node` is not possible: a checkpoint is one folder that all machines share.",
@@ -143,7 +140,7 @@ class Session:
         return counters
 
     def adopt(self, record: PreparedModel) -> None:
-        """A model has been divided: it takes the weights that a plugin names, and saves itself in full. Collective.
+        """A model has been sharded: it takes the weights that a plugin names, and saves itself in full. Collective.
 
         Raises:
             CheckpointError: if the weights are not those of this model.
@@ -159,7 +156,7 @@ class Session:
         """Waits for a save in the background; raises its error on every rank. Collective."""
         self._checkpoints.wait()
 
-    # ---- folders ---------------------------------------------------------------------------------------------------
+    # ---- folders -----------------------------------------------------------------------------------------------------
     def _common(self, folder: Path) -> Path:
         """The main process's folder: others may have named a temporary one of their own."""
         run = self._run
@@ -201,7 +198,7 @@ class Session:
             raise CheckpointError(f"There is no complete checkpoint in {str(root)!r}.", where=str(root))
         return found
 
-    # ---- contents --------------------------------------------------------------------------------------------------
+    # ---- contents ----------------------------------------------------------------------------------------------------
     def _kept_models(self, folder: Path) -> list[nn.Module]:
         """Which models are still to be saved after the hooks; a hook that saves one itself takes its weights away."""
         hooks, modules, run = list(self._source.save_hooks.values()), self._source.modules(), self._run
@@ -349,7 +346,7 @@ class Checkpoints:
         agreed(self._run, report)
 
     def _at_exit(self) -> None:
-        """The interpreter ends with a save under way: a failure must not go unnoticed."""
+        """The interpreter ends during a save: a failure must be reported."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

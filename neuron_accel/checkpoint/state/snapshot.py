@@ -25,7 +25,7 @@ from neuron_accel.checkpoint.format.source import place_of
 from neuron_accel.checkpoint.format.tensorfile import encode_header, item_size
 from neuron_accel.checkpoint.state.staging import StagingMemory
 from neuron_accel.engine.optim.twin import ShardedOptimizer, ShardedState, StatePiece
-from neuron_accel.engine.plan.mesh import AxisKind, Mesh
+from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError, did_you_mean
@@ -44,10 +44,10 @@ class Item:
         collection: which of the checkpoint's collections it belongs to.
         name: FQN; together with ``aliases`` the names of one parameter.
         layout: the layout of the full tensor over the mesh.
-        tensor: this rank's part of it.
+        tensor: this rank's shard of it.
         start, stop: elements of the flattened shard, where it is only a run of them; else None.
         form: ``"parameter"`` or ``"own"``, see :class:`~neuron_accel.checkpoint.format.source.SourceTensor`.
-        axes: axes along which ranks hold other parts, besides those of the layout.
+        axes: axes along which ranks hold other shards, besides those of the layout.
         leads: axes along which all ranks hold the same, and the first writes it.
         buffer: whether it is a buffer: only the first of the ranks that have one is heard.
         record: the parameter.
@@ -180,7 +180,7 @@ def items_of_optimizer(optimizer: Any, index: int, run: Run) -> tuple[list[Item]
     """An optimizer's state on this rank.
 
     Returns:
-        The tensors, and what is no tensor by FQN and entry.
+        The tensors, and other values by FQN and entry.
 
     Raises:
         CheckpointError: if an entry does not have the shape of its parameter, and the parameter is sharded.
@@ -189,14 +189,14 @@ def items_of_optimizer(optimizer: Any, index: int, run: Run) -> tuple[list[Item]
     values: dict[str, dict[str, Any]] = {}
     for piece in pieces_of(optimizer, run):
         if piece.start == piece.stop and math.prod(piece.record.layout.local_shape) > 0:
-            continue  # on lazy devices every rank has a piece of every parameter, and some are padding only
+            continue  # on lazy devices every rank has a shard of every parameter, and some are padding only
         if piece.master:
             items.append(_state_item(master_collection(index), piece, piece.parameter.detach(), "parameter", False))
         for entry, value in piece.read_state(optimizer).items():
             if isinstance(value, torch.Tensor):
                 form = form_of(value, piece)
                 if form == "own" and piece.start:
-                    continue  # the piece that begins the parameter speaks for all
+                    continue  # the shard that begins the parameter represents all
                 everywhere = form == "own" or piece.whole
                 items.append(_state_item(state_collection(index, entry), piece, value.detach(), form, everywhere))
             elif not piece.start:
@@ -205,7 +205,7 @@ def items_of_optimizer(optimizer: Any, index: int, run: Run) -> tuple[list[Item]
 
 
 def form_of(value: torch.Tensor, piece: StatePiece) -> str:
-    """Whether an entry is cut like its parameter, or has a shape of its own."""
+    """Whether an entry is sharded like its parameter, or has another shape."""
     shape = piece.record.layout.shape if piece.whole else tuple(piece.parameter.shape)
     if tuple(value.shape) == shape and value.dim() > 0:
         return "parameter"
@@ -224,7 +224,7 @@ def form_of(value: torch.Tensor, piece: StatePiece) -> str:
 
 
 def _state_item(collection: str, piece: StatePiece, value: torch.Tensor, form: str, everywhere: bool) -> Item:
-    """An entry; ``everywhere``: whether all ranks along the axes that cut the parameter have the same."""
+    """An entry; ``everywhere``: whether all ranks along the axes of the parameter's cuts have the same."""
     record = piece.record
     partial = not everywhere and piece.stop - piece.start < math.prod(record.layout.local_shape)
     return Item(
@@ -243,10 +243,10 @@ def _state_item(collection: str, piece: StatePiece, value: torch.Tensor, form: s
 
 
 def items_of_plugin(plugin: str, key: str, state: ShardedState, run: Run, *, per_replica: bool) -> list[Item]:
-    """What a plugin keeps on this rank that lies over the mesh as parameters do.
+    """A plugin's state on this rank that is sharded like the parameters.
 
     Raises:
-        CheckpointError: if a tensor is not of the shape of the parameter that it is said to lie like.
+        CheckpointError: if a tensor has another shape than the parameter of its name.
     """
     where = f"plugin {plugin!r}, checkpoint_state()[{key!r}]"
     if not 0 <= state.model < len(run.models):
@@ -261,7 +261,7 @@ def items_of_plugin(plugin: str, key: str, state: ShardedState, run: Run, *, per
             raise CheckpointError(
                 f"{fqn!r} is not a parameter that this rank holds.",
                 where=where,
-                why="a ShardedState lies over the mesh as the parameters do whose names it has",
+                why="a ShardedState is sharded like the parameters of its names",
                 fix="leave it out on this rank" if record else did_you_mean(fqn, records),
             )
         if tuple(tensor.shape) != record.layout.local_shape:
@@ -290,9 +290,9 @@ def _typed(layout: Layout, tensor: torch.Tensor) -> Layout:
 
 
 def written_here(items: Iterable[Item], run: Run) -> list[Item]:
-    """Those of ``items`` that this rank writes, such that every part is written once and the work is spread.
+    """Those of ``items`` that this rank writes, such that every shard is written once and the work is balanced.
 
-    Every rank decides alone: ranks that hold the same parts list them in the same order. Collective where there are
+    Every rank decides alone: ranks that hold the same shards list them in the same order. Collective where there are
     stages.
     """
     items = list(items)
@@ -308,13 +308,13 @@ def written_here(items: Iterable[Item], run: Run) -> list[Item]:
         load = loads.setdefault(axes, [0] * math.prod(run.mesh.degree(axis) for axis in axes))
         writer = 0 if item.buffer else min(range(len(load)), key=lambda i: (load[i], i))
         load[writer] += max(1, item.nbytes)
-        if writer == position_along(run.mesh, coordinates, axes):
+        if writer == run.mesh.position(run.backend.rank, axes):
             result.append(item)
     return result
 
 
 def _axes_of_equals(item: Item, run: Run, stages: Sequence[str]) -> tuple[str, ...]:
-    """Axes along which all ranks have the same; they share the work of writing it."""
+    """Axes along which all ranks have the same values; they divide the work of writing them."""
     holders = stages if item.record is None else item.record.holders
     apart = {*item.axes, *item.leads, *item.layout.axes, *holders, *run.mesh.replica_axes}
     return tuple(axis.name for axis in run.mesh.axes if axis.name not in apart)
@@ -385,21 +385,13 @@ def _buffers_before(items: list[Item], stages: tuple[str, ...], run: Run) -> set
 
 
 def _speaks(item: Item, coordinates: dict[str, int]) -> bool:
-    """Whether this rank is the first, along axes that others divide, that holds this part."""
+    """Whether this rank is the first holder of this shard, along axes that shard other tensors."""
     holders = {} if item.record is None else item.record.holders
     if any(coordinates.get(axis, 0) != indices[0] for axis, indices in holders.items()):
         return False
     return not any(coordinates.get(axis, 0) for axis in item.leads) and all(
         coordinates.get(cut.axis, 0) % cut.replicas == 0 for cut in item.layout.cuts if cut.parts > 1
     )
-
-
-def position_along(mesh: Mesh, coordinates: dict[str, int], axes: Sequence[str]) -> int:
-    """A rank's position among those that differ from it along ``axes`` only."""
-    result = 0
-    for axis in axes:
-        result = result * mesh.degree(axis) + coordinates.get(axis, 0)
-    return result
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
@@ -430,7 +422,7 @@ def write_items(folder: Path, items: Iterable[Item], run_facts: RankFacts, gener
 
 
 def folder_of(kind: str) -> str:
-    """Where files of a kind lie in a checkpoint."""
+    """The place of files of a kind in a checkpoint."""
     return MODEL_FOLDER if kind == "model" else kind
 
 
@@ -451,8 +443,7 @@ class RankFacts:
     replica: int = 0
 
     def file_name(self, generation: int) -> str:
-        others = [axis for axis in self.coordinates if axis not in ("tp", "pp", "dp")]
-        parts = [f"{axis}_rank_{self.coordinates.get(axis, 0):02d}" for axis in ("tp", "pp", "dp", *others)]
+        parts = [f"{axis}_rank_{index:02d}" for axis, index in self.coordinates.items()] or ["rank_00"]
         return "_".join(parts) + (f"-g{generation}" if generation else "") + ".safetensors"
 
 
@@ -477,6 +468,6 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in host memory; without a copy where it lies there contiguously."""
+    """The bytes of a tensor in host memory; without a copy if it is contiguous there."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

@@ -32,14 +32,14 @@ class StagingMemory:
 
         Args:
             tensors: on any device.
-            threads: how many to use where they lie on the host.
+            threads: how many to use if they are on the host.
         """
         offsets, size = [], 0
         for tensor in tensors:
             offsets.append(size)
             size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         if size > self.size:
-            self._region = torch.empty(0, dtype=torch.uint8)  # let go before there is more
+            self._region = torch.empty(0, dtype=torch.uint8)  # released before more is allocated
             self._region = _pages(size)
         copies = [
             self._region[offset : offset + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)

@@ -32,7 +32,6 @@ from neuron_accel.checkpoint.state.snapshot import (
     items_of_model,
     items_of_optimizer,
     items_of_plugin,
-    position_along,
 )
 from neuron_accel.engine.optim.twin import ReplicaState, ShardedState
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
@@ -180,7 +179,7 @@ def _state(training: Training, everyone: list[dict[str, Any]], tensors: dict[str
 
 
 def _values(index: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is no tensor in an optimizer's state, by FQN and entry."""
+    """The values in an optimizer's state that are not tensors, by FQN and entry."""
     return {name: entries for one in ranks for name, entries in one["values"][index].items()}
 
 
@@ -207,7 +206,7 @@ class PluginStates:
     """What plugins keep, taken on this rank. Collective.
 
     Attributes:
-        items: tensors that lie over the mesh as parameters do.
+        items: tensors that are sharded like the parameters.
         plain: everything else, by plugin and key.
         forms: by plugin and key, of the values that are not plain or that replicas have their own of, how they are
             kept.
@@ -291,7 +290,7 @@ def _optimizer(
     }
 
 
-# ---- back ----------------------------------------------------------------------------------------------------------
+# ---- back ------------------------------------------------------------------------------------------------------------
 class Restored:
     """The state of a checkpoint, decoded and checked against a training; nothing is changed before :meth:`apply`.
 
@@ -304,7 +303,7 @@ class Restored:
 
     Attributes:
         plugin_forms: by plugin and key, how values are kept that are not plain.
-        sharded: for those that lie over the mesh as parameters do, what this rank has, by FQN; filled by who reads.
+        sharded: for those that are sharded like the parameters, this rank's shards, by FQN; filled when they are read.
 
     Raises:
         CheckpointError: if it does not fit the training.
@@ -570,7 +569,7 @@ def state_for(states: list[dict[str, Any]], saved: Mesh, mesh: Mesh, rank: int) 
     """
     if saved == mesh:
         return states[rank], None
-    index = position_along(mesh, mesh.coordinates(rank), mesh.data_axes)
+    index = mesh.position(rank, mesh.data_axes)
     rows = saved.groups(*saved.data_axes)[0]
     return states[rows[index % len(rows)]], index if index >= len(rows) else None
 

@@ -48,7 +48,7 @@ def parse_size(text: str) -> int:
     """Bytes from ``"5GB"``, ``"500MB"``, ``"2GiB"`` or a number.
 
     Raises:
-        CheckpointError: if ``text`` is no positive size.
+        CheckpointError: if ``text`` is not a positive size.
     """
     stripped = text.strip().upper()
     unit = next((u for u in sorted(_SIZES, key=len, reverse=True) if stripped.endswith(u)), "")
@@ -81,7 +81,7 @@ def consolidate(
         max_shard_size: of a file of weights, in bytes; a larger tensor has a file of its own.
         verify: whether to compare the model's files with their checksums; if they differ, nothing is left.
         replica: whose copy, where replicas that train apart have their own.
-        progress: is told how far it is.
+        progress: called with the progress.
         files: how files are written.
 
     Returns:
@@ -226,7 +226,7 @@ def blocks_of(
     Args:
         tensor: what is read.
         source: open files.
-        layout, at: which shard; by default the whole tensor.
+        layout, at: which shard; by default the full tensor.
         start, stop: which of its elements; by default all.
     """
     import numpy as np
@@ -234,7 +234,7 @@ def blocks_of(
     layout = layout or Layout(shape=tensor.layout.shape, dtype=tensor.layout.dtype)
     stop = math.prod(layout.local_shape) if stop is None else stop
     row = max(1, math.prod(layout.local_shape[1:]))
-    # Whole rows, as long as a row is not large: then a block is read from each shard at once.
+    # Full rows, as long as a row is not large: then a block is read from each shard at once.
     step = max(1, _BLOCK // (row * tensor.item_size)) * row
     buffer = np.empty(min(step, stop - start), dtype=words(tensor.item_size))
     for begin in range(start, stop, step):

@@ -101,12 +101,12 @@ def _tensor(tensor: SourceTensor) -> dict[str, Any]:
 def verify(folder: Path, progress: Callable[[str], None] = lambda path: None) -> list[str]:
     """Everything that is wrong with a checkpoint; empty if nothing is.
 
-    Compares every file with its checksum, checks that the parts of every tensor are there without gaps, and that the
-    weights have the shapes that the configuration beside them says.
+    Compares every file with its checksum, checks that the shards of every tensor are complete, without gaps, and that
+    the weights have the shapes that the configuration beside them says.
 
     Args:
         folder: the checkpoint.
-        progress: is told every file before it is read.
+        progress: called with every file before it is read.
     """
     try:
         manifest = read_manifest(folder)
@@ -163,7 +163,7 @@ def _against_config(folder: Path, manifest: Manifest, index: Index) -> list[str]
     try:
         config = json.loads(read_bytes(locate(folder, "config.json")).decode())
         if not isinstance(config, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
     except (OSError, ValueError, RecursionError) as error:
         return [f"config.json cannot be read: {error}"]
     tensors = index.tensors(model_collection(0))

@@ -6,9 +6,10 @@ from a slow file system.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,10 +18,11 @@ import torch
 from neuron_accel.checkpoint.format.files import Files, Written, read_bytes
 from neuron_accel.checkpoint.format.index import KINDS, METADATA, Index, index_checkpoint, kind_of, replicas_in
 from neuron_accel.checkpoint.format.manifest import NAME, FileEntry, Manifest, check_file, locate, read_manifest
-from neuron_accel.checkpoint.format.source import Bytes, SourceTensor
+from neuron_accel.checkpoint.format.source import Bytes, SourceTensor, places_of
 from neuron_accel.checkpoint.format.tensorfile import encode_header, read_header
 from neuron_accel.checkpoint.state.snapshot import Item, RankFacts, folder_of
 from neuron_accel.checkpoint.tools.consolidate import Progress, blocks_of, checkpoint_folder
+from neuron_accel.engine.plan.mesh import AxisKind, Mesh
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError
 
@@ -30,21 +32,20 @@ class Division:
     """How a model and its optimizer are sharded over a mesh.
 
     Args:
-        tensor_parallel, pipeline_parallel, data_parallel: degrees of the mesh.
-        layouts: layouts of parameters over axis ``tp``, by FQN; parameters that are missing are replicated.
-        stages: index along axis ``pp`` of the first rank that holds a parameter or buffer, by FQN; by default 0.
+        mesh: the mesh. Ranks along its axes of samples and positions hold the same parameters.
+        layouts: layouts of parameters over its model axes, by FQN; parameters that are missing are replicated.
+        stages: index along its axis of stages, of which there is one at most, of the first rank that holds a parameter
+            or buffer, by FQN; by default 0.
         divide_optimizer: whether the optimizer's state is sharded over data-parallel ranks, as under ZeRO-1.
     """
 
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    data_parallel: int = 1
+    mesh: Mesh
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     stages: Mapping[str, int] = field(default_factory=dict)
     divide_optimizer: bool = False
 
     def degrees(self) -> dict[str, int]:
-        return {"pp": self.pipeline_parallel, "dp": self.data_parallel, "tp": self.tensor_parallel}
+        return {axis.name: axis.degree for axis in self.mesh.axes}
 
     def layout_of(self, source: SourceTensor) -> Layout:
         whole = Layout(shape=source.layout.shape, dtype=source.layout.dtype)
@@ -74,8 +75,8 @@ class Portion:
     item: Item
 
 
-Rank = tuple[int, int, int]
-"""Indices along pp, tp and dp."""
+Rank = tuple[int, ...]
+"""Indices along the axes of the mesh, outer to inner."""
 
 
 def reshard(
@@ -92,7 +93,7 @@ def reshard(
         folder: the checkpoint.
         output: is made; must be empty.
         division: the mesh, and what its ranks hold.
-        progress: is told how far it is.
+        progress: called with the progress.
         files: how files are written.
 
     Raises:
@@ -113,11 +114,12 @@ def reshard(
     count = _counter(copies, progress)
     entries: dict[str, FileEntry] = {}
     for replica, index in enumerate(copies):
-        for (kind, (pp, tp, dp)), portions in sorted(_shares(index, division).items()):
-            at = {axis: i for axis, i in (("pp", pp), ("tp", tp), ("dp", dp)) if division.degrees()[axis] > 1}
-            named = at | ({"replica": replica} if len(copies) > 1 else {})
+        for (kind, rank), portions in sorted(_shares(index, division).items()):
+            at = dict(zip(division.mesh.axis_names, rank, strict=True))
+            named = {axis: i for axis, i in at.items() if division.mesh.degree(axis) > 1}
+            named |= {"replica": replica} if len(copies) > 1 else {}
             relative = f"{folder_of(kind)}/{RankFacts(coordinates=named).file_name(0)}"
-            written = files.write(output / relative, _parts(portions, {"tp": tp}, count))
+            written = files.write(output / relative, _parts(portions, at, count))
             kind = kind_of(kind, replica)
             entries[relative] = FileEntry(size=written.size, checksums=written.checksums, kind=kind)
     for relative, entry in manifest.files.items():
@@ -142,7 +144,7 @@ def _copy(folder: Path, manifest: Manifest, replica: int) -> Index:
 
 
 def _shares(index: Index, division: Division) -> dict[tuple[str, Rank], list[Portion]]:
-    """What each rank's files hold, by kind and rank; data-parallel ranks share the work."""
+    """The contents of each rank's files, by kind and rank; data-parallel ranks divide the work."""
     shares: dict[tuple[str, Rank], list[Portion]] = {}
     loads: dict[Rank, int] = {}
     for collection in sorted(index.collections):
@@ -157,8 +159,9 @@ def _shares(index: Index, division: Division) -> dict[tuple[str, Rank], list[Por
 def _portions(
     source: SourceTensor, collection: str, division: Division, loads: dict[Rank, int]
 ) -> Iterator[tuple[Rank, Portion]]:
-    """Which ranks write which parts of one tensor. ``loads``: how much each has to write already."""
-    layout, stage, ranks = division.layout_of(source), division.stage_of(source), division.data_parallel
+    """Which ranks write which slices of one tensor. ``loads``: how much each has to write already."""
+    mesh, layout = division.mesh, division.layout_of(source)
+    stages = dict.fromkeys(mesh.names(AxisKind.STAGE), division.stage_of(source))
     item = Item(
         collection=collection,
         name=source.name,
@@ -168,22 +171,27 @@ def _portions(
         form=source.form,
         buffer=source.buffer,
     )
-    numel = math.prod(layout.local_shape)
-    divided = division.divide_optimizer and item.kind == "optimizer" and source.form == "parameter" and numel >= ranks
-    places = range(0, division.tensor_parallel, layout.cuts[0].replicas) if layout.cuts else [None]
-    for place in places:
-        if divided:
+    numel, ranks = math.prod(layout.local_shape), mesh.size(mesh.gradient_axes)
+    sharded = division.divide_optimizer and item.kind == "optimizer" and source.form == "parameter" and numel >= ranks
+    for place in places_of(layout):
+        at = stages | dict(place)
+        if sharded:
             bounds = [numel * index // ranks for index in range(ranks + 1)]
-            for index in range(ranks):
+            for index, rank in enumerate(_ranks(mesh, at, mesh.gradient_axes)):
                 run = replace(item, start=bounds[index], stop=bounds[index + 1])
-                yield (stage, place or 0, index), Portion(source, run)
+                yield rank, Portion(source, run)
             continue
-        holders = range(division.tensor_parallel) if place is None else [place]
-        rank = min(
-            ((stage, tp, dp) for tp in holders for dp in range(ranks)), key=lambda rank: (loads.get(rank, 0), rank)
-        )
+        equal = [name for name in mesh.axis_names if name not in at]
+        rank = min(_ranks(mesh, at, equal), key=lambda rank: (loads.get(rank, 0), rank))
         loads[rank] = loads.get(rank, 0) + source.nbytes + 1
         yield rank, Portion(source, item)
+
+
+def _ranks(mesh: Mesh, at: Mapping[str, int], along: Sequence[str]) -> Iterator[Rank]:
+    """The ranks at ``at`` with every index along further axes; 0 along those that are not named."""
+    for indices in itertools.product(*(range(mesh.degree(axis)) for axis in along)):
+        here = {**at, **dict(zip(along, indices, strict=True))}
+        yield tuple(here.get(axis, 0) for axis in mesh.axis_names)
 
 
 def _parts(portions: list[Portion], at: dict[str, int], count: Callable[[int], None]) -> Iterator[bytes | memoryview]:

@@ -1,1 +1,1 @@
-"""What strategies that reduce gradients or shard optimizers are made of."""
+"""Building blocks of strategies that reduce gradients or shard optimizers."""

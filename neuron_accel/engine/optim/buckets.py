@@ -91,10 +91,10 @@ def make_buckets(records: Iterable[ParameterRecord], cap_bytes: int, mesh: Mesh)
 
 
 def used_anywhere(local: list[bool], run: Run, group: Group) -> list[bool]:
-    """Which parameters got a gradient on any rank of ``group``, so that one without stays without, as in one process.
+    """Which parameters have a gradient on any rank of ``group``; a parameter without one keeps None, as in one process.
 
-    Where reading a value would stall the device, what this rank knows is taken for all: ranks of such devices run the
-    same graph.
+    Where reading a value would stall the device, this rank's own answer is used: ranks of such devices run the same
+    graph.
 
     Args:
         local: for each parameter, whether this rank has a gradient.
@@ -106,15 +106,15 @@ def used_anywhere(local: list[bool], run: Run, group: Group) -> list[bool]:
 
 
 class FlatGradients:
-    """Memory that the gradients of a bucket keep from pass to pass, so that it is not faulted in anew every step.
+    """Memory for the gradients of a bucket, kept from pass to pass to avoid page faults in every step.
 
-    Gradients are moved here as they arrive, while they are in the cache, and scaled on the way, which then costs no
-    pass over memory of its own.
+    Gradients are moved here as they arrive, while they are in the cache, and scaled on the way, which then needs no
+    separate pass over memory.
 
     Args:
         bucket: the parameters.
-        flags: whether a one or zero for each parameter follows the gradients: whether it has one. Summed along with
-            them, they say whether any rank has, without a message of their own.
+        flags: whether the gradients are followed by a one or zero for each parameter: whether it has a gradient. Summed
+            along with the gradients, the flags show whether any rank has one, without a separate message.
     """
 
     def __init__(self, bucket: Bucket, *, flags: bool = False) -> None:
@@ -163,8 +163,8 @@ class FlatGradients:
         return self._flat
 
     def parts(self, reduced: torch.Tensor) -> list[torch.Tensor]:
-        """The gradients in what :meth:`collect` has become, in the shapes of the parameters; the same tensors every
-        time where it was reduced in place."""
+        """The gradients in the reduced result of :meth:`collect`, in the shapes of the parameters; the same tensors
+        every time if it was reduced in place."""
         if self._flat is not None and reduced.data_ptr() == self._flat.data_ptr():
             return self._slots
         return split_like(reduced, self._bucket.parameters)
@@ -173,7 +173,7 @@ class FlatGradients:
         """Which parameters have a gradient on any rank.
 
         Args:
-            reduced: the sum over ranks of what :meth:`collect` gave.
+            reduced: the sum over ranks of the result of :meth:`collect`.
             local: which have one on this rank.
         """
         if not self._flags or all(local):

@@ -1,8 +1,8 @@
-"""Does an optimizer treat the elements of a parameter alike? Or at least every parameter by itself?
+"""Whether an optimizer treats the elements of a parameter alike, or at least each parameter independently.
 
-Only then may a parameter be cut, or parameters be divided between ranks. Instead of a list of names, which would say
-nothing about a class of the user's own, the optimizer is tried: a few steps on small matrices, in one optimizer and in
-several that know nothing of each other, must agree.
+Only then may a parameter, or a list of parameters, be sharded over ranks. A list of names would say nothing about a
+user's own class, so the optimizer is tested instead: a few steps on small matrices, in one optimizer and in several
+independent ones, must agree.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _CUT = 24 * 40 // 3 + 7
 _STEPS = 3
 _KINDS = 4
 _TOLERANCE = 1e-3
-"""Relative to how far an element of its parameter moves at most. What looks at wholes is far off."""
+"""Tolerance, relative to the largest movement of an element. Optimizers that use full parameters are far off."""
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether updating pieces of a parameter, each by an optimizer of its own, gives the same as updating it whole,
-    with the optimizer's own options.
+    """Whether updating the shards of a parameter, each by a separate optimizer, gives the same result as updating the
+    full parameter, with the optimizer's own options.
 
     Args:
-        optimizer: it is left alone; a twin of it is tried for each of its groups.
+        optimizer: unchanged; a twin of it is tested for each of its groups.
     """
     return why_not_elementwise(optimizer) is None
 
 
 def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
-    """None for an optimizer of which :func:`is_elementwise` is true, else how it failed, for people."""
+    """None for an optimizer of which :func:`is_elementwise` is true, else an explanation."""
 
     def flat_pieces(matrix: torch.Tensor) -> Sequence[torch.Tensor]:
         return matrix.reshape(-1).split([_CUT, matrix.numel() - _CUT])
@@ -44,19 +44,19 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
     for group, owner in _kinds(optimizer):
         try:
             agrees = _agrees(optimizer, group, owner, matrices=1, divide=flat_pieces)
-        except Exception as error:  # it cannot handle flat pieces at all (Muon), or fails for a reason of its own
-            return f"tried on small parameters that stand for parts, it failed: {type(error).__name__}: {error}"
+        except Exception as error:  # it cannot handle 1-dim parameters (Muon), or fails for another reason
+            return f"it failed on small parameters that represent shards: {type(error).__name__}: {error}"
         if not agrees:
-            return "its update looks at the norm or the shape of a whole parameter, which no rank would have"
+            return "its update uses the norm or the shape of the full parameter, which no rank would hold"
     return None
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether parameters, each updated by an optimizer of its own, become the same as all updated by one; not so if the
-    optimizer looks at all of them together (a global norm, an estimate of the best learning rate).
+    """Whether updating parameters with one optimizer each gives the same result as with one for all; not so if the
+    optimizer uses all of them together (a global norm, an estimate of the best learning rate).
 
     Args:
-        optimizer: as in :func:`is_elementwise`. One that cannot be tried on matrices alone is taken to be separable.
+        optimizer: as in :func:`is_elementwise`. One that cannot be tested on matrices is assumed to be separable.
     """
     try:
         return all(_agrees(optimizer, group, owner, matrices=2) for group, owner in _kinds(optimizer))
@@ -118,7 +118,7 @@ def _examples(count: int) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]
         scale, direction = torch.logspace(1 + index, -2 + index, 24)[:, None], random()
         gradients.append([(direction + random() / 2) * scale for _ in range(_STEPS)])
     for value, (first, *_) in zip(values, gradients, strict=True):
-        # At a right angle to the parameter, in which some (AdamP) see that its scale does not matter.
+        # Orthogonal to the parameter, from which some (AdamP) conclude that its scale does not matter.
         first -= value * ((first * value).sum() / value.square().sum())
     return values, gradients
 
@@ -130,7 +130,7 @@ def _updated(
     values: Sequence[torch.Tensor],
     gradients: Sequence[Sequence[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """What one optimizer makes of parameters with these values."""
+    """The parameters with these values after the steps of one optimizer."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     trial = _twin(optimizer, group, owner, parameters)
     for step in range(_STEPS):

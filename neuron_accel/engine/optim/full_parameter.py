@@ -1,8 +1,8 @@
-"""Exact steps of optimizers that look at whole parameters, where ranks hold only parts of them.
+"""Exact steps of optimizers that need full parameters, where ranks hold only shards of them.
 
 LAMB scales by a parameter's norm, Adafactor factors its rows and columns, Muon orthogonalises the matrix: applied to a
-shard, each computes something else, and says nothing. So for the length of a step a rank puts its parameters together,
-updates them whole, as its peers along the cut axes do, and keeps its own part.
+shard, each would silently compute something else. So for the duration of a step a rank gathers its parameters, updates
+them in full, as do the other ranks that hold shards of them, and keeps its own shard.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def full_parameter_step(optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
-    """``optimizer``, or what makes it exact where it looks at whole parameters and ranks hold parts of some.
+    """``optimizer``, or a wrapper that makes it exact if it needs full parameters and ranks hold shards of some.
 
-    Whoever owns the optimizer's state sees to that itself.
+    A plugin that owns the optimizer's state handles this itself.
     """
     if run.owner(Claim.OPTIMIZER_STATE) is not None:
         return optimizer
@@ -39,13 +39,13 @@ def full_parameter_step(optimizer: torch.optim.Optimizer, run: Run) -> torch.opt
 
 
 class FullParameterOptimizer(torch.optim.Optimizer):
-    """An optimizer of parts that steps on wholes.
+    """An optimizer of shards that steps on full parameters.
 
-    Every rank along an axis that cuts a parameter holds the optimizer's state for all of it.
+    Every rank along an axis over which a parameter is sharded holds the optimizer's state for the full parameter.
 
     Args:
-        optimizer: holds the parts, and has no state yet.
-        layout_of: how a part's whole lies over the mesh. Its owner may add to it.
+        optimizer: holds the shards, and has no state yet.
+        layout_of: the layout of each shard's full parameter. Its owner may add to it.
         run: the run.
     """
 
@@ -59,7 +59,7 @@ class FullParameterOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._layout_of, self._run = ChainMap({}, layout_of), run
         self._wholes: dict[nn.Parameter, nn.Parameter] = {}
-        if recipe_of(optimizer) is not None:  # its constructor wants to see what it will update
+        if recipe_of(optimizer) is not None:  # its constructor needs the parameters that it will update
             self._put_together()
         self.inner = twin(optimizer, [self._inner_group(group) for group in optimizer.param_groups])
         self._translate()
@@ -83,7 +83,7 @@ class FullParameterOptimizer(torch.optim.Optimizer):
         return StandIn(self._wholes[part], whole)
 
     def _translate(self) -> None:
-        """What the optimizer knows by part, it knows by whole."""
+        """Translates what the optimizer stores by shard to full parameters."""
         translate(self.inner, {part: [self._stand_in(part)] for part in self._wholes})
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class FullParameterOptimizer(torch.optim.Optimizer):
                     whole.grad = None if part.grad is None else full_tensor(part.grad, layout, self._run)
 
     def _hand_out(self) -> None:
-        """Every rank keeps its own part."""
+        """Every rank keeps its own shard."""
         for part, whole in self._wholes.items():
             part.copy_(self._layout_of[part].shard(whole.detach(), self._run.coordinates))
 
@@ -119,14 +119,14 @@ class FullParameterOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:  # type: ignore[override]
-        """State by part; it is that of the whole."""
+        """State by shard; it is that of the full parameter."""
         parts = [part for group in self.param_groups for part in group["params"]]
         state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         state.update({p: self.inner.state[self._whole(p)] for p in parts if self._whole(p) in self.inner.state})
         return state
 
     def _learn(self, parts: Sequence[nn.Parameter]) -> None:
-        """How further parts lie over the mesh."""
+        """Records the layouts of further shards."""
         for part in parts:
             record = self._run.find_parameter(part)
             if record is not None and record.layout.axes:
@@ -138,14 +138,14 @@ class FullParameterOptimizer(torch.optim.Optimizer):
         self.inner.add_param_group(self._inner_group(self.optimizer.param_groups[-1]))
 
     def extend_group(self, index: int, parts: Sequence[nn.Parameter]) -> None:
-        """Further parts for a group."""
+        """Further shards for a group."""
         self.optimizer.param_groups[index]["params"].extend(parts)
         self._learn(parts)
         self.inner.param_groups[index]["params"].extend(self._whole(part) for part in parts)
         self._translate()
 
     def put_state(self, part: nn.Parameter, entries: dict[str, Any]) -> None:
-        """State of a part, which becomes that of the whole; collective along the axes that cut it."""
+        """State of a shard, which becomes that of the full parameter; collective along the axes of its cuts."""
         store, key = self.place_of_state(part)
         if key is part:
             store[key] = entries
@@ -163,7 +163,7 @@ class FullParameterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
-        """One step on whole parameters; collective along the axes that cut them."""
+        """One step on full parameters; collective along the axes over which they are sharded."""
         loss, inside = None, needs_closure(self.inner)
         if closure is not None and not inside:
             with torch.enable_grad():
@@ -191,7 +191,7 @@ class FullParameterOptimizer(torch.optim.Optimizer):
         return loss
 
     def place_of_state(self, part: nn.Parameter) -> tuple[MutableMapping[torch.Tensor, dict[str, Any]], nn.Parameter]:
-        """Where the state for a part lies: a mapping and the key in it."""
+        """Where the state for a shard is stored: a mapping and the key in it."""
         return self.inner.state, self._whole(part)
 
     def state_pieces(self) -> list[StatePiece]:
@@ -216,7 +216,7 @@ class FullParameterOptimizer(torch.optim.Optimizer):
         return pieces
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """State of the wholes, as on every rank along the cut axes; options as they are now."""
+        """State of the full parameters, equal on every rank along the axes of their cuts; options as they are now."""
         copy_options(self.optimizer, self.inner)
         return self.inner.state_dict()
 

@@ -1,11 +1,11 @@
-"""Hyper-parameters that change from step to step, on devices that compile what they are told.
+"""Hyper-parameters that change from step to step, on devices that compile graphs.
 
 On a lazy device a Python number becomes an operand of the graph, but 0 and 1 become constants of it, and one transfer
 serves all numbers of equal value: a schedule that starts at 0, or a bias correction that reaches 1 after a few hundred
 steps, would be another graph. So for the length of an optimizer step such numbers are moved by less than the arithmetic
 of the device can tell, or are tensors there. PyTorch's own Adam counts on the host then, as long as it has updated all
-its parameters equally often. Others that can use one get the learning rate as a tensor, and their counters live on the
-device, which costs some thirty operations for each parameter.
+its parameters equally often. Others that can use one receive the learning rate as a tensor, and their counters live on
+the device, which costs some thirty operations for each parameter.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend
 
-_TINY = 1e-30  # in place of 0: updates vanish beside any float32, and capturable Adam, which divides by it, can do so
+_TINY = 1e-30  # in place of 0: updates are negligible in float32, and capturable Adam, which divides by it, can do so
 _BESIDE_ONE = 1.0 + 1e-12  # in place of 1: the same float32
 
 
 @contextmanager
 def as_device_data(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterator[None]:
-    """Inside, ``optimizer`` can step without a number in its graph that may change. Does nothing on eager devices.
+    """A context in which ``optimizer`` steps without changing numbers in its graph. Does nothing on eager devices.
 
     Args:
         optimizer: its groups are as before afterwards.
@@ -71,7 +71,7 @@ def _on_device(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterator[N
 # ---- Adam with its numbers computed on the host ----------------------------------------------------------------------
 def _can_count_on_host(optimizer: torch.optim.Optimizer) -> bool:
     """Whether this is PyTorch's own Adam, every number of it is on the host, and one pair of corrections serves all
-    parameters. Those of parameters that count differently become equal one day: another graph."""
+    parameters. Different counters become equal at some step: another graph."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return False
     for group in optimizer.param_groups:
@@ -111,7 +111,7 @@ def _on_host(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterator[Non
 
 
 def _decay(parameters: list[torch.Tensor], factor: float, backend: Backend) -> None:
-    """What AdamW begins with; its factor is 1 in a float32 while the rate is small."""
+    """The weight decay at the start of AdamW's step; its factor is 1 in float32 while the rate is small."""
     given = backend.number(factor)
     with torch.no_grad():
         for parameter in parameters:
@@ -137,11 +137,13 @@ def _rate(value: Any, as_tensor: bool, backend: Backend) -> Any:
 
 
 def _move_counters(optimizer: torch.optim.Optimizer, backend: Backend) -> None:
-    """What was loaded, or counted before, on the host."""
+    """What was loaded, or counted before, on the host. A number that is moved like any other tensor is shared, and not
+    updated in place: the first step after loading would be a graph of its own."""
     for state in optimizer.state.values():
         step = state.get("step")
         if isinstance(step, torch.Tensor) and step.device.type == "cpu":
-            state["step"] = step.to(backend.device)
+            is_number = step.dtype == torch.float32 and not step.dim()
+            state["step"] = backend.number(float(step)) if is_number else step.to(backend.device)
 
 
 def _innermost(optimizer: Any) -> Any:

@@ -17,9 +17,9 @@ class GradientPart:
     """A piece of a gradient on this rank.
 
     Args:
-        tensor: the piece, any shape; None if this rank holds no piece of the gradient but others do.
-        axes: axes whose ranks hold other pieces of the same gradient.
-        replicas: how many ranks along these axes hold this very piece.
+        tensor: the elements, any shape; None if this rank holds no elements of the gradient but others do.
+        axes: axes whose ranks hold other elements of the same gradient.
+        replicas: how many ranks along these axes hold the same elements.
     """
 
     tensor: torch.Tensor | None
@@ -28,7 +28,7 @@ class GradientPart:
 
 
 def unsharded_gradients(parameters: Iterable[torch.Tensor], run: Run) -> list[GradientPart]:
-    """The gradients that lie with their parameters, ``parameter.grad``, as parts."""
+    """The gradients that are stored at their parameters, ``parameter.grad``, as parts."""
     parts = []
     for parameter in parameters:
         if parameter.grad is not None:
@@ -40,7 +40,7 @@ def unsharded_gradients(parameters: Iterable[torch.Tensor], run: Run) -> list[Gr
 
 def elsewhere(run: Run, axes: Iterable[str] = ()) -> list[GradientPart]:
     """An empty part for every gradient that only some ranks along an axis have, so that all take part in the same
-    reductions; ``axes`` are divided over besides."""
+    reductions; ``axes`` are additional axes."""
     records = (record for model in run.models for record in model.parameters if record.holders)
     return [GradientPart(None, (*record.axes, *axes), record.replicas) for record in records]
 
@@ -71,7 +71,8 @@ def global_norm(parts: Iterable[GradientPart], run: Run, norm_type: float = 2.0)
 
 
 def _local(by_replicas: dict[int, list[torch.Tensor]], run: Run, norm_type: float) -> torch.Tensor:
-    """Sum of p-th powers of this rank's elements (their maximum for the infinity norm), replicas shared out."""
+    """Sum of p-th powers of this rank's elements (their maximum for the infinity norm), divided by the number of
+    replicas."""
     if norm_type == float("inf"):
         norms = [torch.linalg.vector_norm(t, norm_type) for tensors in by_replicas.values() for t in tensors]
         return torch.stack([n.float() for n in norms]).max() if norms else torch.zeros((), device=run.device)
@@ -86,19 +87,19 @@ def _local(by_replicas: dict[int, list[torch.Tensor]], run: Run, norm_type: floa
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Numbers of the same norm, in fp32."""
+    """Real numbers of the same norm, in fp32."""
     return (tensor.abs() if tensor.is_complex() else tensor).float()
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What gradients are multiplied by to bring their norm to ``max_norm`` at most; 0-dim. The same small constant as
-    in ``torch.nn.utils.clip_grad_norm_``, so that both agree."""
+    """The factor for gradients that brings their norm to ``max_norm`` at most; 0-dim. The same small constant as in
+    ``torch.nn.utils.clip_grad_norm_``, so that both agree."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def clip_by_norm(parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, run: Run) -> torch.Tensor:
     """Scales reduced gradients, ``parameter.grad``, so that their global norm is ``max_norm`` at most: what the owner
-    of gradient clipping does where gradients lie with their parameters. Collective.
+    of gradient clipping does if gradients are stored at their parameters. Collective.
 
     Args:
         parameters: of prepared models, sharded or not; the same on every rank that holds them.

@@ -1,14 +1,15 @@
 """The reduction of gradients over ranks, bucket by bucket, while the backward pass still runs.
 
-:class:`GradientReducer` is what an owner of gradient reduction uses whose gradients stay with their parameters; it is
-all of data parallelism. :class:`BackwardWatcher`, below it, says when the gradients of a bucket are complete, always in
-the same order on every rank, so that the collectives that are started then match. A parameter that takes no part in a
-backward pass holds nothing up: its bucket follows when the pass ends. The method is that of "PyTorch Distributed:
+:class:`GradientReducer` is for owners of gradient reduction that keep gradients at their parameters; it is
+all of data parallelism. :class:`BackwardWatcher`, below it, reports when the gradients of a bucket are complete, always
+in the same order on every rank, so that the collectives started then match. A parameter without a gradient in a
+backward pass delays nothing: its bucket follows when the pass ends. The method is that of "PyTorch Distributed:
 Experiences on Accelerating Data Parallel Training" (Li et al., VLDB 2020).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from neuron_accel.engine.sharding.parameters import ParameterRecord
 
 
+MEET_S = 300.0
+"""How long a rank on which a parameter begins to train waits for the others to notice the same."""
+
+
 class GradientReducer:
     """Averages the gradients of one model over the samples of all ranks.
 
@@ -35,7 +40,7 @@ class GradientReducer:
     - the axes over which the gradient that autograd computes is a partial sum (``partial_axes``),
 
     divided by the number of ranks along all gradient axes: the gradient of the mean of the ranks' losses. A parameter
-    that got a gradient on some ranks only has one on all ranks then; one that got none anywhere has None.
+    that has a gradient on some ranks only has one on all ranks afterwards; one without any gradient keeps None.
 
     Passes that do not synchronise (:attr:`PreparedModel.synchronises`, false under ``no_sync`` and while micro-batches
     accumulate) leave gradients as they are; the next one that does, or :meth:`flush`, reduces their sum. Ranks that ran
@@ -46,7 +51,7 @@ class GradientReducer:
     :meth:`restart` from ``after_reshape``, :meth:`close` from ``teardown``.
 
     Args:
-        model: after all rewrites, on its device: make the reducer in ``transform_model``, in phase ``GRADIENTS`` or
+        model: after all rewrites, on its device: create the reducer in ``transform_model``, in phase ``GRADIENTS`` or
             later. Collective, like every method.
         run: the run.
         bucket_cap_mb: size of a bucket in MiB. Smaller ones start earlier, larger ones cost fewer messages.
@@ -67,11 +72,11 @@ class GradientReducer:
         )
         self._watch(agreed=False)
 
-    # ---- what the owner calls --------------------------------------------------------------------------------------
+    # ---- what the owner calls ----------------------------------------------------------------------------------------
     def begin_backward(self) -> None:
-        """A backward pass begins. Gradients of passes before it, where a loop does not zero them, are reduced already:
-        where the sum and the division do not go over the same ranks, reducing them again would change them, so they are
-        set aside until the pass has ended."""
+        """A backward pass begins. If a loop did not zero gradients, those of earlier passes are reduced already: where
+        the sum and the division are over different ranks, reducing them again would change them, so they are set aside
+        until the pass has ended."""
         if not self._model.synchronises:
             return
         for index, bucket in enumerate(self._buckets):
@@ -86,14 +91,14 @@ class GradientReducer:
         self._put_back()
 
     def flush(self) -> None:
-        """Reduces what passes without synchronisation left behind, unless ``no_sync`` still holds."""
+        """Reduces the gradients of passes without synchronisation, unless ``no_sync`` is active."""
         self._watcher.finish()
         if self._model.sync_enabled:
             self._watcher.flush()
 
     def before_step(self) -> None:
-        """Gradients are going to be used. In a step inside ``no_sync``, ranks that see different samples go their own
-        ways, but those that hold one copy of the model between them still sum what each has of its gradients."""
+        """Called before gradients are used. In a step inside ``no_sync``, data-parallel ranks are independent, but
+        ranks that hold one copy of the model together still sum their partial gradients."""
         self.flush()
         if self._model.sync_enabled:
             return
@@ -112,8 +117,8 @@ class GradientReducer:
         self._done()
 
     def _inside_replica(self, bucket: Bucket, inside: list[str]) -> tuple[Group, int]:
-        """Over which ranks a bucket is summed where replicas are not to be averaged, and by what it is divided: ranks
-        among which a parameter is sharded share one of it, whose gradient has a part of each rank's loss."""
+        """Over which ranks a bucket is summed if replicas are not averaged, and the number by which it is divided: the
+        ranks over which a parameter is sharded hold one copy of it, whose gradient includes each rank's loss."""
         reduced = [axis for axis in inside if axis in bucket.reduction_axes]
         return (
             self._run.group(*reduced, *bucket.partial_axes),
@@ -136,10 +141,10 @@ class GradientReducer:
         """Removes the hooks from the parameters."""
         self._watcher.close()
 
-    # ---- one bucket after another ----------------------------------------------------------------------------------
+    # ---- one bucket after another ------------------------------------------------------------------------------------
     def _watch(self, *, agreed: bool) -> None:
         model = self._model
-        # Where reading a value would stall the device, what this rank knows of its gradients is taken for all.
+        # Where reading a value would stall the device, this rank's own gradients stand for all ranks.
         lazy = self._run.backend.is_lazy
         self._buckets: list[Bucket] = []
         self._memory: list[FlatGradients] | None = None if lazy else []
@@ -152,7 +157,7 @@ class GradientReducer:
             driven=lambda: model.in_backward,
             ready=self._ready,
             done=self._done,
-            overlap=not lazy,  # nothing runs before the graph is complete, and then the compiler decides
+            overlap=not lazy,  # nothing runs before the graph is complete; then the compiler decides
             action=self._action,
             take=None if lazy else self._take,
             agreed=agreed,
@@ -187,7 +192,7 @@ class GradientReducer:
         self._pending.append((index, used, self._run.backend.start_all_reduce(flat, group)))
 
     def _average(self, bucket: Bucket, group: Group, ranks: int) -> None:
-        """The same where everything happens later anyway."""
+        """The same on lazy devices, where execution is deferred anyway."""
         used = [p.grad is not None for p in bucket.parameters]
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket.parameters]
         if group.size == 1:
@@ -198,7 +203,7 @@ class GradientReducer:
             parameter.grad = average if is_used else None
 
     def _done(self) -> None:
-        """Waits for the averages and hands them out."""
+        """Waits for the averages and assigns them to the parameters."""
         pending, self._pending = self._pending, []
         for index, used, work in pending:
             assert self._memory is not None
@@ -212,7 +217,7 @@ class GradientReducer:
                     parameter.grad = part
         self._put_back()
         if self._watcher.is_mixed and not self._watcher.unsynchronised:
-            self.restart()  # else what is frozen would travel along, and hold its neighbours up
+            self.restart()  # otherwise frozen parameters would be sent, too, and delay their bucket
 
     def _put_back(self) -> None:
         before, self._before = self._before, {}
@@ -223,24 +228,23 @@ class GradientReducer:
 class BackwardWatcher:
     """Follows backward passes over the parameters of a list that require gradients.
 
-    Which do is looked up at the end of every pass that is reduced, and at the latest before gradients are used: a
-    parameter that has begun to train joins with all the gradient that it has, and a bucket none of whose parameters
-    trains takes no part. ``requires_grad`` is the same on every rank.
+    Which of them do is checked at the end of every pass that is reduced, and at the latest before gradients are used: a
+    parameter that has begun to train joins with its full accumulated gradient, and a bucket without training parameters
+    takes no part. ``requires_grad`` is the same on every rank.
 
     Args:
         records: all parameters that may train, in the same order on every rank.
-        admit: called with those of ``records`` that begin to train, the first time before anything was watched; gives
-            the buckets to watch from now on, beside those before.
+        admit: called with those of ``records`` that begin to train, the first time before anything was watched; returns
+            the buckets to watch from then on, in addition.
         run: the run.
         group: the ranks whose parameters train at the same time.
-        synchronises: whether gradients that arrive now are to be announced, or only accumulate.
-        driven: whether whoever runs the backward pass will call :meth:`finish`; else autograd does at its end.
+        synchronises: whether gradients that arrive now are announced, or only accumulate.
+        driven: whether the code that runs the backward pass will call :meth:`finish`; else autograd does at its end.
         ready: called with a bucket's index once its gradients are complete; in ascending order, each at most once per
             pass.
         done: called at the end of a pass, after every bucket that takes part in it was ready.
         overlap: whether buckets are announced while the pass still runs, or all at its end.
-        action: the reduction as others can take part in it that have run out of data: with the arguments of
-            :meth:`take_part`.
+        action: the reduction, for ranks that have run out of data: with the arguments of :meth:`take_part`.
         take: called with a bucket's index and a parameter's position in it when a gradient arrives that will be
             announced while the pass still runs.
         agreed: whether it is known that the same parameters train on all ranks now.
@@ -280,6 +284,8 @@ class BackwardWatcher:
         self._active: list[bool] = []
         self._seen = bytearray()
         self._missing: list[int] = []
+        self._resting: set[int] = set()  # buckets in which nothing trained in the last pass
+        self._agreed: set[tuple[int, ...]] = set()  # of these, those that ranks have agreed on to train again
         self._next = 0
         self._running, self._sends_early = False, False
         run.watchers.append(self)
@@ -290,44 +296,73 @@ class BackwardWatcher:
         begin = len(self._candidates)
         self._candidates += [record for record in records if record.current is not None]
         self._frozen += range(begin, len(self._candidates))
-        self.follow(agreed=agreed)
+        self.follow(agreed=agreed, meets=True)
 
-    def follow(self, *, owed: bool = False, agreed: bool = False) -> bool:
-        """Looks which parameters have begun to train. Collective if there are any.
+    def follow(self, *, owed: bool = False, agreed: bool = False, meets: bool = False) -> bool:
+        """Checks which parameters have begun to train. Collective if there are any.
 
         Args:
             owed: whether they have gradients that are to be reduced.
-            agreed: whether it is known that the same have on all ranks.
+            agreed: whether the same parameters are known to have begun on all ranks.
+            meets: whether all ranks are known to check now.
 
         Returns:
-            whether there are any.
+            whether any have.
 
         Raises:
-            DesyncError: if others have on other ranks.
+            DesyncError: if other parameters have on other ranks.
         """
-        begun = tuple(index for index in self._frozen if self._trains(self._candidates[index]))
+        begun = tuple(index for index in self._frozen if self._candidates[index].trains)
         if begun:
             if not agreed:
-                self._check_agreement(begun)
+                self._check_agreement(begun, meets=meets)
             self._join(begun, owed=owed)
         return bool(begun)
 
-    @staticmethod
-    def _trains(record: ParameterRecord) -> bool:
-        return record.current is not None and record.current.requires_grad
+    def _check_agreement(self, begun: Iterable[int], *, meets: bool) -> None:
+        """Checks that the same of the candidates begin to train on all ranks.
 
-    def _check_agreement(self, begun: tuple[int, ...]) -> None:
+        Args:
+            begun: those that do here.
+            meets: whether all ranks are known to be here. If not, the others may have seen nothing begin, and go on to
+                another collective: then this rank waits for them for a limited time, and not in a collective.
+        """
         if self._group.size == 1 or (self._action is not None and self._action.announced):
-            return  # who has data tells the others which parameters train
-        everyone = self._run.backend.all_gather_object([self._candidates[i].fqn for i in begun], self._group)
+            return  # ranks with data send the others which parameters train
+        names = [self._candidates[i].fqn for i in begun]
+        if meets:
+            everyone = self._run.backend.all_gather_object(names, self._group)
+        else:
+            everyone = self._meet(names)
         differs = sorted(set().union(*everyone).difference(set(everyone[0]).intersection(*everyone)))
         if differs:
-            raise DesyncError(
-                f"{differs[0]!r} requires a gradient on some ranks and not on others.",
-                where=f"ranks {', '.join(map(str, self._group.ranks))}; {len(differs)} such parameters",
-                why="their gradients are summed over these ranks, and each rank would wait for the others",
-                fix="freeze and unfreeze the same parameters at the same step on every rank",
-            )
+            ranks = [rank for rank, mine in zip(self._group.ranks, everyone, strict=True) if differs[0] in mine]
+            raise self._differs(differs[0], ranks, f"{len(differs)} such parameters")
+
+    def _meet(self, names: list[str]) -> list[list[str]]:
+        """What begins to train on each rank, once all have noticed that something does."""
+        board, key = self._run.backend.board(), "trains/" + ",".join(map(str, self._group.ranks))
+        board.put(f"{key}/{self._group.index}", b"begun")
+        end, missing = time.monotonic() + MEET_S, list(range(self._group.size))
+        try:
+            while missing := [index for index in missing if board.get(f"{key}/{index}") != b"begun"]:
+                if time.monotonic() > end:
+                    here = [rank for index, rank in enumerate(self._group.ranks) if index not in missing]
+                    raise self._differs(names[0], here, f"the others have not noticed any for {MEET_S:g} s")
+                time.sleep(0.001)
+            # No rank gets through this before all have seen all notes.
+            return self._run.backend.all_gather_object(names, self._group)
+        finally:
+            board.put(f"{key}/{self._group.index}", b"")
+
+    def _differs(self, name: str, ranks: Sequence[int], more: str) -> DesyncError:
+        where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        return DesyncError(
+            f"{name!r} has begun to require a gradient on {where}, and not on others.",
+            where=f"ranks {', '.join(map(str, self._group.ranks))}; {more}",
+            why="gradients are summed over these ranks, and each rank would wait for the others",
+            fix="freeze and unfreeze the same parameters at the same step on every rank",
+        )
 
     def _join(self, begun: tuple[int, ...], *, owed: bool) -> None:
         self._joined.append(begun)
@@ -354,15 +389,15 @@ class BackwardWatcher:
         return any(self._owed)
 
     def owes(self, index: int) -> bool:
-        """Whether this holds for a bucket."""
+        """Whether a bucket has such gradients."""
         return self._owed[index]
 
     def owe(self) -> None:
-        """There are gradients that this has not seen arrive."""
+        """Marks gradients that arrived unseen."""
         self._owed = [owed or self._learns(i) for i, owed in enumerate(self._owed)]
 
     def forget(self) -> None:
-        """Gradients that were not announced are not to be."""
+        """Drops the mark of gradients that were not announced."""
         self._owed = [False] * len(self._buckets)
 
     def _learns(self, index: int) -> bool:
@@ -386,7 +421,7 @@ class BackwardWatcher:
         if not self._running:
             self._begin()
             if not self._driven():
-                # A plain loss.backward(): autograd itself tells when it is through.
+                # A plain loss.backward(): autograd itself reports its end.
                 torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         if self._late[number]:
             return  # goes with its bucket at the end
@@ -408,10 +443,15 @@ class BackwardWatcher:
         if self._missing[index] == 0:
             self._advance()
 
-    def _begin(self, *, left: bool = False) -> None:
-        """A pass begins; ``left``: it reduces what others have left, and nothing else."""
+    def _begin(self, *, left: bool = False, follows: bool = False) -> None:
+        """A pass begins.
+
+        Args:
+            left: whether it reduces what others have left, and nothing else.
+            follows: whether this rank has no data, and does what others announce.
+        """
         self._running = True
-        # Of several, which is complete first depends on what a rank's samples use; after the pass they have an order.
+        # Of several, the order of completion depends on a rank's samples; after the pass it is fixed.
         alone = not any(other._buckets for other in self._run.watchers if other is not self)
         self._sends_early = self._overlap and alone
         self._next = 0
@@ -420,6 +460,20 @@ class BackwardWatcher:
         self._active = [
             owed or (missing > 0 and not left) for owed, missing in zip(self._owed, self._missing, strict=True)
         ]
+        resumed = tuple(i for i, is_active in enumerate(self._active) if is_active and i in self._resting)
+        self._resting = {i for i, missing in enumerate(self._missing) if not missing}
+        if not left and not follows:
+            self._check_resumed(resumed)
+
+    def _check_resumed(self, resumed: tuple[int, ...]) -> None:
+        """Checks that the same buckets have parameters that train again, where none did in the last pass, on all ranks.
+        What ranks have agreed on once is not checked again, since some loops freeze and unfreeze at every step."""
+        announced = self._action is not None and self._action.announced
+        if resumed and resumed not in self._agreed and not announced:
+            candidates = {id(record): index for index, record in enumerate(self._candidates)}
+            records = [record for i in resumed for record in self._buckets[i].records if record.trains]
+            self._check_agreement([candidates[id(record)] for record in records], meets=False)
+            self._agreed.add(resumed)
 
     def _advance(self, *, everything: bool = False) -> None:
         while self._next < len(self._buckets):
@@ -432,10 +486,10 @@ class BackwardWatcher:
                 return
 
     def finish(self) -> None:
-        """The backward pass is over: announces what is left. Does nothing between passes, but for parameters that have
-        begun to train."""
+        """The backward pass is over: announces what is left. Between passes, only handles parameters that have begun to
+        train."""
         if self._running and not (self._action and self._action.announced):
-            self._advance(everything=True)  # some ranks have sent early what others have only now: before anything else
+            self._advance(everything=True)  # some ranks have sent early what others have only now, so it comes first
         begun = (self._running or self._synchronises()) and self.follow(owed=True)
         if not self._running:
             if not begun:
@@ -445,7 +499,7 @@ class BackwardWatcher:
 
     def _complete(self) -> None:
         if self._action and self._action.announced:
-            trains = tuple(self._trains(record) for record in self._candidates)
+            trains = tuple(record.trains for record in self._candidates)
             self._action(trains, tuple(self._joined), tuple(self._active))
         self._advance(everything=True)
         self._running = False
@@ -463,10 +517,10 @@ class BackwardWatcher:
     def take_part(
         self, trains: tuple[bool, ...], joined: tuple[tuple[int, ...], ...], active: tuple[bool, ...]
     ) -> None:
-        """A pass without one: this rank has no data, and contributes what gradients it has, or zeros.
+        """Takes part in a pass without data: this rank contributes the gradients it has, or zeros.
 
         Args:
-            trains: which parameters train on the ranks that have data; from now on on this one, too.
+            trains: which parameters train on the ranks that have data; from now on also on this one.
             joined: which of them began to, one entry each time.
             active: which buckets take part.
         """
@@ -475,7 +529,7 @@ class BackwardWatcher:
                 record.current.requires_grad_(does)
         for begun in joined[len(self._joined) :]:
             self._join(begun, owed=False)
-        self._begin()
+        self._begin(follows=True)
         self._active = list(active)
         self._complete()
 
@@ -489,7 +543,8 @@ class BackwardWatcher:
 
 
 def _hooked(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Registers a hook for gradients that arrive, also where none do now: torch asks for ``requires_grad`` then."""
+    """Registers a hook for gradients that arrive, also if it does not train now: torch requires ``requires_grad`` for
+    that."""
     trains = parameter.requires_grad
     parameter.requires_grad_(True)
     try:

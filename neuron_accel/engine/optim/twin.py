@@ -16,18 +16,17 @@ from neuron_accel.engine.sharding.parameters import ParameterRecord
 if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import Run
 
-# ---- Making an optimizer anew for other parameters: pieces of the ones it was built with, or their rewritten shards
-# Some optimizers keep state from the moment they are built (Adagrad), some users' classes have constructors that are
-# not known. So an optimizer is never built by name: it is either copied around other parameters, its state sharded
-# along with them, or, where its constructor was recorded by :func:`make_optimizer_constructor_lazy`, built for real at
-# last.
-# Left out of a copy: a scheduler wraps `step` on the object it was given, and the others are set anew.
+# ---- Rebuilding an optimizer for other parameters: shards or rewritten versions of those it was created with ---------
+# Some optimizers have state from the start (Adagrad), and constructors of users' classes are unknown. So an optimizer
+# is never constructed by name: it is either copied around other parameters, with its state sharded like them, or, if
+# its constructor was recorded by :func:`make_optimizer_constructor_lazy`, constructed at the end.
+# Not copied: a scheduler wraps `step` on the original object, and the others are set anew.
 _OWN = ("step", "state", "param_groups", "_neuron_accel_recipe")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build an optimizer that was only promised."""
+    """How to construct a deferred optimizer."""
 
     cls: type[torch.optim.Optimizer]
     arguments: Mapping[str, Any]
@@ -37,7 +36,7 @@ class Recipe:
 
 
 class _Groups(torch.optim.Optimizer):
-    """Parameters in groups, checked and completed as torch does it. It holds nothing else, and never steps."""
+    """Parameter groups, checked and completed as torch does. Holds nothing else, and never steps."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {})
@@ -47,25 +46,25 @@ class _Groups(torch.optim.Optimizer):
 
 
 def checked_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Parameters in groups, as an optimizer has them.
+    """Parameter groups, as an optimizer has them.
 
     Raises:
-        ValueError, TypeError: what torch raises for what no optimizer can hold.
+        ValueError, TypeError: what torch raises for parameters that no optimizer can hold.
     """
     return _Groups(params).param_groups
 
 
 def make_optimizer_constructor_lazy(cls: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """A stand-in for ``cls`` whose products hold no state for the parameters they are given.
+    """A replacement for ``cls`` whose instances hold no state for their parameters.
 
-    ``prepare`` builds the real thing for what is left of the parameters on each rank. Until then the product is an
-    optimizer like any other: its groups can be edited, and schedulers can be built on it.
+    ``prepare`` constructs the optimizer for each rank's shards. Until then the instance is an optimizer like any other:
+    its groups can be edited, and schedulers can use it.
 
     Raises:
         ValueError, TypeError: what torch raises for ``params`` that no optimizer can hold.
 
     Args:
-        cls: the optimizer's class. Its first argument are the parameters; all others are given by keyword.
+        cls: the optimizer's class. Its first argument is the parameters; all others are given by keyword.
 
     Example::
 
@@ -88,12 +87,12 @@ def make_optimizer_constructor_lazy(cls: type[torch.optim.Optimizer]) -> Callabl
 
 
 def recipe_of(optimizer: torch.optim.Optimizer) -> Recipe | None:
-    """How to build an optimizer made by :func:`make_optimizer_constructor_lazy`; None for one that is real."""
+    """How to build an optimizer made by :func:`make_optimizer_constructor_lazy`; None for any other."""
     return getattr(optimizer, "_neuron_accel_recipe", None)
 
 
 def build_deferred(optimizer: torch.optim.Optimizer) -> None:
-    """Gives a promised optimizer the state it would have had from the start, for the parameters that it holds now."""
+    """Gives a deferred optimizer the state it would have had from the start, for the parameters that it holds now."""
     recipe = recipe_of(optimizer)
     if recipe is not None:
         optimizer.state = recipe.build(optimizer.param_groups).state
@@ -101,32 +100,32 @@ def build_deferred(optimizer: torch.optim.Optimizer) -> None:
 
 
 def copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """Gives the groups of ``target`` the hyper-parameters of those of ``source``. What names parameters stays, since
-    these are others."""
+    """Gives the groups of ``target`` the hyper-parameters of those of ``source``, except options that name
+    parameters."""
     for theirs, mine in zip(source.param_groups, target.param_groups, strict=True):
         mine.update({k: v for k, v in theirs.items() if k not in ("params", "param_names") and not names_parameters(v)})
 
 
-# ---- what an optimizer may know of a parameter beside its values -----------------------------------------------------
+# ---- what an optimizer may know about a parameter besides its values -------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class StandIn:
-    """What an optimizer updates in place of a parameter, or of a part of it.
+    """What an optimizer updates instead of a parameter, or of a shard of it.
 
     Args:
-        parameter: it.
-        cut: from a tensor in the shape of the original parameter, what belongs to it.
+        parameter: the tensor that is updated.
+        cut: takes the slice that belongs to it from a tensor in the shape of the original parameter.
     """
 
     parameter: torch.Tensor
     cut: Callable[[torch.Tensor], torch.Tensor]
 
     def value(self, value: Any, original: torch.Tensor) -> Any:
-        """What is known of ``original``, as it is known of this."""
+        """A value that belongs to ``original``, converted to this parameter."""
         cuts = isinstance(value, torch.Tensor) and value.dim() and value.shape == original.shape
         return self.cut(value) if cuts else value
 
     def take_attributes(self, original: torch.Tensor) -> None:
-        """Gives it the attributes that were set on ``original``: ``weight.decays = False``."""
+        """Copies the attributes that were set on ``original``, such as ``weight.decays = False``."""
         for name, value in vars(original).items():
             vars(self.parameter)[name] = self.value(value, original)
 
@@ -141,12 +140,12 @@ def attributes_of(parameter: torch.Tensor) -> tuple[tuple[str, str], ...]:
 
 
 def names_parameters(value: Any) -> bool:
-    """Whether an option is a collection of parameters, or of something by parameter."""
+    """Whether an option is a collection of parameters, or of values by parameter."""
     return isinstance(value, (Mapping, Set, list, tuple)) and any(isinstance(entry, nn.Parameter) for entry in value)
 
 
 def knows_by_parameter(optimizer: torch.optim.Optimizer) -> str | None:
-    """The name of an attribute or option in which an optimizer keeps something by parameter, or lists parameters."""
+    """The name of an attribute or option that stores values by parameter, or lists parameters."""
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = [item for item in vars(optimizer).items() if item[0] not in _OWN]
     named += [item for group in optimizer.param_groups for item in group.items() if item[0] != "params"]
@@ -159,8 +158,8 @@ def knows_by_parameter(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def translate(optimizer: torch.optim.Optimizer, stand_ins: Mapping[torch.Tensor, Sequence[StandIn]]) -> None:
-    """Lets an optimizer find by their stand-ins what it knows by parameter: in its attributes and options, under the
-    parameter itself or its ``id``."""
+    """Adds stand-ins to what an optimizer stores by parameter: in its attributes and options, under the parameter
+    itself or its ``id``."""
     for name, value in vars(optimizer).items():
         if name not in _OWN:
             vars(optimizer)[name] = translated(value, stand_ins)
@@ -171,8 +170,8 @@ def translate(optimizer: torch.optim.Optimizer, stand_ins: Mapping[torch.Tensor,
 
 
 def translated(value: Any, stand_ins: Mapping[torch.Tensor, Sequence[StandIn]]) -> Any:
-    """``value``, or if it is a collection that names some of these parameters a copy that names what stands for them,
-    too."""
+    """``value``, or if it is a collection that names some of these parameters, a copy that also names their
+    stand-ins."""
     if not isinstance(value, (Mapping, Set, list, tuple)) or not value:
         return value
 
@@ -207,7 +206,7 @@ def translated(value: Any, stand_ins: Mapping[torch.Tensor, Sequence[StandIn]]) 
 
 
 def extend_group(optimizer: torch.optim.Optimizer, index: int, parameters: Sequence[torch.Tensor]) -> None:
-    """Hands further parameters to a group of an optimizer, which has no state for them yet."""
+    """Adds further parameters to a group of an optimizer, which has no state for them yet."""
     own = getattr(optimizer, "extend_group", None)
     if own is not None:
         own(index, parameters)
@@ -232,9 +231,9 @@ def twin(
     """An optimizer of the same class and options around other groups of parameters.
 
     Args:
-        optimizer: it is left alone.
+        optimizer: unchanged.
         groups: groups with all their options.
-        state: state to begin with. A promised optimizer begins with what its constructor makes.
+        state: state to begin with. A deferred optimizer begins with the state from its constructor.
     """
     recipe = recipe_of(optimizer)
     if recipe is not None:
@@ -248,23 +247,22 @@ def twin(
 
 
 # ---- How the state of an optimizer belongs to the parameters of the original model -----------------------------------
-# Whoever divides an optimizer over ranks says what each rank holds, in terms of the one identity that parameters
-# have: their FQN and layout. That is all a checkpoint needs in order to store the state of any division and to load
-# it into another.
+# A plugin that shards an optimizer over ranks describes what each rank holds by FQN and layout. That is all a
+# checkpoint needs to store the state and to load it on any mesh.
 @dataclass(frozen=True, kw_only=True)
 class StatePiece:
-    """What a rank's optimizer holds of one parameter.
+    """The state that a rank's optimizer holds for one parameter.
 
     Args:
         record: the parameter.
-        parameter: what the optimizer updates, and the key of its state; its elements are a run of those of the
-            parameter's shard on this rank, flattened.
-        start, stop: that run.
+        parameter: what the optimizer updates, and the key of its state; its elements are a range of the parameter's
+            shard on this rank, flattened.
+        start, stop: that range.
         group: index of the parameter's group.
-        axes: axes of the mesh along which ranks hold other runs of the same shard.
-        master: whether ``parameter`` has values of its own, more exact than those in the model.
-        whole: whether the state is that of the whole parameter, equal on all ranks along the axes that cut it.
-        key, store: where the state lies: ``store[key]``; by default ``optimizer.state[parameter]``.
+        axes: axes of the mesh along which ranks hold other ranges of the same shard.
+        master: whether ``parameter`` has values of its own, of higher precision than those in the model.
+        whole: whether the state is that of the full parameter, equal on all ranks along the axes of its cuts.
+        key, store: where the state is stored: ``store[key]``; by default ``optimizer.state[parameter]``.
     """
 
     record: ParameterRecord
@@ -295,27 +293,27 @@ class StatePiece:
         store.pop(self.parameter if self.key is None else self.key, None)
 
     def take_weights(self, run: Run) -> None:
-        """Takes the model's weights as what the optimizer updates, where that is kept apart."""
+        """Copies the model's weights into what the optimizer updates, if that is separate."""
         current = self.record.current
         if current is None or current is self.parameter:
             return
         with torch.no_grad():
-            # A lazy device would make a graph of each part's own.
+            # A lazy device would compile a graph for each slice.
             values = run.backend.to_host(current) if run.backend.is_lazy else current.detach()
             part = values.reshape(-1)[self.start : self.stop]
-            if missing := self.parameter.numel() - part.numel():  # on lazy devices pieces end with padding
+            if missing := self.parameter.numel() - part.numel():  # on lazy devices they end with padding
                 part = nn.functional.pad(part, (0, missing))
             self.parameter.copy_(part.view(self.parameter.shape))
 
 
 @dataclass(frozen=True)
 class ShardedState:
-    """A value in a plugin's ``checkpoint_state`` that lies over the mesh as parameters do: an outer momentum, or an
-    average of the weights. A checkpoint stores it in slices, and any mesh loads it: ``load_checkpoint_state`` gets an
-    object of this class with what the rank holds there, on the CPU.
+    """A value in a plugin's ``checkpoint_state`` that is sharded like the parameters: an outer momentum, or an average
+    of the weights. A checkpoint stores it in slices, and any mesh loads it: ``load_checkpoint_state`` receives an
+    object of this class with this rank's shards, on the CPU.
 
     Args:
-        tensors: by FQN; each has the shape that the parameter has on this rank, and any dtype. A rank gives those of
+        tensors: by FQN; each has the shape that the parameter has on this rank, and any dtype. A rank provides those of
             parameters that it holds.
         model: whose parameters: the position in ``run.models``.
     """
@@ -326,8 +324,8 @@ class ShardedState:
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """A value in a plugin's ``checkpoint_state`` that every replica has its own of, see ``AxisKind.REPLICA``; within a
-    replica it is alike on every rank. ``load_checkpoint_state`` gets an object of this class with the replica's.
+    """A value in a plugin's ``checkpoint_state`` of which every replica has its own, see ``AxisKind.REPLICA``; within a
+    replica it is equal on every rank. ``load_checkpoint_state`` receives an object of this class with the replica's.
 
     Args:
         value: plain values and tensors, or a :class:`ShardedState`.
@@ -338,22 +336,22 @@ class ReplicaState:
 
 @runtime_checkable
 class ShardedOptimizer(Protocol):
-    """An optimizer that holds pieces of parameters."""
+    """An optimizer that holds shards of parameters."""
 
     state: dict[torch.Tensor, dict]
     param_groups: list[dict]
 
     def state_pieces(self) -> list[StatePiece]:
-        """This rank's pieces."""
+        """This rank's state, one entry for each parameter."""
         ...
 
 
 def take_weights(optimizer: Any, run: Run) -> None:
-    """Makes the weights of the model those that an optimizer goes on from, after a plugin has changed them in place:
-    ZeRO-1 updates pieces of its own, and mixed precision master weights.
+    """Makes an optimizer continue from the model's weights, after a plugin has changed them in place: ZeRO-1 updates
+    its own shards, and mixed precision master weights.
 
     Args:
-        optimizer: as hooks get it, below Accelerate's wrapper.
+        optimizer: as hooks receive it, below Accelerate's wrapper.
         run: the run.
     """
     for piece in optimizer.state_pieces() if isinstance(optimizer, ShardedOptimizer) else ():

@@ -1,1 +1,1 @@
-"""What a run will be: mesh, plugins, their order and owners, read from a configuration and explained. Pure."""
+"""The plan of a run: mesh, plugins, their order and responsibilities, read from a configuration and explained. Pure."""

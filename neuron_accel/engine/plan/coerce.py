@@ -1,7 +1,7 @@
-"""From plain data to the type that a dataclass annotation asks for: strictly, and with errors that name the place.
+"""Converts plain data to the type of a dataclass annotation: strictly, and with errors that name the place.
 
-A boolean is not a valid number, nor a number a valid boolean; a whole number is accepted where a number is asked for.
-Nothing is dropped and nothing guessed. Objects made in Python are held to the same annotations: :func:`check_fields`.
+A boolean is not a valid number, nor a number a valid boolean; an integer is accepted where a float is expected. Nothing
+is dropped or guessed. Objects created in Python must match the same annotations: :func:`check_fields`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from neuron_accel.errors import ConfigurationError, NeuronAccelError, PluginErro
 
 T = TypeVar("T")
 
-_SCALARS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_SCALARS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 _LISTS: dict[Any, Any] = {
     list: list,
     collections.abc.Sequence: tuple,
@@ -40,24 +40,26 @@ _MAPPINGS = (dict, collections.abc.Mapping)
 
 
 def build(cls: type[T], options: Any, at: Location, subject: str) -> T:
-    """An object of a dataclass from a mapping of its fields.
+    """Creates an object of a dataclass from a mapping of its fields.
 
     Args:
         cls: the dataclass.
-        options: what was given for its fields; null stands for none.
-        at: where that was.
-        subject: what the object is, in messages: ``"plugin 'zero1'"``.
+        options: the values of its fields; null means none.
+        at: their place.
+        subject: the object's description in messages: ``"plugin 'zero1'"``.
 
     Raises:
         ConfigurationError: for an unknown or missing field, a wrong type, or a value that the class itself refuses.
     """
     options = {} if options is None else options
     if not isinstance(options, Mapping):
-        raise at.error(f"Options of {subject} are a mapping, not {_shown(options)}.", fix="write {name: value, ...}")
+        raise at.error(
+            f"Options of {subject} must be a mapping, not {_shown(options)}.", fix="write {name: value, ...}"
+        )
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     for key in options:
         if key not in fields:
-            raise (at / key).error(f"{key!r} is no option of {subject}.", fix=did_you_mean(str(key), fields))
+            raise (at / key).error(f"{key!r} is not an option of {subject}.", fix=did_you_mean(str(key), fields))
     required = [f.name for f in fields.values() if _is_required(f) and f.name not in options]
     if required:
         raise at.error(
@@ -72,7 +74,7 @@ def build(cls: type[T], options: Any, at: Location, subject: str) -> T:
         where = str(at) if error.where is None else f"{at}: {error.where}"
         raise ConfigurationError(error.what, where=where, why=error.why, fix=error.fix) from error
     except (ValueError, TypeError) as error:
-        raise at.error(f"{subject[0].upper()}{subject[1:]} refuses these options.", why=str(error)) from error
+        raise at.error(f"{subject[0].upper()}{subject[1:]} does not accept these options.", why=str(error)) from error
 
 
 def _is_required(f: dataclasses.Field) -> bool:
@@ -107,7 +109,7 @@ def field_type(cls: type, f: dataclasses.Field) -> Any:
 
 
 def convert(value: Any, hint: Any, at: Location) -> Any:
-    """``value`` as the annotation ``hint`` asks for.
+    """``value`` converted to the type of the annotation ``hint``.
 
     Raises:
         ConfigurationError: if it is not of that type.
@@ -149,7 +151,7 @@ def _to_union(value: Any, hint: Any, members: tuple[Any, ...], at: Location) -> 
             failures.append((member, error))
     real = [(member, error) for member, error in failures if member is not type(None)]
     if len(real) == 1 and real[0][1].what != _wrong_type(value, real[0][0], at).what:
-        raise real[0][1]  # the one alternative to null has more to say than that this is neither
+        raise real[0][1]  # the error of the one alternative to null is more specific
     return _refuse(value, hint, at)
 
 
@@ -218,13 +220,12 @@ def _to_dtype(value: Any, hint: Any, at: Location) -> Any:
 
 # ---- objects ---------------------------------------------------------------------------------------------------------
 def check_fields(obj: Any) -> None:
-    """Checks that the fields of a dataclass object have the types that their annotations say, and that numbers are
-    finite.
+    """Checks that the fields of a dataclass object have the types of their annotations, and that numbers are finite.
 
-    The rules are those for a configuration file, but that nothing is converted: where a file has the name of a dtype or
-    of an enum's member, an object has the dtype or the member. A list is accepted where a tuple is asked for. Infinity
-    and NaN are accepted for a field with ``metadata={"finite": False}``. What an annotation of another kind says (a
-    ``TypeVar``, a name that exists for type checkers only) is not judged.
+    The rules are those for a configuration file, but nothing is converted: where a file has the name of a dtype or of
+    an enum's member, an object has the dtype or the member. A list is accepted for a tuple. Infinity and NaN are
+    accepted for a field with ``metadata={"finite": False}``. Other annotations (a ``TypeVar``, a name that exists for
+    type checkers only) are not checked.
 
     Raises:
         ConfigurationError: naming the class and the field.
@@ -234,7 +235,7 @@ def check_fields(obj: Any) -> None:
             continue
         try:
             hint = field_type(type(obj), f)
-        except PluginError:  # a file cannot give it either, and is told so
+        except PluginError:  # a file cannot give it either, and gets an error
             continue
         value, at = getattr(obj, f.name), Location(source=type(obj).__name__, path=(f.name,))
         if not _is_a(value, hint):
@@ -278,8 +279,38 @@ def _is_a(value: Any, hint: Any) -> bool:
         return callable(value)
     try:
         return isinstance(value, base)
-    except TypeError:  # of what cannot be asked at run time: a type variable, a protocol
+    except TypeError:  # of what cannot be checked at run time: a type variable, a protocol
         return True
+
+
+def check_arguments(cls: type, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Checks that the constructor of a dataclass takes these arguments.
+
+    Raises:
+        ConfigurationError: with the nearest name, for an unknown one.
+    """
+    signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+    try:
+        signature.bind(None, *arguments, **options)
+    except TypeError as error:
+        at, name = Location(source=f"{cls.__name__}(...)"), cls.__name__
+        known = [p.name for p in list(signature.parameters.values())[1:] if p.kind in (p.KEYWORD_ONLY, _BY_EITHER)]
+        for option in options:
+            if option not in known:
+                raise at.error(f"{option!r} is not an option of {name}.", fix=did_you_mean(option, known)) from None
+        by_position = sum(p.kind is not p.KEYWORD_ONLY for p in signature.parameters.values()) - 1
+        if len(arguments) > by_position:
+            takes = "no positional argument"
+            if by_position:
+                takes = f"only these positional arguments: {', '.join(known[:by_position])}"
+            raise at.error(
+                f"{name} takes {takes}, but received {arguments[by_position]!r}.",
+                fix=f"name it: {', '.join(known[by_position:])}" if known else "leave it out: there are no options",
+            ) from None
+        raise at.error(f"{name} cannot be created from these arguments.", why=str(error)) from None
+
+
+_BY_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def _all_are(items: Any, arguments: tuple[Any, ...]) -> bool:
@@ -295,7 +326,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _expected_object(hint: Any) -> str:
-    """What an annotation asks for, in Python's words."""
+    """The expected type of an annotation, in Python's terms."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(_expected_object(member) for member in get_args(hint))
@@ -342,7 +373,7 @@ def _name(at: Location) -> str:
 def _unwritable(hint: Any, at: Location) -> ConfigurationError:
     return at.error(
         f"{_name(at)} cannot be given in a configuration.",
-        why=f"its type is {_expected(hint)}, which has no written form",
+        why=f"its type is {_expected(hint)}, which cannot be written in a file",
         fix="leave it out here and give the plugin as an object in Python",
     )
 
@@ -356,7 +387,7 @@ def _wrong_type(value: Any, hint: Any, at: Location) -> ConfigurationError:
 
 
 def _expected(hint: Any) -> str:
-    """What an annotation asks for, in words."""
+    """The expected type of an annotation, in words."""
     origin, arguments = get_origin(hint), get_args(hint)
     base = origin or hint
     if origin in (Union, types.UnionType):

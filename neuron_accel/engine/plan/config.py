@@ -8,7 +8,7 @@
       - another_strategy
       - my_package.my_module:MyStrategy: {strength: 0.5}
 
-Plugins stand in any order. Keys other than ``plugins``, ``dataloader`` and ``backend`` are arguments of
+The order of plugins does not matter. Keys other than ``plugins``, ``dataloader`` and ``backend`` are arguments of
 ``accelerate.Accelerator`` of the same name.
 """
 
@@ -31,13 +31,13 @@ from neuron_accel.errors import ConfigurationError, PluginError
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What a configuration says.
+    """A configuration.
 
     Args:
         plugins: the strategies, configured.
         accelerate: arguments for ``accelerate.Accelerator``; only those that were given.
         dataloader: arguments for ``accelerate.utils.DataLoaderConfiguration``; only those that were given.
-        backend: name of the backend, None to choose by what is found.
+        backend: name of the backend, None to choose by the devices found.
     """
 
     plugins: tuple[StrategyPlugin, ...] = ()
@@ -90,23 +90,25 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any], *, registry:
 
     Args:
         source: the path of a YAML file, or a mapping of the same form.
-        registry: where plugins are looked up; by default what is installed and registered in this process.
+        registry: where plugins are looked up; by default those installed and registered in this process.
 
     Raises:
-        ConfigurationError: for a key, type or value that is not usable; it names file, line, key and what would be.
+        ConfigurationError: for a key, type or value that is not usable; it names file, line, key and valid values.
         PluginError: if a plugin cannot be loaded.
     """
     data, root = open_document(source)
     if not isinstance(data, Mapping):
-        raise root.error("A configuration is a mapping of keys to values.", fix="write 'plugins:' and a list below it")
+        raise root.error(
+            "A configuration must be a mapping of keys to values.", fix="write 'plugins:' and a list below it"
+        )
     if isinstance(data.get("plugins"), Mapping):
-        raise (root / "plugins").error("'plugins' is a list, not a mapping.", fix="begin each plugin with a dash")
+        raise (root / "plugins").error("'plugins' must be a list, not a mapping.", fix="begin each plugin with a dash")
     keys = build(_Keys, data, root, "the configuration")
     if keys.gradient_accumulation_steps < 1:
         raise (root / "gradient_accumulation_steps").error(
             f"'gradient_accumulation_steps' is {keys.gradient_accumulation_steps}.",
             why="an optimizer step needs at least one micro-batch",
-            fix="give a whole number of at least 1",
+            fix="give an integer of at least 1",
         )
     registry = default_registry() if registry is None else registry
     plugins = [_plugin(entry, root / "plugins" / index, registry) for index, entry in enumerate(keys.plugins)]
@@ -139,21 +141,21 @@ def _name_and_options(entry: Any, at: Location) -> tuple[str, Any]:
         if isinstance(name, str):
             return name, options
     if isinstance(entry, StrategyPlugin):
-        raise at.error("A plugin object is no part of a configuration.", fix="give it in the argument 'plugins'")
+        raise at.error("A configuration cannot contain a plugin object.", fix="give it in the argument 'plugins'")
     if isinstance(entry, Mapping) and len(entry) > 1:
         raise at.error(
             f"One item of 'plugins' has the keys {', '.join(map(repr, entry))}.",
             why="an item is one plugin: 'name', or 'name: {option: value, ...}'",
-            fix="begin each plugin with a dash of its own, and indent its options below its name",
+            fix="begin each plugin with a separate dash, and indent its options below its name",
         )
-    raise at.error(f"{entry!r} is no plugin.", fix="write 'name', or 'name: {option: value, ...}'")
+    raise at.error(f"{entry!r} is not a plugin.", fix="write 'name', or 'name: {option: value, ...}'")
 
 
 def to_config(plugins: Iterable[StrategyPlugin], *, registry: Registry | None = None) -> dict[str, Any]:
     """The inverse of :func:`load_config` for plugins: plain data that reads back as equal ones.
 
-    Every option is written out, so that the result means the same when a default changes. A plugin whose class is not
-    what its name stands for in ``registry`` is named by its class.
+    Every option is written out, so that the result keeps its meaning when a default changes. A plugin whose class is
+    not registered under its name in ``registry`` is named by its class.
 
     Raises:
         ConfigurationError: if an option has a value that a configuration cannot hold.

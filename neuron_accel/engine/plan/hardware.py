@@ -1,12 +1,13 @@
-"""What a kind of machine can do, as data given to the planner, and whether a mesh fits it.
+"""The limits of a kind of machine, as data for the planner, and whether a mesh fits it.
 
-The planner knows no machine by name: who starts a run says what there is.
+The planner knows no machine by name: the caller describes the hardware.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from neuron_accel.engine.plan.mesh import AxisKind, Mesh
@@ -20,10 +21,13 @@ class Hardware:
     Args:
         name: of the machine, for messages.
         ranks_per_host: the numbers of ranks that may run on one host; the largest fills it.
-        model_groups: the sizes of groups that divide parameters (tensor parallel), which stay within a host; one rank
-            is always possible.
-        several_hosts: whether ranks of several hosts can form groups. They fill their hosts then.
+        model_groups: the sizes of groups that shard parameters (tensor parallel), which stay within a host; one rank is
+            always possible.
+        several_hosts: whether ranks of several hosts can form groups. Then they fill their hosts.
         partitions: the most ways in which one graph may divide the ranks into groups; None: any number.
+        torus: chips of a host along each dim of the torus that links them, row by row; empty where each is linked to
+            each other one, or there is one.
+        ranks_per_chip: neighbouring ranks on one chip.
     """
 
     name: str
@@ -31,6 +35,8 @@ class Hardware:
     model_groups: tuple[int, ...]
     several_hosts: bool = True
     partitions: int | None = None
+    torus: tuple[int, ...] = ()
+    ranks_per_chip: int = 1
 
     @property
     def full(self) -> int:
@@ -66,15 +72,15 @@ class Hardware:
                 raise PlanError(
                     f"Axis {axis.name!r} of degree {axis.degree} cannot be formed on {self.name}.",
                     where=f"hardware {self.name}, mesh {mesh}",
-                    why=f"groups that divide parameters have {_listing(self.model_groups)} neighbouring ranks there",
+                    why=f"groups that shard parameters have {_listing(self.model_groups)} neighbouring ranks there",
                     fix=f"choose degree {_nearest(axis.degree, legal)}",
                 )
         self._check_hosts(mesh)
         self._check_partitions(mesh)
 
     def _check_partitions(self, mesh: Mesh) -> None:
-        """What a step divides the ranks into at least: along each axis, those that average gradients together with
-        each axis that may hold parts of them, those that hold one model, and all."""
+        """The ways in which a step divides the ranks into groups, at least: along each axis, those that average
+        gradients together with each axis that may shard them, those that hold one model, and all."""
         axes = tuple(axis.name for axis in mesh.axes if axis.degree > 1)
         wanted = {
             *((axis,) for axis in axes),
@@ -84,18 +90,19 @@ class Hardware:
             mesh.model_axes,
             axes,
         }
-        divided = {mesh.groups(*names) for names in wanted if names}
-        if self.partitions is not None and len(divided) > self.partitions:
+        sharded = {mesh.groups(*names) for names in wanted if names}
+        if self.partitions is not None and len(sharded) > self.partitions:
             raise PlanError(
-                f"{len(axes)} axes divide the ranks into groups in {len(divided)} ways, and {self.name} allows "
+                f"{len(axes)} axes divide the ranks into groups in {len(sharded)} ways, and {self.name} allows "
                 f"{self.partitions} in one step.",
                 where=f"hardware {self.name}, mesh {mesh}",
-                why="each way needs communicators of its own, whose number in one compiled graph is limited",
-                fix="leave out plugins that bring an axis, or give one of their axes degree 1",
+                why="each way needs separate communicators, whose number in one compiled graph is limited",
+                fix="leave out plugins that add an axis, or give one of their axes degree 1",
             )
 
     def _check_hosts(self, mesh: Mesh) -> None:
-        """Groups reach every host alike: the axes from the innermost up to any one fill hosts, or parts of one."""
+        """Groups include the same number of ranks on every host: the axes from the innermost up to any one fill hosts,
+        or a fraction of one."""
         inner = 1
         for axis in reversed(mesh.axes):
             reached = inner * axis.degree
@@ -106,13 +113,73 @@ class Hardware:
                     if (inner * degree) % self.full == 0 or self.full % (inner * degree) == 0
                 }
                 raise PlanError(
-                    f"Axis {axis.name!r} of degree {axis.degree} would use parts of hosts unevenly.",
+                    f"Axis {axis.name!r} of degree {axis.degree} would use hosts unevenly.",
                     where=f"hardware {self.name}, mesh {mesh}",
-                    why=f"together with the axes inside it it takes {reached} ranks, hosts have {self.full}, and "
+                    why=f"together with the axes inside it, it takes {reached} ranks, hosts have {self.full}, and "
                     "groups between hosts have equally many ranks on each",
                     fix=f"choose degree {_nearest(axis.degree, legal)}",
                 )
             inner = reached
+
+    # ---- what single collectives ask for -----------------------------------------------------------------------------
+    def groups_problem(self, groups: Sequence[Sequence[int]]) -> str | None:
+        """Why a collective's groups cannot be formed, as a sentence; None if they can.
+
+        Within a host, groups are blocks of neighbouring ranks, of a number that the machine knows, at equal distances;
+        groups of several hosts have the same ranks of each.
+        """
+        if len({len(group) for group in groups}) > 1:
+            return "groups of one collective have equal sizes"
+        sizes = {*self.model_groups, *self.ranks_per_host, 16}
+        for group in groups:
+            hosts: dict[int, list[int]] = {}
+            for rank in sorted(group):
+                hosts.setdefault(rank // self.full, []).append(rank % self.full)
+            first = next(iter(hosts.values()))
+            if any(ranks != first for ranks in hosts.values()):
+                return f"ranks {_some(group)} are other ones on each host of {self.full}"
+            block = next((i for i in range(1, len(first)) if first[i] != first[0] + i), len(first))
+            starts = first[::block]
+            distances = {b - a for a, b in itertools.pairwise(starts)}
+            regular = all(first[i] == starts[i // block] + i % block for i in range(len(first)))
+            if not regular or len(first) % block or len(distances) > 1:
+                return f"ranks {_some(group)} are not blocks of neighbours at equal distances"
+            if block not in sizes:
+                return f"{block} neighbouring ranks {_some(group)} form no group on {self.name}"
+        return None
+
+    def ring_problem(self, pairs: Sequence[tuple[int, int]]) -> str | None:
+        """Why a permutation cannot be made by sending from rank to rank, as a sentence; None if it can.
+
+        Args:
+            pairs: source and target of each.
+        """
+        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+        if len({*sources}) < len(pairs) or sorted(sources) != sorted(targets):
+            return "only rings can be permuted: every rank that sends receives, once"
+        for source, target in pairs:
+            if not self._are_linked(source, target):
+                return f"ranks {source} and {target} are on chips without a direct link"
+        return None
+
+    def _are_linked(self, one: int, other: int) -> bool:
+        """Whether two ranks are on the same chip, or on chips of one host that a link connects."""
+        if one // self.full != other // self.full:
+            return False
+        chips = [rank % self.full // self.ranks_per_chip for rank in (one, other)]
+        if chips[0] == chips[1] or not self.torus:
+            return True
+        apart = 0
+        for size in reversed(self.torus):
+            distance = abs(chips[0] % size - chips[1] % size)
+            apart += min(distance, size - distance)
+            chips = [chip // size for chip in chips]
+        return apart == 1
+
+
+def _some(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:6]))
+    return f"[{shown}, ...]" if len(ranks) > 6 else f"[{shown}]"
 
 
 def _nearest(wanted: int, legal: Iterable[int]) -> str:

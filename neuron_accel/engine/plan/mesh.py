@@ -1,7 +1,7 @@
 """The mesh of ranks: pure arithmetic from axes to rank groups.
 
 Ranks are laid out row-major over the axes, outer to inner: stages, replicas, data, sequence, model (pp, ..., dp, cp,
-tp), so that the axis that talks most has neighbouring ranks.
+tp), so that the axis that communicates most has neighbouring ranks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from neuron_accel.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class AxisSpec:
-    """One axis of the mesh that a plugin brings.
+    """One axis of the mesh that a plugin adds.
 
     Args:
-        name: the field's usual short name: ``pp``, ``dp``, ``cp``, ``tp``.
-        degree: number of ranks along it; 1 is allowed and means that the axis is not there.
+        name: the usual short name: ``pp``, ``dp``, ``cp``, ``tp``.
+        degree: number of ranks along it; 1 is allowed and means that the axis is absent.
         kind: what differs between these ranks.
     """
 
@@ -31,23 +31,27 @@ class AxisSpec:
     kind: AxisKind
 
 
+DATA_AXIS = "dp"
+"""The axis of the remaining ranks, which no plugin needs to add."""
+
+
 class AxisKind(Enum):
     """What differs between the ranks along an axis. The order is the mesh's, outer to inner."""
 
     STAGE = "stage"
-    """Other layers, same data."""
+    """Different layers, same data."""
     REPLICA = "replica"
-    """Other samples, own parameters: replicas that drift apart, as in local SGD. The owner of gradient reduction does
-    not reduce over them, loaders count them, and checkpoints keep a copy for each. They begin with equal weights; the
-    plugin that brings the axis brings them together again."""
+    """Different samples, separate parameters: replicas that diverge, as in local SGD. The owner of gradient reduction
+    does not reduce over them, loaders count them, and checkpoints store a copy for each. They begin with equal weights;
+    the plugin that adds the axis synchronises them again."""
     DATA = "data"
-    """Other samples, and the same parameters but for those that a layout shards along the axis: these ranks average
-    gradients, and loaders count them."""
+    """Different samples, and the same parameters except for those that a layout shards along the axis: these ranks
+    average gradients, and loaders count them."""
     SEQUENCE = "sequence"
-    """Other positions of the same samples, and the same parameters but for those that a layout shards along the axis:
-    these ranks average gradients."""
+    """Different positions of the same samples, and the same parameters except for those that a layout shards along the
+    axis: these ranks average gradients."""
     MODEL = "model"
-    """Other parts of the same parameters, same data."""
+    """Different shards of the same parameters, same data."""
 
     @property
     def order(self) -> int:
@@ -66,10 +70,10 @@ class Mesh:
 
     @classmethod
     def build(cls, axes: Iterable[AxisSpec], world_size: int) -> Mesh:
-        """The mesh of ``world_size`` ranks with ``axes`` and, for the ranks that are left over, the data axis ``dp``.
+        """The mesh of ``world_size`` ranks with ``axes`` and, for the ranks that are left over, :data:`DATA_AXIS`.
 
         Raises:
-            PlanError: if a degree is impossible, an axis comes twice, or the ranks cannot be divided.
+            PlanError: if a degree is impossible, an axis comes twice, or the number of ranks does not match.
         """
         axes = list(axes)
         names = [axis.name for axis in axes]
@@ -81,14 +85,14 @@ class Mesh:
                     f"Axis {axis.name!r} has degree {axis.degree!r}.",
                     where=f"axis {axis.name!r}",
                     why="a degree is a number of ranks",
-                    fix="give a whole number of at least 1",
+                    fix="give an integer of at least 1",
                 )
             if names.count(axis.name) > 1:
                 raise PlanError(
-                    f"Axis {axis.name!r} is brought more than once.",
+                    f"Axis {axis.name!r} is added more than once.",
                     where=f"axis {axis.name!r}",
                     why="an axis has one degree and one meaning",
-                    fix="keep one of the plugins that bring it",
+                    fix="keep one of the plugins that add it",
                 )
         needed = math.prod(axis.degree for axis in axes)
         if world_size % needed:
@@ -108,14 +112,14 @@ class Mesh:
                 why="the number of ranks is a multiple of the product of all degrees; the rest is data parallel",
                 fix=fix,
             )
-        if "dp" not in names:
-            axes.append(AxisSpec(name="dp", degree=world_size // needed, kind=AxisKind.DATA))
+        if DATA_AXIS not in names:
+            axes.append(AxisSpec(name=DATA_AXIS, degree=world_size // needed, kind=AxisKind.DATA))
         elif needed != world_size:
             raise PlanError(
                 f"The degrees multiply to {needed}, but there are {world_size} ranks.",
                 where=f"{world_size} ranks",
-                why="with a degree of axis 'dp' given, no rank may be left over",
-                fix=f"start {needed} ranks, or leave the degree of axis 'dp' out",
+                why=f"with a degree of axis {DATA_AXIS!r} given, no rank may be left over",
+                fix=f"start {needed} ranks, or leave the degree of axis {DATA_AXIS!r} out",
             )
         return cls(tuple(sorted(axes, key=lambda axis: (axis.kind.order, axis.name))))
 
@@ -129,7 +133,7 @@ class Mesh:
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """Names of all axes, those of one rank too, outer to inner."""
+        """Names of all axes, also those of one rank, outer to inner."""
         return tuple(axis.name for axis in self.axes)
 
     def names(self, *kinds: AxisKind) -> tuple[str, ...]:
@@ -138,24 +142,32 @@ class Mesh:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks see different samples: what loaders, schedulers and gathers of metrics count."""
+        """Axes whose ranks see different samples: they govern loaders, schedulers and gathered metrics."""
         return self.names(AxisKind.REPLICA, AxisKind.DATA)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks have parameters of their own."""
+        """Axes whose ranks have separate parameters."""
         return self.names(AxisKind.REPLICA)
 
     @property
     def replicas(self) -> int:
-        """How many copies of the model there are that may differ."""
-        return math.prod(self.degree(axis) for axis in self.replica_axes)
+        """Number of copies of the model that may differ."""
+        return self.size(self.replica_axes)
 
     def replica(self, rank: int) -> int:
         """The number of the replica that a global rank belongs to; 0 where there is only one."""
+        return self.position(rank, self.replica_axes)
+
+    def size(self, axes: Iterable[str]) -> int:
+        """How many ranks differ along ``axes`` only."""
+        return math.prod(self.degree(axis) for axis in axes)
+
+    def position(self, rank: int, axes: Iterable[str]) -> int:
+        """The position of a global rank among the :meth:`size` ranks that differ along ``axes`` only."""
         at, number = self.coordinates(rank), 0
-        for axis in self.replica_axes:
-            number = number * self.degree(axis) + at[axis]
+        for axis in axes:
+            number = number * self.degree(axis) + at.get(axis, 0)
         return number
 
     @property
@@ -166,7 +178,7 @@ class Mesh:
 
     @property
     def model_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks hold different parts of the model."""
+        """Axes whose ranks hold different shards of the model."""
         return self.names(AxisKind.STAGE, AxisKind.MODEL)
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -179,7 +191,7 @@ class Mesh:
         return {axis.name: result[axis.name] for axis in self.axes}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """Inverse of :meth:`coordinates`; axes left out count as 0, and any axis that is not there has only 0."""
+        """Inverse of :meth:`coordinates`; axes left out count as 0, and an absent axis has only 0."""
         for name, index in coordinates.items():
             if not 0 <= index < self.degree(name):
                 raise ValueError(f"index {index} is not on axis {name!r} of degree {self.degree(name)}")

@@ -25,19 +25,19 @@ WIDTH = 110
 SHOWN_GROUPS = 4
 SHOWN_RANKS = 8
 ABSENT = "<absent>"
-"""Stands for a missing value in a :class:`Difference`."""
+"""Represents a missing value in a :class:`Difference`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What was decided. Made by :func:`~neuron_accel.engine.plan.planner.make_plan`.
+    """The decisions for a run. Made by :func:`~neuron_accel.engine.plan.planner.make_plan`.
 
     Args:
         mesh: the mesh of ranks.
         plugins: in the order in which they act.
-        owners: duty to the name of the plugin that performs it.
+        owners: responsibility to the name of the plugin that owns it.
         capabilities: what plugins and backend offer together.
-        reasons: why: ``"plugins.NAME"`` for a plugin's place, ``"owners.CLAIM"`` for a duty's owner.
+        reasons: why: ``"plugins.NAME"`` for a plugin's place, ``"owners.CLAIM"`` for the owner of a responsibility.
         provenance: plugin name to the distribution and version, or the module, that it comes from.
     """
 
@@ -74,7 +74,7 @@ class Plan:
         """The plan as plain data: equal on two ranks exactly if they decided the same. Reasons are left out.
 
         Raises:
-            PluginError: if a plugin's configuration has no plain form.
+            PluginError: if a plugin's configuration cannot be written as plain data.
         """
         return {
             "world_size": self.mesh.world_size,
@@ -114,7 +114,7 @@ class Plan:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def explain(self) -> str:
-        """A readable account of the mesh, the plugins in order, the owners of duties, and why."""
+        """A readable account of the mesh, the plugins in order, the owners of responsibilities, and why."""
         return explain(self)
 
     def __str__(self) -> str:
@@ -130,12 +130,12 @@ def _rebuild(values: dict[str, Any]) -> Plan:
 
 
 def _reference(value: Any) -> str:
-    """A function or class by its name, a device by its type: both the same on every rank."""
+    """The name of a function or class, or the type of a device: the same on every rank."""
     if type(value).__module__ == "torch" and type(value).__name__ == "device":
         return value.type
     if hasattr(value, "__module__") and hasattr(value, "__qualname__"):
         return f"{value.__module__}:{value.__qualname__}"
-    raise TypeError(f"a value of type {type(value).__name__} has no form that is the same on every rank")
+    raise TypeError(f"a value of type {type(value).__name__} cannot be compared between ranks")
 
 
 class Difference(NamedTuple):
@@ -162,7 +162,7 @@ def difference(a: Any, b: Any, path: str = "") -> list[Difference]:
     return [] if json.dumps(a) == json.dumps(b) else [Difference(path, a, b)]
 
 
-# ---- as text for people ---------------------------------------------------------------------------------------------
+# ---- as readable text ----------------------------------------------------------------------------------------------
 def explain(plan: Plan) -> str:
     """What ``plan`` decided and why, in sections: mesh, plugins, owners, and what happens in order."""
     ranks = plan.mesh.world_size
@@ -246,7 +246,7 @@ def _owners(plan: Plan) -> list[str]:
     rows = [("responsibility", "owner", "why")]
     for claim in Claim:
         owner = plan.owners.get(claim)
-        # What no plugin owns is done as in any program of PyTorch.
+        # What no plugin owns works as in plain PyTorch.
         default = "autograd (default)" if claim is Claim.BACKWARD else "no plugin claims it"
         why = plan.reasons.get(f"owners.{claim.value}", "not recorded" if owner else default)
         rows.append((claim.value, owner or "-", why))
@@ -293,7 +293,7 @@ def agree_on_plan(decide: Callable[[], Plan], backend: Backend) -> Plan:
             raise DesyncError(
                 f"Rank {rank} has another configuration than rank 0.",
                 where="; ".join(f"{p.path}: {p.left!r} on rank 0, {p.right!r} on rank {rank}" for p in parts[:5]),
-                why="ranks that follow different plans wait for each other for ever",
+                why="ranks that follow different plans wait for each other forever",
                 fix="give every rank the same plugins and options",
             )
     return plan

@@ -1,4 +1,4 @@
-"""The order in which plugins act: by phase, then by declaration, then by name; never by that of a list."""
+"""The order in which plugins act: by phase, then by declaration, then by name; never by their order in a list."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from neuron_accel.engine.plan.hardware import Hardware
-from neuron_accel.engine.plan.mesh import Mesh
+from neuron_accel.engine.plan.mesh import DATA_AXIS, Mesh
 from neuron_accel.engine.plan.plan import Plan
 from neuron_accel.engine.plan.plugin import Claim, PlanContext, StrategyPlugin, check_contract
 from neuron_accel.errors import PlanError, PluginError
@@ -21,7 +21,7 @@ def in_order(plugins: Mapping[str, StrategyPlugin]) -> list[tuple[StrategyPlugin
     """The plugins in acting order, each with the reason for its place.
 
     Raises:
-        PlanError: if declarations go round in a circle, or contradict the phases.
+        PlanError: if declarations form a cycle, or contradict the phases.
     """
     result = []
     edges = _edges(plugins)
@@ -69,7 +69,7 @@ def _reason(plugin: StrategyPlugin, predecessors: Mapping[str, str], alone: bool
 
 
 def _cycle_error(edges: Edges) -> PlanError:
-    """Every one of ``edges`` waits for another one: walking back from any of them ends in a circle."""
+    """Every one of ``edges`` waits for another one: walking back from any of them ends in a cycle."""
     walk = [min(edges)]
     while True:
         before = min(name for name in edges[walk[-1]] if name in edges)
@@ -87,20 +87,20 @@ def _cycle_error(edges: Edges) -> PlanError:
     )
 
 
-# ---- From plugins, a number of ranks and what the backend can do to a plan: a pure function --------------------------
-# Nothing here looks at a process group, a tensor or the environment, and nothing depends on the order in which
-# plugins are given, so every rank comes to the same plan, or to the same error.
+# ---- From plugins, a number of ranks and the backend's capabilities to a plan: a pure function -----------------------
+# Nothing here uses a process group, a tensor or the environment, and nothing depends on the order in which plugins are
+# given, so every rank computes the same plan, or the same error.
 BACKEND = "the backend"
-"""Stands among the providers of a capability for the backend."""
+"""Represents the backend among the providers of a capability."""
 
 AXIS = "axis:"
-"""What capabilities that stand for an axis of more than one rank begin with."""
+"""The prefix of capabilities that represent an axis of more than one rank."""
 
 Provenance = Callable[[type[StrategyPlugin]], str]
 
 
 def module_of(cls: type[StrategyPlugin]) -> str:
-    """Where a class comes from when nothing better than its module is known."""
+    """The source of a class of which only the module is known."""
     return f"module {cls.__module__}"
 
 
@@ -109,6 +109,7 @@ def make_plan(
     *,
     world_size: int,
     backend_capabilities: Iterable[str] = frozenset(),
+    backend_missing: Mapping[str, str] = MappingProxyType({}),
     default_owners: Mapping[Claim, StrategyPlugin] = MappingProxyType({}),
     provenance: Provenance = module_of,
     hardware: Hardware | None = None,
@@ -116,16 +117,17 @@ def make_plan(
     """Decides what runs, in which order, over which mesh.
 
     Args:
-        plugins: the strategies asked for, in any order.
+        plugins: the requested strategies, in any order.
         world_size: number of ranks.
         backend_capabilities: what the backend offers.
-        default_owners: who performs a duty that no plugin claims. A default owner takes only what is left over, also
-            when it is among ``plugins``; one that owns nothing takes no part.
-        provenance: says for a plugin class which distribution and version it comes from.
+        backend_missing: why it lacks a capability, by its name, where that was tried.
+        default_owners: the plugins that own responsibilities which no other plugin claims. A default owner owns only
+            those, also if it is among ``plugins``; one that owns nothing takes no part.
+        provenance: returns the distribution and version of a plugin class.
         hardware: what the machines can do; None: anything.
 
     Raises:
-        PluginError: if something is no plugin, or was written for another version of the contract.
+        PluginError: if something is not a plugin, or was written for another version of the contract.
         PlanError: if the plugins cannot run together, or not on this many ranks.
     """
     given = _by_name(_with_companions(plugins), provenance)
@@ -135,7 +137,7 @@ def make_plan(
 
     owners, reasons = _owners(given, defaults, sources)
     taking_part = {name: known[name] for name in sorted({*given, *owners.values()})}
-    _check_duties(taking_part, owners, sources)
+    _check_responsibilities(taking_part, owners, sources)
     mesh = _mesh(taking_part, world_size, sources)
     if hardware is not None:
         hardware.check_mesh(mesh)
@@ -157,7 +159,9 @@ def make_plan(
     )
     for plugin in plan.plugins:
         by_name = {other.spec.name: other for other in plan.plugins}
-        plugin.validate(PlanContext(mesh=mesh, plugins=by_name, capabilities=plan.capabilities))
+        plugin.validate(
+            PlanContext(mesh=mesh, plugins=by_name, capabilities=plan.capabilities, missing=backend_missing)
+        )
     _check_initial_weights(plan)
     return plan
 
@@ -189,26 +193,26 @@ def _by_name(plugins: Iterable[StrategyPlugin], provenance: Provenance) -> dict[
 def _check_object(plugin: object, provenance: Provenance) -> None:
     if isinstance(plugin, type) and issubclass(plugin, StrategyPlugin):
         raise PluginError(
-            f"{plugin.__name__} is a class; a plan is made of objects.",
+            f"{plugin.__name__} is a class; a plan needs objects.",
             where=provenance(plugin),
             why="the object holds the options",
             fix=f"write {plugin.__name__}(...)",
         )
     if not isinstance(plugin, StrategyPlugin):
         raise PluginError(
-            f"{plugin!r} is no plugin.",
+            f"{plugin!r} is not a plugin.",
             where="the list of plugins",
             why="strategies derive from neuron_accel.StrategyPlugin",
-            fix="give plugin objects; names and options belong into a configuration file",
+            fix="give plugin objects; names and options belong in a configuration file",
         )
     check_contract(type(plugin), provenance(type(plugin)))
 
 
-# ---- duties ----------------------------------------------------------------------------------------------------------
+# ---- responsibilities ------------------------------------------------------------------------------------------------
 def _owners(
     given: Mapping[str, StrategyPlugin], defaults: Mapping[Claim, StrategyPlugin], sources: Mapping[str, str]
 ) -> tuple[dict[Claim, str], dict[str, str]]:
-    """Duty to the name of its owner, and the reasons."""
+    """Responsibility to the name of its owner, and the reasons."""
     owners: dict[Claim, str] = {}
     reasons: dict[str, str] = {}
     for claim in Claim:
@@ -227,7 +231,7 @@ def _owners(
         plugin = next(plugin for plugin in defaults.values() if plugin.spec.name == name)
         for claim in sorted(plugin.spec.claims - owners.keys()):
             owners[claim] = name
-            reasons[f"owners.{claim.value}"] = "claims it; present as the default owner of another duty"
+            reasons[f"owners.{claim.value}"] = "claims it; present as the default owner of another responsibility"
     return owners, reasons
 
 
@@ -236,12 +240,12 @@ def _two_owners(claim: Claim, names: list[str], sources: Mapping[str, str]) -> P
     return PlanError(
         f"Plugins {both} both claim {claim.value}." if len(names) == 2 else f"Plugins {both} all claim {claim.value}.",
         where="; ".join(_who(name, sources) for name in names),
-        why="this duty has exactly one owner; done twice it would be done wrong",
+        why="this responsibility has exactly one owner; performing it twice would be wrong",
         fix=f"leave out all but one of {', '.join(names)}",
     )
 
 
-def _check_duties(
+def _check_responsibilities(
     plugins: Mapping[str, StrategyPlugin], owners: Mapping[Claim, str], sources: Mapping[str, str]
 ) -> None:
     for name, plugin in plugins.items():
@@ -249,10 +253,10 @@ def _check_duties(
             claims = sorted(plugin.spec.claims)
             taken = ", ".join(f"{claim.value} is owned by {owners[claim]!r}" for claim in claims)
             raise PlanError(
-                f"Plugin {name!r} has no duty left.",
+                f"Plugin {name!r} has nothing left to own.",
                 where="; ".join(_who(n, sources) for n in dict.fromkeys([name, *(owners[claim] for claim in claims)])),
                 why=f"it is a default owner, which takes only what no other plugin claims: {taken}",
-                fix=f"leave {name!r} out; its options would do nothing",
+                fix=f"leave {name!r} out; its options would have no effect",
             )
         for claim in sorted(plugin.spec.refines):
             if claim not in owners:
@@ -268,11 +272,11 @@ def _check_initial_weights(plan: Plan) -> None:
     named = {p.spec.name: folder for p in plan.plugins if (folder := p.initial_weights()) is not None}
     if len(named) > 1:
         raise PlanError(
-            f"Plugins {' and '.join(map(repr, sorted(named)))} both name weights to begin with."
+            f"Plugins {' and '.join(map(repr, sorted(named)))} both name initial weights."
             if len(named) == 2
-            else f"Plugins {', '.join(map(repr, sorted(named)))} all name weights to begin with.",
+            else f"Plugins {', '.join(map(repr, sorted(named)))} all name initial weights.",
             where="; ".join(f"{name}: {str(named[name])!r}, {_who(name, plan.provenance)}" for name in sorted(named)),
-            why="a model takes its weights from one folder; those of one plugin would replace the other's",
+            why="a model loads its weights from one folder; those of one plugin would replace the other's",
             fix=f"give a folder to one of {', '.join(sorted(named))}",
         )
 
@@ -282,7 +286,7 @@ def _check_gradients(mesh: Mesh, owners: Mapping[Claim, str]) -> None:
         raise PlanError(
             f"No plugin owns {Claim.GRADIENT_REDUCTION.value}.",
             where=f"mesh {mesh}",
-            why=f"ranks along {', '.join(mesh.gradient_axes)} hold the same parameters, which would drift apart",
+            why=f"ranks along {', '.join(mesh.gradient_axes)} hold the same parameters, which would diverge",
             fix=f"add a plugin that claims {Claim.GRADIENT_REDUCTION.value}, or give a default owner of it",
         )
 
@@ -296,10 +300,10 @@ def _mesh(plugins: Mapping[str, StrategyPlugin], world_size: int, sources: Mappi
             if axis.name in brought_by:
                 both = list(dict.fromkeys([brought_by[axis.name], name]))
                 raise PlanError(
-                    f"Axis {axis.name!r} is brought twice, by {' and by '.join(repr(n) for n in both)}.",
+                    f"Axis {axis.name!r} is added twice, by {' and by '.join(repr(n) for n in both)}.",
                     where="; ".join(_who(n, sources) for n in both),
                     why="an axis has one degree and one meaning",
-                    fix="keep one of them" if len(both) > 1 else "this plugin is at fault; report it there",
+                    fix="keep one of them" if len(both) > 1 else "report it to the authors of this plugin",
                 )
             brought_by[axis.name] = name
             axes.append(axis)
@@ -309,7 +313,7 @@ def _mesh(plugins: Mapping[str, StrategyPlugin], world_size: int, sources: Mappi
 def _providers(
     plugins: Mapping[str, StrategyPlugin], mesh: Mesh, backend_capabilities: Iterable[str]
 ) -> dict[str, set[str]]:
-    """Capability to who provides it."""
+    """Capability to the names of its providers."""
     bringing = {axis.name: name for name, plugin in plugins.items() for axis in plugin.axes()}
     providers: dict[str, set[str]] = {}
     for capability in backend_capabilities:
@@ -333,7 +337,7 @@ def _check_requirements(
     for need in sorted(plugin.spec.requires):
         if need in plugins or need in providers:
             continue
-        what, why, fix = f"{need!r}", "neither a plugin of that name nor that capability is present", None
+        what, why, fix = f"{need!r}", "there is no plugin of that name, and none provides it", None
         if need.startswith(AXIS):
             axis = need.removeprefix(AXIS)
             what = f"an axis {axis!r} of more than one rank"
@@ -351,10 +355,10 @@ def _missing_axis(axis: str, plugins: Mapping[str, StrategyPlugin]) -> tuple[str
     """Why no axis of that name has several ranks, and what to do."""
     for name, plugin in plugins.items():
         if any(brought.name == axis for brought in plugin.axes()):
-            return f"{name!r} brings that axis with degree 1", f"raise the degree of axis {axis!r} in {name!r} above 1"
-    if axis == "dp":
+            return f"{name!r} adds that axis with degree 1", f"raise the degree of axis {axis!r} in {name!r} above 1"
+    if axis == DATA_AXIS:
         return "the other degrees use up every rank", "start more ranks, or lower another degree"
-    return "no plugin of this run brings that axis", f"add a plugin that brings axis {axis!r}, with a degree above 1"
+    return "no plugin of this run adds that axis", f"add a plugin that adds axis {axis!r}, with a degree above 1"
 
 
 def _check_conflicts(
@@ -372,7 +376,7 @@ def _check_conflicts(
                 f"Plugin {name!r} cannot run together with {subject}.",
                 where="; ".join(_who(n, sources) for n in [name, *others]),
                 why=f"{name!r} declares this conflict",
-                fix=f"leave out {name!r} or what brings {enemy!r}",
+                fix=f"leave out {name!r} or the provider of {enemy!r}",
             )
 
 

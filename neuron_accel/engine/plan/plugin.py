@@ -17,12 +17,12 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from neuron_accel.engine.plan.coerce import check_fields
+from neuron_accel.engine.plan.coerce import check_arguments, check_fields
 from neuron_accel.engine.plan.mesh import AxisSpec
 from neuron_accel.errors import NeuronAccelError, PluginError
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 API_VERSION = 2
-"""Version of this contract. A plugin that declares another one is refused by name."""
+"""Version of this contract. A plugin that declares another one is an error."""
 
 
 class Phase(IntEnum):
@@ -46,9 +46,9 @@ class Phase(IntEnum):
     ADAPTATION = 5
     """Changes what is trained (adapters)."""
     LAYOUT = 10
-    """Decides which rank holds which part of a parameter (tensor parallel)."""
+    """Decides which rank holds which shard of a parameter (tensor parallel)."""
     ACTIVATIONS = 20
-    """Decides which rank holds which part of an activation (sequence or context parallel)."""
+    """Decides which rank holds which shard of an activation (sequence or context parallel)."""
     STAGES = 30
     """Decides which rank runs which layers (pipeline)."""
     MEMORY = 40
@@ -58,11 +58,11 @@ class Phase(IntEnum):
     GRADIENTS = 60
     """Sums gradients over ranks."""
     OPTIMIZER = 70
-    """Decides which rank holds which part of the optimizer."""
+    """Decides which rank holds which shard of the optimizer."""
 
 
 class Claim(str, Enum):
-    """A duty that exactly one plugin owns in a run."""
+    """A responsibility that exactly one plugin owns in a run."""
 
     BACKWARD = "backward"
     GRADIENT_REDUCTION = "gradient_reduction"
@@ -75,7 +75,7 @@ class Moment:
     """When a hook is called.
 
     Args:
-        text: for people.
+        text: shown by ``explain``.
         owner: the responsibility whose owner alone is called; None: every plugin that implements the hook.
     """
 
@@ -107,8 +107,8 @@ class PluginSpec:
         requires, conflicts: names of plugins, or capabilities: ``"axis:tp"`` stands for "an axis named tp has a degree
             above one"; anything in another plugin's ``provides`` works too.
         provides: capabilities that others may require or conflict with.
-        claims: duties that only this plugin performs.
-        refines: duties that it takes part in without owning them; each then needs an owner.
+        claims: responsibilities that only this plugin owns.
+        refines: responsibilities that it takes part in without owning them; each then needs an owner.
         api_version: the version of this contract it was written for.
     """
 
@@ -126,21 +126,35 @@ class PluginSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanContext:
-    """What a plugin may look at when it is asked whether it can run.
+    """What :meth:`StrategyPlugin.validate` may use.
 
     Args:
         mesh: the mesh of ranks.
         plugins: every plugin of the run by name, in the order in which they will act.
         capabilities: what plugins and backend offer.
+        missing: why the backend lacks a capability, by its name, where it was tried.
     """
 
     mesh: Mesh
     plugins: dict[str, StrategyPlugin]
     capabilities: frozenset[str]
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+
+class _KnownOptionsOnly:
+    """A constructor that raises a ConfigurationError with the nearest name for an unknown option, instead of Python's
+    TypeError."""
+
+    if not TYPE_CHECKING:  # to a type checker the constructor is the one that dataclass makes
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> _KnownOptionsOnly:
+            if args or kwargs:  # copies are made without
+                check_arguments(cls, args, kwargs)
+            return super().__new__(cls)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyPlugin:
+class StrategyPlugin(_KnownOptionsOnly):
     """Base class of every strategy. All hooks default to doing nothing.
 
     Hooks are called in the order of the plan, ``teardown`` in reverse.
@@ -149,7 +163,7 @@ class StrategyPlugin:
     spec: ClassVar[PluginSpec]
 
     def __post_init__(self) -> None:
-        """Checks the options. One of a class's own comes before that: see the module's description.
+        """Checks the options. A subclass's own ``__post_init__`` runs before: see the module.
 
         Raises:
             ConfigurationError: if an option is not of its type, or not a finite number.
@@ -170,7 +184,7 @@ class StrategyPlugin:
                 own(self, *init_only)
             except NeuronAccelError:
                 raise
-            except Exception as error:  # 'a' <= 0: what is wrong is that it was no number
+            except Exception as error:  # 'a' <= 0: the error is that it was not a number
                 if outermost:
                     try:
                         check_fields(self)
@@ -182,44 +196,45 @@ class StrategyPlugin:
 
         cls.__post_init__ = checked  # type: ignore[method-assign]
 
-    # ---- planning: pure, no process group, no tensors --------------------------------------------------------------
+    # ---- planning: pure, no process group, no tensors ----------------------------------------------------------------
     def axes(self) -> tuple[AxisSpec, ...]:
-        """Mesh axes that this plugin brings. The rest of the ranks becomes the ``dp`` axis."""
+        """Mesh axes that this plugin adds. The rest of the ranks becomes the ``dp`` axis."""
         return ()
 
     def companions(self) -> tuple[StrategyPlugin, ...]:
-        """Further strategies that this one consists of, which act in phases of their own. They take part in the plan as
-        if they had been given beside it."""
+        """Further strategies that this one consists of, which act in their own phases. They take part in the plan as if
+        they had been given with it."""
         return ()
 
     def validate(self, context: PlanContext) -> None:
         """Raises :class:`~neuron_accel.errors.PlanError` if this plugin cannot run in ``context``."""
 
-    # ---- life of a run ---------------------------------------------------------------------------------------------
+    # ---- life of a run -----------------------------------------------------------------------------------------------
     @hook("the run begins")
     def setup(self, run: Run) -> None:
         """Groups exist, no model has been seen."""
 
     @hook("models are built")
     def model_init(self, run: Run) -> AbstractContextManager[Any]:
-        """A context in which users build models."""
+        """A context in which users create models."""
         return nullcontext()
 
     @hook("models are prepared")
     def initial_weights(self) -> str | os.PathLike[str] | None:
-        """A checkpoint, or a folder of transformers, whose weights the first model that is prepared takes once it is
-        sharded; None: it keeps those it has. Asked at planning, too: one plugin of a run may name a folder, several are
-        a :class:`~neuron_accel.errors.PlanError`."""
+        """A checkpoint, or a folder of transformers, from which the first prepared model loads its weights once it is
+        sharded; None: it keeps its own. Also called at planning: one plugin of a run may name a folder, several are a
+        :class:`~neuron_accel.errors.PlanError`."""
         return None
 
     @hook("models are prepared")
     def transform_model(self, model: PreparedModel, run: Run) -> None:
-        """Rewrites ``model.module`` in place, or puts another module there. FQNs keep their meaning; a parameter whose
-        shape changes gets its :class:`~neuron_accel.contract.Layout` through ``model.parameters.set_layout``."""
+        """Rewrites ``model.module`` in place, or replaces it by another module. FQNs keep their meaning; a parameter
+        whose shape changes receives its :class:`~neuron_accel.contract.Layout` through
+        ``model.parameters.set_layout``."""
 
     @hook("loaders are prepared")
     def transform_dataloader(self, dataloader: Any, run: Run) -> Any:
-        """Wraps a loader that the ranks with other samples share already."""
+        """Wraps a loader that is already sharded over data-parallel ranks."""
         return dataloader
 
     @hook("optimizers are prepared")
@@ -227,7 +242,7 @@ class StrategyPlugin:
         """Wraps an optimizer, which holds the rewritten parameters already."""
         return optimizer
 
-    # ---- a step, in order ------------------------------------------------------------------------------------------
+    # ---- a step, in order --------------------------------------------------------------------------------------------
     @hook("backward begins")
     def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
         """The loss of a micro-batch, 0-dim, before its backward pass; returns the one to differentiate."""
@@ -275,9 +290,9 @@ class StrategyPlugin:
 
     @hook("the optimizer steps")
     def should_step(self, optimizer: torch.optim.Optimizer, run: Run) -> bool:
-        """Whether an optimizer may update weights now; False, on every rank alike, skips the step: ``before_step`` and
-        ``after_step`` are not called then, and schedulers stay where they are. Every plugin is asked. Not called for
-        steps that accumulation skips or that get a closure, nor where a gradient scaler decides. Collective."""
+        """Whether an optimizer may update weights now; False, on every rank, skips the step: ``before_step`` and
+        ``after_step`` are not called then, and schedulers do not advance. Every plugin is asked. Not called for steps
+        that accumulation skips or that receive a closure, nor with a gradient scaler. Collective."""
         return True
 
     @hook("the optimizer steps")
@@ -291,39 +306,39 @@ class StrategyPlugin:
 
     @hook("the device has the step")
     def after_boundary(self, run: Run) -> None:
-        """What a step, or a micro-batch before the last, has asked for was handed to the device: the place to look at
-        what a lazy device made of it."""
+        """The operations of a step, or of a micro-batch before the last, were submitted to the device: the place to
+        inspect what a lazy device compiled."""
 
-    # ---- now and then ----------------------------------------------------------------------------------------------
+    # ---- now and then ------------------------------------------------------------------------------------------------
     @hook("a checkpoint is saved")
     def before_save(self, run: Run) -> None:
-        """A checkpoint is about to be saved: settles what is under way, before any tensor is read. Collective."""
+        """A checkpoint is about to be saved: completes pending work, before any tensor is read. Collective."""
 
     @hook("a checkpoint is saved")
     def checkpoint_state(self, run: Run) -> dict[str, Any]:
-        """What a checkpoint keeps of this plugin beside parameters and optimizers, which it has anyway: plain values
-        and tensors, whole and alike on every rank, so that any mesh can load them. A value may also be a
-        :class:`~neuron_accel.contract.ShardedState`, tensors that lie over the mesh as parameters do, or a
+        """What a checkpoint stores for this plugin besides parameters and optimizers: plain values and tensors,
+        unsharded and equal on every rank, so that any mesh can load them. A value may also be a
+        :class:`~neuron_accel.contract.ShardedState`, tensors sharded like the parameters, or a
         :class:`~neuron_accel.contract.ReplicaState`, of which every replica has its own. Collective."""
         return {}
 
     @hook("a checkpoint is loaded")
     def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
-        """Takes back what :meth:`checkpoint_state` gave, in the same form; tensors are on the CPU. Called where a
-        checkpoint has some for a plugin of this name, after everything else was loaded. Collective."""
+        """Restores what :meth:`checkpoint_state` returned, in the same form; tensors are on the CPU. Called if a
+        checkpoint has state for a plugin of this name, after everything else was loaded. Collective."""
 
     @hook("parameters get other shapes")
     def before_reshape(self, model: PreparedModel, run: Run) -> None:
-        """Some parameters of a prepared model are about to get other shapes, and stay the objects that they are: raises
-        a :class:`~neuron_accel.errors.UsageError` on every rank if that is not possible any more."""
+        """Some parameters of a prepared model are about to change their shapes, in place: raises a
+        :class:`~neuron_accel.errors.UsageError` on every rank if that is not possible any more."""
 
     @hook("parameters got other shapes")
     def after_reshape(self, model: PreparedModel, run: Run) -> None:
-        """They have got them, and layouts to match; their gradients are gone."""
+        """Parameters have changed their shapes and layouts; their gradients were dropped."""
 
     @hook("a model is explained")
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
-        """What this plugin does in a model that it transformed, as text for people; empty for nothing.
+        """What this plugin does in a model that it transformed, as readable text; empty for nothing.
 
         Args:
             tokens: how many tokens this rank has in a step, for amounts that depend on it; None: they are for each
@@ -358,12 +373,12 @@ def overrides(plugin: StrategyPlugin | type[StrategyPlugin], name: str) -> bool:
     return getattr(cls, name) is not getattr(StrategyPlugin, name)
 
 
-# ---- Whether a class keeps the form of the plugin contract -----------------------------------------------------------
+# ---- Whether a class conforms to the plugin contract -----------------------------------------------------------
 def check_contract(cls: object, source: str) -> None:
     """Checks the form of a plugin class.
 
     Args:
-        cls: what ought to be a subclass of :class:`~neuron_accel.engine.plan.plugin.StrategyPlugin`.
+        cls: the class that should be a subclass of :class:`~neuron_accel.engine.plan.plugin.StrategyPlugin`.
         source: the distribution or module it comes from, for messages.
 
     Raises:
@@ -373,7 +388,7 @@ def check_contract(cls: object, source: str) -> None:
     """
     if not (isinstance(cls, type) and issubclass(cls, StrategyPlugin)):
         raise PluginError(
-            f"{cls!r} is no plugin class.",
+            f"{cls!r} is not a plugin class.",
             where=source,
             why="strategies derive from neuron_accel.StrategyPlugin",
             fix="name a subclass of it",
@@ -384,7 +399,7 @@ def check_contract(cls: object, source: str) -> None:
         raise PluginError(
             f"{cls.__name__} declares no spec.",
             where=where,
-            why="the class attribute 'spec' says what a plugin is called, when it acts and what it owns",
+            why="the class attribute 'spec' declares a plugin's name, when it acts and what it owns",
             fix="add 'spec = PluginSpec(name=..., phase=...)' to the class",
         )
     if spec.api_version != API_VERSION:
@@ -398,7 +413,7 @@ def check_contract(cls: object, source: str) -> None:
         )
     if problems := [*hook_problems(cls), *claim_problems(cls)]:
         raise PluginError(
-            f"{cls.__name__} does not keep the form of the contract.",
+            f"{cls.__name__} does not conform to the contract.",
             where=where,
             why="; ".join(problems),
             fix="compare it with the hooks of neuron_accel.contract.StrategyPlugin",
@@ -406,15 +421,15 @@ def check_contract(cls: object, source: str) -> None:
     own = [name for name, hint in inspect.get_annotations(cls).items() if "ClassVar" not in str(hint)]
     if own and "__dataclass_fields__" not in vars(cls):
         raise PluginError(
-            f"{cls.__name__} has fields ({', '.join(own)}) but is no dataclass.",
+            f"{cls.__name__} has fields ({', '.join(own)}) but is not a dataclass.",
             where=where,
-            why="they would be no part of its configuration",
+            why="they would not belong to its configuration",
             fix="put @dataclass(frozen=True, kw_only=True) above the class",
         )
 
 
 def hook_problems(cls: type[StrategyPlugin]) -> list[str]:
-    """Methods whose name is almost that of a hook, and hooks that cannot take what they are called with."""
+    """Methods whose name is almost that of a hook, and hooks that do not accept their arguments."""
     problems = []
     known = [*HOOKS, "axes", "companions", "validate"]
     for base in cls.__mro__:
@@ -439,12 +454,12 @@ def _signature_problems(name: str, function: Callable[..., Any]) -> list[str]:
         inspect.signature(function).bind(*positional, **keywords)
     except TypeError as error:
         wanted = ", ".join(str(p) for p in expected)
-        return [f"{name} does not take what it is called with, ({wanted}): {error}"]
+        return [f"{name} does not accept its arguments, ({wanted}): {error}"]
     return []
 
 
 def claim_problems(cls: type[StrategyPlugin]) -> list[str]:
-    """Responsibilities claimed without what they entail, and hooks of an owner on a plugin that is none."""
+    """Responsibilities claimed without their hooks, and an owner's hooks on a plugin that does not own."""
     claims, problems = cls.spec.claims, []
     for name, moment in HOOKS.items():
         if moment.owner is not None and moment.owner not in claims and overrides(cls, name):

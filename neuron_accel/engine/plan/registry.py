@@ -1,8 +1,8 @@
 """Where plugins are found: entry points, classes registered in this process, and ``"package.module:Class"``.
 
-Entry points are read at once and loaded only when named, so a plugin that is installed but not used costs nothing, and
-one that cannot be imported breaks no other. The built-in plugins are found in the same way as others; all that
-sets them apart is that a distribution that is merely installed cannot take their names and duties.
+Entry points are listed at once and loaded only when named, so an installed but unused plugin costs nothing, and one
+that cannot be imported breaks no other. The built-in plugins are found in the same way; the only difference is that an
+installed distribution cannot take their names and responsibilities.
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ PLUGIN_GROUP = "neuron_accel.plugins"
 DEFAULT_OWNER_GROUP = "neuron_accel.default_owners"
 """Entry points of this group name the default owner of a responsibility; the name is that of the claim."""
 
+SWITCH_GROUP = "neuron_accel.switches"
+"""Entry points of this group name the plugin that an argument of the accelerator adds when it is True; the name is that
+of the argument. Only this distribution's count."""
+
 DISABLE_VARIABLE = "NEURON_ACCEL_DISABLE_PLUGINS"
 """Environment variable: names of plugins, separated by commas, that must not be used."""
 
 IN_PROCESS = "registered in this process"
 
 OWN_DISTRIBUTION = "neuron-accel"
-"""Its plugins keep their names and default duties whatever else is installed."""
+"""The distribution whose plugins keep their names and default responsibilities whatever else is installed."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,9 +48,9 @@ class PluginEntry:
     """A plugin that could be used.
 
     Args:
-        name: what it is called in configuration files.
+        name: its name in configuration files.
         value: ``"package.module:Class"``.
-        distribution: the installed distribution that brings it; None if it was registered in this process.
+        distribution: the installed distribution that provides it; None if it was registered in this process.
         version: that distribution's version.
         disabled: whether the environment forbids its use.
     """
@@ -83,7 +87,7 @@ class PluginEntry:
         """Imports the class.
 
         Raises:
-            PluginError: if that fails, or what is found there is no plugin of this name.
+            PluginError: if that fails, or it is not a plugin of this name.
         """
         if self.loaded is not None:
             return self.loaded
@@ -91,7 +95,7 @@ class PluginEntry:
         check_contract(cls, self.source)
         if cls.spec.name != self.name:
             raise PluginError(
-                f"Plugin {self.name!r} calls itself {cls.spec.name!r}.",
+                f"Plugin {self.name!r} has the name {cls.spec.name!r} in its spec.",
                 where=f"{self.value} of {self.source}",
                 why="configuration files and messages use one name for a plugin",
                 fix="the name of its entry point and of its spec must be the same; report it to its authors",
@@ -103,7 +107,7 @@ class Registry:
     """The plugins known in a process.
 
     Args:
-        entry_points: what is installed; groups other than this project's are ignored.
+        entry_points: the installed ones; groups other than this project's are ignored.
         disabled: names that must not be used.
     """
 
@@ -116,13 +120,18 @@ class Registry:
         self._installed = tuple(entry for entry in found if entry.built_in or entry.name not in names)
         self._hidden = tuple(entry for entry in found if entry not in self._installed)
         self._default_owners = tuple(self._entry(point) for point in points if point.group == DEFAULT_OWNER_GROUP)
+        switches = [self._entry(point) for point in points if point.group == SWITCH_GROUP]
+        self._switches = {entry.name: entry for entry in switches if entry.built_in}
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Registry:
-        """What is installed, less what :data:`DISABLE_VARIABLE` in ``environ`` (by default the process's) forbids."""
+        """The installed plugins, except those that :data:`DISABLE_VARIABLE` in ``environ`` (by default the process's)
+        forbids."""
         value = (os.environ if environ is None else environ).get(DISABLE_VARIABLE, "")
         points = [
-            p for group in (PLUGIN_GROUP, DEFAULT_OWNER_GROUP) for p in importlib.metadata.entry_points(group=group)
+            point
+            for group in (PLUGIN_GROUP, DEFAULT_OWNER_GROUP, SWITCH_GROUP)
+            for point in importlib.metadata.entry_points(group=group)
         ]
         return cls(points, disabled=[name.strip() for name in value.split(",") if name.strip()])
 
@@ -137,23 +146,23 @@ class Registry:
         )
 
     def register(self, cls: type[StrategyPlugin], *, override: bool = False) -> type[StrategyPlugin]:
-        """Makes a class known by its spec's name, in this process only; returns it.
+        """Registers a class under its spec's name, in this process only; returns it.
 
         Args:
-            override: whether it may take the place of another plugin of that name.
+            override: whether it may replace another plugin of that name.
 
         Raises:
-            PluginError: if it is no plugin class, or the name is taken.
+            PluginError: if it is not a plugin class, or the name is taken.
         """
         check_contract(cls, module_of(cls) if isinstance(cls, type) else IN_PROCESS)
         name = cls.spec.name
         others = [entry for entry in self.entries() if entry.name == name and not entry.stands_for(cls)]
         if others and not override:
             raise PluginError(
-                f"There is a plugin {name!r} already.",
+                f"There is already a plugin {name!r}.",
                 where=", ".join(entry.source for entry in others),
-                why=f"one name stands for one plugin; {_value(cls)} would take its place",
-                fix="choose another name, or say override=True",
+                why=f"a name belongs to one plugin; {_value(cls)} would replace it",
+                fix="choose another name, or pass override=True",
             )
         self._registered[name] = cls
         return cls
@@ -175,7 +184,7 @@ class Registry:
         return sorted([*registered, *installed], key=lambda entry: (entry.name, entry.source))
 
     def problems(self) -> list[PluginError]:
-        """What is installed and cannot act as it wants to, though it disturbs no run that does not ask for it.
+        """Installed plugins that cannot be used as they declare, although they affect no run that does not name them.
 
         Nothing is imported but default owners."""
         known = {entry.name for entry in self.entries()}
@@ -192,7 +201,7 @@ class Registry:
         ]
 
     def get(self, name: str) -> type[StrategyPlugin]:
-        """The plugin class that ``name`` stands for: a known name, or ``"package.module:Class"``.
+        """The plugin class named ``name``: a known name, or ``"package.module:Class"``.
 
         Raises:
             PluginError: if it is unknown, ambiguous, disabled, or cannot be loaded.
@@ -206,17 +215,28 @@ class Registry:
         if not entries:
             raise PluginError(
                 f"There is no plugin {name!r}.",
-                why="no installed distribution brings it, and it was not registered in this process",
+                why="no installed distribution provides it, and it was not registered in this process",
                 fix=did_you_mean(name, {entry.name for entry in self.entries()})
-                + " A class of your own goes by 'package.module:Class'.",
+                + " Name a class of your own as 'package.module:Class'.",
             )
         self._refuse_disabled(name, entries[0].source)
         if len(entries) > 1:
             raise _ambiguous(f"plugins {name!r}", entries)
         return entries[0].load()
 
+    def switched_on(self, argument: str) -> StrategyPlugin:
+        """The plugin, with default options, that the accelerator's ``argument=True`` adds.
+
+        Raises:
+            PluginError: if it is disabled or cannot be loaded.
+        """
+        entry = self._switches[argument]
+        cls = _import(entry.value, f"the plugin of {argument}=True")
+        check_contract(cls, entry.source)
+        return self.get(cls.spec.name)()
+
     def refuse_disabled(self, cls: type[StrategyPlugin]) -> None:
-        """Raises PluginError if plugins of a class must not be used; what is no plugin class is not judged here."""
+        """Raises PluginError if plugins of a class must not be used; other classes are not checked here."""
         if isinstance(getattr(cls, "spec", None), PluginSpec):
             self._refuse_disabled(cls.spec.name, self.provenance(cls))
 
@@ -225,15 +245,17 @@ class Registry:
             raise PluginError(
                 f"Plugin {name!r} is disabled.",
                 where=source,
-                why=f"the environment variable {DISABLE_VARIABLE} names it",
-                fix=f"take it out of {DISABLE_VARIABLE}, or out of the configuration",
+                why=f"the environment variable {DISABLE_VARIABLE} lists it",
+                fix=f"remove it from {DISABLE_VARIABLE}, or from the configuration",
             )
 
     def default_owners(self) -> dict[Claim, StrategyPlugin]:
-        """The owners of responsibilities that no plugin claims, with default options. A disabled plugin is no default.
+        """The owners of responsibilities that no plugin claims, with default options. A disabled plugin is not a
+        default.
 
-        Other distributions may bring default owners, too, where the built-in ones leave a duty alone. One that cannot
-        act (it cannot be loaded, two want the same duty) is left out with a warning that names its distribution.
+        Other distributions may provide default owners, too, for responsibilities that the built-in ones leave open. One
+        that cannot be used (it cannot be loaded, two claim the same responsibility) is left out with a warning that
+        names its distribution.
 
         Raises:
             PluginError: if a built-in one cannot be loaded.
@@ -266,7 +288,7 @@ class Registry:
         known = {claim.value: claim for claim in Claim}
         if entry.name not in known:
             raise PluginError(
-                f"{entry.name!r} is no duty that could have a default owner.",
+                f"{entry.name!r} is not a responsibility that can have a default owner.",
                 where=f"entry point of {entry.source} in {DEFAULT_OWNER_GROUP}",
                 fix=did_you_mean(entry.name, known),
             )
@@ -287,22 +309,22 @@ class Registry:
 
 @functools.cache
 def default_registry() -> Registry:
-    """The registry of this process, made at the first call.
+    """The registry of this process, created at the first call.
 
-    It is the one object that the engine shares process-wide, because that is what registering a class means.
+    It is the one process-wide object of the engine, because registration is process-wide.
     """
     return Registry.from_environment()
 
 
 def register_plugin(cls: type[StrategyPlugin], *, override: bool = False) -> type[StrategyPlugin]:
-    """Makes a plugin class known by name in this process, without an installed entry point. Usable as a decorator.
+    """Registers a plugin class by name in this process, without an installed entry point. Usable as a decorator.
 
     Args:
         cls: the class; its spec has the name.
-        override: whether it may take the place of another plugin of that name.
+        override: whether it may replace another plugin of that name.
 
     Raises:
-        PluginError: if it is no plugin class, or the name is taken.
+        PluginError: if it is not a plugin class, or the name is taken.
     """
     return default_registry().register(cls, override=override)
 
@@ -312,7 +334,7 @@ def _value(cls: type) -> str:
 
 
 def _distribution(point: EntryPoint) -> tuple[str, str]:
-    """Name and version of what brings an entry point; metadata may be damaged."""
+    """Name and version of the distribution of an entry point; metadata may be damaged."""
     try:
         name, version = (point.dist.name, point.dist.version) if point.dist else (None, None)
     except Exception:  # whatever a parser makes of it
@@ -344,7 +366,7 @@ def _with_defaults(cls: type[StrategyPlugin], entry: PluginEntry) -> StrategyPlu
         return cls()
     except Exception as error:
         raise PluginError(
-            f"The default owner of {entry.name} cannot be made without options.",
+            f"The default owner of {entry.name} cannot be created without options.",
             where=f"{entry.value} of {entry.source}",
             why=f"{type(error).__name__}: {error}",
             fix="give every option of a default owner a default; report it to its authors",
@@ -356,15 +378,15 @@ def _ambiguous(what: str, entries: Iterable[PluginEntry]) -> PluginError:
     return PluginError(
         f"There are several {what}.",
         where="; ".join(sources),
-        why="one name stands for one plugin",
+        why="a name belongs to one plugin",
         fix="uninstall one of these distributions, or name the class as 'package.module:Class'",
     )
 
 
 def _taken(entry: PluginEntry) -> PluginError:
     return PluginError(
-        f"{entry.name!r} of {entry.source} is left out: {OWN_DISTRIBUTION} has one of that name.",
+        f"{entry.name!r} of {entry.source} is left out: {OWN_DISTRIBUTION} has a plugin of that name.",
         where=f"{entry.value} of {entry.source}",
-        why="what is merely installed does not change what runs mean that never asked for it",
+        why="an installed package does not change runs that do not name it",
         fix="name the class as 'package.module:Class'; its authors should choose another name",
     )

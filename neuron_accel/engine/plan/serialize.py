@@ -1,4 +1,4 @@
-"""Configuration values as plain data: what JSON and YAML can say."""
+"""Configuration values as plain data, for JSON and YAML."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def to_plain(value: Any, fallback: Callable[[Any], Any] | None = None) -> Any:
     """``value`` as null, booleans, numbers, strings, lists, and dicts with string keys.
 
     Dtypes and enum members become their names and values, paths strings, tuples and sets (sorted) lists, dataclasses
-    dicts of what their constructor takes. The result depends on the value alone, so that ranks can compare it.
+    dicts of their constructor's arguments. The result depends on the value alone, so that ranks can compare it.
 
     Args:
-        fallback: called with what has no plain form; by default that is an error.
+        fallback: called for values without a plain form; by default that is an error.
 
     Raises:
         TypeError: if there is no plain form, or two keys of a mapping have the same.
@@ -46,5 +46,5 @@ def to_plain(value: Any, fallback: Callable[[Any], Any] | None = None) -> Any:
 
 
 def is_dtype(value: Any) -> bool:
-    """Whether ``value`` is a ``torch.dtype``; asking does not import torch."""
+    """Whether ``value`` is a ``torch.dtype``; does not import torch."""
     return type(value).__module__ == "torch" and type(value).__name__ == "dtype"

@@ -1,4 +1,4 @@
-"""A configuration document, and where in it a value stands, so that an error can point there."""
+"""A configuration document, and the place of each value in it, so that errors can name it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ IN_PYTHON = "the configuration given in Python"
 MOST_BYTES = 256 * 1024
 MOST_DEPTH = 40
 MOST_VALUES = 10_000
-"""What a configuration file may be: bytes, levels of nesting, and values once aliases are written out. Far above what
-any needs, and read in seconds and some megabytes at worst."""
+"""The limits of a configuration file: bytes, levels of nesting, and values with aliases expanded. Far above what any
+configuration needs, and read in seconds and some megabytes at worst."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ def open_document(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[A
     """The data of a YAML file or a mapping, and the location of its root.
 
     Raises:
-        ConfigurationError: if the file cannot be read, is no YAML or is empty.
+        ConfigurationError: if the file cannot be read, is not YAML or is empty.
     """
     if isinstance(source, Mapping):
         return source, Location()
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigurationError(
-            f"A configuration is a mapping or the path of a YAML file, not {source!r}.", where=IN_PYTHON
+            f"A configuration must be a mapping or the path of a YAML file, not {source!r}.", where=IN_PYTHON
         )
     return _parse(_read(source), os.fspath(source))
 
@@ -121,7 +121,7 @@ def _parse(text: str, name: str) -> tuple[Any, Location]:
             where=f"{name}, line {mark.line + 1}, column {mark.column + 1}" if mark else name,
             why=getattr(error, "problem", None) or _first_line(error),
         ) from error
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # of a number or a date that cannot be
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # of an invalid number or date
         raise ConfigurationError(
             "The configuration file has a value that cannot be read.", where=name, why=_first_line(error)
         ) from error
@@ -132,7 +132,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _check_size(events: Iterable[yaml.Event], name: str) -> None:
-    """Refuses nesting that is too deep, and aliases that stand for too much, before anything is made of them."""
+    """Raises an error for nesting that is too deep, and aliases that expand to too much, before parsing."""
     import yaml
 
     sizes: dict[str, int] = {}
@@ -164,13 +164,13 @@ def _check_size(events: Iterable[yaml.Event], name: str) -> None:
             raise ConfigurationError(
                 f"The configuration has more than {MOST_VALUES} values.",
                 where=at,
-                why="aliases (*name) count as what they stand for",
+                why="aliases (*name) count as often as they are used",
                 fix="write less, or give what is so large as an object in Python",
             )
 
 
 def _note_lines(node: yaml.Node, at: Location, lines: dict[KeyPath, int], above: tuple[int, ...]) -> None:
-    """Notes the line of every key and item below ``node``, and refuses what YAML would silently accept."""
+    """Records the line of every key and item below ``node``, and raises errors for what YAML would silently accept."""
     import yaml
 
     if id(node) in above:

@@ -1,1 +1,1 @@
-"""The state of one run, and what ranks do together."""
+"""The state of one run, and operations on tensors of several ranks."""

@@ -1,37 +1,52 @@
-"""What ranks that see different data do together, so that one that has run out of data can do its part of it.
+"""Uneven inputs: what data-parallel ranks do together, so that a rank that has run out of data can take part.
 
 A data-parallel step is a sequence of collectives in which every rank takes part. A rank whose epoch ended earlier would
-leave its peers waiting. While inputs may be uneven, ranks therefore announce each piece of such a sequence before they
-start it; one that is through listens, and performs the same pieces without data of its own: it contributes zeros to
-sums, takes the same optimizer steps, and stays equal to the others. The idea is that of torch's ``Join``, with which a
-joined rank is not kept up to date but overwritten at the end.
+leave the others waiting. While inputs may be uneven, ranks therefore announce each action of such a sequence before
+they start it; a rank without data listens, and performs the same actions: it contributes zeros to sums, takes the same
+optimizer steps, and stays equal to the others. The idea is that of torch's ``Join``, in which a joined rank is not
+updated but overwritten at the end.
 
 Nothing is announced, and nothing sent, outside :meth:`Join.uneven`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from neuron_accel.errors import DesyncError, UsageError
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.backends.base import Backend, Group
+    from neuron_accel.engine.plan.mesh import Mesh
+
+
+class Ranks(Protocol):
+    """The attributes of a run that describe its ranks."""
+
+    backend: Backend
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def world(self) -> Group: ...
+    @property
+    def coordinates(self) -> dict[str, int]: ...
+    def group(self, *axes: str) -> Group: ...
 
 
 @dataclass(frozen=True, eq=False)
 class JoinAction:
-    """A piece of a step that ranks do together. Call it with the arguments of ``perform`` to announce it.
+    """An action of a step that ranks do together. Call it with the arguments of ``perform`` to announce it.
 
     Args:
         join: the ranks.
         name: for messages.
-        perform: what a rank without data does.
-        settle: completes what waits to be reduced; done before others that ``settles``.
-        settles: whether gradients that wait to be reduced are reduced before it.
+        perform: called on a rank without data.
+        settle: completes pending reductions; called before other actions with ``settles``.
+        settles: whether pending reductions are completed before it.
     """
 
     join: Join
@@ -42,7 +57,7 @@ class JoinAction:
 
     @property
     def announced(self) -> bool:
-        """Whether announcing does anything now."""
+        """Whether announcing has an effect now."""
         return self.join.is_uneven
 
     def __call__(self, *arguments: Any) -> None:
@@ -57,12 +72,13 @@ class Join:
         leader: position in their group of the first rank that still has (or was the last to have) data.
         has_parted: whether some rank has run out of data before others since inputs became uneven.
         is_uneven: whether actions are announced: inputs may be uneven, and this rank has data.
+        is_through: whether this rank has run out of data, and does what others announce.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Ranks) -> None:
         self._run = run
         self._actions: list[JoinAction] = []
-        self.is_uneven = False
+        self.is_uneven = self.is_through = False
         self.leader = 0
         self.has_parted = False
         self._collective_only = self.register("a collective of the loop", _refuse)
@@ -74,11 +90,11 @@ class Join:
         return action
 
     def forget(self) -> None:
-        """Lets go of everything that was registered."""
+        """Drops all registered actions."""
         self._actions = [self._collective_only]
 
     def announce(self, action: JoinAction, *arguments: Any) -> None:
-        """Tells ranks without data what comes next, and waits for them. Collective.
+        """Announces the next action to ranks without data, and waits for them. Collective.
 
         Raises:
             DesyncError: on every rank, if ranks with data are about to do different things.
@@ -98,27 +114,35 @@ class Join:
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Ranks may leave the context at different times; those that are through take part with the others.
+        """A context that ranks may leave at different times; those that have left take part with the others.
 
         Raises:
-            UsageError: on a mesh with replicas, which talk to each other in ways that are announced to no rank.
+            UsageError: on a mesh with replicas, which communicate in ways that are not announced.
         """
         if axes := self._run.mesh.replica_axes:
             raise UsageError(
-                "Inputs cannot be uneven where replicas train apart.",
+                "Inputs cannot be uneven if replicas train separately.",
                 where=f"axis {', '.join(axes)}",
-                why="a rank that runs out of data keeps up with its own replica only, and the others would wait for it",
+                why="a rank that runs out of data follows its own replica only, and the others would wait for it",
                 fix="prepare loaders with even_batches=True, which is the default",
             )
         self.is_uneven, self.has_parted, self.leader = True, False, 0
         try:
             yield
-            self.is_uneven = False  # what this rank does from here on, others have announced
+            self.is_uneven, self.is_through = False, True  # from here on other ranks announce what this one does
             while (announced := self._exchange(None)) is not None:
                 index, arguments = announced
                 self._actions[index].perform(*arguments)
         finally:
-            self.is_uneven = False
+            self.is_uneven = self.is_through = False
+
+    def position_of_leader(self, axes: Sequence[str]) -> int:
+        """Where in the group along ``axes``, some of the gradient axes, the rank is that has the leader's coordinates
+        along them."""
+        run = self._run
+        group, everyone = run.group(*axes), run.group(*run.mesh.gradient_axes)
+        leader = run.mesh.coordinates(everyone.ranks[self.leader])
+        return group.ranks.index(run.mesh.rank(run.coordinates | {axis: leader[axis] for axis in axes}))
 
     def _exchange(self, mine: tuple[int, tuple[Any, ...]] | None) -> tuple[int, tuple[Any, ...]] | None:
         """What ranks with data announce; None if there is no such rank any more."""
@@ -134,7 +158,7 @@ class Join:
             raise DesyncError(
                 "Ranks with data are about to do different things.",
                 where="; ".join(f"data-parallel rank {position}: {name}" for position, name in names.items()),
-                why="each would wait for the others for ever",
+                why="each would wait for the others forever",
                 fix="let every rank run the same loop: the same accumulation, the same number of steps per batch",
             )
         return busy[self.leader]
@@ -144,6 +168,6 @@ def _refuse(what: str) -> None:
     raise UsageError(
         f"{what} is not possible while some ranks have run out of data.",
         where="inside `join_uneven_inputs`",
-        why="it needs a value from every rank, and those that are through have none",
+        why="it needs a value from every rank, and ranks without data have none",
         fix="do it after the loop, or train with even_batches=True",
     )

@@ -1,4 +1,4 @@
-"""What a prepared model became, as text; before it is prepared, found out on a copy without weights or collectives."""
+"""A prepared model as text; before it is prepared, from a copy without weights or collectives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _OnPaper:
-    """A backend that knows the ranks and communicates with none."""
+    """A backend that knows the ranks but does not communicate."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -31,8 +31,8 @@ class _OnPaper:
     def __getattr__(self, name: str) -> Any:
         if name in COLLECTIVES:
             raise UsageError(
-                "What becomes of this model cannot be told before it is prepared.",
-                why=f"a plugin exchanges something with other ranks ({name}) when it rewrites a model",
+                "This model cannot be explained before it is prepared.",
+                why=f"a plugin communicates with other ranks ({name}) when it transforms a model",
                 fix="call explain after `prepare`",
             )
         return getattr(self._backend, name)
@@ -44,10 +44,11 @@ class _OnPaper:
 
 
 def preview(model: nn.Module, run: Run) -> tuple[PreparedModel, Run]:
-    """What ``model`` would become on this rank, and a run to ask about it. ``model`` is not changed; not collective.
+    """``model`` as it would be prepared on this rank, and a run to explain it. ``model`` is not changed; not
+    collective.
 
     Raises:
-        UsageError: if a plugin needs other ranks to rewrite a model.
+        UsageError: if a plugin needs other ranks to transform a model.
         NeuronAccelError: what preparing it would raise.
     """
     paper = Run(plan=run.plan, backend=_OnPaper(run.backend))  # type: ignore[arg-type]
@@ -70,7 +71,7 @@ def without_weights(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-# ---- a prepared model as text --------------------------------------------------------------------------------------
+# ---- a prepared model as text ----------------------------------------------------------------------------------------
 _SEGMENT = re.compile(r"(?<=\.)\d+(?=\.)")
 
 

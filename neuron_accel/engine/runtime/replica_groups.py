@@ -1,7 +1,7 @@
-"""In how many ways one graph divides the ranks into groups, also for groups that plugins make themselves.
+"""The number of ways in which one graph divides the ranks into groups, also for groups that plugins create themselves.
 
-The planner counts what the mesh will need (:meth:`Hardware.check_mesh`), before anything is built. Which further groups
-a plugin makes, and whether they come into the same graph, shows only when it uses them.
+The planner counts what the mesh will need (:meth:`Hardware.check_mesh`) in advance. Which further groups a plugin
+creates, and whether they are used in the same graph, is known only when it uses them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _PASSED_THROUGH = tuple(
 
 
 class PartitionLimit(CollectiveObserver):
-    """Refuses the collective by which a graph would divide the ranks in more ways than the hardware allows.
+    """Raises an error for the collective by which a graph would divide the ranks in more ways than the hardware allows.
 
-    All ranks build the same graph, so all of them are refused in the same place, and none waits for another. What is
-    executed without a graph (eager devices, objects) is not counted: each is a program of its own.
+    All ranks build the same graph, so all of them raise in the same place, and none waits for another. Collectives
+    outside of a graph (eager devices, objects) are not counted: each is a program by itself.
 
     Args:
         most: how many ways one graph may have.
@@ -49,7 +49,8 @@ class PartitionLimit(CollectiveObserver):
         """See :class:`CollectiveObserver`.
 
         Raises:
-            PlanError: naming this collective and the ways that the graph has already, each with who asked for it first.
+            PlanError: naming this collective and the ways that the graph has already, each with the code that requested
+                it first.
         """
         if not deferred or group.partition in self._ways:
             return
@@ -59,9 +60,9 @@ class PartitionLimit(CollectiveObserver):
                 f"A graph would divide the ranks into groups in more than {self._most} ways, all that "
                 f"{self._hardware} allows: {asked} is one too many.",
                 where=f"hardware {self._hardware}, groups {_listing(group.partition)}",
-                why="each way needs communicators of its own, whose number in one compiled graph is limited; it has "
+                why="each way needs separate communicators, whose number in one compiled graph is limited; it has "
                 + "; ".join(self._ways.values()),
-                fix="leave out a plugin that makes groups of its own, let it use groups of the mesh (run.group), or "
+                fix="leave out a plugin that creates its own groups, let it use groups of the mesh (run.group), or "
                 "let it end the graph before (run.backend.step_boundary())",
             )
         self._ways[group.partition] = asked

@@ -1,4 +1,4 @@
-"""The state of one run: what a plan became once ranks and devices exist."""
+"""The state of one run: a plan with ranks and devices."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class PreparedModel:
     sync_enabled: bool = True
     """False inside ``no_sync``."""
     synchronises: bool = True
-    """Whether the next backward pass sums gradients over ranks; settled by the forward pass, as users of
-    DistributedDataParallel expect."""
+    """Whether the next backward pass sums gradients over ranks; determined in the forward pass, as in
+    DistributedDataParallel."""
     in_backward: bool = False
-    """Whether the run itself drives the backward pass, and will say when it ends."""
+    """Whether the run itself drives the backward pass, and reports its end."""
 
     handles: list[Any] = field(default_factory=list)
-    """Hooks to be removed when the run lets go of the model."""
+    """Hooks to be removed when the run releases the model."""
 
     @property
     def inner(self) -> nn.Module:
@@ -53,7 +53,7 @@ class PreparedModel:
         return getattr(self.module, "_orig_mod", self.module)
 
     def settle_synchronisation(self, *_: Any) -> None:
-        """A forward pass begins, for which a backward pass will follow."""
+        """Called at the start of a forward pass that will be followed by a backward pass."""
         if torch.is_grad_enabled():
             self.synchronises = self.sync_enabled
 
@@ -75,7 +75,7 @@ class BoundHooks:
         return self._bound[name]
 
     def transform(self, name: str, value: Any, run: Run) -> Any:
-        """What the hooks of that name make of ``value``, one after another."""
+        """Applies the hooks of that name to ``value``, one after another."""
         for hook in self._bound[name]:
             value = hook(value, run)
         return value
@@ -87,11 +87,11 @@ def _unwatched(_: str) -> AbstractContextManager[None]:
 
 @dataclass
 class Run:
-    """The explicit state of a run. Plugins get it in every hook and keep their own state in :meth:`state`.
+    """The explicit state of a run. Plugins receive it in every hook and keep their state in :meth:`state`.
 
     Args:
-        plan: what was decided.
-        backend: how it is done.
+        plan: the plan.
+        backend: performs collectives.
     """
 
     plan: Plan
@@ -100,16 +100,17 @@ class Run:
     unprepared: list[ParameterMap] = field(default_factory=list, init=False)
     """Parameters of no prepared model that optimizers hold, which is possible in one process only."""
     backward_scale: Callable[[], float] = lambda: 1.0
-    """What a loss is multiplied by before its backward pass: one over the number of accumulated micro-batches. For who
-    runs backward passes before the loss is returned."""
+    """The factor of a loss before its backward pass: one over the number of accumulated micro-batches. For plugins that
+    run backward passes before the loss is returned."""
     hooks: BoundHooks = field(init=False)
-    """The plugins' hooks; who drives the run calls them."""
+    """The plugins' hooks, called by the code that drives the run."""
     calling: Callable[[str], AbstractContextManager[None]] = field(init=False)
-    """A context for what every rank has to call, by its name: where others wait too long, it is said who and where."""
+    """A context for operations that every rank must call, by name: if others wait too long, an error names rank and
+    operation."""
     join: Join = field(init=False)
-    """How a rank that ran out of data keeps up with the others."""
+    """How a rank that has run out of data takes part with the others."""
     watchers: list[Any] = field(default_factory=list, init=False)
-    """What watches gradients arrive, to reduce them: one for each optimizer or model that owns some."""
+    """The watchers that reduce gradients as they arrive: one for each optimizer or model that owns some."""
 
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
     _state: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -120,7 +121,7 @@ class Run:
         self.join, self.calling = Join(self), _unwatched
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy for another process: who is where, and nothing that was prepared."""
+        """A copy for another process: mesh and rank, without anything that was prepared."""
         return {"plan": self.plan, "backend": self.backend, "_groups": self._groups}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -141,7 +142,7 @@ class Run:
         return self.mesh.coordinates(self.backend.rank)
 
     def group(self, *axes: str) -> Group:
-        """The group of ranks that differ from this one only along ``axes``. Made at the first request, collectively:
+        """The group of ranks that differ from this one only along ``axes``. Created at the first request, collectively:
         every rank asks for the same groups in the same order.
 
         Raises:
@@ -151,7 +152,7 @@ class Run:
             if axis not in self.mesh.axis_names:
                 raise UsageError(
                     f"The mesh has no axis {axis!r}.",
-                    why="a group of one rank in its place would leave sums undone without a word",
+                    why="a group of one rank instead would silently omit sums",
                     fix=did_you_mean(axis, self.mesh.axis_names),
                 )
         key = tuple(axis.name for axis in self.mesh.axes if axis.name in axes and axis.degree > 1)
@@ -160,7 +161,7 @@ class Run:
         return self._groups[key]
 
     def set_known_groups(self, other: Run) -> None:
-        """Takes over the groups that another run has made."""
+        """Uses the groups that another run has created."""
         self._groups = dict(other._groups)
 
     def set_groups(self, axes: Sequence[str], partition: Sequence[Sequence[int]]) -> None:
@@ -170,8 +171,8 @@ class Run:
             self._groups[key] = self.backend.new_group(partition, " x ".join(key))
 
     def randomness(self, axis: str) -> RankRandomness:
-        """What ranks along ``axis`` draw from: alike, or each its own numbers. Where a strategy lets them differ for a
-        while, others that draw there decide with it whether theirs do."""
+        """The random state of ranks along ``axis``: equal, or different on each. If a strategy lets them differ
+        temporarily, that also holds for other users of it."""
         if axis not in self._randomness:
             index = self.group(axis).index
             self._randomness[axis] = RankRandomness(self.device, index, self.backend.generator)
@@ -191,7 +192,7 @@ class Run:
         return self.group(*self.mesh.data_axes).index
 
     def owner(self, claim: Claim) -> StrategyPlugin | None:
-        """The plugin that performs a duty."""
+        """The plugin that owns a responsibility."""
         name = self.plan.owners.get(claim)
         return None if name is None else self.plan.plugin(name)
 
@@ -225,7 +226,7 @@ class Run:
 
 
 def transform_model(model: PreparedModel, run: Run, *, since: Phase | None = None, before: Phase | None = None) -> None:
-    """Lets the plugins of these phases rewrite a model, one after another, and follows what becomes of its parameters.
+    """Lets the plugins of these phases transform a model, one after another, and checks its parameters after each.
 
     Raises:
         NeuronAccelError: what a plugin raises.
@@ -240,7 +241,7 @@ def transform_model(model: PreparedModel, run: Run, *, since: Phase | None = Non
             model.parameters.follow(model.inner)
 
 
-# ---- Ranks that fail together: what one cannot do, none goes on from -------------------------------------------------
+# ---- Ranks that fail together: if one rank fails, none continues -----------------------------------------------------
 T = TypeVar("T")
 
 

@@ -15,27 +15,27 @@ if TYPE_CHECKING:
     from neuron_accel.engine.sharding.parameters import ParameterMap
 
 
-# ---- A whole tensor from the shards of several ranks -----------------------------------------------------------------
+# ---- A full tensor from the shards of several ranks ------------------------------------------------------------------
 def full_tensor(local: torch.Tensor, layout: Layout, run: Run) -> torch.Tensor:
-    """The whole of a tensor of which every rank holds the shard that ``layout`` says; collective over the cut axes.
+    """The full tensor of which every rank holds the shard given by ``layout``; collective over the axes of its cuts.
 
     Returns:
         a tensor of ``layout.shape`` on the device of ``local``, or the CPU if that device is lazy: ``local`` itself
-        where nothing is cut.
+        if nothing is sharded.
     """
     if not layout.cuts:
         return local
     group = run.group(*(cut.axis for cut in layout.cuts))
-    shards = run.backend.all_gather(local.detach().contiguous().unsqueeze(0), group)
     if run.backend.is_lazy:
-        shards = run.backend.to_host(shards)  # put together on the host: no work for a compiler
+        local = run.backend.to_host(local)  # on the device each form of tensor would be a graph to compile
+    shards = run.backend.all_gather(local.detach().contiguous().unsqueeze(0), group)
     full = torch.empty(layout.shape, dtype=local.dtype, device=shards.device)
     for rank, shard in zip(group.ranks, shards, strict=True):
         layout.write(shard, full, run.mesh.coordinates(rank))
     return full
 
 
-# ---- Equal weights on every rank before anything is cut --------------------------------------------------------------
+# ---- Equal weights on every rank before anything is sharded ----------------------------------------------------------
 _CHUNK_BYTES = 8 << 20
 
 
@@ -101,7 +101,7 @@ def place(model: nn.Module, device: torch.device, parameters: ParameterMap) -> N
 
 
 def _same(one: torch.device, other: torch.device) -> bool:
-    # There is one host, with and without a number, but torch copies from the one to the other.
+    # "cpu" and "cpu:0" are the same device, but torch would copy between them.
     return one == other or one.type == other.type == "cpu"
 
 

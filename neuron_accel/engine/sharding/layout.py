@@ -1,8 +1,9 @@
-"""How one tensor of the original model lies over the mesh.
+"""The layout of one tensor of the original model over the mesh.
 
-A :class:`Layout` is pure data: a global shape, a dtype name, and one :class:`Cut` per dim that is divided. It maps
+A :class:`Layout` is pure data: a global shape, a dtype name, and one :class:`Cut` per dim that is sharded. It maps
 forward (which global elements a rank holds, as slices) and back (where a rank's elements go), and it serialises. This
-one description serves loading, rewriting, gradient norms, ZeRO, checkpoints, resharding and ``explain``.
+This one description is used by loading, model transformation, gradient norms, ZeRO, checkpoints, resharding and
+``explain``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A run of consecutive indices along one dim: ``global[start:stop]`` lies at ``local[local_start:...]``."""
+    """A range of consecutive indices along one dim: ``global[start:stop]`` is at ``local[local_start:...]``."""
 
     start: int
     stop: int
@@ -39,21 +40,22 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The division of one dim of a tensor along one axis of the mesh.
+    """How one dim of a tensor is sharded along one axis of the mesh.
 
     Args:
         dim: the tensor's dim, non-negative.
-        axis: the mesh axis whose ranks hold the parts.
+        axis: the mesh axis whose ranks hold the shards.
         degree: number of ranks along ``axis``.
         size: global size of the dim.
-        blocks: sizes of the independently cut blocks that the dim consists of, for weights that fuse several
-            (query, key and value side by side, say); one block when empty. Each part holds its share of every block.
-        unit: a cut falls only on multiples of this many indices of a block (a head's size).
-        replicas: number of neighbouring ranks that hold the same part (more ranks than key/value heads).
-        padded: whether a block whose units do not divide evenly is padded at its end. Padding exists only in shards.
+        blocks: sizes of the independently sharded blocks of the dim, for weights that fuse several (for example query,
+            key and value); one block when empty. Each shard holds a shard of every block.
+        unit: shards begin only at multiples of this many indices of a block (a head's size).
+        replicas: number of neighbouring ranks that hold the same shard (more ranks than key/value heads).
+        padded: whether a block whose units are not evenly divisible is padded at its end. Padding exists only in
+            shards.
 
     Raises:
-        LayoutError: if the cut cannot be made.
+        LayoutError: if the cut is not possible.
     """
 
     dim: int
@@ -71,27 +73,27 @@ class Cut:
             raise LayoutError(f"Blocks {self.blocks} do not add up to the size {self.size} of dim {self.dim}.")
         if self.degree < 1 or self.unit < 1 or self.replicas < 1 or self.degree % self.replicas:
             raise LayoutError(
-                f"Dim {self.dim} cannot be cut over {self.degree} ranks of axis {self.axis!r} with {self.replicas} "
+                f"Dim {self.dim} cannot be sharded over {self.degree} ranks of axis {self.axis!r} with {self.replicas} "
                 f"replicas of units of {self.unit}.",
                 why="degree, unit and replicas are at least 1, and replicas divides degree",
             )
         for block in self.blocks:
             if block % self.unit:
                 raise LayoutError(
-                    f"A block of {block} along dim {self.dim} is no whole number of units of {self.unit}.",
-                    why="a cut falls only between units",
+                    f"A block of {block} along dim {self.dim} is not a multiple of the unit {self.unit}.",
+                    why="shards begin only between units",
                 )
             if not self.padded and (block // self.unit) % self.parts:
                 what = f"{block // self.unit} units of {self.unit}" if self.unit > 1 else f"{block} elements"
                 raise LayoutError(
-                    f"{what} along dim {self.dim} do not divide evenly over {self.parts} parts of axis {self.axis!r}.",
+                    f"{what} of dim {self.dim} cannot be split evenly into {self.parts} shards of axis {self.axis!r}.",
                     why="the shards of a tensor have equal shapes on all ranks",
                     fix=f"choose a degree of axis {self.axis!r} that divides {block // self.unit}, or allow padding",
                 )
 
     @property
     def parts(self) -> int:
-        """Number of different parts."""
+        """Number of different shards."""
         return self.degree // self.replicas
 
     @property
@@ -105,7 +107,7 @@ class Cut:
         return sum(self.local_blocks)
 
     def segments(self, index: int) -> tuple[Segment, ...]:
-        """What the rank at ``index`` along the axis holds; padding is what no segment covers."""
+        """The segments that the rank at ``index`` along the axis holds; padding is what no segment covers."""
         if not 0 <= index < self.degree:
             raise ValueError(f"index {index} is not on axis {self.axis!r} of degree {self.degree}")
         part = index // self.replicas
@@ -122,7 +124,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A box of a tensor: where it lies in the original and where in a rank's shard."""
+    """A contiguous box of a tensor: its place in the original and in a rank's shard."""
 
     global_slices: tuple[slice, ...]
     local_slices: tuple[slice, ...]
@@ -130,12 +132,12 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How one tensor of the original model lies over the mesh.
+    """The layout of one tensor of the original model over the mesh.
 
     Args:
         shape: global shape, as in the original model.
         dtype: name of the dtype without prefix, ``"float32"``.
-        cuts: at most one per dim and per axis; an uncut tensor is whole on every rank.
+        cuts: at most one per dim and per axis; a tensor without cuts is replicated.
     """
 
     shape: tuple[int, ...]
@@ -146,22 +148,22 @@ class Layout:
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "cuts", tuple(sorted(self.cuts, key=lambda cut: cut.dim)))
         if not all(isinstance(size, int) and size >= 0 for size in self.shape):
-            raise LayoutError(f"{self.shape} is no shape of a tensor.")
+            raise LayoutError(f"{self.shape} is not a valid shape.")
         dims, axes = [cut.dim for cut in self.cuts], [cut.axis for cut in self.cuts]
         if len(set(dims)) < len(dims) or len(set(axes)) < len(axes):
-            raise LayoutError(f"A tensor of shape {self.shape} is cut twice along one dim or axis: {self.cuts}.")
+            raise LayoutError(f"A tensor of shape {self.shape} has two cuts along one dim or axis: {self.cuts}.")
         for cut in self.cuts:
             if not 0 <= cut.dim < len(self.shape) or self.shape[cut.dim] != cut.size:
                 raise LayoutError(f"{cut} does not fit a tensor of shape {self.shape}.")
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
-        """The layout of a tensor that is whole on every rank."""
+        """The layout of a tensor that is replicated."""
         return cls(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes along which ranks hold different parts."""
+        """Axes along which ranks hold different shards."""
         return tuple(cut.axis for cut in self.cuts if cut.parts > 1)
 
     @property
@@ -174,7 +176,7 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """How many ranks along the cut axes hold each element."""
+        """How many ranks along the axes of the cuts hold each element."""
         return math.prod(cut.replicas for cut in self.cuts)
 
     @property
@@ -198,9 +200,9 @@ class Layout:
         )
 
     def shard(self, full: Any, coordinates: Mapping[str, int]) -> torch.Tensor:
-        """This rank's shard of ``full``: anything of the global shape that can be sliced, a safetensors slice too.
+        """This rank's shard of ``full``: anything of the global shape that can be sliced, also a safetensors slice.
 
-        Padding is zero. The result has the dtype and device of ``full``, is contiguous, owns its memory and is no part
+        Padding is zero. The result has the dtype and device of ``full``, is contiguous, owns its memory and is not part
         of an autograd graph.
         """
         import torch
@@ -219,7 +221,7 @@ class Layout:
         return local
 
     def write(self, local: torch.Tensor, full: torch.Tensor, coordinates: Mapping[str, int]) -> None:
-        """Puts the shard of the rank at ``coordinates`` where it belongs in ``full``; padding is dropped.
+        """Writes the shard of the rank at ``coordinates`` to its place in ``full``; padding is dropped.
 
         Values only: neither tensor becomes part of an autograd graph.
         """
@@ -240,11 +242,11 @@ class Layout:
         """The inverse of :meth:`to_dict`.
 
         Raises:
-            LayoutError: if ``data`` describes no layout.
+            LayoutError: if ``data`` is not a layout.
         """
         try:
             return cls(
-                shape=tuple(map(operator.index, data["shape"])),  # which takes no float, also not 1.0 or infinity
+                shape=tuple(map(operator.index, data["shape"])),  # which accepts no float, not even 1.0 or infinity
                 dtype=data["dtype"],
                 cuts=tuple(
                     Cut(
@@ -256,4 +258,4 @@ class Layout:
                 ),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise LayoutError(f"This describes no layout: {data!r}", why=str(error)) from error
+            raise LayoutError(f"This is not a layout: {data!r}", why=str(error)) from error

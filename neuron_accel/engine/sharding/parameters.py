@@ -1,8 +1,8 @@
 """Parameters by their name in the original model.
 
-An FQN of the original model is the only identity a parameter has. A :class:`ParameterMap` is taken before anything is
-rewritten; it remembers which parameter objects an optimizer built earlier holds, follows every rewrite, and is the one
-place where an optimizer is rebound to the rewritten parameters.
+The FQN in the original model is the only identity of a parameter. A :class:`ParameterMap` is created before any
+transformation; it remembers the parameter objects that earlier optimizers hold, follows every transformation, and is
+the one place where an optimizer is rebound to the new parameters.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class ParameterRecord:
     Args:
         fqn: its first name.
         aliases: further names that are tied to it.
-        layout: how it lies over the mesh.
-        current: the object that trains now; None where this rank holds no part of it.
+        layout: its layout over the mesh.
+        current: the object that trains now; None if this rank holds no shard of it.
         partial_axes: axes over which the gradient that autograd computes is a partial sum. The owner of gradient
             reduction sums it over them and over :meth:`reduction_axes`, and divides it by the number of ranks along all
             of the mesh's gradient axes.
-        rule: by which rule of a plan it is divided, for people; empty if none concerns it.
+        rule: the rule of a plan that shards it, for ``explain``; empty if there is none.
         holders: for axes along which not every rank holds the parameter, the indices of those that do, ascending; all
-            of them hold the same.
-        added: whether a strategy added it to the model; weights from before that know nothing of it.
+            of them hold the same values.
+        added: whether a strategy added it to the model; earlier weights do not contain it.
     """
 
     fqn: str
@@ -56,8 +56,13 @@ class ParameterRecord:
         return (self.fqn, *self.aliases)
 
     @property
+    def trains(self) -> bool:
+        """Whether this rank holds a part of it that requires a gradient now."""
+        return self.current is not None and self.current.requires_grad
+
+    @property
     def axes(self) -> tuple[str, ...]:
-        """Axes along which ranks hold different parts of the parameter, or none of it."""
+        """Axes along which ranks hold different shards of the parameter, or none."""
         return (*self.layout.axes, *self.holders)
 
     @property
@@ -68,16 +73,16 @@ class ParameterRecord:
     def reduction_axes(self, mesh: Mesh) -> tuple[str, ...]:
         """The gradient axes whose ranks hold the same shard of this parameter, over which its gradient is summed.
 
-        Ranks along an axis of samples by which the parameter is sharded (experts over data-parallel ranks, say) have
-        different elements: theirs are not added up. The computation itself brings each of them what the samples of the
-        others contribute.
+        Ranks along a sample axis over which the parameter is sharded (for example experts over data-parallel ranks)
+        hold different elements, which are not summed. The computation itself collects for each of them the
+        contributions of the others' samples.
         """
         return tuple(axis for axis in mesh.gradient_axes if axis not in self.layout.axes)
 
     @property
     def completed_late(self) -> bool:
-        """Whether the gradient is complete only when the whole backward pass is over, because whoever lets several
-        ranks along an axis hold the parameter adds up their gradients then."""
+        """Whether the gradient is complete only after the full backward pass, because the strategy that lets several
+        ranks along an axis hold the parameter sums their gradients then."""
         return any(len(indices) > 1 for indices in self.holders.values())
 
 
@@ -85,7 +90,7 @@ class ParameterMap:
     """The parameters of one model, by FQN.
 
     Args:
-        model: the model as the user built it, or its parameters with their names.
+        model: the model as the user created it, or its parameters with their names.
         mesh: whose axes layouts may name; None: they are not checked.
     """
 
@@ -122,21 +127,21 @@ class ParameterMap:
         """The record of a parameter by any of its names.
 
         Raises:
-            ParameterError: if no parameter is named so.
+            ParameterError: if there is no parameter of that name.
         """
         record = self._by_name.get(name)
         if record is None:
             raise ParameterError(
                 f"The model has no parameter {name!r}.",
                 where=self._author or None,
-                why="a parameter is named as in the original model, whatever has been rewritten",
+                why="a parameter has its name in the original model, also after transformations",
                 fix=did_you_mean(name, self._by_name),
             )
         return record
 
     @contextmanager
     def changed_by(self, plugin: str) -> Iterator[None]:
-        """Errors that are raised inside name ``plugin``."""
+        """Errors raised inside name ``plugin``."""
         self._author = f"plugin {plugin!r}"
         try:
             yield
@@ -148,20 +153,20 @@ class ParameterMap:
         for axis in axes:
             if known is not None and axis not in known:
                 raise LayoutError(
-                    f"The mesh has no axis {axis!r}, over which {name!r} is said to be sharded or summed.",
+                    f"The mesh has no axis {axis!r}, over which {name!r} would be sharded or summed.",
                     where=self._author or None,
                     fix=did_you_mean(axis, known),
                 )
 
     def find(self, parameter: torch.Tensor) -> ParameterRecord | None:
-        """The record of a parameter object, original or rewritten; None if it is not of this model."""
+        """The record of a parameter object, original or transformed; None if it is not in this model."""
         return self._by_object.get(parameter)  # type: ignore[call-overload]  # keys hash by identity
 
     def set_layout(self, name: str, layout: Layout) -> None:
-        """Says how a parameter is sharded over the mesh from now on.
+        """Sets the layout of a parameter from now on.
 
         Raises:
-            ParameterError: if no parameter is named so.
+            ParameterError: if there is no parameter of that name.
             LayoutError: if the mesh has no such axis.
         """
         record = self[name]
@@ -169,11 +174,11 @@ class ParameterMap:
         record.layout = layout
 
     def add_partial_axis(self, name: str, axis: str) -> None:
-        """Says that the gradient autograd computes for a parameter is a partial sum over ``axis``; the owner of the
+        """Declares that the gradient autograd computes for a parameter is a partial sum over ``axis``; the owner of the
         reduction completes it.
 
         Raises:
-            ParameterError: if no parameter is named so.
+            ParameterError: if there is no parameter of that name.
             LayoutError: if the mesh has no such axis.
         """
         record = self[name]
@@ -182,10 +187,10 @@ class ParameterMap:
             record.partial_axes += (axis,)
 
     def set_holders(self, name: str, axis: str, indices: Iterable[int]) -> None:
-        """Says which ranks along ``axis`` hold a parameter. The caller adds up the gradients of several holders.
+        """Sets which ranks along ``axis`` hold a parameter. The caller sums the gradients of several holders.
 
         Raises:
-            ParameterError: if no parameter is named so.
+            ParameterError: if there is no parameter of that name.
             LayoutError: if the mesh has no such axis, or its ranks see different samples.
         """
         record = self[name]
@@ -194,19 +199,19 @@ class ParameterMap:
             raise LayoutError(
                 f"{name!r} cannot be held by some ranks along axis {axis!r} only.",
                 where=self._author or None,
-                why="these ranks see different samples and reduce gradients together, so all of them have a shard of "
+                why="these ranks see different samples and reduce gradients together, so each of them has a shard of "
                 "every parameter",
-                fix="stack the parameters (experts, say) that different ranks hold in one, and shard that: "
+                fix="stack the parameters that different ranks hold (for example experts) into one, and shard that: "
                 f"`set_layout` with a `Cut` along {axis!r}",
             )
         record.holders[axis] = tuple(sorted(indices))
 
     def follow(self, model: nn.Module, absent: Iterable[str] = ()) -> None:
-        """Takes note of what a rewrite made of the parameters.
+        """Updates the map after a transformation of the model.
 
         Args:
-            model: the rewritten model.
-            absent: FQNs that this rank holds no part of any more.
+            model: the transformed model.
+            absent: FQNs of which this rank holds no shard any more.
 
         Raises:
             ParameterError: if a parameter vanished, or its shape is not that of its layout.
@@ -219,7 +224,7 @@ class ParameterMap:
                 if record.current is not None and not absent.intersection(record.names):
                     raise ParameterError(
                         f"Parameter {record.fqn!r} is no longer in the model.",
-                        why="a strategy that rewrites a model keeps the names of its parameters",
+                        why="a strategy that transforms a model keeps the names of its parameters",
                     )
                 record.current = None
                 for parameter in record._known:  # an optimizer may hold it; its memory is not needed any more
@@ -230,13 +235,13 @@ class ParameterMap:
                 if found[name] is not parameter:
                     raise ParameterError(
                         f"{name!r} was tied to {record.fqn!r} and is not any more.",
-                        why="a tied weight is one parameter; rewritten apart, its two copies would drift",
+                        why="a tied weight is one parameter; two copies would diverge",
                     )
             if tuple(parameter.shape) != record.layout.local_shape:
                 raise ParameterError(
                     f"Parameter {record.fqn!r} has shape {tuple(parameter.shape)}, but its layout says "
                     f"{record.layout.local_shape}.",
-                    why="whoever changes a parameter's shape sets its layout",
+                    why="a plugin that changes a parameter's shape sets its layout",
                 )
             if record.current is not None and record.current is not parameter:
                 own = {k: v for k, v in vars(record.current).items() if not isinstance(v, torch.Tensor)}
@@ -250,24 +255,24 @@ class ParameterMap:
                 self._add(name, parameter, added=True)
 
     def add(self, name: str, parameter: nn.Parameter) -> ParameterRecord:
-        """Takes note of a further parameter of the original model; of one that is known, by this name, too."""
+        """Adds a further parameter of the original model, or a further name of a known one."""
         self._add(name, parameter)
         return self._by_object[parameter]
 
 
 def rebind(optimizer: torch.optim.Optimizer, maps: Iterable[ParameterMap], coordinates: Mapping[str, int]) -> None:
-    """Makes ``optimizer`` hold the current parameters in place of those it was built with.
+    """Makes ``optimizer`` hold the current parameters instead of those it was created with.
 
-    Groups, their order and hyper-parameters stay. Parameters that this rank holds no part of leave their group. State
-    that the optimizer has already is cut like the parameter.
+    Groups, their order and hyper-parameters stay. Parameters of which this rank holds no shard leave their group. State
+    that the optimizer has already is sharded like the parameter.
 
     Args:
-        optimizer: it is changed in place.
+        optimizer: changed in place.
         maps: the parameters of all prepared models.
         coordinates: this rank's position in the mesh.
 
     Raises:
-        ParameterError: if the optimizer holds a parameter of no prepared model, or state that cannot be cut.
+        ParameterError: if the optimizer holds a parameter of no prepared model, or state that cannot be sharded.
     """
     maps = list(maps)
     for index, group in enumerate(optimizer.param_groups):
@@ -281,7 +286,7 @@ def rebind(optimizer: torch.optim.Optimizer, maps: Iterable[ParameterMap], coord
                     "prepared model has.",
                     where=f"param_groups[{index}]['params'][{position}]",
                     why="it would never be synchronised, sharded or saved",
-                    fix="build the optimizer from the parameters of the model that is prepared with it or was before",
+                    fix="build the optimizer from the parameters of the model that is prepared with it or earlier",
                 )
             state = optimizer.state.pop(parameter, None) if parameter is not record.current else None
             if record.current is None:
@@ -304,7 +309,7 @@ def _cut_state(value: Any, record: ParameterRecord, name: str, coordinates: Mapp
     if tuple(value.shape) == record.layout.shape:
         return record.layout.shard(value, coordinates)
     raise ParameterError(
-        f"The optimizer's state {name!r} for {record.fqn!r} has shape {tuple(value.shape)} and cannot be cut.",
-        why=f"the parameter has shape {record.layout.shape} and is divided over ranks",
+        f"The optimizer's state {name!r} for {record.fqn!r} has shape {tuple(value.shape)} and cannot be sharded.",
+        why=f"the parameter has shape {record.layout.shape} and is sharded over ranks",
         fix="prepare the optimizer before its first step",
     )

@@ -1,7 +1,7 @@
-"""Adding to what a layer computes, where a rank computes it.
+"""Hooks on the output of a sharded layer, before ranks exchange it.
 
-The output of a divided layer is put together from what several ranks computed. Whoever adds something to a layer, an
-adapter say, has to add its part before that, or it would be counted several times, or exchanged by itself.
+The output of a sharded layer combines the results of several ranks. A plugin that adds something to a layer, such as an
+adapter, has to add its term before that, or it would be counted several times, or need its own communication.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 ProductHook = Callable[[nn.Module, tuple[Any, ...], torch.Tensor], torch.Tensor]
-"""Called with a layer, its input as this rank has it, and this rank's product; returns what takes the product's
-place."""
+"""Called with a layer, its input on this rank, and this rank's product; returns a replacement for the product."""
 
 
 class WithProductHooks(nn.Module):
-    """A layer that exchanges what it computed with other ranks, and asks hooks before it does."""
+    """A layer that exchanges its result with other ranks, and calls hooks before."""
 
     def register_product_hook(self, hook: ProductHook) -> RemovableHandle:
         """Calls ``hook`` with every product from now on."""
@@ -34,10 +33,10 @@ class WithProductHooks(nn.Module):
         return bool(vars(self).get("_product_hooks"))
 
     def _product(self, input: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
-        """What hooks make of ``product``.
+        """Applies the hooks to ``product``.
 
         Args:
-            input: what it was computed from, as this rank has it.
+            input: the input of the layer on this rank.
         """
         for hook in vars(self).get("_product_hooks", {}).values():
             product = hook(self, (input,), product)
@@ -45,20 +44,20 @@ class WithProductHooks(nn.Module):
 
 
 def register_product_hook(module: nn.Module, hook: ProductHook) -> RemovableHandle:
-    """Calls ``hook(module, input, product)`` whenever ``module``, a layer with one input, has computed; what it returns
-    takes the place of ``product``.
+    """Calls ``hook(module, input, product)`` whenever ``module``, a layer with one input, has computed; its result
+    replaces ``product``.
 
-    ``product`` is what this rank itself computed: before it is summed or concatenated with what other ranks have, and
-    before a bias that is added behind the sum. ``input`` is a tuple of what it was computed from, brought to all ranks
-    already where each computes something of its own with it. How both lie over the ranks follows from the layout of the
-    layer's weight: where its output features are cut, so is the product; where its input features are cut, so is the
-    input, and the product is one term of a sum. In a layer of one rank alone this is a forward hook.
+    ``product`` is what this rank itself computed: before it is summed or concatenated with the results of other ranks,
+    and before a bias that is added after the sum. ``input`` is a tuple with the layer's input, already gathered if each
+    rank computes different features of it. The layout of the layer's weight determines the placement of both: if its
+    output features are sharded, so is the product; if its input features are sharded, so is the input, and the product
+    is one term of a sum. In a layer of one rank this is a forward hook.
 
-    To be called when layers have been divided, that is in phase :attr:`~neuron_accel.contract.Phase.ACTIVATIONS` or
+    Call it after layers have been sharded, that is in phase :attr:`~neuron_accel.contract.Phase.ACTIVATIONS` or
     later.
 
     Returns:
-        a handle whose ``remove()`` takes the hook away.
+        a handle whose ``remove()`` removes the hook.
     """
     if isinstance(module, WithProductHooks):
         return module.register_product_hook(hook)

@@ -22,12 +22,13 @@ from neuron_accel.contract import (
     did_you_mean,
 )
 from neuron_accel.models.architecture import architecture_of
+from neuron_accel.models.attention import BlockwiseAttention, install_attention
 from neuron_accel.models.plan import matches
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Backend, PreparedModel, Run
 
-BLOCKS, ATTENTION = "blocks", "attention"
+BLOCKS, ATTENTION, CORE_ATTENTION = "blocks", "attention", "core_attention"
 _WHERE = "plugin 'activation_checkpointing'"
 
 
@@ -47,11 +48,12 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
 
     Args:
         modules: what is recomputed: ``"blocks"``, the repeated blocks of the model; ``"attention"``, the attention
-            modules in them, with their projections; or FQN patterns, one or several, in which ``*`` stands for one
-            segment or a part of it (``"model.layers.*.mlp"``). A module inside another one that is recomputed belongs
-            to it.
+            modules in them, with their projections; ``"core_attention"``, scores, softmax and weighted values of every
+            attention layer of a transformers model, without its projections; or FQN patterns, one or several, in which
+            ``*`` stands for one segment or a part of it (``"model.layers.*.mlp"``). A module inside another one that is
+            recomputed belongs to it.
         every: of the modules found, in the model's order, only every n-th is recomputed, beginning with the first. In
-            a pipeline, those of all stages are counted.
+            a pipeline, those of all stages are counted. With ``"core_attention"`` it is 1.
     """
 
     modules: str | tuple[str, ...] = BLOCKS
@@ -66,17 +68,24 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
             )
         if not self.modules or not all(_patterns(self.modules)):
             raise ConfigurationError(
-                f"modules is {self.modules!r}, which names nothing.",
+                f"modules is {self.modules!r}, which matches nothing.",
                 where=_WHERE,
-                fix=f"give {BLOCKS!r}, {ATTENTION!r} or FQN patterns, or leave the plugin out",
+                fix=f"give {BLOCKS!r}, {ATTENTION!r}, {CORE_ATTENTION!r} or FQN patterns, or leave the plugin out",
+            )
+        if self.modules == CORE_ATTENTION and self.every != 1:
+            raise ConfigurationError(
+                f"every is {self.every} with modules={CORE_ATTENTION!r}.",
+                where=_WHERE,
+                why="one attention function serves all layers of a model",
+                fix=f"leave every out, or choose modules={ATTENTION!r}",
             )
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
-        """Lets the chosen modules be recomputed.
+        """Makes the chosen modules recompute their activations.
 
         Raises:
             ConfigurationError: if a pattern matches no module.
-            UnsupportedModelError: if the model's blocks, or the attention modules in them, are not known.
+            UnsupportedModelError: if the model's blocks, or the attention modules in them, cannot be found.
             UsageError: if the model recomputes its layers by itself.
         """
         if not model.optimizable:
@@ -84,11 +93,15 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
         itself = [name for name, m in model.module.named_modules() if getattr(m, "gradient_checkpointing", False)]
         if itself:
             raise UsageError(
-                f"{type(model.module).__name__} checkpoints its activations by itself (in {itself[-1]!r}).",
+                f"{type(model.module).__name__} already checkpoints its activations (in {itself[-1]!r}).",
                 where=_WHERE,
                 why="they would be computed three times",
                 fix="leave out gradient_checkpointing_enable() (in a Trainer: its flag), or the plugin",
             )
+        if self.modules == CORE_ATTENTION:
+            undo = install_attention(model.module, BlockwiseAttention(run.backend), _WHERE)
+            run.state(self).setdefault("undo", []).append(undo)
+            return
         names = [record.fqn for record in model.parameters]
         for _, module in _outermost(find_modules(model.module, self.modules, names)[:: self.every]):
             _install(module, run.backend)
@@ -96,6 +109,8 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """Which modules on this rank are recomputed."""
+        if self.modules == CORE_ATTENTION:
+            return "scores and softmax of every attention layer are computed again in the backward pass"
         names = [name for name, module in model.inner.named_modules() if _is_installed(module)]
         if not names:
             return ""
@@ -104,6 +119,8 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
 
     def teardown(self, run: Run) -> None:
         """Lets modules keep their activations again."""
+        for undo in run.state(self).pop("undo", ()):
+            undo()
         for module in run.state(self).pop("modules", ()):
             if _is_installed(module):
                 _remove(module)
@@ -113,8 +130,8 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
 def find_modules(
     model: nn.Module, wanted: str | tuple[str, ...], parameters: Iterable[str] = ()
 ) -> list[tuple[str, nn.Module]]:
-    """FQN and module of what an option names, in the model's order; in a pipeline, also what stands in place of
-    blocks of other stages.
+    """FQN and module of what an option selects, in the model's order; in a pipeline, also the stubs of blocks of other
+    stages.
 
     Args:
         wanted: see :class:`ActivationCheckpointingPlugin`.
@@ -134,7 +151,7 @@ def find_modules(
             raise ConfigurationError(
                 f"{type(model).__name__} has no module {pattern!r}.",
                 where=f"{_WHERE}, modules",
-                fix=did_you_mean(pattern, {*kinds, BLOCKS, ATTENTION}),
+                fix=did_you_mean(pattern, {*kinds, BLOCKS, ATTENTION, CORE_ATTENTION}),
             )
     return [(n, m) for n, m in known.items() if any(matches(pattern, n) for pattern in _patterns(wanted))]
 
@@ -144,7 +161,7 @@ def _patterns(wanted: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What transformers calls a layer that can be checkpointed, else the blocks of the family's plan."""
+    """The layers that transformers can checkpoint, else the blocks of the family's plan."""
     layers = sys.modules.get("transformers.modeling_layers")
     kind = getattr(layers, "GradientCheckpointingLayer", ())
     found = [(n, m) for n, m in model.named_modules() if isinstance(m, kind) or _is_elsewhere(m)]
@@ -156,7 +173,7 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         raise UnsupportedModelError(
             f"The repeated blocks of {type(model).__name__} are not known.",
             where=_WHERE,
-            why="it has no layers of transformers (GradientCheckpointingLayer), and no plan of its family is known",
+            why="it has no GradientCheckpointingLayer of transformers, and its family has no plan",
             fix="name them by a pattern: ActivationCheckpointingPlugin(modules='layers.*')",
         ) from error
 
@@ -174,7 +191,7 @@ def _attention(model: nn.Module) -> list[tuple[str, nn.Module]]:
         found += [(block_name, block)] if _is_elsewhere(block) else _outermost(inside)
     if all(_is_elsewhere(module) for _, module in found):
         raise UnsupportedModelError(
-            f"The blocks of {type(model).__name__} hold no attention modules that are named so.",
+            f"The blocks of {type(model).__name__} hold no module that is named as attention.",
             where=f"{_WHERE}, modules={ATTENTION!r}",
             why="no class in them has 'Attention' in its name",
             fix="name them by a pattern: ActivationCheckpointingPlugin(modules='layers.*.mixer')",
@@ -183,12 +200,12 @@ def _attention(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
-    """Whether it stands for a block of another pipeline stage."""
+    """Whether a module is the stub of a block on another pipeline stage."""
     return bool(getattr(module, "stands_for_another_stage", False))
 
 
 def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Without what lies inside another one."""
+    """Leaves out modules inside another one of the list."""
     names = {name for name, _ in found}
     return [(name, module) for name, module in found if not any(above in names for above in _above(name))]
 
@@ -198,7 +215,7 @@ def _above(name: str) -> list[str]:
 
 
 def _summarise(names: list[str]) -> list[str]:
-    """FQNs, those that differ in one number in one line."""
+    """FQNs; those that differ in one number share a line."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         numbers = re.findall(r"(?:^|(?<=\.))\d+(?=\.|$)", name)
@@ -211,7 +228,7 @@ class _Recomputed:
     """The forward of a module that is recomputed. It is bound to the module, so that a copy of the module gets its own.
 
     Args:
-        backend: computes again.
+        backend: does the recomputation.
         own: a forward that the object had in place of its class's; None for the latter.
     """
 

@@ -6,19 +6,19 @@ The default owner of gradient reduction and clipping; the reduction itself is :c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 
 from neuron_accel.contract import (
+    BufferBroadcast,
     Claim,
     ConfigurationError,
     GradientReducer,
     Phase,
     PluginSpec,
     StrategyPlugin,
-    broadcast_tensors,
     clip_by_norm,
     clip_by_value,
 )
@@ -33,8 +33,8 @@ class DataParallelPlugin(StrategyPlugin):
 
     Args:
         bucket_cap_mb: size of the buckets in MiB. Smaller ones start earlier, larger ones cost fewer messages.
-        broadcast_buffers: whether buffers that training changes (running statistics) follow those of the first rank
-            before every training forward, as in DistributedDataParallel.
+        broadcast_buffers: whether buffers that change in training (running statistics) are broadcast from the first
+            rank after every step, as in DistributedDataParallel; else each rank keeps its own.
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
@@ -51,42 +51,22 @@ class DataParallelPlugin(StrategyPlugin):
             raise ConfigurationError(f"bucket_cap_mb is {self.bucket_cap_mb}; it must be positive.")
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
-        """Makes the buckets in which gradients are reduced."""
+        """Creates the buckets in which gradients are reduced."""
         if self.owns_reduction(run):
             run.state(self).setdefault("reducers", []).append(GradientReducer(model, run, self.bucket_cap_mb))
             if self.broadcast_buffers:
-                self._follow_buffers(model.module, run)
+                run.state(self).setdefault("buffers", []).append(BufferBroadcast(model, run))
 
     def owns_reduction(self, run: Run) -> bool:
         return run.owner(Claim.GRADIENT_REDUCTION) is self
 
-    def _follow_buffers(self, model: nn.Module, run: Run) -> None:
-        persistent = model.state_dict(keep_vars=True)
-        buffers = [b for name, b in model.named_buffers() if name in persistent]
-        group = run.group(*run.mesh.gradient_axes)
-        if not buffers or group.size == 1:
-            return
-
-        def send() -> None:
-            current = [b for n, b in model.named_buffers() if n in persistent]
-            broadcast_tensors(current, run, group, run.join.leader)
-
-        action = run.join.register("a training forward", send)
-
-        def follow(module: nn.Module, _inputs: Any) -> None:
-            if module.training and torch.is_grad_enabled():
-                action()
-                send()
-
-        run.state(self).setdefault("hooks", []).append(model.register_forward_pre_hook(follow))
-
-    def after_reshape(self, model: PreparedModel | None, run: Run) -> None:
-        """Makes new buckets for the new shapes."""
+    def after_reshape(self, model: PreparedModel, run: Run) -> None:
+        """Creates new buckets for the new shapes."""
         for reducer in self._reducers(run):
             reducer.restart()
 
     def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
-        """Sets aside gradients that are reduced already."""
+        """Stores gradients that are reduced already."""
         if run.owner(Claim.BACKWARD) is None:
             for reducer in self._reducers(run):
                 reducer.begin_backward()
@@ -98,8 +78,13 @@ class DataParallelPlugin(StrategyPlugin):
             reducer.end_backward()
 
     def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Reduces gradients that passes without synchronisation have left."""
+        """Reduces gradients accumulated without synchronisation."""
         self._flush(run)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        """Broadcasts the first rank's buffers."""
+        for buffers in run.state(self).get("buffers", []):
+            buffers.after_step()
 
     def clip_grad_norm(
         self, parameters: list[nn.Parameter], max_norm: float, norm_type: float, run: Run
@@ -128,8 +113,8 @@ class DataParallelPlugin(StrategyPlugin):
         """Removes the hooks from parameters and modules."""
         for reducer in self._reducers(run):
             reducer.close()
-        for handle in run.state(self).pop("hooks", []):
-            handle.remove()
+        for buffers in run.state(self).get("buffers", []):
+            buffers.close()
         run.state(self).clear()
 
     def _flush(self, run: Run) -> None:

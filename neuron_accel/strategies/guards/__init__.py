@@ -1,5 +1,5 @@
-"""Plugins that look on and say when something is wrong. They change nothing about a training, but for steps that a
-:class:`FiniteGuard` is told to skip."""
+"""Plugins that watch a training and report errors. They change nothing, except that :class:`FiniteGuard` can skip
+steps."""
 
 from neuron_accel.strategies.guards.desync import DesyncGuard
 from neuron_accel.strategies.guards.finite import FiniteGuard, NonFiniteWarning

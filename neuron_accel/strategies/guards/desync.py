@@ -1,4 +1,4 @@
-"""Ranks that issue different collectives: said by name, instead of hanging."""
+"""Ranks that issue different collectives are reported, instead of hanging."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DesyncGuard(StrategyPlugin):
-    """Notices that ranks issue different collectives and raises a
-    :class:`~neuron_accel.errors.DesyncError` on all of them, which says which rank, which step and which
-    operation.
+    """Detects that ranks issue different collectives and raises a :class:`~neuron_accel.errors.DesyncError` on all of
+    them, with the rank, the step and the operation.
 
-    Before each collective the ranks of its group compare notes beside the network of the device; on a lazy device
-    before each execution, all that is in the graph. A rank that does not come is named when the time is over, or at
-    once where its process has ended. What is compared: operation, group, step, and bytes, where all send the same.
+    Before each collective the ranks of its group compare what they are about to do over a channel beside the device's
+    network; on a lazy device before each execution, with everything in the graph. A rank that does not arrive is named
+    after the timeout, or at once if its process has ended. The comparison covers operation, group, step, and bytes,
+    where all ranks send the same number.
 
-    Meant for finding a fault: each collective waits for all ranks of its group and costs about a millisecond more.
+    For debugging: each collective waits for all ranks of its group and costs about a millisecond more.
 
     Args:
         timeout_s: how long a rank may be behind the others, in seconds. Longer than it takes to load, compile or write
@@ -78,8 +78,8 @@ class DesyncGuard(StrategyPlugin):
 
 
 # ---- How ranks compare what they are about to do ---------------------------------------------------------------------
-# The ranks of a group leave notes on a board; the first of them reads all and writes what it found. A board does not
-# wait, so whoever reads can give up in time, and can still read what a rank that did not come did last.
+# The ranks of a group write notes to a board; the first of them reads all and writes the result. Reading a board does
+# not block, so a reader can time out, and can still read the last note of a rank that did not arrive.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.01
 _VERDICT_S = 5.0  # the first rank may have waited as long as it can before it writes
 _BETWEEN_TWO = ("send", "receive")
@@ -107,7 +107,7 @@ class Doing:
 
 
 class Meetings(CollectiveObserver):
-    """One rank's side of all comparisons.
+    """One rank's side of the comparisons.
 
     Args:
         run: the run.
@@ -122,7 +122,7 @@ class Meetings(CollectiveObserver):
         self._deferred: list[Doing] = []
         atexit.register(self.close)
 
-    # ---- what happens ----------------------------------------------------------------------------------------------
+    # ---- what happens ------------------------------------------------------------------------------------------------
     def issued(self, op: str, group: Group, sent: int, *, deferred: bool) -> None:
         if op in _BETWEEN_TWO:
             return
@@ -146,14 +146,14 @@ class Meetings(CollectiveObserver):
         self._meet(group, Doing(step, f"execution of {len(deferred)} collectives [{digest}]"))
 
     def close(self) -> None:
-        """This rank takes part no longer; whoever still waits for it is told."""
+        """This rank takes no further part; ranks that wait for it are notified."""
         atexit.unregister(self.close)
         try:
             self._board.put(f"desync/gone/{self._rank}", b"gone")
         except Exception:  # the board has gone before: no rank is left to tell
             return
 
-    # ---- meeting ---------------------------------------------------------------------------------------------------
+    # ---- meeting -----------------------------------------------------------------------------------------------------
     def _meet(self, group: Group, mine: Doing) -> None:
         number = self._counts[group.ranks]
         self._counts[group.ranks] += 1
@@ -184,7 +184,7 @@ class Meetings(CollectiveObserver):
         return self._absent(group, mine, missing) if missing else None
 
     def _await(self, key: str, number: int, rank: int, deadline: float) -> list[Any] | None:
-        """The note of that number; None if the time is over, or its author gone."""
+        """The note with that number; None after the deadline, or if its author has ended."""
         pause = _SHORTEST_PAUSE_S
         while True:
             note = self._get(key)
@@ -199,7 +199,7 @@ class Meetings(CollectiveObserver):
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    # ---- what to say -----------------------------------------------------------------------------------------------
+    # ---- what to say -------------------------------------------------------------------------------------------------
     def _different(self, group: Group, doing: dict[int, Doing], number: int) -> dict[str, str]:
         usual, _ = Counter(doing.values()).most_common(1)[0]
         detail = self._first_difference(group, doing, number)
@@ -210,7 +210,7 @@ class Meetings(CollectiveObserver):
         step = min(d.step for d in doing.values())
         astray = _ranks(sorted(rank for ranks in others.values() for rank in ranks))
         return {
-            "what": f"{astray} of {self._world.size} left the others in step {step}.",
+            "what": f"{astray} of {self._world.size} issued other collectives in step {step}.",
             "where": "; ".join(where),
             "why": "a collective needs every rank of its group: they would wait for each other, or mix up data",
         }
@@ -239,14 +239,14 @@ class Meetings(CollectiveObserver):
             note = self._get(f"last/{rank}")
             did = str(Doing(*json.loads(note)[1:])) if note is not None else "nothing yet"
             ended = ", and has ended" if self._get(f"gone/{rank}") is not None else ""
-            last.append(f"the last of rank {rank} was {did}{ended}")
+            last.append(f"the last operation of rank {rank} was {did}{ended}")
         return {
-            "what": f"{_ranks(missing)} of {self._world.size} did not come to {mine}.",
+            "what": f"{_ranks(missing)} of {self._world.size} did not arrive at {mine}.",
             "where": f"group {group.name!r} of ranks {list(group.ranks)}; {'; '.join(last)}",
             "why": f"the others have waited for {self._timeout:g} s, or its process has ended",
         }
 
-    # ---- the board -------------------------------------------------------------------------------------------------
+    # ---- the board ---------------------------------------------------------------------------------------------------
     def _put(self, key: str, note: bytes) -> None:
         with reported("desync guard", f"rank {self._rank}"):
             self._board.put(f"desync/{key}", note)

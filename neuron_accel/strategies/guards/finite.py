@@ -1,4 +1,4 @@
-"""A gradient that is not finite: on which rank, in which step, of which parameter; and what to do about the step."""
+"""Gradients that are not finite: on which rank, in which step, of which parameter; raises, skips the step or warns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NonFiniteWarning(UserWarning):
 
 @dataclass(frozen=True, kw_only=True)
 class FiniteGuard(StrategyPlugin):
-    """Notices gradients that contain NaN or infinity, names the ranks, the step and the first parameter, and raises a
+    """Detects gradients that contain NaN or infinity, names the ranks, the step and the first parameter, and raises a
     :class:`~neuron_accel.errors.NonFiniteError` on every rank, skips the step on every rank, or only warns.
 
     Each rank checks what its own backward passes add to a gradient, before gradients are summed over ranks: afterwards
@@ -42,12 +42,12 @@ class FiniteGuard(StrategyPlugin):
     checked. The ranks agree on each step by an all-reduce of one number.
 
     A skipped step leaves weights, optimizer state and learning-rate schedules as they are
-    (``optimizer.step_was_skipped`` is true); :meth:`skipped` counts them, and checkpoints keep the count. Where a
-    gradient scaler is at work (fp16), it decides about steps, and this guard is not asked; nor where ``step`` is given
-    a closure, which makes the gradients only then.
+    (``optimizer.step_was_skipped`` is true); :meth:`skipped` counts them, and checkpoints store the count. With a
+    gradient scaler (fp16), the scaler decides about steps, and this guard does nothing; nor when ``step`` receives a
+    closure, which computes the gradients only then.
 
     On a lazy device (XLA) the check is part of the step's graph and its result is read once, after the step has been
-    executed: the step, ranks and parameter that are named are exact, but ``"raise"`` comes after the weights were
+    executed: the reported step, ranks and parameter are exact, but ``"raise"`` comes after the weights were
     updated, so continue from a checkpoint. ``"skip"`` would have to know the result before, and is refused there.
     Elsewhere the result is read before the update; on an accelerator that is one synchronisation in each step.
 
@@ -90,7 +90,7 @@ class FiniteGuard(StrategyPlugin):
         watch.handles.append(model.module.register_forward_pre_hook(follow))
 
     def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
-        """Looks at the loss."""
+        """Checks the loss."""
         self._watch(run).losses.append(_is_bad(loss.detach()))
         return loss
 
@@ -109,7 +109,7 @@ class FiniteGuard(StrategyPlugin):
             self._decide(check, run)
 
     def checkpoint_state(self, run: Run) -> dict[str, Any]:
-        """Keeps how many steps were taken and skipped."""
+        """Stores how many steps were taken and skipped."""
         watch = self._watch(run)
         return {"skipped": watch.skipped, "steps": list(watch.steps.values())}
 
@@ -150,12 +150,12 @@ class FiniteGuard(StrategyPlugin):
 
 @dataclass(frozen=True)
 class Check:
-    """What one step's gradients were like.
+    """The gradients of one step.
 
     Args:
         step: number of the step of this optimizer, from 1.
-        result: above 0 if a gradient of any rank is not finite; 0-dim.
-        parameters: those of this rank that got a gradient, in the order of the backward pass.
+        result: above 0 if a gradient on any rank is not finite; 0-dim.
+        parameters: those of this rank that received a gradient, in the order of the backward pass.
         flags: one for each of them, [len(parameters)], 1.0 if its gradient is not finite; None without any.
         losses: above 0 if a loss of this rank since the last step is not finite; 0-dim. None without any.
     """
@@ -173,7 +173,7 @@ class GradientWatch:
 
     Args:
         lazy: whether the device is lazy; then a step must be the same graph whenever it has as many micro-batches.
-        zero: 0.0 on the device, as data and no constant of a graph; 0-dim.
+        zero: 0.0 on the device, as data rather than a constant of the graph; 0-dim.
     """
 
     lazy: bool
@@ -195,7 +195,7 @@ class GradientWatch:
                 self.handles.append(parameter.register_hook(self._looker(parameter)))
 
     def _looker(self, parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
-        # A hook of the tensor sees what is added before anybody who waits for the sum takes it away.
+        # A hook of the tensor sees what is added before anything else that waits for the sum takes it away.
         def look(gradient: torch.Tensor) -> None:
             flag = _is_bad(gradient.detach())
             before = self._flags.pop(parameter, self.zero if self.lazy else None)
@@ -206,7 +206,7 @@ class GradientWatch:
         return look
 
     def check(self, optimizer: torch.optim.Optimizer, run: Run) -> Check:
-        """Takes what is known of an optimizer's gradients, and agrees with all ranks. Collective."""
+        """The result for an optimizer's gradients so far, the same on all ranks. Collective."""
         mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         parameters = [parameter for parameter in self._flags if parameter in mine]
         flags = torch.stack([self._flags.pop(parameter) for parameter in parameters]) if parameters else None
@@ -242,7 +242,7 @@ def describe(check: Check, run: Run) -> NonFiniteError:
         f"{guilty[0][1][0]!r}.",
         where="; ".join(where) + more,
         why="summed over ranks and clipped, one NaN makes every weight of every rank NaN",
-        fix="look at that rank's batch of this step (a log or a root of 0, a mean of nothing, an overflow), or lower "
+        fix="check that rank's batch of this step (a log or a root of 0, a mean of nothing, an overflow), or lower "
         "the learning rate; FiniteGuard(action='skip') leaves such steps out",
     )
 

@@ -1,4 +1,4 @@
-"""A graph that appears after training should have settled: which input made it, and where."""
+"""Graphs that are compiled after the first steps: which input caused them, and where."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _WHY = "on Trainium every graph is compiled by itself, which takes minutes, and all ranks wait for it"
 _FIX = (
     "give every batch the same shape (pad it, drop_last=True, or pad the last batch), and keep Python values that "
-    "change out of the forward pass: tensors may change"
+    "change out of the forward pass; tensors may change"
 )
 
 
@@ -33,13 +33,13 @@ class RecompileWarning(UserWarning):
 
 @dataclass(frozen=True, kw_only=True)
 class RecompileGuard(StrategyPlugin):
-    """Counts graphs, and when a new one appears after the first steps says which input changed, from what to what, and
-    where in the user's code.
+    """Counts graphs, and when a new one appears after the first steps, reports which input changed, from what to what,
+    and where in the user's code.
 
-    On a lazy device it counts what was compiled. Elsewhere nothing is, and it counts what would be: a prepared model
-    called with inputs of another shape, dtype or Python value than before, or steps of another number of micro-batches.
-    So it tells on a CPU what a step would cost on Trainium. Each way of using a model (training, evaluating) may have
-    a first graph at any time.
+    On a lazy device it counts compiled graphs. Elsewhere nothing is compiled, and it counts what would be: a prepared
+    model called with inputs of another shape, dtype or Python value than before, or steps of another number of
+    micro-batches. So it shows on a CPU what a step would cost on Trainium. Each way of using a model (training,
+    evaluating) may have a first graph at any time.
 
     Args:
         action: "warn" (a :class:`RecompileWarning`) or "raise" (a
@@ -116,7 +116,7 @@ class RecompileGuard(StrategyPlugin):
 
 @dataclass(frozen=True)
 class Finding:
-    """A graph that should not be.
+    """A graph that should not have been compiled.
 
     Args:
         step: number of the optimizer step, from 1.
@@ -131,7 +131,7 @@ class Finding:
 
 @dataclass
 class GraphWatch:
-    """What was seen of graphs so far.
+    """The graphs seen so far.
 
     Args:
         warmup_steps: steps in which graphs may appear.
@@ -163,7 +163,7 @@ class GraphWatch:
         return self.step <= self.warmup_steps
 
     def called(self, use: str, signature: Signature, place: str) -> Finding | None:
-        """A model is called; the finding where nothing is compiled."""
+        """A model is called. Returns a finding where nothing is compiled."""
         self._place = place
         self._calls[use] += 1
         known = self._seen.setdefault(use, [])
@@ -197,7 +197,7 @@ class GraphWatch:
         return finding
 
     def settled(self, compiled: int | None) -> Finding | None:
-        """What was asked for is on the device, which has compiled so many graphs."""
+        """The pending operations are on the device, which has compiled ``compiled`` graphs in all."""
         if compiled is None or self.compiled is None:
             return None
         finding = None
@@ -223,7 +223,7 @@ class GraphWatch:
         self._suspects, self._excused = [], False
 
 
-# ---- What the graph of a forward pass depends on, beside weights: shapes, dtypes and Python values of what goes in ---
+# ---- What the graph of a forward pass depends on besides weights: shapes, dtypes and Python values of its inputs -----
 Signature = dict[str, str]
 """Name of an input to what is known of it: a tensor's dtype and shape, or a value."""
 
@@ -278,7 +278,7 @@ def differences(old: Signature, new: Signature) -> list[str]:
 
 
 def nearest(signature: Signature, known: list[Signature]) -> Signature:
-    """Of the signatures that are known the one that differs least; the latest of several."""
+    """The known signature that differs least from ``signature``; the latest of several."""
     return min(reversed(known), key=lambda other: len(differences(other, signature)))
 
 

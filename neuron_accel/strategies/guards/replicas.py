@@ -1,4 +1,5 @@
-"""Ranks that hold the same part of a parameter hold equal values, or are told which parameter differs."""
+"""Checks that ranks which hold the same shard of a parameter hold equal values, and names the parameters that
+differ."""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ if TYPE_CHECKING:
 _SHOWN = 5
 
 Part = tuple[tuple[str, int], ...]
-"""Which part of a parameter a rank holds: index along each axis that divides it."""
+"""Which shard of a parameter a rank holds: index along each axis over which it is sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaCheck(StrategyPlugin):
     """Compares the weights of ranks that should hold the same ones before the first forward pass, and again every so
-    many steps. Ranks compare each parameter with those that hold the same part of it: data-parallel ranks everything,
-    tensor-parallel ranks what is not divided between them, stages of a pipeline what they share.
+    many steps. Each parameter is compared between the ranks that hold the same shard of it: data-parallel ranks compare
+    everything, tensor-parallel ranks what is replicated, pipeline stages their tied weights.
 
-    Values are compared bit for bit, by a hash (BLAKE2b) of what lies on the device; only hashes travel. It costs a copy
-    of all weights to the host each time.
+    Values are compared bit for bit, by a hash (BLAKE2b) of the values on the device; only hashes are sent. It costs a
+    copy of all weights to the host each time.
 
     Args:
         every: optimizer steps between two further checks; 0: only once, before the first.
@@ -42,7 +43,7 @@ class ReplicaCheck(StrategyPlugin):
 
     def __post_init__(self) -> None:
         if self.every < 0:
-            raise ConfigurationError(f"every is {self.every}; it is a number of steps, or 0 for none.")
+            raise ConfigurationError(f"every is {self.every}; expected a number of steps, or 0 for none.")
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Compares replicas before the next forward when due."""
@@ -96,13 +97,13 @@ def check_replicas(model: PreparedModel, run: Run, steps: int = 0) -> None:
         raise DesyncError(
             f"Ranks hold different values of {len(different)} parameter{'s' if len(different) > 1 else ''} {when}.",
             where="; ".join(shown) + more,
-            why="they train the same parameter, and add up gradients that belong to different weights",
-            fix="change weights alike on every rank (same seed, same file), or before `prepare`",
+            why="they train the same parameter, and their gradients belong to different weights",
+            fix="change weights in the same way on every rank (same seed, same file), or before `prepare`",
         )
 
 
 def part_of(record: ParameterRecord, coordinates: dict[str, int]) -> Part:
-    """The part of a parameter that the rank at ``coordinates`` holds."""
+    """The shard of a parameter that the rank at ``coordinates`` holds."""
     return tuple(
         (cut.axis, coordinates.get(cut.axis, 0) // cut.replicas) for cut in record.layout.cuts if cut.parts > 1
     )
@@ -118,7 +119,7 @@ def digest(parameter: torch.Tensor) -> str:
 
 
 def _differences(everyone: list[dict[str, tuple[Part, str]]]) -> list[tuple[str, str]]:
-    """Parameters that differ, in order, each with the ranks and the part."""
+    """Parameters that differ, in order, each with the ranks and the shard."""
     holders: dict[tuple[str, Part], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, parameters in enumerate(everyone):
         for name, (part, value) in parameters.items():

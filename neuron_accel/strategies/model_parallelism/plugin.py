@@ -20,7 +20,7 @@ class ModelParallelismPlugin(PipelineOptions, TensorParallelOptions):
     size is above 1, with their options.
 
     Args:
-        checkpoint_dir: a checkpoint of any mesh, or a folder of transformers, whose weights the model takes when it is
+        checkpoint_dir: a checkpoint of any mesh, or a folder of transformers, from which the model is loaded when it is
             prepared; each rank reads its shards.
         sequence_parallel_enabled: as in optimum-neuron: True adds ``SequenceParallelPlugin()``, where
             ``tensor_parallel_size`` is above 1.
@@ -59,7 +59,7 @@ class ModelParallelismPlugin(PipelineOptions, TensorParallelOptions):
                 )
 
     def lazy_load(self) -> AbstractContextManager[None]:
-        """A context in which a model for these ranks is built or loaded without memory for its weights; see
+        """A context in which a model for these ranks is created or loaded without memory for its weights; see
         :func:`~neuron_accel.lazy_load_for_parallelism`."""
         from neuron_accel.lazy import lazy_load_for_parallelism
 
@@ -68,5 +68,5 @@ class ModelParallelismPlugin(PipelineOptions, TensorParallelOptions):
         )
 
     def initial_weights(self) -> str | os.PathLike[str] | None:
-        """Takes the weights in ``checkpoint_dir``, if given."""
+        """Loads the weights in ``checkpoint_dir``, if given."""
         return self.checkpoint_dir

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as data, models cut into stages, and what runs the one over the other."""
+"""Pipeline parallelism: schedules as data, models split into stages, and the runtime that executes a schedule."""

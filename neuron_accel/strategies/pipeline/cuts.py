@@ -1,4 +1,4 @@
-"""Where to cut a model into stages, so that no stage takes much longer than the others."""
+"""Where to split a model into stages, so that no stage takes much longer than the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def cut(model: nn.Module, stages: int, stage_cuts: Sequence[str] | None) -> tupl
         stage_cuts: FQNs of the blocks at which all stages but the first begin; None for a balanced cut.
 
     Raises:
-        UnsupportedModelError: if no plan says where the model's blocks are, or it cannot be cut so often or there.
+        UnsupportedModelError: if no plan describes the model's blocks, or it cannot be split into so many stages or
+            there.
     """
     if stage_cuts is None:
         stack = stack_of(model)
@@ -49,25 +50,24 @@ def cut(model: nn.Module, stages: int, stage_cuts: Sequence[str] | None) -> tupl
 def _check_count(model: nn.Module, stack: Stack, stages: int) -> None:
     if stages > stack.blocks:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has {stack.blocks} blocks and cannot be cut into {stages} stages.",
+            f"{type(model).__name__} has {stack.blocks} blocks and cannot be split into {stages} stages.",
             where=f"{stack.container}, pipeline_parallel_size x virtual_stages = {stages}",
-            why="every stage has a block of its own",
+            why="every stage needs at least one block",
             fix=f"use {stack.blocks} stages at most",
         )
 
 
 def costs_of(model: nn.Module, stack: Stack) -> tuple[list[float], float, float]:
-    """How much time the blocks, what comes before them, and what comes after them take, relative to each other."""
+    """The relative time of each block, of the modules before them, and of the modules after them."""
     modules = dict(model.named_modules())
     blocks = [cost(modules[stack.block(index)]) for index in range(stack.blocks)]
     return blocks, sum(cost(modules[n]) for n in stack.before), sum(cost(modules[n]) for n in stack.after)
 
 
 def cost(module: nn.Module) -> float:
-    """Work per token, in multiplications: each weight of a matrix multiplies once, and what comes out is written.
-
-    A table that is looked up multiplies nothing; it only writes a row. Attention's work between tokens is left out: it
-    is the same in all blocks.
+    """Work per token, in multiplications: each weight of a matrix multiplies once, and each output is written. A table
+    lookup multiplies nothing; it only writes a row. Attention's work between tokens is left out: it is the same in all
+    blocks.
     """
     total = 0.0
     for part in module.modules():
@@ -83,12 +83,12 @@ def cost(module: nn.Module) -> float:
 def balanced(blocks: Sequence[float], before: float, after: float, stages: int) -> tuple[int, ...]:
     """The index of the first block of each stage, such that the most expensive stage is as cheap as possible.
 
-    Among the cuts of which that holds, it is the one whose stages have the smallest sum of squares, the most even one.
+    Among such splits, it is the one whose stages have the smallest sum of squares, the most even one.
 
     Args:
-        blocks: what each block costs.
-        before: what the first stage does besides its blocks.
-        after: what the last stage does besides its blocks.
+        blocks: cost of each block.
+        before: cost of the first stage besides its blocks.
+        after: cost of the last stage besides its blocks.
         stages: number of stages, no more than there are blocks.
     """
     count = len(blocks)

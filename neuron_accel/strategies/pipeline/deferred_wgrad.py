@@ -1,7 +1,7 @@
 """Backward passes in two halves: gradients of activations now, those of weights when there is time.
 
-While :class:`DeferredWgrad` is active, linear projections record what their weight's gradient is made of instead of
-making it. Everything else, norms, embeddings, experts, is differentiated at once.
+While :class:`DeferredWgrad` is active, linear projections record the inputs of their weight's gradient instead of
+computing it. Everything else (norms, embeddings, experts) is differentiated at once.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), section 2.
 """
@@ -29,7 +29,7 @@ class Later:
         self._deferred.setdefault(weight, []).append(make)
 
     def run(self) -> None:
-        """Makes the gradients and adds them to ``weight.grad``, each once, as autograd would."""
+        """Computes the gradients and adds them to ``weight.grad``, each once, as autograd would."""
         deferred, self._deferred = self._deferred, {}
         weights, gradients = [], []
         for weight, makers in deferred.items():
@@ -64,7 +64,7 @@ class DeferredWgrad(TorchFunctionMode):
 
     @contextmanager
     def deferring(self, later: Later | None) -> Iterator[None]:
-        """Weight gradients of what runs inside, forward or backward, are deferred to ``later``."""
+        """Weight gradients of the code inside, forward or backward, are deferred to ``later``."""
         previous, self.later = self.later, later
         try:
             yield
@@ -94,7 +94,7 @@ class DeferredWgrad(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _Deferred:
-    """A weight, whether it is stored as [in, out], and what its gradient is deferred to."""
+    """A weight, whether it is stored as [in, out], and where its gradient is deferred to."""
 
     weight: nn.Parameter
     turned: bool
@@ -111,8 +111,8 @@ def _can_wait(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class _Projection(torch.autograd.Function):
-    """``x @ weight.T + bias``, or ``x @ weight + bias`` for weights [in, out]. Autograd does not get to see the weight:
-    it would announce that its gradient has arrived."""
+    """``x @ weight.T + bias``, or ``x @ weight + bias`` for weights [in, out], which have a bias. Autograd does not see
+    the weight: it would report that its gradient has arrived."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, deferred: _Deferred) -> torch.Tensor:
@@ -121,7 +121,8 @@ class _Projection(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         if not deferred.turned:
             return F.linear(x, deferred.weight, bias)
-        return torch.mm(x, deferred.weight) if bias is None else torch.addmm(bias, x, deferred.weight)
+        assert bias is not None
+        return torch.addmm(bias, x, deferred.weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

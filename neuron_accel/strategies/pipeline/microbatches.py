@@ -1,4 +1,4 @@
-"""A batch in parts, and how much each part counts."""
+"""Splitting a batch into micro-batches, and the weight of each micro-batch in the loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from neuron_accel.contract import UsageError
 
 IGNORED = -100
-"""The label that counts nothing, transformers' and torch's default."""
+"""The label that is ignored, transformers' and torch's default."""
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -28,7 +28,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def convert(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The same nested value with every tensor changed."""
+    """The same nested value with ``change`` applied to every tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
@@ -48,23 +48,25 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     for tensor in (*tensors(args), *tensors(kwargs)):
         if tensor.dim():
             return tensor.shape[0]
-    raise UsageError("The model was called without a tensor.", why="a pipeline divides a batch into micro-batches")
+    raise UsageError("The model was called without a tensor.", why="a pipeline splits a batch into micro-batches")
 
 
 def split(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The arguments of each micro-batch: equal parts along the first dim.
+    """The arguments of each micro-batch: equal slices along the first dim.
 
-    What has another size there than the batch, one or none, belongs to all samples and goes into every part.
+    A tensor whose first dim has another size than the batch, one or none, belongs to all samples and goes into every
+    micro-batch.
 
     Raises:
-        UsageError: if ``count`` does not divide the batch, or a tensor can be neither divided nor shared.
+        UsageError: if the batch is not divisible by ``count``, or a tensor can be neither split nor used by all
+            micro-batches.
     """
     size = batch_size(args, kwargs)
     if size % count:
         legal = [n for n in range(1, size + 1) if size % n == 0]
         nearest = min(legal, key=lambda n: (abs(n - count), n))
         raise UsageError(
-            f"A batch of {size} samples cannot be divided into {count} micro-batches.",
+            f"A batch of {size} samples cannot be split into {count} micro-batches.",
             where="num_microbatches",
             why="all micro-batches have the same shape",
             fix=f"use {nearest} micro-batches, a batch size that {count} divides, or drop_last=True in the loader",
@@ -77,7 +79,7 @@ def split(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[tup
             if tensor.dim() == 0 or tensor.shape[0] == 1 or count == 1:
                 return tensor
             raise UsageError(
-                f"A tensor of shape {tuple(tensor.shape)} cannot be divided into micro-batches.",
+                f"A tensor of shape {tuple(tensor.shape)} cannot be split into micro-batches.",
                 why=f"its first dim is neither that of the batch, {size}, nor 1",
                 fix="give it a first dim of the batch's size, or use num_microbatches=1",
             )
@@ -92,16 +94,15 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return tuple((tuple(t.shape), t.dtype) for t in (*tensors(args), *tensors(kwargs)))
 
 
-class Shares:
-    """How much the loss of each micro-batch counts in the loss of the batch.
+class LossWeights:
+    """The weight of each micro-batch's loss in the loss of the batch.
+    A transformers model for causal language modelling averages over target tokens, which are the labels except the
+        first of each row; any other model with integer labels over the labels that are not -100; everything else over
+        samples. A loss that was divided by ``num_items_in_batch`` is a sum already.
 
-    A model of transformers for causal language modelling averages over target tokens, which are the labels but the
-    first of each row; any other model with integer labels over the labels that are not -100; everything else over
-    samples. A loss that was divided by ``num_items_in_batch`` is a sum already.
-
-    Args:
-        model: the model that is called.
-        forward: its own forward.
+        Args:
+            model: the model that is called.
+            forward: its own forward.
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
@@ -110,7 +111,7 @@ class Shares:
         self._shifted = standard and getattr(model, "loss_type", None) in (None, "ForCausalLM")
 
     def of(self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[torch.Tensor | float]:
-        """The share of each micro-batch, 0-dim float32 on the device of the labels, or a number."""
+        """The weight of each micro-batch, 0-dim float32 on the device of the labels, or a number."""
         given = [self._arguments(*call) for call in calls]
         if given[0].get("num_items_in_batch") is not None:
             return [1.0] * len(calls)

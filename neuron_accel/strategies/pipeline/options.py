@@ -10,16 +10,16 @@ from neuron_accel.contract import ConfigurationError, StrategyPlugin
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions(StrategyPlugin):
-    """How a model is cut into stages, and in which order these compute.
+    """How a model is split into stages, and in which order the stages compute.
 
     Args:
         pipeline_parallel_size: number of ranks along the pipeline.
-        num_microbatches: number of equal parts of a rank's batch that are under way at a time; divides the batch. Many
-            make the bubble small, few make the parts large.
+        num_microbatches: number of micro-batches into which a rank's batch is split; divides the batch. Many make the
+            bubble small, few make the micro-batches large.
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero-bubble"``; see ``neuron-accel schedule``.
         virtual_stages: number of stages on each rank, for the interleaved schedule.
         stage_cuts: FQNs of the blocks at which all stages but the first begin, for models without a plan and for uneven
-            cuts; by default cuts are balanced by what blocks, embedding and head cost.
+            stages; by default stages are balanced by the cost of blocks, embedding and head.
         evaluation_logits: whether an evaluation with labels returns everything that the last stage computed, on every
             rank, or only the loss.
     """

@@ -1,4 +1,4 @@
-"""What a pipelined model returns: the last stage's outputs, put together again and known to every rank."""
+"""What a pipelined model returns: the outputs of the last stage, merged and sent to every rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from neuron_accel.contract import Group, Run
 
 TENSOR, MAPPING, TUPLE = 0, 1, 2
-"""Kinds of outputs: a tensor, something with names, a tuple."""
+"""Kinds of outputs: a tensor, an output with names, a tuple."""
 
 
 class PipelineOutput(OrderedDict):
-    """Outputs by name, as attributes and by position, like those of transformers; what is None is not there.
+    """Outputs by name, as attributes and by position, like those of transformers; entries that are None are left out.
 
-    An attribute and the entry of its name are one: what is assigned to either is read from both.
+    An attribute and the entry of its name are the same: assigning either changes both.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -76,13 +76,13 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def of_loss(kind: int, loss: torch.Tensor) -> Any:
-    """An output that consists of a loss."""
+    """An output that consists of a loss only."""
     return {TENSOR: loss, TUPLE: (loss,)}.get(kind) if kind != MAPPING else PipelineOutput(loss=loss)
 
 
-def put_together(outputs: Sequence[Any], shares: Sequence[torch.Tensor | float]) -> tuple[int, list[tuple[str, Any]]]:
-    """The output for a batch from those for its micro-batches: what has samples is concatenated, what has no dim is
-    averaged by shares, what is no tensor is left out."""
+def put_together(outputs: Sequence[Any], weights: Sequence[torch.Tensor | float]) -> tuple[int, list[tuple[str, Any]]]:
+    """The output for a batch from those for its micro-batches: tensors with samples are concatenated, 0-dim tensors are
+    averaged by ``weights``, other values are left out."""
     kind = kind_of(outputs[0])
     if kind == TENSOR:
         rows = [[("", output)] for output in outputs]
@@ -94,7 +94,7 @@ def put_together(outputs: Sequence[Any], shares: Sequence[torch.Tensor | float])
     for column in zip(*rows, strict=True):
         name, values = column[0][0], [value for _, value in column]
         if all(isinstance(value, torch.Tensor) for value in values):
-            merged.append((name, _merge(values, shares)))
+            merged.append((name, _merge(values, weights)))
     return kind, merged
 
 
@@ -102,12 +102,18 @@ def _items(output: Any) -> Any:
     return output.items() if hasattr(output, "items") else vars(output).items()
 
 
-def _merge(values: list[torch.Tensor], shares: Sequence[torch.Tensor | float]) -> torch.Tensor:
+def _merge(values: list[torch.Tensor], weights: Sequence[torch.Tensor | float]) -> torch.Tensor:
     if values[0].dim():
         return torch.cat(values) if len(values) > 1 else values[0]
-    # a micro-batch without targets has no mean loss, and no share either
-    parts = [torch.where(torch.as_tensor(share) == 0, 0.0, v * share) for v, share in zip(values, shares, strict=True)]
+    # a micro-batch without targets has no mean loss, and weight 0
+    parts = [_weighted(value, weight) for value, weight in zip(values, weights, strict=True)]
     return torch.stack(parts).sum().to(values[0].dtype)
+
+
+def _weighted(value: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
+    if isinstance(weight, torch.Tensor):
+        return torch.where(weight == 0, 0.0, value * weight)
+    return value * weight if weight else torch.zeros_like(value)
 
 
 def broadcast_outputs(
@@ -116,9 +122,9 @@ def broadcast_outputs(
     """Gives every rank of a pipeline the output of its last one. Collective.
 
     Args:
-        kind: of the output; counts on the last rank.
+        kind: of the output; only used on the last rank.
         fields: names and tensors on the last rank, None on the others.
-        only_loss: leaves out everything but what has no dim.
+        only_loss: leaves out everything but 0-dim tensors.
     """
     last = group.size - 1
     described = None

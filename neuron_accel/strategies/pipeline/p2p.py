@@ -1,4 +1,4 @@
-"""How stages pass activations and gradients: messages between neighbours, or all ranks at once."""
+"""How stages exchange activations and gradients: messages between neighbours, or all ranks at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # ---- Messages between neighbouring stages ----------------------------------------------------------------------------
 Values = tuple[torch.Tensor | None, ...]
-"""What a stage hands on: hidden states, and what else a block returns that the next one takes."""
+"""What a stage sends: hidden states, and other outputs of a block that the next one takes."""
 Part = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of one of them."""
 _HEADER = 1024  # bytes
@@ -24,10 +24,11 @@ _HEADER = 1024  # bytes
 
 @dataclass(frozen=True)
 class Form:
-    """What one stage hands on to the next.
+    """The form of what one stage sends to the next.
 
     Args:
-        parts: of the hidden states, then of the rest of what blocks return; None for what the next one does not take.
+        parts: shape and dtype of the hidden states, then of the other outputs of blocks; None for those that the next
+            one does not take.
         as_tuple: whether blocks return a tuple that begins with the hidden states.
     """
 
@@ -43,16 +44,16 @@ class Form:
 
     @property
     def learning(self) -> tuple[Part | None, ...]:
-        """Those that have gradients."""
+        """The parts that have gradients."""
         return tuple(part if part is not None and part[1].is_floating_point else None for part in self.parts)
 
 
 class P2P:
     """Sends and receives hidden states and their gradients between the ranks of a pipeline.
 
-    The first time that a kind of batch comes by, a small header goes ahead of the activations of its first micro-batch
-    and says what they look like; from then on both ends know. A stage that failed goes on sending what its neighbours
-    wait for, without meaning, so that they come to the end of the step and hear of it there.
+    For a new kind of batch, a small header precedes the activations of its first micro-batch and describes their
+    shapes; after that both ends know them. A stage that failed continues to send tensors of the expected shapes,
+    without meaning, so that its neighbours reach the end of the step and learn of the failure there.
 
     Args:
         backend: sends and receives.
@@ -64,7 +65,7 @@ class P2P:
         self._forms: dict[Hashable, Form] = {}
 
     def form(self, key: Hashable) -> Form | None:
-        """What travels under ``key``, a kind of batch and an edge; None if that is not known (yet)."""
+        """The form of what is sent under ``key``, a kind of batch and an edge; None if it is not known yet."""
         return self._forms.get(key)
 
     def send(self, values: Values | None, key: Hashable, target: int, as_tuple: bool) -> list[Pending]:
@@ -80,7 +81,7 @@ class P2P:
         return [*pending, *self._send(values, self._forms[key].parts, target)]
 
     def receive(self, key: Hashable, source: int) -> list[Pending | None] | None:
-        """Starts to receive activations; None if the sender failed before it knew what they look like."""
+        """Starts to receive activations; None if the sender failed before it knew their shapes."""
         if key not in self._forms:
             header = self._backend.start_receive((_HEADER,), torch.uint8, self._group, source).wait()
             form = tensor_to_object(header)
@@ -110,18 +111,18 @@ class P2P:
         return [None if part is None else self._backend.start_receive(*part, self._group, source) for part in parts]
 
 
-# ---- Hidden states and their gradients where ranks cannot send to each other: all of a pipeline hand on at once ------
+# ---- Hidden states and gradients where ranks cannot send to each other: all ranks of a pipeline exchange at once -----
 class Ring:
-    """Turns what the ranks of a pipeline have for each other by one position.
+    """Shifts tensors between the ranks of a pipeline by one position.
 
-    Every rank takes part in every turn, with zeros if it has nothing for anybody, so that a turn is one and the same
-    graph on all of them. What all stages hand on has therefore one form, that of the first stage's first micro-batch,
-    and everybody hears of it beside the device.
+    Every rank takes part in every shift, with zeros if it has nothing to send, so that a shift is the same graph on all
+    of them. All stages therefore send tensors of one form, that of the first stage's first micro-batch, which every
+    rank receives over a channel beside the device.
 
     Args:
-        backend: permutes.
+        backend: performs the permutation.
         group: the ranks of the pipeline.
-        everyone: these and those of all replicas, whose turns are the same collective.
+        everyone: these and those of all replicas, which shift in the same collective.
     """
 
     def __init__(self, backend: Backend, group: Group, everyone: Group) -> None:
@@ -130,11 +131,12 @@ class Ring:
         self._nothing: dict[Part, torch.Tensor] = {}
 
     def form(self, key: Hashable) -> Form | None:
-        """What travels for ``key``, a kind of batch; None if that is not known (yet)."""
+        """The form of what is sent for ``key``, a kind of batch; None if it is not known yet."""
         return self._forms.get(key)
 
     def learn(self, key: Hashable, mine: Form | None) -> Form | None:
-        """What travels for ``key``, from the rank of the first stage, or that of a replica if it failed. Collective.
+        """Sends the form for ``key`` from the rank of the first stage, or from that of a replica if it failed.
+        Collective.
 
         Args:
             mine: what that rank computed; None if it failed, and on the others.
@@ -146,10 +148,10 @@ class Ring:
         return form
 
     def turn(self, values: Values | None, parts: tuple[Part | None, ...], shift: int) -> list[Pending | None]:
-        """What the rank ``shift`` positions before this one hands on; this one hands on ``values``. Collective.
+        """What the rank ``shift`` positions before this one sends; this one sends ``values``. Collective.
 
         Args:
-            parts: which of the values travel, and what they look like.
+            parts: shape and dtype of the values to send; None for those that are not sent.
         """
         arrived: list[Pending | None] = []
         for part, value in zip(parts, values or (None,) * len(parts), strict=True):

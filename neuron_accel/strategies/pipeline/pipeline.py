@@ -1,4 +1,4 @@
-"""A pipelined model's call: in training forward and backward of all micro-batches, else forward."""
+"""The call of a pipelined model: in training forward and backward of all micro-batches, else forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from neuron_accel.contract import UsageError
 from neuron_accel.strategies.pipeline.deferred_wgrad import DeferredWgrad
-from neuron_accel.strategies.pipeline.microbatches import Shares, batch_size, signature, split
+from neuron_accel.strategies.pipeline.microbatches import LossWeights, batch_size, signature, split
 from neuron_accel.strategies.pipeline.outputs import broadcast_outputs, kind_of, loss_of, of_loss, put_together
 from neuron_accel.strategies.pipeline.p2p import P2P, Ring
 from neuron_accel.strategies.pipeline.schedules import make_schedule
@@ -38,7 +38,7 @@ _ALL_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logit
 
 
 class Pipeline:
-    """Runs a model whose stages lie on several ranks. Called in place of the model's forward.
+    """Runs a model whose stages are on several ranks. Called in place of the model's forward.
 
     Args:
         model: the model, of which this rank has its stages.
@@ -77,7 +77,7 @@ class Pipeline:
             )
         get_base_model: Any = getattr(model.module, "get_base_model", None)  # adapters wrap a model
         inner: nn.Module = model.module if get_base_model is None else get_base_model()
-        self._shares = Shares(inner, forward)
+        self._weights = LossWeights(inner, forward)
         self._deferred_wgrad = DeferredWgrad() if options.schedule == "zero-bubble" else None
         if self._deferred_wgrad is not None:
             self._deferred_wgrad.attach(model.module)
@@ -98,29 +98,29 @@ class Pipeline:
             if kwargs.get(name, getattr(config, name, None)):
                 raise UsageError(
                     f"{name} is not possible in a pipeline.",
-                    why="it collects something from every layer, and each rank has some of the layers only",
-                    fix="leave it out; to look inside, gather the weights with get_state_dict and run one process",
+                    why="it collects values from every layer, and each rank has only some of the layers",
+                    fix="leave it out; to inspect them, gather the weights with get_state_dict and run one process",
                 )
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             raise UsageError(
                 "A key/value cache, and with it `generate`, is not possible in a pipeline.",
-                why="each rank would keep its own layers' part of it, and micro-batches would mix",
+                why="each rank would keep the cache of its own layers, and micro-batches would mix",
                 fix="gather the weights with get_state_dict or save_model, and generate in one process",
             )
 
-    # ---- training --------------------------------------------------------------------------------------------------
+    # ---- training ----------------------------------------------------------------------------------------------------
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             calls = split(args, kwargs, self._options.num_microbatches)
         except UsageError as error:  # of this batch; other pipelines may be at work on theirs
-            self._end_step(Failure(error, "dividing its batch"))
+            self._end_step(Failure(error, "splitting its batch"))
             raise
         try:
             self.ties.follow()
         except UsageError as error:
-            self._end_step(Failure(error, "looking which tied weights train"))
+            self._end_step(Failure(error, "checking which tied weights train"))
             raise
-        shares = self._shares.of(calls)
+        weights = self._weights.of(calls)
         scale = self._run.backward_scale()
         wanted = self._record.synchronises
 
@@ -130,7 +130,7 @@ class Pipeline:
         step = self._step(
             calls,
             self._options.schedule,
-            weight=lambda m: shares[m] * scale,
+            weight=lambda m: weights[m] * scale,
             deferred_wgrad=self._deferred_wgrad,
             synchronise=synchronise,
         )
@@ -138,20 +138,20 @@ class Pipeline:
         with self._run.driving_backward():
             step.run()
         self._record.synchronises, self.most_in_flight = wanted, step.most_in_flight
-        total, kind = self._losses(step, shares)
+        total, kind = self._losses(step, weights)
         total, kind = self._end_step(step.failure, total, kind)
         self.ties.finish()
         loss = _Settled.apply(torch.zeros((), device=total.device, requires_grad=True), total, scale, self._host_reads)
         return of_loss(kind, loss)
 
-    def _losses(self, step: Step, shares: list[torch.Tensor | float]) -> tuple[torch.Tensor, int]:
+    def _losses(self, step: Step, weights: list[torch.Tensor | float]) -> tuple[torch.Tensor, int]:
         """The batch's loss, and the kind of the model's output, on the rank of the last stage; zeros elsewhere."""
         if step.failure is not None or not step.outputs:
             return torch.zeros((), device=self._run.device), 0
-        _, fields = put_together([loss_of(output).detach() for output in step.outputs], shares)
+        _, fields = put_together([loss_of(output).detach() for output in step.outputs], weights)
         return fields[0][1].float(), kind_of(step.outputs[0])
 
-    # ---- evaluation ------------------------------------------------------------------------------------------------
+    # ---- evaluation --------------------------------------------------------------------------------------------------
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count = math.gcd(batch_size(args, kwargs), self._options.num_microbatches)
         calls = split(args, kwargs, count)
@@ -159,14 +159,14 @@ class Pipeline:
         step.run()
         kind, fields = 0, None
         if step.outputs and step.failure is None:
-            kind, fields = put_together(step.outputs, self._shares.of(calls))
+            kind, fields = put_together(step.outputs, self._weights.of(calls))
         # Replicas may evaluate different numbers of batches, unless all ranks keep pace anyway.
         group = self._everyone if self._run.backend.is_lazy else self._group
         self._agree(step.failure, group)
         only_loss = not self._options.evaluation_logits and kwargs.get("labels") is not None
         return broadcast_outputs(kind, fields, self._run, self._group, only_loss=only_loss)
 
-    # ---- both ------------------------------------------------------------------------------------------------------
+    # ---- both --------------------------------------------------------------------------------------------------------
     def _step(self, calls: list[Call], name: str, **options: Any) -> Step:
         schedule = self._schedule(name, len(calls))
         device = self._run.device.type
@@ -187,23 +187,24 @@ class Pipeline:
     def _end_step(
         self, failure: Failure | None, loss: torch.Tensor | None = None, kind: int = 0
     ) -> tuple[torch.Tensor, int]:
-        """:meth:`_agree` of all replicas, which would wait for a failed one in the sums of gradients. Collective."""
+        """:meth:`_agree` of all replicas, which would otherwise wait for a failed one in gradient reduction.
+        Collective."""
         self._action()
         return self._agree(failure, self._everyone, loss, kind)
 
     def _without_data(self) -> None:
-        """The end of a step of others, while this rank has run out of data."""
+        """The end of a step of other ranks, after this rank has run out of data."""
         self._agree(None, self._everyone)
 
     def _agree(
         self, failure: Failure | None, group: Group, loss: torch.Tensor | None = None, kind: int = 0
     ) -> tuple[torch.Tensor, int]:
-        """Tells every rank the loss that the last one of its pipeline knows, and whether a stage raised. Collective.
+        """Sends the loss from the last rank of the pipeline to every rank, and whether a stage raised. Collective.
 
         Args:
             failure: what this rank's stage raised.
-            group: who is told: this pipeline, or all replicas of it.
-            loss, kind: of the model's output, on the last rank of a pipeline; nothing on others.
+            group: the ranks that receive it: this pipeline, or all replicas of it.
+            loss, kind: of the model's output, on the last rank of a pipeline; unused on others.
 
         Raises:
             Exception: what the stage raised, on every rank.
@@ -239,8 +240,8 @@ class Pipeline:
 
 
 def _origin(failure: Failure) -> StageFailed:
-    """What the error of a failure comes from: from that stage, and there from what it came from before."""
-    origin, error = StageFailed(f"{failure.place} raised this; all ranks end with it."), failure.error
+    """The error that a failure is raised from: the failed stage's, which is raised from the original cause."""
+    origin, error = StageFailed(f"{failure.place} raised this; all ranks raise it."), failure.error
     origin.__cause__, origin.__context__ = error.__cause__, error.__context__
     origin.__suppress_context__ = error.__suppress_context__
     return origin
@@ -254,12 +255,12 @@ def _portable(error: Exception) -> Exception:
 
 
 def check_settled(loss: torch.Tensor, parameters: set[torch.Tensor]) -> None:
-    """Raises where a loss is not that of a pipelined model, whose backward passes have run in its call.
+    """Raises if a loss is not the one that a pipelined model returned, whose backward passes have run in its call.
 
     Args:
         loss: what `backward` gets.
         parameters: of the pipelined models. Terms of the loss that depend on other parameters are differentiated as
-            ever.
+            usual.
 
     Raises:
         UsageError: if the loss has another origin, or a term that depends on ``parameters``.
@@ -294,8 +295,8 @@ def _replaced(how: str) -> UsageError:
 
 
 class _Settled(torch.autograd.Function):
-    """A loss whose gradient has been computed already. ``backward`` finds nothing to do, and checks that the loss is
-    what it was: a loss that was changed meanwhile would have another gradient."""
+    """A loss whose gradient has been computed already. ``backward`` does nothing, but checks that the loss is
+    unchanged: a changed loss would have another gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, scale: float, host_reads: bool) -> torch.Tensor:
@@ -315,4 +316,4 @@ class _Settled(torch.autograd.Function):
 
 
 _SETTLED = f"{_Settled.__name__}Backward"
-"""What autograd calls the node of a loss that is settled."""
+"""The name that autograd gives to the node of a settled loss."""

@@ -1,4 +1,4 @@
-"""The pipeline strategy: configuration, and what becomes of a model."""
+"""The pipeline strategy: its configuration and how it transforms a model."""
 
 from __future__ import annotations
 
@@ -74,12 +74,13 @@ class PipelineParallelPlugin(PipelineOptions):
             raise PlanError(
                 f"pipeline_parallel_size={self.pipeline_parallel_size} is not possible on this backend.",
                 where="plugin 'pipeline_parallel'",
-                why="stages hand activations from rank to rank, and it cannot send to a single rank",
-                fix="shard the model with tensor_parallel_size, or choose a backend that can send, or xla",
+                why="stages send activations from rank to rank, and "
+                + context.missing.get("point-to-point", "the backend cannot send to a single rank"),
+                fix="shard the model with tensor_parallel_size, or choose a backend that sends to single ranks, or xla",
             )
 
     def model_init(self, run: Run) -> AbstractContextManager[None]:
-        """Builds models without memory for weights."""
+        """Creates models without memory for weights."""
         from neuron_accel.lazy import lazy_load_for_parallelism
 
         return lazy_load_for_parallelism(pipeline_parallel_size=self.pipeline_parallel_size)
@@ -92,13 +93,14 @@ class PipelineParallelPlugin(PipelineOptions):
         """Keeps this rank's stages, and runs the schedule in forward.
 
         Raises:
-            UnsupportedModelError: if the model cannot be cut, or not so often or there. It is unchanged then.
+            UnsupportedModelError: if the model cannot be split, or not into so many stages or there. It is unchanged
+                then.
         """
+        from neuron_accel.models.resize import install_resize
         from neuron_accel.strategies.pipeline.cuts import cut
         from neuron_accel.strategies.pipeline.pipeline import Pipeline
         from neuron_accel.strategies.pipeline.stage import make_stages
         from neuron_accel.strategies.pipeline.tied_weights import Ties, check_shared_memory, find_ties
-        from neuron_accel.strategies.resize import install_resize
 
         stages = self.pipeline_parallel_size * self.virtual_stages
         stack, starts = cut(model.module, stages, self.stage_cuts)
@@ -134,11 +136,11 @@ class PipelineParallelPlugin(PipelineOptions):
         """Refuses optimizers that need all parameters.
 
         Raises:
-            PlanError: if that is not what one process would do, because it looks at all parameters together.
+            PlanError: if the optimizer uses all parameters together, so that the result would differ from one process.
         """
         if needs_closure(optimizer) or not is_separable(optimizer):
             raise PlanError(
-                f"{type(optimizer).__name__} looks at all parameters together, and a stage has only some of them.",
+                f"{type(optimizer).__name__} uses all parameters together, and a stage has only some of them.",
                 where="plugin 'pipeline_parallel', pipeline_parallel_size",
                 why="a norm over all of them, a line search, or an estimate of the best learning rate, would differ "
                 "between stages",
@@ -167,12 +169,12 @@ class PipelineParallelPlugin(PipelineOptions):
             pipeline.ties.agree()
 
     def teardown(self, run: Run) -> None:
-        """Forgets the pipelines."""
+        """Drops the pipelines."""
         run.state(self).clear()
 
 
 def stages_of_parameters(model: torch.nn.Module, stage_of: dict[str, int]) -> dict[str, int]:
-    """The stage of each parameter's FQN, from the stage of each part's."""
+    """The stage of each parameter's FQN, from the stage of its module."""
     result = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         part = name
@@ -183,7 +185,7 @@ def stages_of_parameters(model: torch.nn.Module, stage_of: dict[str, int]) -> di
 
 
 def _function(pipeline: Pipeline, signature: inspect.Signature) -> Any:
-    """A plain function, because what wraps a forward later (autocast) binds methods to the model."""
+    """A plain function, because later wrappers of forward (autocast) bind methods to the model."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return pipeline(*args, **kwargs)

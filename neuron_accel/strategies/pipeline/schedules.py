@@ -1,4 +1,4 @@
-"""Schedules as data: lists of actions and transfers, made by pure functions. Without torch."""
+"""Schedules as data: lists of actions and transfers, computed by pure functions. Without torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from enum import Enum
 from neuron_accel.contract import ConfigurationError, did_you_mean
 
 
-# ---- What a schedule consists of: pure data, without torch -----------------------------------------------------------
+# ---- The elements of a schedule: pure data, without torch ------------------------------------------------------------
 class Kind(str, Enum):
     """What a rank does."""
 
     FORWARD = "F"
     """One stage's forward pass of one micro-batch."""
     BACKWARD = "B"
-    """The whole backward pass."""
+    """The full backward pass."""
     BACKWARD_INPUT = "I"
-    """The part of the backward pass that the previous stage waits for: gradients of activations."""
+    """The first half of the backward pass, which the previous stage waits for: gradients of activations."""
     BACKWARD_WEIGHT = "W"
     """The rest of the backward pass: gradients of weights."""
     SEND_ACTIVATION = "send activation"
@@ -49,7 +49,7 @@ class Action:
 
     Args:
         kind: what is done.
-        stage: the stage that does it, 0 to stages x virtual stages - 1.
+        stage: the stage that performs it, 0 to stages x virtual stages - 1.
         microbatch: for which micro-batch.
     """
 
@@ -69,7 +69,7 @@ class Schedule:
         name: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zero-bubble"`` or ``"forward"``.
         ranks: number of ranks along the pipeline.
         microbatches: number of micro-batches.
-        virtual_stages: number of stages on each rank. Stage s lies on rank ``s % ranks``.
+        virtual_stages: number of stages on each rank. Stage s is on rank ``s % ranks``.
         actions: by rank, in the order in which the rank starts them.
     """
 
@@ -108,15 +108,15 @@ def needs(action: Action, stages: int) -> tuple[Action, ...]:
     return before if stage == stages - 1 else (*before, Action(kind, stage + 1, microbatch))
 
 
-# ---- Puts the transfers between ranks into lists of computations -----------------------------------------------------
+# ---- Adds the transfers between ranks to lists of computations -------------------------------------------------------
 def with_transfers(compute: Sequence[Sequence[Action]], stages: int) -> tuple[tuple[Action, ...], ...]:
     """Each rank's computations with the sends and receives that they need.
 
-    The computations are played through. Whenever one ends whose result another rank needs, a send is appended to the
-    list of the one and a receive to that of the other at the same moment. Any two ranks therefore name the messages
-    between them in the same order, and the moments form an order in which every message could be handed over at once:
-    even with sends that wait for their receiver no rank waits for ever. A receive stands in front of whatever its rank
-    does next, so that messages travel while the rank computes.
+    The computations are simulated. When one ends whose result another rank needs, a send is appended to the list of the
+    one rank and a receive to that of the other at the same moment. Any two ranks therefore list the messages between
+    them in the same order, and every message could be delivered at that moment: even if sends wait for their receiver,
+    no rank waits forever. A receive precedes the next action of its rank, so that messages travel while the rank
+    computes.
 
     Raises:
         ValueError: if the computations wait for each other in a circle.
@@ -135,8 +135,8 @@ def with_transfers(compute: Sequence[Sequence[Action]], stages: int) -> tuple[tu
 
 
 def in_rounds(compute: Sequence[Sequence[Action]], stages: int) -> Iterator[dict[int, Action]]:
-    """Plays computations through. In a round every rank that can go on does so by one action; which ones can is decided
-    before any of them does: ranks keep pace as in reality.
+    """Simulates computations. In a round every rank that can proceed does so by one action; which ones can is decided
+    before any of them does.
 
     Yields:
         each round's actions, by rank.
@@ -162,7 +162,7 @@ def in_rounds(compute: Sequence[Sequence[Action]], stages: int) -> Iterator[dict
 
 
 def transfers_after(action: Action, stages: int) -> list[tuple[Action, Action]]:
-    """Who sends and who receives the result of a computation: none or one pair."""
+    """The sender's and the receiver's action for the result of a computation: none or one pair."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.FORWARD and stage < stages - 1:
         return [
@@ -182,23 +182,23 @@ Lists = list[list[Action]]
 
 
 def make_schedule(name: str, *, stages: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """The schedule of a name.
+    """The schedule with a given name.
 
     Args:
         name: ``"gpipe"``, ``"1f1b"``, ``"interleaved"`` or ``"zero-bubble"``; ``"forward"`` runs forward only.
         stages: number of ranks along the pipeline.
-        microbatches: number of parts of a batch.
+        microbatches: number of micro-batches in a batch.
         virtual_stages: number of stages on each rank.
 
     Raises:
-        ConfigurationError: for numbers that make no schedule, or an unknown name.
+        ConfigurationError: for numbers without a valid schedule, or an unknown name.
     """
     if name not in _MAKERS:
         known = [known for known in _MAKERS if known != "forward"]
         raise ConfigurationError(f"There is no schedule {name!r}.", where="schedule", fix=did_you_mean(name, known))
     for what, value in (("stages", stages), ("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         if type(value) is not int or value < 1:
-            raise ConfigurationError(f"{what} is {value!r}; it must be a whole number of at least 1.", where="schedule")
+            raise ConfigurationError(f"{what} is {value!r}; it must be an integer of at least 1.", where="schedule")
     _check_virtual(name, stages, microbatches, virtual_stages)
     compute = _MAKERS[name](stages, microbatches, virtual_stages)
     return Schedule(
@@ -287,8 +287,8 @@ def _alternate(forward: list[Action], backward: list[Action], warm_up: int) -> l
 
 
 def _zero_bubble(ranks: int, microbatches: int, _virtual: int) -> Lists:
-    """ZB-H1: 1F1B whose backward passes come in two halves. The second half, for which no rank waits, follows as many
-    micro-batches later as the rank keeps fewer activations than the first rank does, and fills the end."""
+    """ZB-H1: 1F1B with backward passes in two halves. The second half, for which no rank waits, is delayed by as many
+    micro-batches as the rank keeps fewer activations than the first rank does, and fills the end."""
     lists = []
     for rank in range(ranks):
         forward = [Action(Kind.FORWARD, rank, m) for m in range(microbatches)]

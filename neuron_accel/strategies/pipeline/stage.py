@@ -17,12 +17,12 @@ from neuron_accel.strategies.pipeline.stubs import Exit, NotHere, OnLastStage, P
 
 @dataclass
 class Place:
-    """A module's place in a model, and what can stand there.
+    """A module's place in a model, and which modules can take it.
 
     Args:
         parent: the module that holds it.
         name: its name there.
-        rest: what stands there between passes.
+        rest: the module there between passes.
     """
 
     parent: nn.Module
@@ -38,11 +38,11 @@ class Stage:
     """One stage that this rank runs.
 
     Args:
-        index: which, from 0.
-        last: whether it is the last of all.
+        index: index of the stage, from 0.
+        last: whether it is the last stage.
         forward: the model's own forward.
-        passage: what its stubs share.
-        swaps: what has to be put where while the stage runs, where that differs from what stands there between passes.
+        passage: the state that its stubs share.
+        swaps: the modules to put in place while the stage runs, where they differ from those between passes.
     """
 
     index: int
@@ -56,10 +56,10 @@ class Stage:
 
         Args:
             args, kwargs: the model's arguments for this micro-batch.
-            received: what the stage before handed on; nothing on the first.
+            received: what the previous stage sent; empty on the first.
 
         Returns:
-            the model's output on the last stage, what to hand on to the next stage on the others.
+            the model's output on the last stage, what to send to the next stage on the others.
         """
         with self._in_place():
             self.passage.received, self.passage.entered = received, False
@@ -91,7 +91,7 @@ class Stage:
 def make_stages(
     model: nn.Module, stack: Stack, starts: tuple[int, ...], mine: list[int], forward: Callable[..., Any]
 ) -> list[Stage]:
-    """Takes out of a model what is on other ranks' stages.
+    """Removes the modules of other ranks' stages from a model.
 
     Args:
         model: the model; changed in place.
@@ -157,7 +157,7 @@ def _remember_form(passage: Passage) -> Callable[..., None]:
 def _ends(
     model: nn.Module, stack: Stack, stages: int, mine: list[int], passages: dict[int, Passage]
 ) -> list[tuple[Place, dict[int, nn.Module]]]:
-    """The layers before and after the blocks, and what each of this rank's stages has in their place."""
+    """The layers before and after the blocks, and the modules that replace them in each of this rank's stages."""
     places: list[tuple[Place, dict[int, nn.Module]]] = []
     for fqns, home in ((stack.before, 0), (stack.after, stages - 1)):
         for fqn in fqns:

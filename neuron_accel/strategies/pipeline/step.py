@@ -1,4 +1,4 @@
-"""One step: a rank's list of actions, carried out."""
+"""One step: a rank's list of actions, executed."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 @dataclass
 class Flight:
-    """What a micro-batch leaves on a stage between forward and backward.
+    """The tensors of a micro-batch that a stage keeps between forward and backward.
 
     Args:
-        received: the stage's input, whose gradients go back; nothing on the first stage.
-        result: what it handed on, or on the last stage the micro-batch's part of the loss.
+        received: the stage's input, whose gradients are sent back; empty on the first stage.
+        result: what it sent, or on the last stage the micro-batch's weighted loss.
         later: its deferred weight gradients.
     """
 
@@ -43,14 +43,14 @@ class Flight:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a stage raised, and where: which stage, doing what."""
+    """An exception that a stage raised, the stage and its action."""
 
     error: Exception
     place: str
 
 
 class Step(ABC):
-    """Carries out one rank's actions for one batch. How things get from stage to stage is a subclass's to say.
+    """Executes one rank's actions for one batch. Subclasses define how tensors travel between stages.
 
     Args:
         schedule: the schedule.
@@ -59,7 +59,7 @@ class Step(ABC):
         calls: the model's arguments for each micro-batch.
         key: what the shapes of activations depend on.
         weight: gives the factor by which a micro-batch's loss is multiplied before backward; None to run forward only.
-        deferred_wgrad: divides backward passes in two, for schedules that want it.
+        deferred_wgrad: splits backward passes in two, for schedules that require it.
         synchronise: called before each backward pass with whether it is the stage's last.
     """
 
@@ -91,24 +91,24 @@ class Step(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Carries out everything. A stage that raises leaves :attr:`failure`; from then on
-        messages have no meaning, but all of them are sent and received, so that no neighbour waits for ever."""
+        """Executes all actions. A stage that raises sets :attr:`failure`; after that, messages have no meaning, but all
+        of them are sent and received, so that no neighbour waits forever."""
 
     @abstractmethod
     def _form(self, stage: int) -> Form | None:
-        """What ``stage`` hands on to the next one; None if that is not known (yet)."""
+        """The form of what ``stage`` sends to the next one; None if it is not known yet."""
 
     @abstractmethod
     def _refuse_form(self, found: Form, form: Form, stage: int) -> NoReturn: ...
 
-    # ---- messages --------------------------------------------------------------------------------------------------
+    # ---- messages ----------------------------------------------------------------------------------------------------
     def _arrived(self, kind: Kind, action: Action) -> Values:
         pending = self._arriving.pop((kind, action.stage, action.microbatch))
         if pending is None:
             raise NeighbourFailed(f"stage {action.stage} received nothing")
         return tuple(None if part is None else part.wait() for part in pending)
 
-    # ---- computing -------------------------------------------------------------------------------------------------
+    # ---- computing ---------------------------------------------------------------------------------------------------
     def _attempt(self, action: Action) -> None:
         if self.failure is None:
             try:
@@ -183,7 +183,7 @@ class Step(ABC):
             self._leaving[Kind.SEND_GRADIENT, action.stage, action.microbatch] = leaving
         if action.kind is Kind.BACKWARD:
             del self._flights[key]
-        else:  # activations that no weight waits for are free
+        else:  # activations that no weight gradient needs are free
             self._flights[key] = Flight((), (), flight.later)
 
 
@@ -191,7 +191,7 @@ class SendingStep(Step):
     """Ranks send to each other; messages travel while they compute.
 
     Args:
-        p2p: to the neighbours.
+        p2p: sends to and receives from the neighbours.
         arguments, options: see :class:`Step`.
     """
 
@@ -244,13 +244,14 @@ class SendingStep(Step):
     def _refuse_form(self, found: Form, form: Form, stage: int) -> NoReturn:
         raise UsageError(
             f"Stage {stage} computed {found} for a batch for which it computed {form} before.",
-            why="the next stage expects the same for batches of the same shapes",
+            why="the next stage expects the same shapes and dtypes for batches of the same shapes",
         )
 
 
 class TurningStep(Step):
-    """Ranks keep pace: each computes one thing, then all hand on what others wait for. On a lazy device every
-    computation is a graph, the same for all micro-batches but the first backward pass, and every turn is another.
+    """All ranks compute and communicate in turns: each computes one action, then all send what others need. On a lazy
+    device every computation is a graph, the same for all micro-batches except for the first backward pass, and every
+    exchange is another.
 
     Args:
         ring: of all ranks of the pipeline.
@@ -277,7 +278,7 @@ class TurningStep(Step):
             self._turn(actions, Kind.SEND_GRADIENT, form.learning, -1)
 
     def _turn(self, actions: dict[int, Action], kind: Kind, parts: tuple[Part | None, ...], shift: int) -> None:
-        """Hands on all results of one kind of a round's computations."""
+        """Sends all results of one kind of a round's computations."""
         pairs = [pair for action in actions.values() for pair in transfers_after(action, self._schedule.stages)]
         pairs = [(send, receive) for send, receive in pairs if send.kind is kind]
         if not pairs:
@@ -301,19 +302,19 @@ class TurningStep(Step):
     def _refuse_form(self, found: Form, form: Form, stage: int) -> NoReturn:
         raise UnsupportedModelError(
             f"Stage {stage} computed {found} where the first one computed {form}.",
-            why="ranks that cannot send to each other hand on everything at once, which has one shape",
+            why="ranks that cannot send to each other exchange all tensors at once, which needs one shape",
             fix="choose stage_cuts between blocks that return the same shape",
         )
 
 
 class StageFailed(Exception):
-    """Where an error comes from; the cause of what all ranks of a run raise."""
+    """Where an error comes from; the cause of the error that all ranks raise."""
 
 
 class NeighbourFailed(Exception):
-    """A message without meaning arrived; its sender knows why."""
+    """A message without meaning arrived; its sender has the error."""
 
 
 def type_and_loss(output: Any, loss: torch.Tensor) -> Any:
-    """An output of the same kind that holds nothing but a loss, detached."""
+    """An output of the same kind that holds only a loss, detached."""
     return (loss.detach(),) if isinstance(output, (tuple, list)) else {"loss": loss.detach()}

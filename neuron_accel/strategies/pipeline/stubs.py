@@ -1,8 +1,8 @@
-"""What stands in a stage's model where other stages have their layers.
+"""Stubs that replace the layers of other stages in a stage's model.
 
-A stage runs the model's own forward. Positions, rotary tables and masks are computed as ever, from the batch. The
-layers of other stages pass on what they are given; where the stage begins, what was received takes its place; where it
-ends, the forward is left. So no model has to be traced, copied or rewritten.
+A stage runs the model's own forward. Positions, rotary tables and masks are computed as usual, from the batch. The
+stubs of other stages' layers return their input; at the start of the stage, its input is replaced by the received
+tensors; at its end, an exception leaves the forward. So no model has to be traced, copied or rewritten.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StageEnd(Exception):
 
 
 class Passage:
-    """What the stubs of one stage share: what the stage received, and what blocks return.
+    """The state that the stubs of one stage share: what the stage received, and what blocks return.
 
     Args:
         last_block: FQN of the stage's last block.
@@ -65,7 +65,7 @@ class Skipped(nn.Module):
         for name, value in vars(block).items():
             if name not in own and isinstance(value, (str, int, float, bool, type(None))):
                 setattr(self, name, value)
-        # The first block's input may be where activations enter a share of the sequence.
+        # The first block's input may be where activations become a shard of the sequence.
         self._forward_pre_hooks.update(block._forward_pre_hooks)
         self._forward_pre_hooks_with_kwargs.update(block._forward_pre_hooks_with_kwargs)
         self.passage = passage
@@ -75,7 +75,7 @@ class Skipped(nn.Module):
 
 
 class StageInput(Skipped):
-    """Stands in place of the block before a stage's first one: hands in what was received."""
+    """Replaces the block before a stage's first one: returns what was received."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.passage.entered = True
@@ -83,8 +83,8 @@ class StageInput(Skipped):
 
 
 class Exit(Skipped):
-    """Stands in place of the block after a stage's last one: leaves the forward, with the hidden states and with what
-    else the last block returned and this one is called with."""
+    """Replaces the block after a stage's last one: leaves the forward, with the hidden states and the other outputs of
+    the last block that this block is called with."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         called_with = {id(value) for value in (*args, *kwargs.values())}
@@ -93,17 +93,17 @@ class Exit(Skipped):
             raise UnsupportedModelError(
                 f"{self.passage.last_block!r} returns something other than a tensor beside the hidden states "
                 f"({', '.join(type(value).__name__ for value in self.passage.beside)}), and the next block takes it.",
-                why="tensors travel between stages, and a cut runs between these blocks",
-                fix="let the block return the tensors themselves, cut elsewhere (stage_cuts), or use no pipeline",
+                why="only tensors can be sent between stages, and a stage begins between these blocks",
+                fix="let the block return the tensors themselves, split elsewhere (stage_cuts), or use no pipeline",
             )
         beside = [value if isinstance(value, torch.Tensor) else None for value in needed]
         raise StageEnd((hidden_of(args, kwargs), *beside))
 
 
 class NotHere(nn.Module):
-    """A layer with parameters before the first block, on another stage than the first.
+    """A layer with parameters before the first block, on a stage other than the first.
 
-    What it gives has the right shape and is not a number: if it is used in place of what was received, that shows.
+    Its output has the right shape and is NaN: if it is used instead of what was received, that shows.
     """
 
     def __init__(self, fqn: str, module: nn.Module, passage: Passage) -> None:
@@ -122,7 +122,7 @@ class NotHere(nn.Module):
         if self.passage.entered:
             raise UnsupportedModelError(
                 f"{self.fqn!r} is used after the blocks, but it is on the first stage only.",
-                why="it stands before the blocks in the model, so it was taken for something that they need",
+                why="it is registered before the blocks, so it was assumed to be their input",
                 fix="register it in the model after the blocks",
             )
         given = hidden_of(args, kwargs)
@@ -133,7 +133,7 @@ class NotHere(nn.Module):
 
 
 class OnLastStage(nn.Module):
-    """A layer with parameters after the last block, on another stage than the last. Never reached."""
+    """A layer with parameters after the last block, on a stage other than the last. Never called."""
 
     def __init__(self, fqn: str) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class OnLastStage(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedModelError(
             f"{self.fqn!r} is used before the last block, but it is on the last stage only.",
-            why="it stands after the blocks in the model, so it was taken for something that follows them",
+            why="it is registered after the blocks, so it was assumed to follow them",
             fix="register it in the model before the blocks",
         )
 
@@ -154,4 +154,4 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
             return value
         if isinstance(value, (tuple, list)) and value and isinstance(value[0], torch.Tensor):
             return value[0]
-    raise UsageError("A block was called without hidden states.", why="they are what stages hand on")
+    raise UsageError("A block was called without hidden states.", why="stages send the hidden states to each other")

@@ -1,4 +1,4 @@
-"""Weights that several stages share: one parameter of the model, a copy on each of these stages."""
+"""Tied weights on several stages: one parameter of the model, a copy on each of these stages."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Tie:
-    """A parameter that lies on several stages.
+    """A parameter that is on several stages.
 
     Args:
-        record: the parameter; its ``current`` is None on a stage that holds no copy.
-        group: the ranks of this pipeline that hold it; of others on ranks that do not.
+        record: the parameter; its ``current`` is None on a stage without a copy.
+        group: the ranks of this pipeline that hold it; on other ranks, another group.
         stages: the positions in the pipeline of those that hold it.
-        first: the position of the stage that holds it under its FQN, the name that one process knows it by.
+        first: the position of the stage that holds it under its FQN, its name in one process.
         trains: whether it requires a gradient, on every stage.
     """
 
@@ -34,15 +34,15 @@ class Tie:
 
 
 class Ties:
-    """Keeps copies of tied weights the same. They train together; gradients are summed; after a step one copy's weights
-    are taken. What can differ is what the stage knows that holds the parameter under its FQN: a loop that goes by names
-    finds it there, to freeze it, to give it to an optimizer, or to set its gradient to zero.
+    """Keeps copies of tied weights equal. They train together: gradients are summed, and after a step one copy's
+    weights are sent to all. What may differ is decided by the stage that holds the parameter under its FQN: a loop that
+    selects parameters by name finds it there, to freeze it, to give it to an optimizer, or to set its gradient to zero.
 
-    A micro-batch's backward pass gives each copy a part of the gradient. What was there before is set aside meanwhile,
-    because it is a sum already.
+    A micro-batch's backward pass adds a partial gradient to each copy. Earlier gradients are set aside meanwhile,
+    because they are sums already.
 
     Args:
-        ties: of the whole model, in the same order on every rank.
+        ties: of the full model, in the same order on every rank.
         run: the run.
         group: the pipeline.
     """
@@ -59,11 +59,11 @@ class Ties:
         return [(tie, parameter) for tie, parameter in self._held() if tie.trains]
 
     def follow(self) -> None:
-        """Freezes or unfreezes every copy of a weight that was frozen or unfrozen under its FQN: a loop that goes by
-        names finds that name on one stage only. Collective over the pipeline; one small exchange if there are ties.
+        """Freezes or unfreezes every copy of a weight that was frozen or unfrozen under its FQN: a loop that selects by
+        name finds that name on one stage only. Collective over the pipeline; one small exchange if there are ties.
 
         Raises:
-            UsageError: if only a copy that has another name was. On every stage.
+            UsageError: on every stage, if only a copy with another name was.
         """
         if not self._ties:
             return
@@ -80,7 +80,7 @@ class Ties:
             parameter.requires_grad_(tie.trains)
 
     def _exchange(self, changed: list[bool]) -> list[list[bool]]:
-        """What every stage knows, by its position."""
+        """The values of every stage, by its position."""
         if not self._run.backend.reads_are_free:
             return self._run.backend.all_gather_object(changed, self._group)
         told = torch.zeros((self._group.size, len(changed)), device=self._run.device)
@@ -106,8 +106,8 @@ class Ties:
             parameter.grad = pending.wait()
 
     def agree(self) -> None:
-        """The optimizer has updated each copy from the same gradient. Rounding may depend on what lies beside a copy in
-        an optimizer's buffer, and an optimizer may have got the parameter on one stage only."""
+        """Makes the copies equal after the optimizer has updated each from the same gradient. Rounding may depend on
+        the neighbours of a copy in an optimizer's buffer, and an optimizer may hold the parameter on one stage only."""
         for tie, parameter in self._learning():
             with torch.no_grad():
                 source = tie.stages.index(tie.first)
@@ -123,13 +123,13 @@ def _renamed(tie: Tie, stages: list[int]) -> UsageError:
         f"stage {' and '.join(map(str, stages))} of the pipeline was {done}, not the one of {name!r} on stage "
         f"{tie.first}.",
         where=f"parameter {name!r}",
-        why=f"they are one parameter, which one process knows as {name!r}; its copies train together",
+        why=f"they are one parameter, named {name!r} in one process; its copies train together",
         fix=f"freeze or unfreeze {name!r}: the other stages follow",
     )
 
 
 def find_ties(parameters: ParameterMap, run: Run, axis: str, first: dict[str, int], trained: set[str]) -> list[Tie]:
-    """The ties of a model; makes their groups, which is collective over all ranks.
+    """The ties of a model; creates their groups, which is collective over all ranks.
 
     Args:
         parameters: of the model.
@@ -154,30 +154,30 @@ def find_ties(parameters: ParameterMap, run: Run, axis: str, first: dict[str, in
 
 
 def _others(ranks: list[int], size: int, run: Run, record: ParameterRecord, axis: str) -> list[tuple[int, ...]]:
-    """Groups of the ranks that do not hold a tied weight. They have nothing to do with it, but where groups are part of
-    a graph all have one size.
+    """Groups of the ranks that do not hold a tied weight. They do not use them, but where groups are part of a graph,
+    all have one size.
 
     Raises:
-        UnsupportedModelError: if they cannot have.
+        UnsupportedModelError: if that is not possible.
     """
     if not run.backend.is_lazy:
         return [(rank,) for rank in ranks]
     if len(ranks) % size:
         raise UnsupportedModelError(
-            f"{' and '.join(repr(name) for name in record.names)} are tied and lie on {size} of {size + len(ranks)} "
+            f"{' and '.join(repr(name) for name in record.names)} are tied and are on {size} of {size + len(ranks)} "
             "stages.",
             where=f"axis {axis!r} on the {run.backend.name} backend",
-            why="the ranks of a collective lie in groups of one size, and the others cannot form such groups",
+            why="the groups of a collective have one size, and the others cannot form such groups",
             fix=f"use a number of stages that {size} divides, or untie the weights (tie_word_embeddings=False)",
         )
     return [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
 
 
 def check_shared_memory(model: nn.Module, stage_of: dict[str, int]) -> None:
-    """Refuses parameters that are tied by sharing memory instead of being one object, if a cut runs between them.
+    """Refuses parameters that are tied by sharing memory instead of being one object, if they are on different stages.
 
     Args:
-        model: the whole model.
+        model: the full model.
         stage_of: the stage of each parameter's FQN.
 
     Raises:
@@ -191,7 +191,7 @@ def check_shared_memory(model: nn.Module, stage_of: dict[str, int]) -> None:
         other_name, other = seen.setdefault(memory, (name, parameter))
         if other is not parameter and stage_of[other_name] != stage_of[name]:
             raise UnsupportedModelError(
-                f"{other_name!r} and {name!r} share memory but are two parameters, and a cut runs between them.",
-                why="each stage would train a copy of its own, and they would drift apart",
+                f"{other_name!r} and {name!r} share memory but are two parameters, on different stages.",
+                why="each stage would train a copy of its own, and the copies would diverge",
                 fix="tie them by assigning the parameter itself (b.weight = a.weight), or choose other stage_cuts",
             )

@@ -38,8 +38,8 @@ class SequenceParallelPlugin(StrategyPlugin):
     sequence, over the ranks of the tensor-parallel axis.
 
     From the first block's input to the final norm each rank has a shard of the positions, so that activations take
-    1 / degree of the memory there. Positions, rotary tables and masks are computed on full sequences. A length that
-    does not divide is padded inside. Batch-first models: dim 1 is the sequence.
+    1 / degree of the memory there. Positions, rotary tables and masks are computed on full sequences. A length that is
+    not divisible is padded inside. Batch-first models: dim 1 is the sequence.
     """
 
     spec = PluginSpec(name="sequence_parallel", phase=Phase.ACTIVATIONS, requires=frozenset({"axis:tp"}))
@@ -71,11 +71,11 @@ def shard_sequence(architecture: Architecture, tp_region: TpRegion, parameters: 
 
     Args:
         architecture: the model.
-        tp_region: what its regions share.
-        parameters: learns whose gradients become sums over the axis.
+        tp_region: the region object that its regions share.
+        parameters: receives the parameters whose gradients become sums over the axis.
 
     Raises:
-        UnsupportedModelError: if the model has no blocks, or parts of them are known to mix positions.
+        UnsupportedModelError: if the model has no blocks, or modules in them mix positions.
     """
     users = architecture.block_names is not None
     if architecture.plan.sequence:
@@ -117,8 +117,9 @@ class _Stack:
         self._watches: list[RemovableHandle] = []
 
     def watch(self, architecture: Architecture) -> None:
-        """Refuses, in the first call of a model with a user's own plan, modules with parameters that are called between
-        its blocks: they would have a shard of the sequence, and their gradients would not be summed."""
+        """Raises an error, in the first call of a model with a user's own plan, for modules with parameters that are
+        called between its blocks: they would receive a shard of the sequence, and their gradients would not be
+        summed."""
         names = [name for name, _ in architecture.blocks]
         for name, module in architecture.base.named_modules():
             in_block = any(name == block or name.startswith(f"{block}.") for block in names)
@@ -137,7 +138,7 @@ class _Stack:
             self._watches.append(module.register_forward_pre_hook(refuse))
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # every rank has other positions, and must drop other elements of them
+        # ranks have different positions, and must drop different elements
         self._inside = True
         self._tp_region.randomness.begin(self._dropouts.active)
         return replace_hidden(args, kwargs, self._flow.split)
@@ -157,8 +158,7 @@ class _Stack:
 
 
 def _whole(architecture: Architecture) -> list[tuple[str, nn.Module]]:
-    """FQN and module of the parts of blocks that are not sharded and that may look at other positions than their own:
-    all but norms."""
+    """FQN and module of the unsharded modules in blocks that may use other positions than their own: all but norms."""
     regions, styled = [fqn for fqn, _ in architecture.regions], architecture.around_styles
     return [
         (join(block, name), module)
@@ -173,7 +173,7 @@ def _whole(architecture: Architecture) -> list[tuple[str, nn.Module]]:
 
 
 def _refuse_mixing(architecture: Architecture) -> None:
-    """Refuses layers that compute across positions in blocks of a user's own model, of which nothing else is known."""
+    """Raises an error for layers that compute across positions in blocks of a user's own model."""
     for block, parts in architecture.blocks:
         for name, module in parts.named_modules():
             if isinstance(module, (_ConvNd, _NormBase, nn.GroupNorm, nn.RNNBase)):
@@ -186,7 +186,8 @@ def _refuse_mixing(architecture: Architecture) -> None:
 
 
 def _called(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of the children of a block; of a list of modules, which is not called itself, what is in it."""
+    """Name and module of the children of a block; of a list of modules, which is not called itself, the modules in
+    it."""
     for name, child in block.named_children():
         if isinstance(child, nn.ModuleList):
             yield from ((f"{name}.{inner}", module) for inner, module in _called(child))
@@ -195,11 +196,11 @@ def _called(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _keep_whole(fqn: str, module: nn.Module, flow: SequenceFlow) -> None:
-    """Gives a module the full sequence, and goes on with a shard of what it returns. All ranks compute the same, and
-    each has its full gradients."""
+    """Gives a module the full sequence, and continues with a shard of its output. All ranks compute the same, and each
+    has its full gradients."""
     if Dropouts([module]).possible:
         raise UnsupportedModelError(
-            f"{fqn!r} computes the same on every rank, and has dropout.",
+            f"{fqn!r} computes the same on every rank, and uses dropout.",
             why="ranks with different shards of a sequence drop different elements",
             fix="set its dropout to zero, or leave SequenceParallelPlugin out",
         )
@@ -218,7 +219,7 @@ def _on_shards(architecture: Architecture, regions: list[tuple[str, nn.Module]])
     """FQNs of the parameters that are applied to a shard of the sequence: their gradients are sums over ranks.
 
     Args:
-        regions: FQN and module of what has the full sequence.
+        regions: FQN and module of the modules that receive the full sequence.
     """
     inside = set()
     for fqn, region in regions:

@@ -4,7 +4,7 @@ Method: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language 
 and Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022) for sequence parallelism.
 
 How the files go together: ``plugin`` is the strategy; ``shard_plan`` decides, without touching the model, which
-parameter is sharded along which dim; ``rewrite`` carries that out with the modules of ``linear`` and ``embedding``;
-``tp_region`` is how activations enter and leave the regions in which ranks compute different things, and ``regions``
+``tp_region`` is how activations enter and leave the regions in which ranks compute different results, and ``regions``
+attaches it to a model.
 attaches it to a model.
 """

@@ -1,4 +1,4 @@
-"""The two ends of a model of which each rank holds a part of the vocabulary: token embedding and head."""
+"""The two ends of a model, sharded along the vocabulary: token embedding and head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from neuron_accel.strategies.tensor_parallel.vocabulary import Vocabulary, Vocab
 
 
 class VocabularyParallelEmbedding(WithProductHooks, nn.Embedding):
-    """An ``nn.Embedding`` of which each rank holds a part of the rows: ids of any shape to [..., embedding_dim], the
+    """An ``nn.Embedding`` with its rows sharded over ranks. Input: ids of any shape; output: [..., embedding_dim], the
     same on every rank."""
 
     vocabulary: Vocabulary
@@ -36,20 +36,22 @@ class VocabularyParallelEmbedding(WithProductHooks, nn.Embedding):
 
 
 class VocabularyParallelHead(WithProductHooks, nn.Linear):
-    """The projection to the vocabulary, of which each rank holds a part of the rows: [..., hidden], the same on every
-    rank, to logits [..., vocabulary].
+    """The projection to the vocabulary, with its rows sharded over ranks. Input: [..., hidden], the same on every rank;
+    output: logits [..., vocabulary].
 
-    The logits are gathered, unless ``divided_logits`` is set; then they are a :class:`VocabularyShard`.
+    The logits are gathered, unless ``sharded_logits`` is set; then they are a :class:`VocabularyShard`. In code that
+    torch.compile traces they are gathered always: it cannot follow what such a shard does.
     """
 
     vocabulary: Vocabulary
-    divided_logits: bool
+    sharded_logits: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         vocabulary = self.vocabulary
         entered = copy_to_group(input, vocabulary.backend, vocabulary.group)
         local = self._product(entered, F.linear(entered, self.weight, self.bias))
-        return VocabularyShard.of(local, vocabulary) if self.divided_logits else vocabulary.gather(local)
+        sharded = self.sharded_logits and not torch.compiler.is_compiling()
+        return VocabularyShard.of(local, vocabulary) if sharded else vocabulary.gather(local)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, degree={self.vocabulary.group.size}"
@@ -61,8 +63,8 @@ def is_plain(module: nn.Module, expected: type[nn.Module]) -> bool:
 
 
 def is_scaled_embedding(module: nn.Module) -> bool:
-    """Whether a module is an embedding that does something, to scale it say, with what an ``nn.Embedding`` looks up,
-    and never touches the table itself."""
+    """Whether a module is an embedding that changes the result of the lookup, for example scales it, and does not use
+    the table in any other way."""
     cls = type(module)
     forward = getattr(cls.forward, "__code__", None)
     if forward is None or "forward" in vars(module) or cls.__bases__ != (nn.Embedding,):
@@ -73,20 +75,20 @@ def is_scaled_embedding(module: nn.Module) -> bool:
 
 
 def parallel_embedding(fqn: str, source: nn.Embedding, vocabulary: Vocabulary) -> VocabularyParallelEmbedding:
-    """The module that replaces a token embedding, still with the whole table.
+    """The module that replaces a token embedding, still with the full table.
 
     Raises:
-        UnsupportedModelError: for options that rows on other ranks would not get.
+        UnsupportedModelError: for options that need the rows of other ranks.
     """
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(source, option):
             raise UnsupportedModelError(
                 f"The embedding {fqn!r} has {option}={getattr(source, option)!r}.",
                 why="a rank sees only the gradients and norms of its own rows",
-                fix=f"build it without {option}, or leave it whole with parallelize_embeddings=False",
+                fix=f"build it without {option}, or keep it unsharded with parallelize_embeddings=False",
             )
     cls: type[VocabularyParallelEmbedding] = VocabularyParallelEmbedding
-    if not is_plain(source, nn.Embedding):  # its class calls its parent's forward, which is ours then
+    if not is_plain(source, nn.Embedding):  # its class calls its parent's forward, which is then that of this class
         cls = type(type(source).__name__, (type(source), VocabularyParallelEmbedding), {})
     module = take_over(cls, source)
     module.vocabulary = vocabulary
@@ -94,7 +96,7 @@ def parallel_embedding(fqn: str, source: nn.Embedding, vocabulary: Vocabulary) -
 
 
 def parallel_head(source: nn.Linear, vocabulary: Vocabulary) -> VocabularyParallelHead:
-    """The module that replaces the projection to the vocabulary, still with the whole weight."""
+    """The module that replaces the projection to the vocabulary, still with the full weight."""
     module = take_over(VocabularyParallelHead, source)
-    module.vocabulary, module.divided_logits = vocabulary, False
+    module.vocabulary, module.sharded_logits = vocabulary, False
     return module

@@ -1,6 +1,6 @@
-"""Linear layers of which each rank computes a part.
+"""Linear layers with sharded features.
 
-They take over the module that they replace: its hooks, its mode and whatever else was attached to it.
+They replace a module and keep what was attached to it: its hooks, its mode and its other attributes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def feature_dims(module: nn.Module) -> FeatureDims | None:
 
 
 def _forward(name: str) -> Callable[..., torch.Tensor] | None:
-    """The forward of a class that computes what ``nn.Linear`` does, in other words."""
+    """The forward of a class that computes the same as ``nn.Linear`` but is written differently."""
     # A model with such a layer has imported its class; no other should pay for the import.
     module, _, cls = name.rpartition(".")
     return getattr(getattr(sys.modules.get(module), cls, None), "forward", None)
@@ -65,7 +65,7 @@ class ColumnParallelLinear(nn.Linear):
 
     The input enters the region once for all its column-wise layers, so there is no communication here, unless several
     ranks hold the same features: ``replica_group`` is the group of those. Their gradients are then summed while they
-    are computed, so that what arrives at a parameter is as complete as anywhere else.
+    are computed, so that the gradient of a parameter is complete, as it is elsewhere.
     """
 
     tp_region: TpRegion
@@ -84,7 +84,7 @@ class ColumnParallelLinear(nn.Linear):
 
 class RowParallelLinear(WithProductHooks, nn.Linear):
     """A shard of the input features of an ``nn.Linear``. Input [..., in / degree]; the output [..., out] leaves the
-    region, and the bias, which every rank has whole, is added once."""
+    region, and the bias, which is replicated, is added once."""
 
     tp_region: TpRegion
 
@@ -104,14 +104,13 @@ class PartialLinear(nn.Linear):
 
 @dataclass(frozen=True, kw_only=True)
 class RowBlock:
-    """Output features of one kind, of all queries say, in a weight that every rank holds whole.
+    """Output features of one kind, for example of all queries, in a replicated weight.
 
     Args:
         start: its first row.
         size: number of its rows.
-        local: number of rows that a rank needs, of equal consecutive shards; more than there are for the last ones,
-            where they do not divide.
-        replicas: number of neighbouring ranks that need the same.
+        local: number of rows that a rank needs, in equal consecutive shards; the last shards may be padded.
+        replicas: number of neighbouring ranks that need the same rows.
         run, stride: the rows lie in runs of ``run`` rows, one every ``stride`` rows; by default in one run.
     """
 
@@ -124,9 +123,9 @@ class RowBlock:
 
 
 class OwnRowsLinear(WithProductHooks, nn.Linear):
-    """A projection that every rank holds whole, and of whose output features it computes its own, block by block. Input
-    [..., in], output [..., sum of ``local``]. Each rank reads only the rows that it needs, so that gradients are a
-    term of a sum. Rows that do not exist compute zero.
+    """A projection whose weight is replicated, and of whose output features each rank computes its own, block by block.
+    Input [..., in], output [..., sum of ``local``]. Each rank reads only the rows that it needs, so that gradients are
+    a term of a sum. Rows that do not exist compute zero.
     """
 
     tp_region: TpRegion
@@ -134,7 +133,7 @@ class OwnRowsLinear(WithProductHooks, nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows, missing = self._rows(input.device)
-        if self.has_product_hooks:  # what they add belongs to all rows, as the weight does
+        if self.has_product_hooks:  # they add to all rows, like the weight
             product = self._product(input, F.linear(input, self.weight, self.bias)).index_select(-1, rows)
         else:
             bias = None if self.bias is None else self.bias.index_select(0, rows)
@@ -143,19 +142,19 @@ class OwnRowsLinear(WithProductHooks, nn.Linear):
 
     @property
     def padded(self) -> bool:
-        """Whether some rank's rows are fewer than those of others."""
+        """Whether some ranks have fewer rows than others."""
         return any(block.local * self._parts(block) > block.size for block in self.blocks)
 
     def padding(self, device: torch.device) -> torch.Tensor:
-        """Which features of this rank's output stand for none of the model: bool of shape [sum of ``local``]."""
+        """Which features of this rank's output are padding: bool of shape [sum of ``local``]."""
         return self._rows(device)[1]
 
     def _parts(self, block: RowBlock) -> int:
         return self.tp_region.group.size // block.replicas
 
     def _rows(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Indices of the rows that this rank needs, and which of them stand for none: data, rather than constants of
-        the program."""
+        """Indices of the rows that this rank needs, and which of them are padding: data, rather than constants of the
+        program."""
         rows, missing = [], []
         for block in self.blocks:
             shards = torch.arange(block.local * self._parts(block), device=device).view(-1, 1, block.local)
@@ -210,7 +209,7 @@ def _leave(partial: torch.Tensor, bias: torch.Tensor | None, tp_region: TpRegion
 
 
 def parallel_linear(source: nn.Module, kind: str, tp_region: TpRegion) -> nn.Module:
-    """The module that replaces a linear layer of style ``kind``, still with the whole parameters."""
+    """The module that replaces a linear layer of style ``kind``, still with the full parameters."""
     transposed = not isinstance(source, nn.Linear)
     if kind == "partial":
         cls: Any = PartialLinear
@@ -224,14 +223,14 @@ def parallel_linear(source: nn.Module, kind: str, tp_region: TpRegion) -> nn.Mod
 
 
 def own_rows_linear(source: nn.Module, tp_region: TpRegion, blocks: tuple[RowBlock, ...]) -> OwnRowsLinear:
-    """The module that replaces a linear layer of which each rank computes the rows that ``blocks`` say."""
+    """The module that replaces a linear layer of which each rank computes the rows in ``blocks``."""
     module = take_over(OwnRowsLinear, source)
     module.tp_region, module.blocks = tp_region, blocks
     return module
 
 
 def refresh_features(module: nn.Module) -> None:
-    """Makes the feature counts that a layer shows those of the weight it now holds."""
+    """Updates the feature counts that a layer shows to the weight that it now holds."""
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, (ColumnParallelConv1D, RowParallelConv1D)):

@@ -1,4 +1,4 @@
-"""The tensor-parallel strategy: configuration, and what becomes of a model."""
+"""The tensor-parallel strategy: its configuration and how it transforms a model."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ class TensorParallelOptions(StrategyPlugin):
     """How the weights of a model are sharded.
 
     Args:
-        tensor_parallel_size: number of ranks that hold one copy of the model together. Heads and features that do not
-            divide by it are padded with such as compute nothing; key/value heads of which there are fewer are held by
-            several ranks.
+        tensor_parallel_size: number of ranks that hold one copy of the model together. Heads and features whose number
+            is not divisible by it are padded; key/value heads, if there are fewer, are held by several ranks.
         parallelize_embeddings: shard token embedding and head along the vocabulary, and compute the loss without
             gathering logits. They stay unsharded in a model whose ``forward`` was replaced on the object, as some
             trainers do to compute head and loss in one: it may read the head's weight itself.
-        tensor_parallel_plan: how to shard a model of your own: FQN patterns of linear layers and attributes, and what
-            becomes of them; see :func:`~neuron_accel.models.given_architecture`, and
-            :func:`~neuron_accel.models.register_tensor_parallel_plan` to say it once for a class.
+        tensor_parallel_plan: how to shard a model of your own: FQN patterns of linear layers and attributes, and their
+            styles; see :func:`~neuron_accel.models.given_architecture`. To register a plan for a class, use
+            :func:`~neuron_accel.models.register_tensor_parallel_plan`.
     """
 
     tensor_parallel_size: int = 1
@@ -70,14 +69,14 @@ class TensorParallelPlugin(TensorParallelOptions):
         return (AxisSpec(name=AXIS, degree=self.tensor_parallel_size, kind=AxisKind.MODEL),)
 
     def lazy_load(self) -> AbstractContextManager[None]:
-        """A context in which a model for these ranks is built or loaded without memory for its weights; see
+        """A context in which a model for these ranks is created or loaded without memory for its weights; see
         :func:`~neuron_accel.lazy_load_for_parallelism`."""
         from neuron_accel.lazy import lazy_load_for_parallelism
 
         return lazy_load_for_parallelism(tensor_parallel_size=self.tensor_parallel_size)
 
     def model_init(self, run: Run) -> AbstractContextManager[None]:
-        """Builds models without memory for weights."""
+        """Creates models without memory for weights."""
         return nullcontext() if self.tensor_parallel_size == 1 else self.lazy_load()
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
@@ -94,7 +93,7 @@ class TensorParallelPlugin(TensorParallelOptions):
         from neuron_accel.models.catalog import registered_plans
         from neuron_accel.models.user_plan import given_architecture
         from neuron_accel.strategies.tensor_parallel.rewrite import rewrite
-        from neuron_accel.strategies.tensor_parallel.shard_plan import divide
+        from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards
 
         given = self.tensor_parallel_plan
         given = registered_plans().find(model.module) if given is None else given
@@ -104,33 +103,33 @@ class TensorParallelPlugin(TensorParallelOptions):
         # A forward that was replaced on the object (a fused head and loss) may read the head's weight past the head.
         own_forward = "forward" not in vars(model.module)
         embeddings = self.parallelize_embeddings and given is None and own_forward
-        rewrite(architecture, divide(architecture, degree, parallelize_embeddings=embeddings), model, run)
+        rewrite(architecture, plan_shards(architecture, degree, parallelize_embeddings=embeddings), model, run)
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
-        """Shows what the sharded modules send."""
+        """Shows what the sharded modules communicate."""
         from neuron_accel.strategies.tensor_parallel.traffic import explain_traffic
 
         return explain_traffic(model.module, tokens)
 
     @staticmethod
     def supports(config: Any, *, tensor_parallel_size: int = 2, parallelize_embeddings: bool = True) -> SupportReport:
-        """Whether the causal language model of a configuration of transformers can be sharded, and how well; no weight
-        is made or read.
+        """Whether the causal language model of a transformers configuration can be sharded, and how much of it; no
+        weight is created or read.
 
         Args:
             config: the configuration of the model.
-            tensor_parallel_size: the degree to ask about.
+            tensor_parallel_size: the degree to check.
             parallelize_embeddings: as in the plugin.
         """
         from neuron_accel.models.architecture import architecture_of
         from neuron_accel.models.support import SupportReport, model_without_weights
-        from neuron_accel.strategies.tensor_parallel.shard_plan import divide, sizes_of
+        from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards, sizes_of
 
         model = model_without_weights(config)
         asked: dict[str, Any] = {"model_type": config.model_type, "tensor_parallel_size": tensor_parallel_size}
         try:
             architecture = architecture_of(model)
-            shard_plans = divide(architecture, tensor_parallel_size, parallelize_embeddings=parallelize_embeddings)
+            shard_plans = plan_shards(architecture, tensor_parallel_size, parallelize_embeddings=parallelize_embeddings)
         except NeuronAccelError as error:
             return SupportReport(**asked, supported=False, reason=str(error))
         sizes: dict[str, Any] = {**sizes_of(model, shard_plans)}

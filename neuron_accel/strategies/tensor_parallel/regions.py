@@ -1,4 +1,4 @@
-"""Hooks that let activations into regions, and outputs out of a model."""
+"""Hooks by which activations enter tensor-parallel regions, and outputs leave a model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ HIDDEN = "hidden_states"
 def replace_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments with the hidden states, the first positional one or the one of that name, changed.
+    """The arguments of a call, with the hidden states, the first positional argument or the one of that name, replaced.
 
     Raises:
-        UsageError: if a call has none.
+        UsageError: if a call has no hidden states.
     """
     if args:
         return (change(args[0]), *args[1:]), kwargs
@@ -33,7 +33,7 @@ def replace_hidden(
         return args, {**kwargs, HIDDEN: change(kwargs[HIDDEN])}
     raise UsageError(
         f"A module was called without {HIDDEN!r}, as keyword or first argument; it got {sorted(kwargs)}.",
-        why="its input has to be brought to all ranks of the tensor-parallel axis first",
+        why="its input must be gathered on all ranks of the tensor-parallel axis first",
     )
 
 
@@ -59,7 +59,7 @@ class Dropouts:
 
     @property
     def possible(self) -> bool:
-        """Whether any rate is above zero, be it in training only."""
+        """Whether any rate is above zero, even if only in training."""
         return any(getattr(module, name) > 0 for module, name in self._rates)
 
 
@@ -79,7 +79,7 @@ class _Region:
 
 
 def change_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """What a module returned, with the hidden states, alone or first in a tuple or list, changed."""
+    """The output of a module with the hidden states, alone or first in a tuple or list, replaced."""
     if not isinstance(output, (tuple, list)):
         return change(output)
     changed = (change(output[0]), *output[1:])
@@ -87,8 +87,8 @@ def change_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def install_regions(architecture: Architecture, tp_region: TpRegion, partial: Iterable[str] = ()) -> None:
-    """Makes the input of every region of a model go through ``tp_region``, and the output of those that hold a module
-    of ``partial`` (FQNs)."""
+    """Sends the input of every region of a model through ``tp_region``, and the output of those that hold a module of
+    ``partial`` (FQNs)."""
     partial = tuple(partial)
     for fqn, module in architecture.regions:
         region = _Region(module, tp_region)
@@ -100,14 +100,14 @@ def install_regions(architecture: Architecture, tp_region: TpRegion, partial: It
 
 
 def count_once(module: nn.Module, tp_region: TpRegion) -> None:
-    """Makes the output of a module that all ranks apply alike this rank's part of a sum over them."""
+    """Scales the output of a module that is the same on all ranks, so that it counts once in a sum over them."""
     degree = tp_region.group.size
     module.register_forward_hook(lambda _module, _args, output: output / degree)
 
 
-def divide_arguments(architecture: Architecture, tp_region: TpRegion, heads: HeadSplit) -> None:
-    """Gives each rank those entries of what is different for each head, [batch x heads, ...] or, of four dims, [batch,
-    heads, ...], that are its heads'. What is None, or the same for all heads, stays as it is.
+def shard_arguments(architecture: Architecture, tp_region: TpRegion, heads: HeadSplit) -> None:
+    """Gives each rank those entries of per-head arguments, [batch x heads, ...] or, with four dims, [batch, heads,
+    ...], that belong to its heads. None, and what is the same for all heads, stays as it is.
 
     Raises:
         LayoutError: if heads are padded.
@@ -126,14 +126,14 @@ def divide_arguments(architecture: Architecture, tp_region: TpRegion, heads: Hea
     for pattern, argument in arguments:
         if heads.padded:
             raise LayoutError(
-                f"{heads.name} = {heads.count} does not divide by {heads.degree}.",
-                why=f"{argument!r} is different for each head, and there is none for padding",
+                f"{heads.name} = {heads.count} is not divisible by {heads.degree}.",
+                why=f"{argument!r} is different for each head, and padded heads have none",
                 fix="choose a tensor_parallel_size that divides it",
             )
         for _, module in architecture.find(pattern):
             place = list(inspect.signature(module.forward).parameters).index(argument)
 
-            def divide(
+            def slice_heads(
                 _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], place: int = place, name: str = argument
             ) -> tuple[tuple[Any, ...], dict[str, Any]]:
                 if name in kwargs:
@@ -142,11 +142,11 @@ def divide_arguments(architecture: Architecture, tp_region: TpRegion, heads: Hea
                     return args, kwargs
                 return (*args[:place], own(args[place]), *args[place + 1 :]), kwargs
 
-            module.register_forward_pre_hook(divide, with_kwargs=True)
+            module.register_forward_pre_hook(slice_heads, with_kwargs=True)
 
 
 def refuse_arguments(architecture: Architecture) -> None:
-    """Lets calls fail that a plan excludes, rather than compute something else."""
+    """Raises an error for calls with arguments that a plan excludes."""
     refused = architecture.plan.refused
 
     def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -159,13 +159,14 @@ def refuse_arguments(architecture: Architecture) -> None:
 
 
 def span_features(module: nn.Module, tp_region: TpRegion, split: HeadSplit | None = None) -> None:
-    """Applies a module, a norm say, to the features, the last dim, of all ranks; each goes on with its own.
+    """Applies a module, such as a norm, to the features (the last dim) of all ranks; each rank continues with its own.
 
-    Every rank computes the same, so that the module's gradients are whole on each.
+    Every rank computes the same, so that the module's gradients are complete on each.
 
     Args:
-        split: how the heads of its features are split; None: evenly. Of features that several ranks hold the module
-            gets one, whose rank gets the gradient of all; of padding it gets nothing, and zeros come back.
+        split: how the heads of its features are split; None: evenly. If several ranks hold the same features, the
+            module receives one copy, whose rank receives the gradient of all; it does not receive padding, and zeros
+            are returned for it.
     """
     backend, group = tp_region.backend, tp_region.group
     replicas = 1 if split is None else split.replicas
@@ -175,12 +176,12 @@ def span_features(module: nn.Module, tp_region: TpRegion, split: HeadSplit | Non
         if replicas > 1:
             features = features.unflatten(-1, (-1, replicas, args[0].shape[-1]))[..., 0, :].flatten(-2)
         if split is not None and split.padded:
-            features = features.narrow(-1, 0, features.shape[-1] // (split.local * split.parts) * split.count)
+            features = features.narrow(-1, 0, features.shape[-1] // (split.local * split.shards) * split.count)
         return (features, *args[1:])
 
     def own(_: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         if split is not None and split.padded:
-            output = F.pad(output, (0, output.shape[-1] // split.count * split.local * split.parts - output.shape[-1]))
+            output = F.pad(output, (0, output.shape[-1] // split.count * split.local * split.shards - output.shape[-1]))
         if replicas > 1:
             shards = output.unflatten(-1, (group.size // replicas, 1, -1))
             output = shards.expand(*shards.shape[:-2], replicas, -1).flatten(-3)
@@ -191,7 +192,7 @@ def span_features(module: nn.Module, tp_region: TpRegion, split: HeadSplit | Non
 
 
 class _LogitsSwitch:
-    """Leaves logits divided exactly where the model itself computes a loss from them in training."""
+    """Keeps logits sharded exactly where the model itself computes a loss from them in training."""
 
     def __init__(self, owner: nn.Module, head: VocabularyParallelHead) -> None:
         self._head, self._signature = head, inspect.signature(type(owner).forward)
@@ -199,10 +200,10 @@ class _LogitsSwitch:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = self._signature.bind_partial(module, *args, **kwargs).arguments
         labels = given.get("labels", kwargs.get("labels"))
-        self._head.divided_logits = module.training and labels is not None
+        self._head.sharded_logits = module.training and labels is not None
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._head.divided_logits = False
+        self._head.sharded_logits = False
 
 
 def install_logits_switch(owner: nn.Module, head: VocabularyParallelHead) -> None:
@@ -233,7 +234,7 @@ class _OutputField:
         if kwargs.get(option, getattr(self._config, option, None)):
             raise UsageError(
                 f"{option} is not possible with return_dict=False under tensor parallelism.",
-                why=f"each rank has a part of the {self._field}, and in a plain tuple they cannot be told apart",
+                why=f"each rank has a shard of the {self._field}, and a plain tuple does not name its elements",
                 fix="use return_dict=True",
             )
 
@@ -241,17 +242,21 @@ class _OutputField:
 def change_output(
     architecture: Architecture, field: str, change: Callable[[torch.Tensor], torch.Tensor], keep: str = ""
 ) -> None:
-    """Applies ``change`` to every tensor of ``field`` (``"attentions"``, ``"hidden_states"``) of what the base model
-    returns, except the one that is also its field ``keep``."""
+    """Applies ``change`` to every tensor of ``field`` (``"attentions"``, ``"hidden_states"``) in the output of the base
+    model, except the one that is also its field ``keep``."""
     hook = _OutputField(architecture.config, field, change, keep)
     architecture.base.register_forward_hook(hook, with_kwargs=True)
 
 
-def gather_heads(tp_region: TpRegion, heads: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Attention weights [batch, heads / degree, query, key] to those of all ``heads``, without padding."""
+def gather_heads(tp_region: TpRegion, heads: HeadSplit | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Gathers attention weights [batch, heads / degree, query, key] of all ``heads``, in the order of the model and
+    without padding."""
 
     def gather(weights: torch.Tensor) -> torch.Tensor:
         full = gather_from_group(weights, tp_region.backend, tp_region.group, 1, grad="chunk")
-        return full if heads is None or full.shape[1] == heads else full.narrow(1, 0, heads)
+        if heads is None or (full.shape[1] == heads.count and heads.groups == 1):
+            return full
+        each = full.unflatten(1, (tp_region.group.size, heads.groups, -1)).transpose(1, 2).flatten(2, 3)
+        return each.narrow(2, 0, heads.count // heads.groups).flatten(1, 2)
 
     return gather

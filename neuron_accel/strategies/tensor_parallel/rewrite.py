@@ -1,4 +1,4 @@
-"""Shards a model as planned: replaces modules, shards parameters, and lets activations in and out."""
+"""Shards a model as planned: replaces modules, shards parameters, and installs the hooks of its regions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from neuron_accel.contract import PreparedModel, Run
 from neuron_accel.models.architecture import Architecture, join
-from neuron_accel.strategies.resize import install_resize
+from neuron_accel.models.resize import install_resize
 from neuron_accel.strategies.tensor_parallel.embedding import (
     VocabularyParallelHead,
     parallel_embedding,
@@ -28,11 +28,11 @@ from neuron_accel.strategies.tensor_parallel.linear import (
 from neuron_accel.strategies.tensor_parallel.regions import (
     change_output,
     count_once,
-    divide_arguments,
     gather_heads,
     install_logits_switch,
     install_regions,
     refuse_arguments,
+    shard_arguments,
     span_features,
 )
 from neuron_accel.strategies.tensor_parallel.shard_plan import AXIS, ShardPlan
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 _HEADS_OF_A_GROUP = "num_key_value_groups"
-"""What attention modules call the number of heads that read one key/value head."""
+"""The names that attention modules give to the number of heads that read one key/value head."""
 
 
 _SUMMED = ("partial", "experts", "counted_once")
@@ -56,8 +56,8 @@ def rewrite(architecture: Architecture, shard_plans: list[ShardPlan], model: Pre
 
     Args:
         architecture: the model.
-        shard_plans: what becomes of its modules.
-        model: the model; its parameters get the layouts, and have to follow the model afterwards.
+        shard_plans: how each of its modules is sharded.
+        model: the model; its parameters receive layouts and must match them afterwards.
         run: ranks and backend.
     """
     parameters = model.parameters
@@ -65,7 +65,7 @@ def rewrite(architecture: Architecture, shard_plans: list[ShardPlan], model: Pre
     tp_region = TpRegion(run.backend, run.group(AXIS), architecture, run.randomness(AXIS))
     splits = head_splits(architecture, tp_region.group.size)
     replica_groups = _replica_groups(splits, run)
-    cutter = _Cutter(run.coordinates)
+    sharder = _Sharder(run.coordinates)
     module: nn.Module
     for shards in shard_plans:
         for name in shards.layouts:
@@ -89,15 +89,15 @@ def rewrite(architecture: Architecture, shard_plans: list[ShardPlan], model: Pre
             _put(architecture.model, shards.fqn, module)
             continue
         if shards.kind == "experts":
-            for name in share_bias(shards.module, tp_region.group.size):
+            for name in scale_bias(shards.module, tp_region.group.size):
                 parameters.add_partial_axis(join(shards.fqn, name), AXIS)
         module = _replacement(shards, tp_region)
         for name, layout in shards.layouts.items():
             if layout.cuts:
                 parameters.set_layout(join(shards.fqn, name), layout)
-                whole = getattr(module, name)
-                module.register_parameter(name, cutter.cut(whole, layout))
-                _put_tied(architecture.model, parameters[join(shards.fqn, name)].names, whole, getattr(module, name))
+                full = getattr(module, name)
+                module.register_parameter(name, sharder.shard(full, layout))
+                _put_tied(architecture.model, parameters[join(shards.fqn, name)].names, full, getattr(module, name))
                 if layout.replicas > 1:
                     cast(ColumnParallelLinear, module).replica_group = replica_groups[layout.replicas]
         refresh_features(module)
@@ -107,22 +107,22 @@ def rewrite(architecture: Architecture, shard_plans: list[ShardPlan], model: Pre
     install_regions(architecture, tp_region, [d.fqn for d in shard_plans if d.kind in _SUMMED])
     refuse_arguments(architecture)
     if heads is not None:
-        divide_arguments(architecture, tp_region, heads)
-    change_output(architecture, "attentions", gather_heads(tp_region, heads.count if heads else None))
+        shard_arguments(architecture, tp_region, heads)
+    change_output(architecture, "attentions", gather_heads(tp_region, heads))
     install_resize(model, run)
     head = architecture.head
     if head is not None and isinstance(head[1], VocabularyParallelHead):
         install_logits_switch(architecture.owner, head[1])
 
 
-class _Cutter:
-    """Cuts each parameter once, so that tied weights stay tied."""
+class _Sharder:
+    """Shards each parameter once, so that tied weights stay tied."""
 
     def __init__(self, coordinates: dict[str, int]) -> None:
         self._coordinates = coordinates
         self._done: dict[nn.Parameter, nn.Parameter] = {}
 
-    def cut(self, parameter: nn.Parameter, layout) -> nn.Parameter:
+    def shard(self, parameter: nn.Parameter, layout) -> nn.Parameter:
         if parameter not in self._done:
             shard = layout.shard(parameter.detach(), self._coordinates)
             self._done[parameter] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
@@ -132,7 +132,7 @@ class _Cutter:
 def _replacement(shard_plan: ShardPlan, tp_region: TpRegion) -> nn.Module:
     if shard_plan.kind in ("colwise", "rowwise", "partial"):
         return parallel_linear(shard_plan.module, shard_plan.kind, tp_region)
-    if shard_plan.kind in ("divided", "experts"):
+    if shard_plan.kind in ("sharded", "experts"):
         return shard_plan.module
     table: Any = shard_plan.module  # an nn.Embedding or an nn.Linear, as the plan has made sure
     vocabulary = Vocabulary(size=table.weight.shape[0], backend=tp_region.backend, group=tp_region.group)
@@ -165,7 +165,7 @@ def _own_queries(
         def without_padding(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             return (args[0].masked_fill(module.padding(args[0].device)[:local], 0), *args[1:])
 
-        # heads that there are not look at the same values as all others
+        # padded heads attend to the same values as all others
         architecture.model.get_submodule(exit.fqn).register_forward_pre_hook(without_padding)
     return module
 
@@ -175,13 +175,13 @@ def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), name, module)
 
 
-def _put_tied(model: nn.Module, names: Iterable[str], whole: nn.Parameter, cut: nn.Parameter) -> None:
-    """What is tied to a parameter stays tied, in modules that are not divided themselves, too."""
+def _put_tied(model: nn.Module, names: Iterable[str], full: nn.Parameter, shard: nn.Parameter) -> None:
+    """Keeps tied parameters tied, also in modules that are not sharded themselves."""
     for fqn in names:
         owner, _, name = fqn.rpartition(".")
         module = model.get_submodule(owner)
-        if getattr(module, name) is whole and not isinstance(module, (nn.Linear, nn.Embedding)):
-            module.register_parameter(name, cut)
+        if getattr(module, name) is full and not isinstance(module, (nn.Linear, nn.Embedding)):
+            module.register_parameter(name, shard)
 
 
 def _replica_groups(splits: dict[str, HeadSplit], run: Run) -> dict[int, Group]:
@@ -202,7 +202,7 @@ def _shard_attributes(architecture: Architecture, splits: dict[str, HeadSplit]) 
         for _, module in architecture.find(pattern):
             for name, counts in counted.items():
                 holder, _, attribute = name.rpartition(".")
-                if holder:  # the module's own view of the configuration, which others share
+                if holder:  # the module's own view of a configuration that others use, too
                     setattr(module, holder, copy.copy(getattr(module, holder)))
                 target, split = getattr(module, holder) if holder else module, splits[counts]
                 setattr(target, attribute, getattr(target, attribute) // split.count * split.local)
@@ -218,22 +218,22 @@ def _shard_attributes(architecture: Architecture, splits: dict[str, HeadSplit]) 
 _BIAS = "down_proj_bias"
 
 
-def share_bias(module: nn.Module, degree: int) -> list[str]:
-    """Lets each of ``degree`` ranks add its part of the bias behind the experts' last product, so that it counts once
-    in the sum over the ranks.
+def scale_bias(module: nn.Module, degree: int) -> list[str]:
+    """Lets each of ``degree`` ranks add 1 / ``degree`` of the bias after the experts' last product, so that it counts
+    once in the sum over the ranks.
 
     Returns:
-        the names of the parameters whose gradients are partial sums from now on.
+        the names of the parameters whose gradients are partial sums afterwards.
     """
     if _BIAS not in module._parameters:
         return []
 
-    def part(experts: nn.Module) -> torch.Tensor:
+    def scaled(experts: nn.Module) -> torch.Tensor:
         bias = experts._parameters[_BIAS]
         assert bias is not None
         return bias / degree
 
     # The experts' forward, of which transformers has several, reads the bias as an attribute.
-    members: dict[str, Any] = {_BIAS: property(part)}
+    members: dict[str, Any] = {_BIAS: property(scaled)}
     module.__class__ = type(type(module).__name__, (type(module),), members)
     return [_BIAS]

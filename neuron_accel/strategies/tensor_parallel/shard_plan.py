@@ -22,25 +22,25 @@ AXIS = "tp"
 """The mesh axis of tensor parallelism."""
 
 STYLES = frozenset(
-    {"colwise", "rowwise", "shared", "divided", "spanning", "partial", "experts", "own_queries", "counted_once"}
+    {"colwise", "rowwise", "shared", "sharded", "spanning", "partial", "experts", "own_queries", "counted_once"}
 )
 
 _ACTIVATIONS = ("act", "act_fn", "activation_fn", "activation", "activation_func")
-"""What models call the function between their feed-forward layers."""
+"""The names that models give to the function between their feed-forward layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """What becomes of one module.
+    """How one module is sharded.
 
     Args:
         fqn: the module's FQN.
-        module: the module as it is.
-        kind: a style's (:class:`~neuron_accel.models.Style`), ``"own_rows"`` (whole on every rank, which computes the
+        module: the module before sharding.
+        kind: that of a style (:class:`~neuron_accel.models.Style`), ``"own_rows"`` (replicated; each rank computes the
             output features that it needs), ``"embedding"`` or ``"head"``.
-        layouts: how each of its own parameters will lie, by the parameter's name in the module.
-        rows: of kind ``"own_rows"``, the rows of its weight.
-        split: of kind ``"spanning"``, how the heads that its features belong to are split.
+        layouts: the layout of each of its own parameters, by the parameter's name in the module.
+        rows: for kind ``"own_rows"``, the rows of its weight.
+        split: for kind ``"spanning"``, how the heads that its features belong to are split.
     """
 
     fqn: str
@@ -51,16 +51,16 @@ class ShardPlan:
     split: HeadSplit | None = None
 
 
-def divide(architecture: Architecture, degree: int, *, parallelize_embeddings: bool = True) -> list[ShardPlan]:
-    """Decides what becomes of every module that tensor parallelism touches. Changes nothing.
+def plan_shards(architecture: Architecture, degree: int, *, parallelize_embeddings: bool = True) -> list[ShardPlan]:
+    """Decides how tensor parallelism shards every module. Changes nothing.
 
     Args:
         architecture: the model.
         degree: number of ranks of the axis.
-        parallelize_embeddings: whether the token embedding and the head are divided along the vocabulary.
+        parallelize_embeddings: whether the token embedding and the head are sharded along the vocabulary.
 
     Raises:
-        LayoutError: if heads or features do not divide by ``degree``.
+        LayoutError: if heads or features are not divisible by ``degree``.
         UnsupportedModelError: if the model is not built as its plan says, or a parameter of a region has no style.
     """
     architecture = architecture.at(degree)
@@ -80,29 +80,29 @@ def _shard_plan(
     architecture: Architecture, fqn: str, module: nn.Module, style: Style, splits: dict[str, HeadSplit], degree: int
 ) -> ShardPlan:
     if style.kind == "spanning":
-        whole = {name: Layout.of(parameter) for name, parameter in module.named_parameters()}
+        unsharded = {name: Layout.of(parameter) for name, parameter in module.named_parameters()}
         units = style.units_of_blocks[0]
         split = None if units is None else splits.get(units) or splits.get(architecture.plan.heads)
-        return ShardPlan(fqn=fqn, module=module, kind=style.kind, layouts=whole, split=split)
+        return ShardPlan(fqn=fqn, module=module, kind=style.kind, layouts=unsharded, split=split)
     rows = _own_rows(architecture, fqn, module, style, splits) if style.kind == "colwise" else ()
     if rows:
-        whole = {name: Layout.of(parameter) for name, parameter in module.named_parameters()}
-        return ShardPlan(fqn=fqn, module=module, kind="own_rows", layouts=whole, rows=rows)
+        unsharded = {name: Layout.of(parameter) for name, parameter in module.named_parameters()}
+        return ShardPlan(fqn=fqn, module=module, kind="own_rows", layouts=unsharded, rows=rows)
     layouts = _layouts(architecture, fqn, module, style, splits, degree)
     return ShardPlan(fqn=fqn, module=module, kind=style.kind, layouts=layouts)
 
 
 def sizes_of(model: nn.Module, shard_plans: list[ShardPlan]) -> dict[str, int]:
-    """Numbers of elements, tied weights counted once: of parameters that are ``"divided"``, of those that are
-    ``"whole"`` on every rank, and those of both that are ``"local"`` to each."""
+    """Numbers of elements, tied weights counted once: in parameters that are ``"sharded"``, in those that are
+    ``"replicated"``, and of both in the ``"local"`` shards of a rank."""
     layouts = {join(d.fqn, name): layout for d in shard_plans for name, layout in d.layouts.items()}
-    sizes = dict.fromkeys(("divided", "whole", "local"), 0)
+    sizes = dict.fromkeys(("sharded", "replicated", "local"), 0)
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     for parameter, known in names.items():
         layout = next((layouts[name] for name in known if name in layouts), Layout.of(parameter))
-        sizes["divided" if layout.cuts else "whole"] += parameter.numel()
+        sizes["sharded" if layout.cuts else "replicated"] += parameter.numel()
         sizes["local"] += math.prod(layout.local_shape)
     return sizes
 
@@ -125,24 +125,24 @@ def _styled(architecture: Architecture) -> Iterator[tuple[str, nn.Module, Style]
                 )
             if style.kind in ("colwise", "rowwise", "partial", "own_queries") and feature_dims(module) is None:
                 raise UnsupportedModelError(
-                    f"{fqn!r} is a {type(module).__name__}; style {style.kind!r} divides linear layers.",
+                    f"{fqn!r} is a {type(module).__name__}; style {style.kind!r} shards linear layers.",
                     where=type(architecture.owner).__name__,
-                    why="a layer with a forward of its own, quantized or wrapped, cannot be divided like a linear one",
+                    why="a layer with a forward of its own, quantized or wrapped, cannot be sharded like a linear one",
                 )
             yield fqn, module, style
 
 
 def _holders(architecture: Architecture, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """FQN and module of what holds a parameter that a pattern names."""
+    """FQN and module of the holder of each parameter that a pattern matches."""
     holder, _, name = pattern.rpartition(".")
     return ((fqn, module) for fqn, module in architecture.find(holder) if name in module._parameters)
 
 
 def _tables(architecture: Architecture, splits: dict[str, HeadSplit], degree: int) -> Iterator[ShardPlan]:
-    """Parameters that have a style of their own: divided along one dim, or shared."""
+    """Parameters that have a style of their own: sharded along one dim, or shared."""
     for pattern, style in architecture.plan.styles.items():
         name = pattern.rpartition(".")[2]
-        if style.kind not in ("divided", "shared") or any(True for _ in architecture.find(pattern)):
+        if style.kind not in ("sharded", "shared") or any(True for _ in architecture.find(pattern)):
             continue
         for fqn, module in _holders(architecture, pattern):
             layout = Layout.of(getattr(module, name))
@@ -151,32 +151,32 @@ def _tables(architecture: Architecture, splits: dict[str, HeadSplit], degree: in
                 continue
             size = layout.shape[style.dim]
             cut = _cut_of(architecture, join(fqn, name), style, splits, degree, dim=style.dim, size=size)
-            yield ShardPlan(fqn=fqn, module=module, kind="divided", layouts={name: _cut(layout, cut)})
+            yield ShardPlan(fqn=fqn, module=module, kind="sharded", layouts={name: _cut(layout, cut)})
 
 
 def _layouts(
     architecture: Architecture, fqn: str, module: nn.Module, style: Style, splits: dict[str, HeadSplit], degree: int
 ) -> dict[str, Layout]:
-    whole = {name: Layout.of(parameter) for name, parameter in module.named_parameters()}
+    unsharded = {name: Layout.of(parameter) for name, parameter in module.named_parameters()}
     dims = feature_dims(module)
-    if style.kind == "divided":
+    if style.kind == "sharded":
         return {
             name: _cut(
                 layout,
                 _cut_of(architecture, fqn, style, splits, degree, dim=style.dim, size=layout.shape[style.dim]),
             )
-            for name, layout in whole.items()
+            for name, layout in unsharded.items()
         }
     if style.kind == "experts":
         stacked = _experts(fqn, module, degree)
-        return {name: _cut(layout, stacked.get(name)) for name, layout in whole.items()}
+        return {name: _cut(layout, stacked.get(name)) for name, layout in unsharded.items()}
     if style.kind in ("shared", "spanning", "own_queries", "counted_once") or dims is None:
-        return whole
+        return unsharded
     if style.kind == "partial" and module.bias is not None:
         raise UnsupportedModelError(
             f"{fqn!r} has a bias.",
             where=f"the plan of model type {architecture.model_type!r}",
-            why="its output is summed later, and the bias would count on every rank",
+            why="its output is summed over ranks later, and the bias would be counted once for each rank",
         )
     dim = dims.output if style.kind == "colwise" else dims.input
     weight: Any = module.weight
@@ -184,12 +184,12 @@ def _layouts(
     found: dict[str, Cut] = {"weight": _cut_of(architecture, fqn, style, splits, degree, dim=dim, size=size)}
     if style.kind == "colwise":
         found["bias"] = _cut_of(architecture, fqn, style, splits, degree, dim=0, size=size)
-    return {name: _cut(layout, found.get(name)) for name, layout in whole.items()}
+    return {name: _cut(layout, found.get(name)) for name, layout in unsharded.items()}
 
 
 def _experts(fqn: str, module: nn.Module, degree: int) -> dict[str, Cut]:
     """The cuts of ``gate_up_proj`` [experts, 2 x features, hidden] and ``down_proj`` [experts, hidden, features], or of
-    both transposed, and of the first one's bias. Gate and up lie one after the other, or in turn."""
+    both transposed, and of the first one's bias. Gate and up lie one after the other, or interleaved."""
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     transposed, has_bias = getattr(module, "is_transposed", False), getattr(module, "has_bias", False)
     outer, inner = (2, 1) if transposed else (1, 2)
@@ -199,12 +199,12 @@ def _experts(fqn: str, module: nn.Module, degree: int) -> dict[str, Cut]:
     if set(shapes) != expected or not fits or not getattr(module, "has_gate", False):
         raise UnsupportedModelError(
             f"The experts {fqn!r} ({type(module).__name__}) have parameters {shapes}.",
-            why="only gated experts, gate and up in one tensor [experts, 2 x features, hidden], are divided",
+            why="only gated experts, gate and up in one tensor [experts, 2 x features, hidden], are sharded",
         )
     features = down[inner]
     if features % degree:
         raise LayoutError(
-            f"{fqn!r} has {features} features, which do not divide by {degree}.",
+            f"{fqn!r} has {features} features, not divisible by {degree}.",
             fix="choose a tensor_parallel_size that divides them",
         )
     together: dict[str, Any] = {"blocks": (features, features)} if module.is_concatenated else {"unit": 2}
@@ -220,8 +220,8 @@ def _experts(fqn: str, module: nn.Module, degree: int) -> dict[str, Cut]:
 def _own_rows(
     architecture: Architecture, fqn: str, module: nn.Module, style: Style, splits: dict[str, HeadSplit]
 ) -> tuple[RowBlock, ...]:
-    """The rows that a rank needs of a weight that fuses heads and key/value heads which ranks do not hold equally often
-    or in equal units, so that no cut gives each rank its own. Empty where a cut does."""
+    """The rows that a rank needs of a weight that fuses heads and key/value heads which are replicated differently or
+    have different units, so that no cut describes them. Empty where a cut does."""
     if not isinstance(module, nn.Linear) or style.widths or style.groups > 1:
         return ()
     size = module.weight.shape[0]
@@ -242,8 +242,8 @@ def _own_rows(
 
 
 def _own_rows_of_groups(size: int, heads: HeadSplit | None, groups: HeadSplit) -> tuple[RowBlock, ...]:
-    """The same of a weight in which each key/value head is laid out with the heads that read it, first queries, then
-    key, then value, where several ranks hold one."""
+    """The same for a weight that lays out each key/value head with the heads that read it (first queries, then key,
+    then value), where several ranks hold one."""
     if groups.replicas == 1 or heads is None:
         return ()
     readers = heads.count // groups.count
@@ -257,10 +257,10 @@ def _own_rows_of_groups(size: int, heads: HeadSplit | None, groups: HeadSplit) -
 def _blocks_of(
     architecture: Architecture, fqn: str, style: Style, splits: dict[str, HeadSplit], size: int
 ) -> tuple[list[int], list[HeadSplit | None]]:
-    """Sizes of the blocks that the divided features of a weight fuse, and how what each consists of is divided.
+    """Sizes of the fused blocks of a weight's sharded features, and how the units of each block are split.
 
     Raises:
-        UnsupportedModelError: if the features are no such blocks.
+        UnsupportedModelError: if the features do not consist of such blocks.
     """
     blocks = [splits.get(name) if name else None for name in style.units_of_blocks]
     counts = [split.count if split else 0 for split in blocks]
@@ -274,7 +274,7 @@ def _blocks_of(
     )
     if not exact:
         raise UnsupportedModelError(
-            f"{fqn!r} has {size} features along the divided dim, which are not {len(blocks)} blocks of "
+            f"{fqn!r} has {size} features along the sharded dim, which are not {len(blocks)} blocks of "
             f"{', '.join(str(count or 'any') for count in counts)} equal units.",
             where=f"the plan of model type {architecture.model_type!r}",
             why="the model is not built as its model type says",
@@ -297,13 +297,13 @@ def _cut_of(
     if style.widths:
         units = {math.gcd(*(getattr(architecture.config, name) for name in style.widths))}
     replicas = {split.replicas if split else 1 for split in blocks}
-    uneven = any(split.units // style.groups % split.parts or split.units % style.groups for split in blocks if split)
-    whole_only = style.fused or style.groups > 1 or style.widths
-    if len(units) > 1 or len(replicas) > 1 or (whole_only and (uneven or replicas != {1})):
+    no_padding = style.fused or style.widths
+    uneven = any(split.padded or split.replicas > 1 for split in blocks if split)
+    if len(units) > 1 or len(replicas) > 1 or (no_padding and uneven):
         raise LayoutError(
             f"{fqn!r} fuses {', '.join(f'{s.name} = {s.count}' for s in blocks if s)}, not divisible by {degree}.",
             where=f"{type(architecture.owner).__name__} with tensor_parallel_size={degree}",
-            why="in one weight, heads and key/value heads can be neither padded nor held several times apart",
+            why="heads and key/value heads fused in one weight can be neither padded nor replicated separately",
             fix="choose a tensor_parallel_size that divides both",
         )
     return Cut(
@@ -328,7 +328,7 @@ def _check_padding(architecture: Architecture, shard_plans: list[ShardPlan], spl
     of_heads = {fqn for pattern, names in counted.items() if names for fqn, _ in architecture.find(pattern)}
     for shard_plan in shard_plans:
         if shard_plan.kind == "spanning" and shard_plan.split is None and uneven_heads:
-            raise _no_padding(architecture, shard_plan.fqn, "it looks at the features of all heads at once")
+            raise _no_padding(architecture, shard_plan.fqn, "it uses the features of all heads at once")
         if any(layout.replicas > 1 for layout in shard_plan.layouts.values()) and not isinstance(
             shard_plan.module, nn.Linear
         ):
@@ -342,7 +342,7 @@ def _check_padding(architecture: Architecture, shard_plans: list[ShardPlan], spl
             (getattr(region, name) for name in _ACTIVATIONS if callable(getattr(region, name, None))), None
         )
         if activation is None or bool(activation(torch.zeros(1)).any()):
-            raise _no_padding(architecture, shard_plan.fqn, "what its activation makes of zero is not known to be zero")
+            raise _no_padding(architecture, shard_plan.fqn, "its activation may not map zero to zero")
 
 
 def _region_around(architecture: Architecture, fqn: str) -> nn.Module | None:
@@ -352,7 +352,7 @@ def _region_around(architecture: Architecture, fqn: str) -> nn.Module | None:
 
 def _no_padding(architecture: Architecture, fqn: str, why: str) -> LayoutError:
     return LayoutError(
-        f"The features of {fqn!r} do not divide evenly.",
+        f"The features of {fqn!r} are not evenly divisible.",
         where=type(architecture.owner).__name__,
         why=f"they cannot be padded: {why}",
         fix="choose a tensor_parallel_size that divides them",
@@ -375,8 +375,8 @@ def _vocabulary(architecture: Architecture, degree: int) -> Iterator[ShardPlan]:
             raise UnsupportedModelError(
                 f"{fqn!r} is a {type(module).__name__}, not a plain {expected.__name__}.",
                 where=type(architecture.owner).__name__,
-                why="it computes something that dividing the vocabulary would not reproduce",
-                fix="leave it whole with parallelize_embeddings=False",
+                why="it computes something that a sharded vocabulary would not reproduce",
+                fix="keep it unsharded with parallelize_embeddings=False",
             )
         layouts = {
             name: _cut(
@@ -389,14 +389,14 @@ def _vocabulary(architecture: Architecture, degree: int) -> Iterator[ShardPlan]:
 
 
 def _check_covered(architecture: Architecture, shard_plans: list[ShardPlan]) -> None:
-    """A parameter of a region that is neither cut nor declared shared would get a wrong gradient, silently."""
+    """A parameter of a region that is neither sharded nor declared shared would silently get a wrong gradient."""
     covered = {join(shard_plan.fqn, name) for shard_plan in shard_plans for name in shard_plan.layouts}
     for region, module in architecture.regions:
         for name, _ in module.named_parameters():
             if join(region, name) not in covered:
                 raise UnsupportedModelError(
-                    f"Nothing is known about the parameter {join(region, name)!r}.",
+                    f"The parameter {join(region, name)!r} has no style.",
                     where=f"the plan of model type {architecture.model_type!r}",
-                    why="inside a tensor-parallel region it has to be said how a parameter is divided",
+                    why="the style of every parameter in a tensor-parallel region must be known",
                     fix="add a style for its module to the plan",
                 )

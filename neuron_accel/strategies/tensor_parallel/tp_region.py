@@ -1,7 +1,8 @@
-"""How activations enter and leave the regions in which the ranks of an axis compute different things.
+"""How activations enter and leave the regions in which the ranks of an axis compute different results.
 
-All regions of a model share one :class:`TpRegion`. What lies between two regions is either the same on every rank
-(:class:`ReplicatedFlow`) or a shard of the sequence (:class:`SequenceFlow`); a strategy may exchange one for the other.
+All regions of a model share one :class:`TpRegion`. The activations between two regions are either the same on every
+rank (:class:`ReplicatedFlow`) or a shard of the sequence (:class:`SequenceFlow`); a strategy may exchange one for the
+other.
 
 Source: Shoeybi et al. 2019 (the conjugate operators f and g), Korthikanti et al. 2022 (g and its conjugate).
 """
@@ -30,23 +31,23 @@ if TYPE_CHECKING:
 
 
 class Flow(ABC):
-    """What the activations between regions are."""
+    """How the activations between regions are placed."""
 
     ranks_draw_apart: bool
     """Whether ranks already draw different random numbers outside regions."""
 
     @abstractmethod
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What flows between regions becomes the input of a region, whole on every rank."""
+        """Turns the activations between regions into the input of a region, full on every rank."""
 
     @abstractmethod
     def exit(self, partial: torch.Tensor, *, given_up: bool = False) -> torch.Tensor:
-        """The ranks' partial sums of a region's output become what flows between regions; in the same memory, perhaps,
-        if they are given up."""
+        """Turns the ranks' partial sums of a region's output into the activations between regions; if ``given_up``,
+        possibly in the same memory."""
 
 
 class ReplicatedFlow(Flow):
-    """The same on every rank: nothing to do on entry, an all-reduce on exit; the other way round in backward."""
+    """The same on every rank: nothing to do on entry, an all-reduce on exit; the reverse in backward."""
 
     ranks_draw_apart = False
 
@@ -61,11 +62,11 @@ class ReplicatedFlow(Flow):
 
 
 class SequenceFlow(Flow):
-    """A shard of the sequence, dim 1, on each rank: all-gather on entry, reduce-scatter on exit; the other way round in
+    """A shard of the sequence, dim 1, on each rank: all-gather on entry, reduce-scatter on exit; the reverse in
     backward.
 
-    A sequence that does not divide is padded at its end between regions; inside a region it has its true length. Some
-    models pass their regions a list of tokens, [batch x sequence, hidden], and get one back.
+    A sequence whose length is not divisible is padded at its end between regions; inside a region it has its true
+    length. Some models pass their regions a list of tokens, [batch x sequence, hidden], and get one back.
     """
 
     ranks_draw_apart = True
@@ -75,12 +76,12 @@ class SequenceFlow(Flow):
         self._length = 0
 
     def split(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[batch, sequence, hidden], the same on every rank, to this rank's shard of it."""
+        """This rank's shard of [batch, sequence, hidden], which is the same on every rank."""
         self._length = hidden.shape[1]
         return chunk_to_group(self._pad(hidden), self._backend, self._group, 1)
 
     def join(self, shard: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`split`; what follows must compute the same on every rank."""
+        """The inverse of :meth:`split`; every rank must compute the same with the result."""
         full = self._trim(gather_from_group(shard, self._backend, self._group, 1, grad="chunk"))
         self._remember_length(full)
         return full
@@ -97,8 +98,8 @@ class SequenceFlow(Flow):
         return reduce_scatter_to_group(self._pad(partial), self._backend, self._group, 1)
 
     def _remember_length(self, output: torch.Tensor) -> None:
-        """Makes the length of the sequence known again when a gradient comes back: activation checkpointing then runs
-        regions again, perhaps after a forward pass over sequences of another length."""
+        """Restores the length of the sequence when a gradient arrives: activation checkpointing then recomputes
+        regions, perhaps after a forward pass over sequences of another length."""
         if output.requires_grad:
             length = self._length
 
@@ -123,9 +124,9 @@ class TpRegion:
 
     Args:
         backend: performs the collectives.
-        group: the ranks among which the model is divided.
-        architecture: where the parts of the model are.
-        randomness: of the ranks of ``group``, where others draw from it too.
+        group: the ranks among which the model is sharded.
+        architecture: where the modules of the model are.
+        randomness: the random state of the ranks of ``group``, where others use it, too.
     """
 
     def __init__(
@@ -156,12 +157,12 @@ class TpRegion:
         return self.flow.exit(partial, given_up=given_up)
 
     def leave(self) -> None:
-        """What is drawn from here on is the same on every rank again. Harmless if it was already."""
+        """From here on, random numbers are the same on every rank again. Does nothing if they are already."""
         if not self.flow.ranks_draw_apart:
             self.randomness.end()
 
 
 def tp_region_of(model: nn.Module) -> TpRegion | None:
-    """What the sharded modules of a model share; None if none is sharded."""
+    """The region that the sharded modules of a model share; None if none is sharded."""
     found = (getattr(module, "tp_region", None) for module in model.modules())
     return next((tp_region for tp_region in found if isinstance(tp_region, TpRegion)), None)

@@ -1,4 +1,4 @@
-"""What the divided modules of a model send, for people."""
+"""What the sharded modules of a model communicate, as a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def explain_traffic(model: nn.Module, tokens: int | None = None) -> str:
-    """A table of every place where activations of a divided model are exchanged; empty if none is.
+    """A table of every place where activations of a sharded model are exchanged; empty if none is.
 
     Bytes are those of the tensors that collectives work on, forward and backward together, in the dtype of the model's
     parameters: of a step with ``tokens`` tokens, or for each token.
@@ -26,7 +26,7 @@ def explain_traffic(model: nn.Module, tokens: int | None = None) -> str:
     if tp_region is None or tp_region.architecture is None:
         return ""
     unit = "bytes per token" if tokens is None else f"bytes per step of {tokens:,} tokens"
-    rows = [("module", "what is exchanged", unit)]
+    rows = [("module", "collectives", unit)]
     for fqn, what, size in _rows(model, tp_region):
         rows.append((fqn, what, "-" if size is None else f"{size * (tokens or 1):,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -37,11 +37,11 @@ def explain_traffic(model: nn.Module, tokens: int | None = None) -> str:
 def _rows(model: nn.Module, tp_region: TpRegion) -> Iterator[tuple[str, str, int | None]]:
     architecture = tp_region.architecture
     assert architecture is not None
-    divided = isinstance(tp_region.flow, SequenceFlow)
-    each = "all-gather and reduce-scatter in, reduce-scatter and all-gather out" if divided else "all-reduce in and out"
+    sharded = isinstance(tp_region.flow, SequenceFlow)
+    each = "all-gather and reduce-scatter in, reduce-scatter and all-gather out" if sharded else "all-reduce in and out"
     for fqn, module in architecture.regions:
         width = _hidden(architecture, module)
-        yield fqn, each, (4 if divided else 2) * width
+        yield fqn, each, (4 if sharded else 2) * width
     for fqn, module in model.named_modules():
         if isinstance(module, VocabularyParallelEmbedding):
             yield fqn, "all-reduce out", module.weight.shape[1] * module.weight.element_size()
@@ -55,7 +55,7 @@ def _rows(model: nn.Module, tp_region: TpRegion) -> Iterator[tuple[str, str, int
         if has_replicas and split.replicas > 1:
             yield (
                 f"{split.name} = {split.count}",
-                f"gradients summed over {split.replicas} ranks that share heads",
+                f"gradients summed over {split.replicas} ranks that hold the same heads",
                 None,
             )
 
@@ -67,4 +67,4 @@ def _hidden(architecture: Architecture, module: nn.Module) -> int:
 
 
 def _of_head(module: VocabularyParallelHead) -> str:
-    return "all-reduce in; logits stay divided where the standard loss is computed from them, else they are gathered"
+    return "all-reduce in; logits stay sharded where the standard loss is computed from them, else they are gathered"

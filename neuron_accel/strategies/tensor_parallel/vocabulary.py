@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from neuron_accel.contract import Backend, Group
 
 
-# ---- A vocabulary divided over ranks: which ids a rank has, and logits of which each rank holds a shard --------------
+# ---- A vocabulary sharded over ranks: which ids a rank has, and logits of which each rank holds a shard --------------
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Vocabulary:
-    """The ids 0 to ``size`` - 1, in consecutive parts of equal length; the last parts are padded.
+    """The ids 0 to ``size`` - 1, in consecutive shards of equal length; the last shards are padded.
 
     Args:
         size: number of ids.
         backend: performs the collectives.
-        group: the ranks that hold the parts.
+        group: the ranks that hold the shards.
     """
 
     size: int
@@ -37,7 +37,7 @@ class Vocabulary:
 
     @property
     def local_size(self) -> int:
-        """Number of ids in each part, padding included."""
+        """Number of ids in each shard, padding included."""
         return -(-self.size // self.group.size)
 
     @property
@@ -45,31 +45,31 @@ class Vocabulary:
         return self.local_size * self.group.size != self.size
 
     def start(self, device: torch.device) -> torch.Tensor:
-        """The first id of this rank's part: int64, 0-dim, data rather than a constant of the program."""
+        """The first id of this rank's shard: int64, 0-dim, data rather than a constant of the program."""
         starts = torch.arange(0, self.local_size * self.group.size, self.local_size, device=device)
         return self.backend.chunk(starts, self.group, 0).squeeze(0)
 
     def padding(self, device: torch.device) -> torch.Tensor | None:
-        """Which columns of this rank's part are padding: bool of shape [local_size]; None if no rank has any."""
+        """Which columns of this rank's shard are padding: bool of shape [local_size]; None if no rank has any."""
         if not self.padded:
             return None
         return torch.arange(self.local_size, device=device) + self.start(device) >= self.size
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """[..., local_size] to the full [..., size] on every rank. What follows must compute the same on every rank."""
+        """[..., local_size] to the full [..., size] on every rank. Every rank must compute the same with the result."""
         full = gather_from_group(local, self.backend, self.group, local.dim() - 1, grad="chunk")
         return full.narrow(-1, 0, self.size).contiguous() if self.padded else full
 
-    def part(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part [..., local_size] of ``full`` [..., size]; padding is zero. Not differentiable."""
+    def shard(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's shard [..., local_size] of ``full`` [..., size]; padding is zero. Not differentiable."""
         missing = self.local_size * self.group.size - self.size
         return self.backend.chunk(F.pad(full, (0, missing)) if missing else full, self.group, full.dim() - 1)
 
     def check(self, ids: torch.Tensor, what: str) -> None:
-        """Refuses ids that are not in the vocabulary, where looking at them is free.
+        """Checks that ids are in the vocabulary, where reading values is free.
 
         Raises:
-            IndexError: as a whole embedding or cross entropy would.
+            IndexError: like an unsharded embedding or cross entropy.
         """
         if self.backend.reads_are_free and ids.numel():
             low, high = (int(value) for value in torch.aminmax(ids))
@@ -82,8 +82,8 @@ class VocabularyShard(torch.Tensor):
 
     It looks like the full logits. Casts, scaling by a number, tanh, and views and slices that leave the last dim alone
     stay on the shard; :func:`torch.nn.functional.cross_entropy` is computed without gathering; every other operation
-    gathers the full logits first, a collective that all ranks of the group must take part in, and goes on with a plain
-    tensor. :meth:`full_tensor` does so explicitly.
+    gathers the full logits first, a collective that all ranks of the group must take part in, and continues with a
+    plain tensor. :meth:`full_tensor` does so explicitly.
     """
 
     _local: torch.Tensor
@@ -92,11 +92,11 @@ class VocabularyShard(torch.Tensor):
 
     @staticmethod
     def of(local: torch.Tensor, vocabulary: Vocabulary, dtype: torch.dtype | None = None) -> VocabularyShard:
-        """Logits from this rank's shard of them.
+        """Logits from this rank's shard.
 
         Args:
             local: [..., vocabulary.local_size].
-            dtype: what the logits are to look like, if not ``local``'s; the cast is made when they are used.
+            dtype: the dtype of the logits, if not ``local``'s; they are cast when they are used.
         """
         shard = _Wrap.apply(local, vocabulary, dtype or local.dtype)
         shard._local, shard._vocabulary, shard._full = local, vocabulary, None
@@ -108,12 +108,12 @@ class VocabularyShard(torch.Tensor):
 
     @property
     def uncast_local(self) -> torch.Tensor:
-        """This rank's share, before the cast that is still due; a plain tensor."""
+        """This rank's shard, before the pending cast; a plain tensor."""
         return self._local
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's share [..., vocabulary.local_size], differentiable; a plain tensor."""
+        """This rank's shard [..., vocabulary.local_size], differentiable; a plain tensor."""
         return self.uncast_local.to(self.dtype)
 
     def full_tensor(self) -> torch.Tensor:
@@ -124,7 +124,7 @@ class VocabularyShard(torch.Tensor):
         return self._full
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # of Tensor, which is untyped
-        # gathers nothing: a debugger or a log line of one rank must not hang
+        # does not gather: a debugger or a log line of one rank must not hang
         return f"VocabularyShard(shape={tuple(self.shape)}, dtype={self.dtype}, of {self.vocabulary.group.size})"
 
     @classmethod
@@ -146,7 +146,7 @@ class VocabularyShard(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name in ("__setitem__", "retain_grad", "register_hook") or (name.endswith("_") and name[-2:] != "__"):
             raise UsageError(
-                f"{name} is not possible on logits that are divided over ranks.",
+                f"{name} is not possible on logits that are sharded over ranks.",
                 why="it would act on a gathered copy and be lost",
                 fix="work on logits.full_tensor(), or use an operation that returns its result",
             )
@@ -156,8 +156,8 @@ class VocabularyShard(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch types what Tensor has, a disabled one
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Reached by what does not ask __torch_function__: custom autograd functions, collectives. Autograd, if any, has
-        # recorded the operation on the shard itself, whose gradient then finds its way through _Wrap.
+        # Called by code that bypasses __torch_function__: custom autograd functions, collectives. Autograd, if any,
+        # has recorded the operation on the shard itself, whose gradient then passes through _Wrap.
         return func(*_gathered(args, detach=True), **_gathered(kwargs or {}, detach=True))
 
 
@@ -172,7 +172,7 @@ class _Wrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.vocabulary.part(gradient).to(ctx.dtype), None, None
+        return ctx.vocabulary.shard(gradient).to(ctx.dtype), None, None
 
 
 def _gathered(value: Any, detach: bool = False) -> Any:
@@ -196,7 +196,7 @@ def _parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """``F.cross_entropy`` on a shard of the logits; None where it has to be computed on the full ones: class weights,
+    """``F.cross_entropy`` on a shard of the logits; None where it needs the full ones: class weights,
     class probabilities as targets, classes that are not the last dim."""
     if not isinstance(input, VocabularyShard) or isinstance(target, VocabularyShard) or input.dim() > 2:
         return None
@@ -212,7 +212,7 @@ def _parallel_cross_entropy(
     ).to(input.dtype)
 
 
-# ---- Cross entropy of logits that are divided along the vocabulary, without gathering them ---------------------------
+# ---- Cross entropy of logits that are sharded along the vocabulary, without gathering them ---------------------------
 # Each token's loss needs three numbers of all ranks: the largest logit, the sum of exponentials and the target's
 # logit. Source: Shoeybi et al. 2019, section 3.
 def cross_entropy(
@@ -224,12 +224,12 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """What :func:`torch.nn.functional.cross_entropy` gives for the full logits; the same on every rank.
+    """The result of :func:`torch.nn.functional.cross_entropy` for the full logits; the same on every rank.
 
     Args:
         local: this rank's shard of the logits, [tokens, vocabulary.local_size] or [vocabulary.local_size].
         target: the ids to predict, int64 of shape [tokens] or [].
-        ignore_index: targets of this value count nothing.
+        ignore_index: targets of this value are ignored.
         reduction: ``"mean"`` over the targets that count (NaN if there are none), ``"sum"`` or ``"none"``.
         label_smoothing: the weight of a uniform distribution over the vocabulary in the target, 0 to 1.
 
@@ -277,12 +277,12 @@ class _CrossEntropy(torch.autograd.Function):
         index = target - vocabulary.start(local.device)
         mine = (index >= 0) & (index < vocabulary.local_size)
         index = index.masked_fill(~mine, 0).unsqueeze(-1)
-        parts = [work.gather(-1, index).squeeze(-1).masked_fill(~mine, 0)]
+        terms = [work.gather(-1, index).squeeze(-1).masked_fill(~mine, 0)]
         if smoothing:
-            parts.append((work if padding is None else work.masked_fill(padding, 0)).sum(-1))
+            terms.append((work if padding is None else work.masked_fill(padding, 0)).sum(-1))
         work.exp_()
-        parts.append(work.sum(-1))
-        of_target, *of_all, total = backend.all_reduce(torch.stack(parts), group).unbind(0)
+        terms.append(work.sum(-1))
+        of_target, *of_all, total = backend.all_reduce(torch.stack(terms), group).unbind(0)
 
         log_total = total.log()
         losses = log_total - of_target
@@ -308,7 +308,7 @@ class _CrossEntropy(torch.autograd.Function):
         return result.to(ctx.dtype), None, None, None, None
 
 
-# ---- Operations on divided logits that need no other rank's shard ----------------------------------------------------
+# ---- Operations on sharded logits that need no other rank's shard ----------------------------------------------------
 _ATTRIBUTES = (
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "names", "itemsize", "nbytes",
     "is_cuda", "is_cpu", "is_meta", "is_xla", "is_sparse", "is_quantized", "is_mkldnn", "is_mps", "is_nested",
@@ -350,14 +350,14 @@ _UPCASTS = frozenset({(torch.bfloat16, torch.float32), (torch.float16, torch.flo
 
 
 def is_metadata(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` asks only for what a shard shares with the full logits."""
+    """Whether ``func`` only asks for metadata that is the same for a shard and the full logits."""
     return func in _METADATA
 
 
 def apply(
     func: Callable[..., Any], shard: VocabularyShard, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any | None:
-    """``func(shard, *args, **kwargs)`` computed on this rank's shard; None if that takes the full logits."""
+    """``func(shard, *args, **kwargs)`` computed on this rank's shard; None if it needs the full logits."""
     if func in _CASTS and not args and not kwargs:
         return _cast(shard, _CASTS[func])
     if func is torch.Tensor.to and len(args) == 1 and not kwargs and isinstance(args[0], torch.dtype):
@@ -366,7 +366,7 @@ def apply(
         return _like(shard, func(shard.local, *args, **kwargs))
     if func in _SCALING and len(args) == 1 and not kwargs and _is_scale(args[0]):
         return _like(shard, func(shard.local, args[0]))
-    # The rest moves no value, so a cast that is due can wait until after it.
+    # The rest moves no value, so a pending cast can wait until after it.
     if func in _SAME and not args and not kwargs:
         return _like(shard, func(shard.uncast_local), shard.dtype)
     if func is torch.Tensor.__getitem__ and _keeps_last_dim(args[0], shard.dim()):
@@ -385,14 +385,14 @@ def _like(shard: VocabularyShard, local: Any, dtype: torch.dtype | None = None) 
 
 
 def _cast(shard: VocabularyShard, dtype: torch.dtype) -> VocabularyShard:
-    # Casting up is put off until the values are used: gathering then moves less, and the loss needs one copy less.
+    # Casting up is postponed until the values are used: gathering then moves less, and the loss needs one copy less.
     if (shard.uncast_local.dtype, dtype) in _UPCASTS or dtype == shard.dtype:
         return type(shard).of(shard.uncast_local, shard.vocabulary, dtype)
     return type(shard).of(shard.local.to(dtype), shard.vocabulary)
 
 
 def _are_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    # moved to another device, or given another order in memory, it would no longer be what the backend works on
+    # moved to another device, or given another order in memory, the backend could not use it any more
     refused = (torch.Tensor, torch.device, str, torch.memory_format)
     return not any(isinstance(value, refused) for value in (*args, *kwargs.values()))
 
@@ -404,7 +404,7 @@ def _is_scale(value: Any) -> bool:
 
 
 def _keeps_last_dim(index: Any, ndim: int) -> bool:
-    """Whether indexing leaves the last dim whole, and last."""
+    """Whether indexing keeps the last dim complete, and last."""
     items = list(index) if isinstance(index, tuple) else [index]
     if not all(_is_simple(item) for item in items):
         return False
@@ -425,7 +425,7 @@ def _is_simple(item: Any) -> bool:
 
 
 def _consumes(item: Any) -> int:
-    """Number of dims that one item of an index stands for."""
+    """Number of dims that one item of an index consumes."""
     if item is None or item is Ellipsis:
         return 0
     if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):

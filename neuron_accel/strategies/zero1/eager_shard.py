@@ -1,8 +1,8 @@
-"""This rank's share of a bucket whose parameters are views of one flat buffer, so that weights are gathered in place.
+"""This rank's shard of a bucket whose parameters are views of one flat buffer, so that weights are gathered in place.
 
-Gradients are copied into a buffer as they arrive, while they are in the cache, and let go of at once. What is on its
-way is bounded: a few buffers, which buckets take in turn and which live from step to step, since memory that is new
-costs a page fault for every page.
+Gradients are copied into a buffer as they arrive, while they are in the cache, and released at once. The number of
+buffers in flight is limited: buckets use a few buffers in turn, which are kept from step to step, since newly allocated
+memory costs a page fault for every page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Buffer:
-    """Memory for a bucket's gradients on their way, and for those that other ranks send meanwhile."""
+    """Memory for a bucket's gradients in flight, and for those received from other ranks."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.gradients = torch.empty(numel, dtype=dtype, device=device)
@@ -35,17 +35,17 @@ class Buffer:
         return self.gradients.dtype == dtype and numel <= self.gradients.numel() <= 4 * numel
 
     def slots(self, shard: EagerShard) -> list[torch.Tensor]:
-        """Where the gradients of a shard's parameters go."""
+        """The slices for the gradients of a shard's parameters."""
         if shard not in self._slots:
             self._slots[shard] = shard._split(self.gradients)
         return self._slots[shard]
 
 
 class SendBuffers:
-    """Buffers that buckets take in turn, pass after pass.
+    """Buffers that buckets use in turn, pass after pass.
 
     Args:
-        limit: number of buckets on their way at a time; the oldest is waited for before another buffer is taken.
+        limit: number of buckets in flight; the oldest is waited for before another buffer is taken.
     """
 
     def __init__(self, limit: int = 2) -> None:
@@ -54,7 +54,7 @@ class SendBuffers:
         self._free: list[Buffer] = []
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Buffer:
-        """One for ``numel`` elements."""
+        """A buffer for ``numel`` elements."""
         while len(self._travelling) >= self._limit:
             self._arrived()
         fitting = [buffer for buffer in self._free if buffer.fits(numel, dtype)]
@@ -65,11 +65,11 @@ class SendBuffers:
         return buffer
 
     def sent(self, shard: EagerShard, buffer: Buffer) -> None:
-        """The gradients of ``shard`` are on their way."""
+        """The gradients of ``shard`` are in flight."""
         self._travelling.append((shard, buffer))
 
     def settle(self) -> None:
-        """Waits for all that is on its way."""
+        """Waits for all buckets in flight."""
         while self._travelling:
             self._arrived()
 
@@ -80,11 +80,11 @@ class SendBuffers:
 
 
 class EagerShard(BucketShard):
-    """The share of a bucket whose parameters are views of one flat buffer.
+    """The shard of a bucket whose parameters are views of one flat buffer.
 
     Args:
-        buffers: where gradients on their way are held.
-        keep_shapes: whether pieces, which then are whole parameters, keep their shape.
+        buffers: where gradients in flight are held.
+        keep_shapes: whether parameter shards, which then are full parameters, keep their shape.
     """
 
     def __init__(self, *, buffers: SendBuffers, keep_shapes: bool = False, **common: Any) -> None:
@@ -136,10 +136,10 @@ class EagerShard(BucketShard):
                 view.copy_(value)
         return flat
 
-    # ---- gradients -------------------------------------------------------------------------------------------------
+    # ---- gradients ---------------------------------------------------------------------------------------------------
     def take_gradient(self, index: int) -> None:
-        """Copies the gradient that a parameter has on this rank into the buffer, or adds it to what is there, and lets
-        go of it."""
+        """Copies the gradient that a parameter has on this rank into the buffer, or adds it to the gradient there, and
+        releases it."""
         if self._buffer is None:
             self._buffer = self._buffers.take(self.partition.numel, self.reduce_dtype, self._device)
             self._filled = [False] * len(self.parameters)
@@ -190,8 +190,8 @@ class EagerShard(BucketShard):
         return self.run.group(*self.bucket.partial_axes).size > 1
 
     def _room(self) -> torch.Tensor:
-        """Memory for this rank's share of the gradients that are sent now."""
-        if self._gradient is not None:  # of the passes before, to which they are added
+        """Memory for this rank's shard of the gradients that are sent now."""
+        if self._gradient is not None:  # from earlier passes, to which they are added
             return torch.empty_like(self._gradient)
         if self._memory is None:
             self._memory = torch.empty(self.partition.chunk, dtype=self.optimizer_dtype, device=self._device)
@@ -210,7 +210,7 @@ class EagerShard(BucketShard):
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
-        self._buffer = None  # what a pass left there that did not come to its end
+        self._buffer = None  # left by a pass that did not finish
 
     def zero_gradients(self) -> None:
         super().zero_gradients()
@@ -219,7 +219,7 @@ class EagerShard(BucketShard):
     def _part(self, chunk: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
         return chunk[piece.place.offset : piece.place.offset + piece.place.length].view(piece.master.shape)
 
-    # ---- weights ---------------------------------------------------------------------------------------------------
+    # ---- weights -----------------------------------------------------------------------------------------------------
     def send_weights(self) -> Callable[[], None]:
         chunk = self._chunk.detach().to(self.bucket.dtype)
         pending = self.run.backend.start_all_gather_into(
@@ -233,7 +233,7 @@ class EagerShard(BucketShard):
 
     def sync_user_weights(self) -> None:
         """The parameters become views of the buffer again. A master keeps the digits that a weight does not have,
-        unless the weight is another now."""
+        unless the weight has changed."""
         addresses = [parameter.data_ptr() for parameter in self.parameters]
         if addresses == self._addresses:
             return
@@ -253,9 +253,9 @@ class EagerShard(BucketShard):
         if parameter.shape != view.shape or parameter.dtype != view.dtype or parameter.device != view.device:
             raise UsageError(
                 f"The weight {self.bucket.records[index].fqn!r} is {parameter.dtype} {tuple(parameter.shape)} on "
-                f"{parameter.device} now; it was {view.dtype} {tuple(view.shape)} on {view.device}.",
+                f"{parameter.device} now; expected {view.dtype} {tuple(view.shape)} on {view.device}.",
                 where="plugin 'zero1'",
-                why="its optimizer's state was divided for what it was",
+                why="its optimizer's state was sharded for the earlier tensor",
                 fix="convert or move a model before `prepare`",
             )
         view.copy_(parameter)
@@ -270,6 +270,6 @@ class EagerShard(BucketShard):
 
 def suitable_cap(records: Sequence[ParameterRecord], cap_bytes: int) -> int:
     """The size of buckets for these parameters: at most ``cap_bytes``; less for a small model, so that reduction begins
-    early, and what is on its way stays small beside the model, but never less than messages are worth."""
+    early, and the buckets in flight stay small beside the model, but never so small that latency dominates."""
     total = sum(r.current.numel() * r.current.element_size() for r in records if r.current is not None)
     return min(cap_bytes, max(total // 32, 1 << 20))

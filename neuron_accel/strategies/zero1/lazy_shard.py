@@ -1,13 +1,14 @@
-"""This rank's share of a bucket on a device that runs one compiled graph on all ranks.
+"""This rank's shard of a bucket on a device that runs one compiled graph on all ranks.
 
-Every rank's pieces look the same there (:mod:`neuron_accel.strategies.zero1.partition`), and lie one after another in
-one tensor, which the optimizer updates as a whole: a step of Adam is forty operations, whatever the number of
-parameters, and a compiler takes its time for each. The graph makes tensors anew rather than write into views of them.
+All ranks' parameter shards have equal sizes there (:mod:`neuron_accel.strategies.zero1.partition`) and are consecutive
+in one tensor, which the optimizer updates as one: a step of Adam is forty operations, whatever the number of
+parameters, and each costs compile time. Parameters without a gradient in some step are updated separately from then on,
+since an optimizer counts the steps of a tensor. The graph creates new tensors rather than write into views of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -22,10 +23,58 @@ from neuron_accel.strategies.zero1.shard import BucketShard
 from neuron_accel.strategies.zero1.sharded_grad import ParameterShard
 
 
+@dataclass(eq=False)
+class FlatMaster:
+    """The masters of parameters that have trained at the same steps, in one tensor, which the optimizer updates.
+
+    Args:
+        pieces: in the order of the chunk.
+        value: their masters one after another, ``[sum(self.lengths)]``, in the optimizer's dtype.
+    """
+
+    pieces: list[LazyParameterShard]
+    value: nn.Parameter
+
+    @property
+    def lengths(self) -> list[int]:
+        return [piece.place.length for piece in self.pieces]
+
+    def entries(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """The masters, under an empty name, and the entries of the optimizer's state that have an element for each."""
+        known = state.get(self.value, {})
+        return {"": self.value.detach(), **{name: value for name, value in known.items() if self._is_like(value)}}
+
+    def _is_like(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.shape == self.value.shape
+
+    def split(self, kinds: Sequence[Hashable], state: MutableMapping[torch.Tensor, dict[str, Any]]) -> list[FlatMaster]:
+        """One for each kind, each with its part of the state and with counters of its own.
+
+        Args:
+            kinds: of each piece.
+            state: the optimizer's.
+        """
+        known, like = state.get(self.value, {}), self.entries(state)
+        parts = {name: value.split(self.lengths) for name, value in like.items()}
+        state.pop(self.value, None)
+        result = []
+        for kind in dict.fromkeys(kinds):
+            places = [index for index, other in enumerate(kinds) if other == kind]
+            mine = {name: torch.cat([values[index] for index in places]) for name, values in parts.items()}
+            master = FlatMaster([self.pieces[index] for index in places], nn.Parameter(mine.pop("")))
+            vars(master.value).update(vars(self.value))
+            if known:
+                state[master.value] = {
+                    name: mine[name] if name in mine else value.clone() if isinstance(value, torch.Tensor) else value
+                    for name, value in known.items()
+                }
+            result.append(master)
+        return result
+
+
 @dataclass
 class LazyParameterShard(ParameterShard):
-    """A piece that lies in its shard's tensor. ``master`` is empty unless the shard is open; then it is a copy on the
-    host."""
+    """A slice of its shard's tensor. ``master`` is empty unless the shard is open; then it is a copy on the host."""
 
     shard: LazyShard
 
@@ -36,25 +85,25 @@ class LazyParameterShard(ParameterShard):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
-            raise ValueError("the gradient of a joined piece is that of its shard")
+            raise ValueError("the gradient of a parameter in a lazy shard is that of the shard")
 
 
 class LazyShard(BucketShard):
-    """The share of a bucket in one tensor.
+    """The shard of a bucket in one tensor, or in several: a parameter that has no gradient in a step is left as it is,
+    with its state and its counter of steps.
 
-    A parameter that has no gradient in a step is left as it is, with its state; only counters of steps, of which there
-    is one for the whole share, count it.
+    Args:
+        apart: whether the optimizer is to see every parameter by itself, since it knows something of each.
 
     Attributes:
-        flat: the masters, ``[partition.chunk]``.
+        masters: what the optimizer updates.
     """
 
     partition: LazyPartition
+    pieces: list[LazyParameterShard]  # type: ignore[assignment]  # a list is not covariant
 
-    def __init__(self, **common: Any) -> None:
+    def __init__(self, *, apart: bool = False, **common: Any) -> None:
         super().__init__(**common)
-        with torch.no_grad():
-            self.flat = nn.Parameter(self._own_weights().to(self._device))
         self.pieces = [
             LazyParameterShard(
                 parameter=self.parameters[place.parameter],
@@ -64,10 +113,14 @@ class LazyShard(BucketShard):
             )
             for place in self.partition.pieces(self.group.index)
         ]
+        weights = self._own_weights()
+        with torch.no_grad():
+            self.masters = [
+                FlatMaster(pieces, nn.Parameter(self._at(pieces, weights).to(self._device)))
+                for pieces in ([[piece] for piece in self.pieces] if apart else [self.pieces])
+            ]
         self._opened: dict[nn.Parameter, dict[str, Any]] | None = None
-        self._copies: dict[str, _HostCopy] = {}
-        self._before: dict[str, torch.Tensor] = {}
-        self._masks: dict[tuple[bool, ...], torch.Tensor] = {}
+        self._copies: dict[FlatMaster, dict[str, _HostCopy]] = {}
 
     @property
     def has_masters(self) -> bool:
@@ -77,16 +130,22 @@ class LazyShard(BucketShard):
     def _device(self) -> torch.device:
         return self.parameters[0].device
 
-    def updated(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        return [(self.parameters[0], self.flat)]
+    def updated(self) -> list[tuple[nn.Parameter, Sequence[ParameterShard]]]:
+        return [(master.value, master.pieces) for master in self.masters]
+
+    def _at(self, pieces: Sequence[LazyParameterShard], chunk: torch.Tensor) -> torch.Tensor:
+        """The elements of a chunk at these pieces, one after another."""
+        if len(pieces) == len(self.pieces):
+            return chunk
+        return torch.cat([self._part(chunk, piece) for piece in pieces])
 
     def _own_weights(self) -> torch.Tensor:
-        """This rank's chunk, on the host: cut on the device, it would make another graph of the first step."""
+        """This rank's chunk, on the host: sliced on the device, it would add another graph to the first step."""
         values = [self.run.backend.to_host(parameter) for parameter in self.parameters]
         flat = self.partition.join(values, self.bucket.dtype, torch.device("cpu"))
         return flat.chunk(self.partition.degree)[self.group.index].to(self.optimizer_dtype)
 
-    # ---- gradients -------------------------------------------------------------------------------------------------
+    # ---- gradients ---------------------------------------------------------------------------------------------------
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         parts = self.partition.split(flat)
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
@@ -120,13 +179,13 @@ class LazyShard(BucketShard):
         return chunk[piece.place.offset : piece.place.offset + piece.place.length]
 
     def gradient_of(self, place: Span) -> torch.Tensor | None:
-        """The part of the reduced gradient at a piece; a view."""
+        """The slice of the reduced gradient at ``place``; a view."""
         if self._gradient is None or not self.used_anywhere[place.parameter]:
             return None
         return self._gradient[place.offset : place.offset + place.length]
 
     def gradient_parts(self, wanted: Collection[nn.Parameter]) -> list[GradientPart]:
-        """Neighbours that count alike in a norm are one part."""
+        """Neighbours that count in the same way in a norm are merged."""
         self.before_change()
         if self._gradient is None:
             return []
@@ -146,39 +205,54 @@ class LazyShard(BucketShard):
         return parts
 
     # ---- updates ---------------------------------------------------------------------------------------------------
-    def before_update(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        self.flat.grad = self._gradient if any(self.used_anywhere) else None
-        if any(self.used_anywhere) and not all(self.used_anywhere):
-            self._before = {name: value.clone() for name, value in self._like_flat(state).items()}
+    def regroup(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> dict[torch.Tensor, list[nn.Parameter]]:
+        return self.split_by(dict(enumerate(self.used_anywhere)), state)
 
-    def after_update(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        self.flat.grad = None
-        if not any(self.used_anywhere) or all(self.used_anywhere):
-            return
-        before, self._before = self._before, {}
-        mask = self._mask()
-        with torch.no_grad():
-            for name, value in self._like_flat(state).items():
-                value.copy_(torch.where(mask, value, before.get(name, 0.0)))
+    def split_by(
+        self, kinds: Mapping[int, Hashable], state: MutableMapping[torch.Tensor, dict[str, Any]]
+    ) -> dict[torch.Tensor, list[nn.Parameter]]:
+        return self._split_masters({m: [kinds[p.place.parameter] for p in m.pieces] for m in self.masters}, state)
 
-    def _like_flat(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """The masters, under an empty name, and the entries that have an element for each of theirs."""
-        entries = {name: value for name, value in state.get(self.flat, {}).items() if self._is_like_flat(value)}
-        return {"": self.flat.detach(), **entries}
+    def _split_masters(
+        self,
+        kinds: Mapping[FlatMaster, Sequence[Hashable]],
+        state: MutableMapping[torch.Tensor, dict[str, Any]],
+    ) -> dict[torch.Tensor, list[nn.Parameter]]:
+        replaced: dict[torch.Tensor, list[nn.Parameter]] = {}
+        masters: list[FlatMaster] = []
+        for master in self.masters:
+            if len(set(kinds[master])) < 2:
+                masters.append(master)
+                continue
+            with torch.no_grad():
+                parts = master.split(kinds[master], state)
+            replaced[master.value] = [part.value for part in parts]
+            masters += parts
+        self.masters = masters
+        return replaced
 
-    def _is_like_flat(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.shape == self.flat.shape
+    def before_update(self) -> None:
+        for master in self.masters:
+            is_used = self._gradient is not None and self.used_anywhere[master.pieces[0].place.parameter]
+            master.value.grad = self._at(master.pieces, self._gradient) if is_used else None  # type: ignore[arg-type]
 
-    def _mask(self) -> torch.Tensor:
-        """Which elements belong to parameters that have a gradient: bool ``[partition.chunk]``, device data."""
-        key = tuple(self.used_anywhere)
-        if key not in self._masks:
-            parts = [torch.full((p.place.length,), self.used_anywhere[p.place.parameter]) for p in self.pieces]
-            self._masks[key] = torch.cat(parts).to(self._device)
-        return self._masks[key]
+    def after_update(self) -> None:
+        for master in self.masters:
+            master.value.grad = None
+
+    def _chunk(self) -> torch.Tensor:
+        """The masters as they lie in the buffer, ``[partition.chunk]``."""
+        if len(self.masters) == 1:
+            return self.masters[0].value.detach()
+        parts = {
+            piece.place.offset: part
+            for master in self.masters
+            for piece, part in zip(master.pieces, master.value.detach().split(master.lengths), strict=True)
+        }
+        return torch.cat([parts[piece.place.offset] for piece in self.pieces])
 
     def send_weights(self) -> Callable[[], None]:
-        pending = self.run.backend.start_all_gather(self.flat.detach().to(self.bucket.dtype), self.group)
+        pending = self.run.backend.start_all_gather(self._chunk().to(self.bucket.dtype), self.group)
 
         def finish() -> None:
             with torch.no_grad():
@@ -188,85 +262,122 @@ class LazyShard(BucketShard):
         return finish
 
     def reload(self) -> None:
+        weights = self._own_weights()
         with torch.no_grad():
-            self.flat.copy_(self._own_weights())
+            for master in self.masters:
+                master.value.copy_(self._at(master.pieces, weights))
 
-    # ---- masters and state by pieces -------------------------------------------------------------------------------
+    # ---- masters and state by parameter ------------------------------------------------------------------------------
     def open(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> MutableMapping[Any, dict[str, Any]]:
-        """Copies on the host, so that no graphs are made of parts. Collective, as reading the device is."""
+        """Copies on the host, so that no graphs are made of slices. Collective, because it reads the device."""
         if self._opened is None:
-            self._copies = {name: self._copied(value) for name, value in self._like_flat(state).items()}
-            entries = state.get(self.flat, {})
             self._opened = {}
-            for index, piece in enumerate(self.pieces):
-                piece.master.data = self._copies[""].parts[index]
-                if entries:
-                    self._opened[piece.master] = {
-                        name: self._copies[name].parts[index] if name in self._copies else value
-                        for name, value in entries.items()
-                    }
+            for master in self.masters:
+                self._open_master(master, state, self._opened)
         return self._opened  # type: ignore[return-value]
 
-    def close(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
+    def _open_master(
+        self,
+        master: FlatMaster,
+        state: Mapping[torch.Tensor, dict[str, Any]],
+        opened: dict[nn.Parameter, dict[str, Any]],
+    ) -> None:
+        copies = {
+            name: _HostCopy(self.run.backend.to_host(value.detach()), master.lengths)
+            for name, value in master.entries(state).items()
+        }
+        self._copies[master] = copies
+        entries = state.get(master.value, {})
+        for index, piece in enumerate(master.pieces):
+            piece.master.data = copies[""].parts[index]
+            if entries:
+                opened[piece.master] = {
+                    name: copies[name].parts[index] if name in copies else value for name, value in entries.items()
+                }
+
+    def close(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> dict[torch.Tensor, list[nn.Parameter]]:
         """What was not written stays as it is on the device: new data would cost a transfer, and the next step a graph
         of its own."""
         if self._opened is None:
-            return
+            return {}
         opened, self._opened = self._opened, None
         copies, self._copies = self._copies, {}
-        masters = [piece.master.detach() for piece in self.pieces]
-        if not copies[""].is_still(masters):
+
+        def entries(master: FlatMaster) -> list[Mapping[str, Any]]:
+            return [opened.get(piece.master, {}) for piece in master.pieces]
+
+        kinds = {master: _kinds(entries(master), self.run.backend.to_host) for master in self.masters}
+        replaced = self._split_masters(kinds, state)
+        for master in self.masters:
+            self._take_over(master, entries(master), copies.get(master, {}), state)
+        for piece in self.pieces:
+            piece.master.data = torch.empty(0, dtype=self.optimizer_dtype)
+        return replaced
+
+    def _take_over(
+        self,
+        master: FlatMaster,
+        entries: Sequence[Mapping[str, Any]],
+        copies: Mapping[str, _HostCopy],
+        state: MutableMapping[torch.Tensor, dict[str, Any]],
+    ) -> None:
+        """What was written to the pieces of one tensor, and to the ``entries`` of each."""
+        values: list[Any] = [piece.master.detach() for piece in master.pieces]
+        if not copies or not copies[""].is_still(values):
             with torch.no_grad():
-                self.flat.data = torch.cat(masters).to(self._device)
-        entries = [opened.get(piece.master, {}) for piece in self.pieces]
-        before, after = state.pop(self.flat, {}), {}
+                master.value.data = torch.cat(values).to(self._device)
+        before, after = state.pop(master.value, {}), {}
         for name in dict.fromkeys(name for mine in entries for name in mine):
             values = [mine.get(name) for mine in entries]
             if name in copies:
                 unchanged = copies[name].is_still(values)
-            else:  # a counter, which is the same object for all pieces
+            else:  # a counter, which is the same object for all parameters
                 unchanged = name in before and all(value is before[name] for value in values)
-            after[name] = before[name] if unchanged else self._joined(values)
+            after[name] = before[name] if unchanged else self._joined(values, master.lengths)
         if after:
-            state[self.flat] = after
-        for piece in self.pieces:
-            piece.master.data = torch.empty(0, dtype=self.optimizer_dtype)
+            state[master.value] = after
 
-    def _copied(self, value: torch.Tensor) -> _HostCopy:
-        host = self.run.backend.to_host(value.detach())
-        return _HostCopy(host, [self._part(host, piece) for piece in self.pieces])
-
-    def _joined(self, values: Sequence[Any]) -> Any:
-        """One entry of all pieces: put together where it has elements of its own; a counter is that of the piece that
-        has counted most."""
+    def _joined(self, values: Sequence[Any], lengths: Sequence[int]) -> Any:
+        """One entry of all pieces: put together where it has elements of its own; counters are equal."""
         present = [value for value in values if value is not None]
-        lengths = [piece.place.length for piece in self.pieces]
         if isinstance(present[0], torch.Tensor) and present[0].dim():
             dtype = present[0].dtype
             parts = [
                 torch.zeros(n, dtype=dtype) if v is None else v.cpu() for v, n in zip(values, lengths, strict=True)
             ]
             return torch.cat(parts).to(self._device)
-        if isinstance(present[0], torch.Tensor):
-            return max((value.cpu() for value in present), key=float)
-        return present[0]
+        return present[0].cpu() if isinstance(present[0], torch.Tensor) else present[0]
+
+
+def _kinds(entries: Sequence[Mapping[str, Any]], to_host: Callable[[torch.Tensor], torch.Tensor]) -> list[Hashable]:
+    """Equal ones for pieces that have state, or none, and in it equal counters: what has no element for each of the
+    master's."""
+    counters: list[list[Hashable]] = [[bool(mine)] for mine in entries]
+    for name in dict.fromkeys(name for mine in entries for name in mine):
+        values = [mine.get(name) for mine in entries]
+        if any(isinstance(value, torch.Tensor) and value.dim() for value in values):
+            continue
+        if len({id(value) for value in values}) > 1:  # else they are equal, and need not be read
+            for mine, value in zip(counters, values, strict=True):
+                mine.append(repr(float(to_host(value))) if isinstance(value, torch.Tensor) else repr(value))
+    return [tuple(mine) for mine in counters]
 
 
 class _HostCopy:
-    """A tensor of the shard on the host, in parts that others may write to or replace.
+    """A tensor of the shard on the host, in slices that the caller may write to or replace.
 
     Args:
-        whole: ``[partition.chunk]``.
-        parts: views of it, one for each piece.
+        whole: ``[sum(lengths)]``.
+        lengths: of the parts, one for each piece, which are views of it.
     """
 
-    def __init__(self, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        self.parts = parts
+    def __init__(self, whole: torch.Tensor, lengths: Sequence[int]) -> None:
+        self.parts = whole.split(list(lengths))
         self._gathered, self._digest = whole, _digest(whole)
 
     def is_still(self, values: Sequence[Any]) -> bool:
-        """Whether ``values`` are the parts, and were not written to. Writing past autograd leaves no trace but
-        in the contents."""
+        """Whether ``values`` are the slices, and were not written to. Writes that bypass autograd can be seen only in
+        the contents."""
         same = all(
             isinstance(v, torch.Tensor) and _place(v) == _place(p) for v, p in zip(values, self.parts, strict=True)
         )

@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional as F
 
 
-# ---- Who holds which part of a bucket: pure arithmetic on sizes ------------------------------------------------------
-# A bucket is one flat buffer of ``degree`` equal chunks, one per rank. The two ways to lay parameters into it differ
-# only in where each begins: one after another, so that chunks cut through them ("even"), or such that none is cut
-# ("parameters").
+# ---- Which rank holds which elements of a bucket: pure arithmetic on sizes -------------------------------------------
+# A bucket is one flat buffer of ``degree`` equal chunks, one per rank. The two partitions differ only in where each
+# parameter begins: one after another, so that a chunk may end inside a parameter ("even"), or such that no parameter
+# spans two chunks ("parameters").
 @dataclass(frozen=True)
 class Span:
     """A run of elements of one flattened parameter in one rank's chunk.
@@ -20,8 +20,8 @@ class Span:
     Args:
         parameter: index of the parameter in the bucket.
         start, stop: elements of the flattened parameter.
-        offset: where ``start`` lies in the chunk.
-        padding: elements without meaning that follow ``stop`` in the chunk and belong to the piece.
+        offset: position of ``start`` in the chunk.
+        padding: elements without meaning that follow ``stop`` in the chunk and belong to the span.
     """
 
     parameter: int
@@ -58,7 +58,7 @@ class Partition:
         return self.degree * self.chunk
 
     def pieces(self, rank: int) -> tuple[Span, ...]:
-        """What lies in the chunk of ``rank``, in the order of the parameters."""
+        """The spans in the chunk of ``rank``, in the order of the parameters."""
         begin, end = rank * self.chunk, (rank + 1) * self.chunk
         result = []
         for index, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
@@ -69,7 +69,7 @@ class Partition:
 
 
 def even(sizes: Sequence[int], degree: int) -> Partition:
-    """Parameters one after another, cut wherever a chunk ends; less than ``degree`` elements of padding in all."""
+    """Parameters one after another, split wherever a chunk ends; less than ``degree`` elements of padding in all."""
     offsets, total = [], 0
     for size in sizes:
         offsets.append(total)
@@ -78,8 +78,8 @@ def even(sizes: Sequence[int], degree: int) -> Partition:
 
 
 def whole(sizes: Sequence[int], degree: int) -> Partition:
-    """No parameter is cut; the largest go first, each to the rank with the least so far (longest processing time first,
-    Graham 1969)."""
+    """No parameter is split; the largest are assigned first, each to the rank with the least so far (longest processing
+    time first, Graham 1969)."""
     loads = [0] * degree
     rank_of = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -95,23 +95,23 @@ def whole(sizes: Sequence[int], degree: int) -> Partition:
     return Partition(degree=degree, chunk=chunk, offsets=tuple(offsets), sizes=tuple(sizes))
 
 
-# ---- A way to cut parameters that is the same on every rank, for devices that run one compiled graph on all of them
-# Cut at the ends of equal chunks, each rank would have pieces of other sizes, at other places: another graph, and on
-# Trainium a compilation, for each. So every parameter is cut by itself, into as many pieces of equal length as there
-# are ranks, the last ones padded, and the buffer is ordered by rank first: chunk r consists of the r-th pieces of all
-# parameters. The padding is less than one element per rank and parameter.
+# ---- A partition that is the same on every rank, for devices that run one compiled graph on all of them --------------
+# Split at the ends of equal chunks, each rank would have shards of different sizes, at different places: another
+# graph, and on Trainium a compilation, for each. So every parameter is split by itself, into as many shards of equal
+# length as there are ranks, the last ones padded, and the buffer is ordered by rank first: chunk r consists of the r-th
+# shards of all parameters. The padding is less than one element per rank and parameter.
 @dataclass(frozen=True)
 class LazyPartition(Partition):
-    """The layout of one bucket; ``offsets`` are those of a parameter's piece within a chunk.
+    """The layout of one bucket; ``offsets`` are those of a parameter's shard within a chunk.
 
     Args:
-        lengths: elements of each rank's piece of each parameter, padding included.
+        lengths: elements of each rank's shard of each parameter, padding included.
     """
 
     lengths: tuple[int, ...]
 
     def pieces(self, rank: int) -> tuple[Span, ...]:
-        """One of each parameter; ``start`` to ``stop`` are those of its elements that are not padding."""
+        """One span of each parameter; ``start`` to ``stop`` are its elements without padding."""
         return tuple(
             Span(
                 parameter=index,
@@ -145,7 +145,7 @@ class LazyPartition(Partition):
 
 
 def lazy_partition(sizes: Sequence[int], degree: int) -> LazyPartition:
-    """Every parameter cut into ``degree`` pieces of equal length."""
+    """Every parameter split into ``degree`` shards of equal length."""
     lengths = [max(1, -(-size // degree)) for size in sizes]
     offsets, total = [], 0
     for length in lengths:

@@ -8,7 +8,7 @@ that run one compiled graph on all ranks. What a loop sees of the gradients is i
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from neuron_accel.contract import Bucket, check_dense
 from neuron_accel.strategies.zero1.partition import Partition
-from neuron_accel.strategies.zero1.sharded_grad import ReducedGradients, ShardedGrad
+from neuron_accel.strategies.zero1.sharded_grad import ParameterShard, ReducedGradients, ShardedGrad
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Group, Pending, Run
@@ -27,7 +27,7 @@ class BucketShard(ReducedGradients):
 
     Args:
         bucket: the parameters.
-        partition: how they lie in the buffer.
+        partition: their positions in the buffer.
         run: the run.
         group: the ranks over which the optimizer's state is sharded: those that hold the same parameters.
         samples: number of ranks that see different samples, over which gradients are averaged; more than ``group`` has
@@ -59,27 +59,47 @@ class BucketShard(ReducedGradients):
     @property
     @abstractmethod
     def has_masters(self) -> bool:
-        """Whether the masters are memory of their own, beside the parameters."""
+        """Whether the masters are separate from the parameters."""
 
-    def updated(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """What the optimizer updates, each with a parameter of the model in whose group it belongs."""
-        return [(piece.parameter, piece.master) for piece in self.pieces]
+    def updated(self) -> list[tuple[nn.Parameter, Sequence[ParameterShard]]]:
+        """What the optimizer updates, each with the pieces that it consists of."""
+        return [(piece.master, [piece]) for piece in self.pieces]
 
-    def before_update(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """The optimizer is going to step. ``state`` is its own."""
+    def regroup(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> dict[torch.Tensor, list[nn.Parameter]]:
+        """Before a step: what the optimizer updates as one has a gradient for all of it, or for nothing.
 
-    def after_update(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        Args:
+            state: the optimizer's, which follows.
+
+        Returns:
+            what the optimizer does not update any more, each with what it updates instead.
+        """
+        return {}
+
+    def split_by(
+        self, kinds: Mapping[int, Hashable], state: MutableMapping[torch.Tensor, dict[str, Any]]
+    ) -> dict[torch.Tensor, list[nn.Parameter]]:
+        """The same, such that what the optimizer updates as one is of one kind; ``kinds`` are those of parameters, by
+        their index."""
+        return {}
+
+    def before_update(self) -> None:
+        """The optimizer is going to step."""
+
+    def after_update(self) -> None:
         """The optimizer has stepped."""
 
     def open(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> MutableMapping[Any, dict[str, Any]]:
-        """The optimizer's state by the masters of pieces, which can be read and written until :meth:`close`."""
+        """The optimizer's state by the masters of parameter shards, which can be read and written until
+        :meth:`close`."""
         return state
 
-    def close(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Takes over what was written since :meth:`open`."""
+    def close(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> dict[torch.Tensor, list[nn.Parameter]]:
+        """Takes over what was written since :meth:`open`. Returns the same as :meth:`regroup`."""
+        return {}
 
     def _join_to_send(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """The same in the dtype in which gradients travel."""
+        """Joins gradients in the dtype in which gradients travel."""
         return self._join(gradients)
 
     @abstractmethod
@@ -87,15 +107,15 @@ class BucketShard(ReducedGradients):
         """Starts to gather the updated weights; what it returns finishes that."""
 
     def sync_user_weights(self) -> None:
-        """Takes over weights that a loop has put in the place of a parameter's own: ``parameter.data = ...``."""
+        """Applies weights that a loop has assigned to a parameter: ``parameter.data = ...``."""
 
     @abstractmethod
     def reload(self) -> None:
         """Takes the model's weights as the new masters, after they were changed elsewhere."""
 
-    # ---- gradients -------------------------------------------------------------------------------------------------
+    # ---- gradients ---------------------------------------------------------------------------------------------------
     def send_gradients(self) -> None:
-        """Starts the reduce-scatter of the bucket's gradients and lets go of them."""
+        """Starts the reduce-scatter of the bucket's gradients and releases them."""
         gradients, kept = [], []
         for index, parameter in enumerate(self.parameters):
             gradient = parameter.grad
@@ -115,7 +135,7 @@ class BucketShard(ReducedGradients):
             self._reduced, self._pending = self._pending.wait(), None
 
     def receive_gradients(self, used: Sequence[bool], scale: float, partial: Group) -> None:
-        """Waits for the reduced gradients and hands each piece its own, added to what it has already.
+        """Waits for the reduced gradients and adds them to each parameter shard.
 
         Args:
             used: for each parameter of the bucket, whether any rank had a gradient.
@@ -131,7 +151,7 @@ class BucketShard(ReducedGradients):
         self._show([index for index, is_used in enumerate(used) if is_used])
 
     def _scaled_sum(self, scale: float, partial: Group) -> torch.Tensor:
-        """What was sent, reduced over all ranks, ``[partition.chunk]``, in the optimizer's dtype."""
+        """The reduction of the sent gradients over all ranks, ``[partition.chunk]``, in the optimizer's dtype."""
         self.complete()
         assert self._reduced is not None
         gradient, self._reduced = self._reduced, None

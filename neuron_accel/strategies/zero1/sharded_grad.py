@@ -1,9 +1,9 @@
 """What ``parameter.grad`` is under ZeRO-1: a tensor that is gathered when it is read.
 
 To a loop it is the reduced gradient, as it would be under plain data parallelism, from the end of the backward pass
-until gradients are zeroed. It takes no memory and costs no message until its values are asked for. Asking is
-collective: the ranks that divide the optimizer read the same gradients in the same order. What a loop changes in it,
-in place, is what the optimizer sees; so is the tensor, or None, that a loop puts in its place.
+until gradients are zeroed. It takes no memory and no communication until its values are read. Reading is collective:
+the ranks that shard the optimizer read the same gradients in the same order. The optimizer uses the gradients as the
+loop has changed them, in place or by assigning a tensor or None.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class GradientSource(Protocol):
 class ShardedGrad(torch.Tensor):
     """The reduced gradient of ``parameter``, of which this rank has a shard.
 
-    A backward pass that meets it (a loop that did not zero gradients) adds to it what this rank alone has; that waits
-    here until it is reduced and added to the shard.
+    A backward pass that accumulates into it (in a loop that did not zero gradients) adds a gradient of this rank alone;
+    that waits here until it is reduced and added to the shard.
 
     Args:
-        parameter: whose shape, dtype and device it has.
-        source: who gathers it; referred to weakly, since parameters may live longer.
+        parameter: the parameter, which gives shape, dtype and device.
+        source: gathers it; referenced weakly, since parameters may live longer.
         index: the parameter's index there.
     """
 
@@ -61,8 +61,8 @@ class ShardedGrad(torch.Tensor):
         return self._source() is source
 
     def take_waiting(self) -> torch.Tensor | None:
-        """What backward passes have added on this rank since the gradient was reduced, if they have; no longer here
-        then."""
+        """Returns and removes what backward passes have added on this rank since the gradient was reduced; None if
+        nothing."""
         waiting, self._waiting = self._waiting, None
         return waiting
 
@@ -73,15 +73,15 @@ class ShardedGrad(torch.Tensor):
         source = self._source()
         if source is None:
             raise UsageError(
-                "This gradient is gone.",
+                "This gradient is no longer available.",
                 where="`parameter.grad` of a parameter under ZeRO-1",
-                why="it is gathered from all ranks when it is read, and its optimizer exists no more",
-                fix="read it before the accelerator lets go of the optimizer, or keep a clone of it",
+                why="it is gathered from all ranks when it is read, and its optimizer no longer exists",
+                fix="read it before the accelerator releases the optimizer, or keep a clone of it",
             )
         whole = source.full_gradient(self._index)
         return whole if self._waiting is None else whole + self._waiting
 
-    # ---- a tensor like any other -----------------------------------------------------------------------------------
+    # ---- a tensor like any other -------------------------------------------------------------------------------------
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own subclasses
 
     @classmethod
@@ -91,7 +91,7 @@ class ShardedGrad(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, cls):
             if function is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
-                first._add_waiting(args[1])  # autograd accumulates; a loop cannot call anything meanwhile
+                first._add_waiting(args[1])  # autograd accumulates; no user code can run here
                 return first
             if function is torch.ops.aten.zero_.default:
                 first._zero()
@@ -100,7 +100,7 @@ class ShardedGrad(torch.Tensor):
                 raise UsageError(
                     "A gradient cannot be changed in place between micro-batches.",
                     where="`parameter.grad` of a parameter under ZeRO-1",
-                    why="a part of it is this rank's alone and waits to be summed over ranks",
+                    why="it includes a gradient of this rank alone, which is not summed over ranks yet",
                     fix="change it after the last micro-batch, or zero gradients after every step",
                 )
         values, named = tree_map(lambda v: v._value() if isinstance(v, cls) else v, (args, kwargs or {}))
@@ -138,13 +138,13 @@ class ShardedGrad(torch.Tensor):
 
 @dataclass
 class ParameterShard:
-    """What this rank optimizes of one parameter.
+    """This rank's shard of one parameter, in the optimizer.
 
     Args:
         parameter: the model's parameter.
-        place: which of its elements.
+        place: its elements.
         master: what the optimizer updates, a view into the rank's chunk, in the optimizer's dtype; ``[stop - start]``,
-            or the parameter's shape where it has no dims, or pieces are whole parameters.
+            or the parameter's shape if it has no dims, or shards are full parameters.
     """
 
     parameter: nn.Parameter
@@ -162,16 +162,16 @@ class ParameterShard:
 
 
 class ReducedGradients(ABC):
-    """This rank's shard of a bucket's reduced gradients, and the same gradients as a loop sees them.
+    """This rank's shard of a bucket's reduced gradients, and the view of them that a loop sees.
 
     Args:
         bucket: the parameters.
         run: the run.
-        group: the ranks that share the optimizer's state.
+        group: the ranks over which the optimizer's state is sharded.
         optimizer_dtype: dtype of the shard.
 
     Attributes:
-        pieces: what this rank optimizes.
+        pieces: the parameter shards of this rank.
         used_anywhere: for each parameter, whether some rank had a gradient since gradients were last dropped.
     """
 
@@ -190,7 +190,7 @@ class ReducedGradients(ABC):
 
     @abstractmethod
     def _join(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """The parameters' values as they lie in the buffer, ``[partition.numel]``; None counts as zeros."""
+        """The parameters' values in the order of the buffer, ``[partition.numel]``; None counts as zeros."""
 
     @abstractmethod
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -198,11 +198,11 @@ class ReducedGradients(ABC):
 
     @abstractmethod
     def _part(self, chunk: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
-        """A piece's own part of a chunk, which may be changed in place."""
+        """The slice of a chunk that belongs to ``piece``, which may be changed in place."""
 
-    # ---- the shard -------------------------------------------------------------------------------------------------
+    # ---- the shard ---------------------------------------------------------------------------------------------------
     def gradient_parts(self, wanted: Collection[nn.Parameter]) -> list[GradientPart]:
-        """This rank's pieces of the reduced gradients of the ``wanted`` parameters; they may be changed in place."""
+        """This rank's shards of the reduced gradients of the ``wanted`` parameters; they may be changed in place."""
         self.before_change()
         mine = {piece.place.parameter: piece for piece in self.pieces}
         parts = []
@@ -216,14 +216,14 @@ class ReducedGradients(ABC):
         return (*record.axes, *self.run.mesh.gradient_axes)
 
     def _hand_out(self, gradient: torch.Tensor) -> None:
-        """Takes ``gradient``, ``[partition.chunk]``, as the shard, and gives each piece its part."""
+        """Takes ``gradient``, ``[partition.chunk]``, as the shard, and gives each parameter shard its slice."""
         self._gradient = gradient
         self._gathered.forget()
         for piece in self.pieces:
             piece.grad = self._part(gradient, piece) if self.used_anywhere[piece.place.parameter] else None
 
     def drop_gradients(self) -> None:
-        """Also those that can be read at the parameters."""
+        """Drops gradients, also those that can be read at the parameters."""
         self._gradient = None
         self._gathered.forget()
         self.used_anywhere = [False] * len(self.parameters)
@@ -234,7 +234,7 @@ class ReducedGradients(ABC):
                 parameter.grad = None
 
     def zero_gradients(self) -> None:
-        """Sets those that were reduced to zero; drops those that are this rank's alone."""
+        """Sets reduced gradients to zero; drops those of this rank alone."""
         kept = [self._is_visible(parameter.grad) for parameter in self.parameters]
         self._forget_all_but(kept)
         if self._gradient is None:
@@ -248,7 +248,7 @@ class ReducedGradients(ABC):
             else:
                 parameter.grad = None
 
-    # ---- what a loop sees ------------------------------------------------------------------------------------------
+    # ---- what a loop sees --------------------------------------------------------------------------------------------
     def _show(self, indices: Sequence[int]) -> None:
         """Lets these gradients be read at their parameters."""
         if not self._visible:
@@ -257,8 +257,8 @@ class ReducedGradients(ABC):
             self.parameters[index].grad = self._visible[index]
 
     def sync_user_edits(self) -> None:
-        """Takes over what a loop has done to the gradients that it sees: changed them, dropped or replaced some. What
-        it puts in their place counts as reduced, as it does beside plain data parallelism."""
+        """Applies what a loop has done to the gradients that it sees: changed them, dropped or replaced some.
+        Replacements count as reduced, as under plain data parallelism."""
         self._take_edits()
         self._forget_all_but([p.grad is not None for p in self.parameters])
         given = [None if p.grad is None or self._is_visible(p.grad) else p.grad.detach() for p in self.parameters]
@@ -278,7 +278,7 @@ class ReducedGradients(ABC):
         self._show(indices)
 
     def before_change(self) -> None:
-        """The shard is going to be changed in place, on every rank: what was gathered is out of date then."""
+        """The shard is about to change in place, on every rank: gathered gradients become outdated."""
         self._take_edits()
         self._gathered.forget()
 
@@ -326,7 +326,7 @@ class ReducedGradients(ABC):
         return isinstance(gradient, ShardedGrad) and gradient.belongs_to(self)
 
     def _check_all_read(self, index: int) -> None:
-        """Of another length than gradients, so that a rank that does something else cannot take it for one."""
+        """Of another length than gradients, so that another operation cannot be mistaken for it."""
         name = self.bucket.records[index].fqn
         everyone = self.run.backend.all_gather_object(name, self.group)
         if set(everyone) != {name}:
@@ -348,7 +348,7 @@ class ReducedGradients(ABC):
         own = self._own_gradient()
         edited, before = self.run.backend.chunk(self._join(self._gathered.parts), self.group), self._gathered.before
         assert before is not None
-        # Where nothing was changed the shard keeps the digits that the parameters' dtype does not have.
+        # Where the loop changed nothing, the shard keeps the digits that the parameters' dtype does not have.
         merged = torch.where(edited == before, own, edited.to(own.dtype))
         self._hand_out(merged)
 
@@ -363,7 +363,7 @@ class ReducedGradients(ABC):
             self._gathered.forget()
         for piece in self.pieces:
             if piece.grad is not None and not self.used_anywhere[piece.place.parameter]:
-                piece.grad.zero_()  # the memory may be a part of the shard
+                piece.grad.zero_()  # the memory may belong to the shard
                 piece.grad = None
 
 
@@ -371,7 +371,7 @@ class _Gathered:
     """The gathered gradients of a bucket, which a loop may read or change.
 
     Attributes:
-        parts: of each parameter; empty if nothing was gathered.
+        parts: the gradient of each parameter; empty if nothing was gathered.
         before: this rank's shard as it was gathered.
     """
 

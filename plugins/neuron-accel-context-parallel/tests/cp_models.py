@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-VOCABULARY, LENGTH = 96, 22  # 22 does not divide by 4, nor by 8
+VOCABULARY, LENGTH = 96, 22  # 22 is not divisible by 4, nor by 8
 _SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

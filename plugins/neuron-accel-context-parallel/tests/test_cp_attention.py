@@ -50,11 +50,11 @@ def on_rank() -> list[float]:
             leaves = [x.clone().requires_grad_() for x in whole]
             expected = plain(*leaves, codes, window, cap)
             expected.backward(weights)
-            shares = [zigzag.share(x, 2, 0.0).requires_grad_() for x in whole]
+            shares = [zigzag.shard(x, 2, 0.0).requires_grad_() for x in whole]
             actual = ring.attention(*shares, Look(scores=Scores(scale=0.3, cap=cap), window=window), codes)
-            actual.backward(zigzag.share(weights, 1, 0.0))
-            pairs = [(actual, zigzag.share(expected, 1, 0.0))]
-            pairs += [(s.grad, zigzag.share(x.grad, 2, 0.0)) for s, x in zip(shares, leaves, strict=True)]
+            actual.backward(zigzag.shard(weights, 1, 0.0))
+            pairs = [(actual, zigzag.shard(expected, 1, 0.0))]
+            pairs += [(s.grad, zigzag.shard(x.grad, 2, 0.0)) for s, x in zip(shares, leaves, strict=True)]
             errors += [float((a - b).abs().max()) for a, b in pairs]
     return errors
 

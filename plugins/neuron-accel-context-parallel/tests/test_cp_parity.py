@@ -34,7 +34,7 @@ def check(model, division, data, training=STEPS):
 
 @pytest.mark.parametrize("division", DIVISIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_divided_sequences_train_like_whole_ones(family, division):
+def test_sharded_sequences_train_like_whole_ones(family, division):
     check(FAMILIES[family], division, cp_models.batches(5))
 
 

@@ -198,7 +198,7 @@ def classifier() -> nn.Module:
 
 
 MODELS = {
-    "plain": (Plain, "no model of transformers"),
+    "plain": (Plain, "not a model of transformers"),
     "state space": (state_space, "linear_attention"),
     "both ways": (both_ways, "only causal"),
     "linear attention": (other_mixture, "linear_attention"),
@@ -244,7 +244,7 @@ def refuse_calls() -> None:
     for text, change in calls.items():
         with pytest.raises(UsageError, match=text):
             model.train()(**{"input_ids": ids, **change})
-    with pytest.raises(UsageError, match="outside of a divided call"):
+    with pytest.raises(UsageError, match="outside of a sharded call"):
         model.model(ids)
     with pytest.raises(UsageError, match="does not know the ring"):
         model.model.layers[0](torch.ones(1, 4, 32), position_embeddings=(torch.ones(1, 4, 8),) * 2)
@@ -255,7 +255,7 @@ def refuse_calls() -> None:
         model(ids, labels=torch.zeros(4, dtype=torch.long))
 
 
-def test_calls_that_cannot_be_divided_are_refused():
+def test_calls_that_cannot_be_sharded_are_refused():
     run_ranks(refuse_calls, 2)
 
 

@@ -1,4 +1,4 @@
-"""Divided sequences on real XLA ranks: documents, padding and windows as data, one graph on every rank."""
+"""Sharded sequences on real XLA ranks: documents, padding and windows as data, one graph on every rank."""
 
 from __future__ import annotations
 

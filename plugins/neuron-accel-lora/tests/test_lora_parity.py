@@ -111,7 +111,7 @@ def test_compositions_are_one_process(build, options: dict, plugins: list, ranks
 
 
 def test_vocabulary_of_gpt2_on_two_ranks(tmp_path: Path) -> None:
-    """50257 entries do not divide by two."""
+    """50257 entries are not divisible by two."""
     build = functools.partial(gpt2, vocab=50257, tied=False)
     options = {"r": 2, "target_modules": ["wte", "lm_head"]}
     reference = alone(build(), options, batches(50257, 2))
@@ -121,7 +121,7 @@ def test_vocabulary_of_gpt2_on_two_ranks(tmp_path: Path) -> None:
     assert_alike(reference, results, tmp_path)
 
 
-def test_what_peft_saved_goes_on_divided(tmp_path: Path) -> None:
+def test_what_peft_saved_goes_on_sharded(tmp_path: Path) -> None:
     """peft trains and saves, other ranks go on from the folder, and so does peft: both arrive at the same."""
     first, second = tmp_path / "first", tmp_path / "second"
     alone(gpt2(), RICH, batches(count=2))["model"].save_pretrained(first)

@@ -39,20 +39,9 @@ DIMS = [0, 1, -1]
 SHAPE = (4, 8, 12)
 
 
-class LikeADevice(TorchBackend):
-    """Takes the paths of a device whose library makes the sums, cannot send to one rank, and compiles every shape."""
-
-    @property
-    def _on_cpu(self) -> bool:
-        return False
-
-    @property
-    def _point_to_point(self) -> bool:
-        return False
-
-
-def connect(kind: type[TorchBackend] = TorchBackend):
-    backend = kind.connect()
+def connect():
+    """The backend of a rank, on the device that it has."""
+    backend = TorchBackend.connect("neuron" if hasattr(torch, "neuron") else "cpu")
     return backend, backend.new_group([range(backend.world_size)], "tp")
 
 
@@ -66,19 +55,20 @@ def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     assert actual.is_contiguous()
+    actual = actual.cpu()
     one, other = (t.contiguous().view(-1).view(torch.uint8) for t in (actual, expected))
     assert torch.equal(one, other), (actual, expected)
 
 
-def moves(kind: type[TorchBackend], dtypes: list[torch.dtype]) -> None:
-    backend, group = connect(kind)
+def moves(dtypes: list[torch.dtype]) -> None:
+    backend, group = connect()
     n, rank = group.size, backend.rank
     for dtype in dtypes:
         everyone = [data(r, dtype) for r in range(n)]
-        x = everyone[rank]
+        x = everyone[rank].to(backend.device)
         for dim in DIMS:
             same(backend.all_gather(x, group, dim), torch.cat(everyone, dim))
-            same(backend.chunk(x, group, dim).contiguous(), x.chunk(n, dim)[rank])
+            same(backend.chunk(x, group, dim).contiguous(), everyone[rank].chunk(n, dim)[rank].contiguous())
             for concat_dim in DIMS:
                 received = torch.cat([peer.chunk(n, dim)[rank] for peer in everyone], concat_dim)
                 same(backend.all_to_all(x, group, dim, concat_dim), received)
@@ -89,17 +79,17 @@ def moves(kind: type[TorchBackend], dtypes: list[torch.dtype]) -> None:
         same(x, data(rank, dtype))  # nothing above touched its input
 
 
-def sums(kind: type[TorchBackend], dtypes: list[torch.dtype]) -> None:
-    backend, group = connect(kind)
+def sums(dtypes: list[torch.dtype]) -> None:
+    backend, group = connect()
     n, rank = group.size, backend.rank
     for dtype in dtypes:
         everyone = [data(r, dtype) for r in range(n)]
         total = torch.stack(everyone).sum(0).to(dtype)
         for dim in DIMS:
-            x = everyone[rank].clone()
+            x = everyone[rank].to(backend.device, copy=True)
             same(backend.reduce_scatter(x, group, dim), total.chunk(n, dim)[rank])
             same(x, everyone[rank])
-        same(backend.all_reduce(everyone[rank].clone(), group), total)
+        same(backend.all_reduce(everyone[rank].to(backend.device, copy=True), group), total)
 
 
 def together() -> None:
@@ -133,22 +123,16 @@ def extremes() -> None:
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_moving(n):
-    run_ranks(moves, n, TorchBackend, MOVED)
+    run_ranks(moves, n, MOVED)
 
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_summing(n):
-    run_ranks(sums, n, TorchBackend, SUMMED)
+    run_ranks(sums, n, SUMMED)
 
 
 def test_extremes():
     run_ranks(extremes, 4)
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_the_paths_of_other_devices(n):
-    run_ranks(moves, n, LikeADevice, [torch.float32, torch.bfloat16, torch.int64])
-    run_ranks(sums, n, LikeADevice, [torch.float32, torch.int64])
 
 
 def odd_shapes() -> None:
@@ -218,7 +202,7 @@ def test_sums_depend_on_nothing_but_the_ranks():
         same(results[1][1], first[0][1][1])
 
 
-# ---- what is counted ------------------------------------------------------------------------------------------------
+# ---- what is counted -------------------------------------------------------------------------------------------------
 def counted() -> list[tuple[str, str, int, int]]:
     backend, group = connect()
     x = torch.ones(8, 6)  # 192 bytes
@@ -251,7 +235,7 @@ def test_what_is_sent_is_the_least_possible(n):
         ]
 
 
-# ---- overlap --------------------------------------------------------------------------------------------------------
+# ---- overlap ---------------------------------------------------------------------------------------------------------
 def started(folder: str) -> None:
     """Rank 1 takes part only after rank 0 has returned from every ``start_``; were they to wait, nobody would move."""
     backend, group = connect()
@@ -282,7 +266,7 @@ def test_starting_does_not_wait(tmp_path):
     run_ranks(started, 2, str(tmp_path))
 
 
-# ---- groups ---------------------------------------------------------------------------------------------------------
+# ---- groups ----------------------------------------------------------------------------------------------------------
 def grouped() -> None:
     import torch.distributed as dist
 
@@ -315,21 +299,6 @@ def grouped() -> None:
 
 def test_groups():
     run_ranks(grouped, 4)
-
-
-def padded_objects() -> None:
-    backend, group = connect(LikeADevice)
-    assert not backend.reads_are_free
-    values = [None, "x" * 3_000_000, {"rank": 2}, torch.arange(3)]
-    received = backend.all_gather_object(values[backend.rank], group)
-    assert received[:3] == values[:3]
-    assert received[3].tolist() == [0, 1, 2]
-    for source in (1, 2):
-        assert backend.broadcast_object(values[backend.rank], group, source) == values[source]
-
-
-def test_objects_on_devices_that_compile_every_shape():
-    run_ranks(padded_objects, 4)
 
 
 # ---- lost peers -----------------------------------------------------------------------------------------------------
@@ -410,7 +379,7 @@ def test_a_late_peer_is_reported_in_the_end():
     assert "timeout" in error.fix
 
 
-# ---- connecting -----------------------------------------------------------------------------------------------------
+# ---- connecting ------------------------------------------------------------------------------------------------------
 def connect_from_the_environment() -> None:
     import torch.distributed as dist
 

@@ -21,7 +21,7 @@ def noisy() -> torch.nn.Module:
     return model
 
 
-# 95 tokens divide by no degree: with a divided vocabulary, shards are padded.
+# 95 tokens divide by no degree: with a sharded vocabulary, shards are padded.
 MODELS = {**FAMILIES, "llama-padded": functools.partial(llama, vocabulary=95), "gpt2-noisy": noisy}
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
 PP2_TP2 = {

@@ -26,7 +26,7 @@ from tests.distributed.checkpoint.checkpoint_support import BATCHES, TP2, Traine
 MESH = [TP2, "zero1"]
 
 
-# ---- damage --------------------------------------------------------------------------------------------------------
+# ---- damage ----------------------------------------------------------------------------------------------------------
 def _damages(folder: Path):
     """Every way to damage every file, undone after each: name, and a context."""
     names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
@@ -102,7 +102,7 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path):
     run_ranks(_wrong_model, 1, str(tmp_path / "c"), "llama")
 
 
-# ---- interruptions -------------------------------------------------------------------------------------------------
+# ---- interruptions ---------------------------------------------------------------------------------------------------
 class Dying(Files):
     """Ends the process before its nth operation."""
 
@@ -262,7 +262,7 @@ def _load_latest(root: str) -> int:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_at_a_random_moment_the_latest_loads_and_nothing_reported_is_lost(tmp_path, seed):
-    from neuron_accel.testing.ranks import RanksError
+    from neuron_accel.testing import RanksError
 
     with pytest.raises(RanksError):
         run_ranks(_kill_at_random, 2, str(tmp_path), seed, timeout=60, grace=1)
@@ -273,7 +273,7 @@ def test_killed_at_a_random_moment_the_latest_loads_and_nothing_reported_is_lost
     assert left <= 2
 
 
-# ---- a file system that refuses ------------------------------------------------------------------------------------
+# ---- a file system that refuses --------------------------------------------------------------------------------------
 class Full(Files):
     """A disk that is full from the nth write on."""
 

@@ -275,6 +275,7 @@ def use(tool, folder: Path, output: Path) -> None:
     from neuron_accel.checkpoint.tools.report import inspect, verify
     from neuron_accel.checkpoint.tools.reshard import Division, reshard
     from neuron_accel.cli.inspect import format_report
+    from neuron_accel.engine.plan.mesh import Mesh
 
     if tool == "inspect":
         report = inspect(folder)
@@ -285,7 +286,7 @@ def use(tool, folder: Path, output: Path) -> None:
     elif tool == "consolidate":
         consolidate(folder, output)
     else:
-        reshard(folder, output, Division(data_parallel=2, divide_optimizer=True))
+        reshard(folder, output, Division(mesh=Mesh.build([], 2), divide_optimizer=True))
 
 
 @pytest.mark.parametrize("tool", ["inspect", "verify", "consolidate", "reshard"])

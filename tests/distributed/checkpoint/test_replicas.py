@@ -15,6 +15,7 @@ from neuron_accel.checkpoint.tools.consolidate import consolidate
 from neuron_accel.checkpoint.tools.report import inspect, verify
 from neuron_accel.checkpoint.tools.reshard import Division, reshard
 from neuron_accel.contract import AxisKind, AxisSpec, Phase, PluginSpec, ReplicaState, ShardedState, StrategyPlugin
+from neuron_accel.engine.plan.mesh import Mesh
 from neuron_accel.errors import CheckpointError, UsageError
 from neuron_accel.testing import run_ranks
 from tests.distributed.checkpoint.checkpoint_support import (
@@ -121,7 +122,7 @@ def reference(data_ranks: int, islands: int = 2) -> dict[int, list[dict[str, tor
     return result
 
 
-# ---- on ranks ------------------------------------------------------------------------------------------------------
+# ---- on ranks --------------------------------------------------------------------------------------------------------
 NAME = f"{__name__}:DiLoCo"
 
 
@@ -203,7 +204,7 @@ def test_islands_equal_their_reference_and_resume_in_the_middle_of_a_round(tmp_p
     # Another mesh: twice as many islands take the copies in turns, or as many that are not sharded.
     islands = 4 if not plugins else 2
     if plugins == [TP2]:
-        reshard(folder, tmp_path / "resharded", Division(data_parallel=2, divide_optimizer=True))
+        reshard(folder, tmp_path / "resharded", Division(mesh=Mesh.build([], 2), divide_optimizer=True))
         assert verify(tmp_path / "resharded") == []
         folder = tmp_path / "resharded"
     if plugins != ["zero1"]:
@@ -222,7 +223,7 @@ def _weights(paths: list[Path]) -> dict[str, torch.Tensor]:
     return {name: tensor for path in paths for name, tensor in load_file(path).items()}
 
 
-# ---- ranks that should be equal and are not ------------------------------------------------------------------------
+# ---- ranks that should be equal and are not --------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Settle(StrategyPlugin):
     """Averages the weights of ranks that took steps apart, once somebody wants to save them."""
@@ -302,7 +303,7 @@ def test_state_of_a_plugin_that_does_not_lie_as_it_says_is_refused(tmp_path):
         assert "model.norm.weight" in name
         assert "has shape (3,), the parameter has (32,)" in shape
         assert "different values of plugin.diloco.momentum" in differs
-        assert "Inputs cannot be uneven where replicas train apart" in uneven
+        assert "Inputs cannot be uneven if replicas train separately" in uneven
 
 
 def _changed_in_place() -> list[float]:

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from neuron_accel import NeuronAccelerator
 from neuron_accel.checkpoint.state.snapshot import pieces_of
-from neuron_accel.errors import CheckpointError, UsageError
+from neuron_accel.errors import CheckpointError, ConfigurationError, UsageError
 from neuron_accel.testing import run_ranks
 from tests.distributed.checkpoint.checkpoint_support import BATCHES, TP2, Trained, assert_equal
 
 
-# ---- exactness -----------------------------------------------------------------------------------------------------
+# ---- exactness -------------------------------------------------------------------------------------------------------
 class Noisy(nn.Module):
     """A model with dropout, running statistics and a frozen weight."""
 
@@ -89,26 +90,30 @@ def _noisy_run(folder: str, plugins: list[Any], part: str, samples: int = 41) ->
                 accelerator.save_state(folder)
                 return trace, {}
         epoch += 1
-    # Running statistics of this rank, which evaluation on it sees; ranks may have different ones.
+    # Running statistics, which evaluation sees.
     statistics = [accelerator.run.backend.to_host(b).tolist() for b in model.buffers()]
     state = accelerator.get_state_dict(model)
     return [*trace, tuple(counter.seen), statistics], state
 
 
-@pytest.mark.parametrize("plugins", [[], ["zero1"]], ids=["dp2", "zero1"])
-def test_stopping_in_the_middle_of_everything_changes_nothing(tmp_path, plugins):
+@pytest.mark.parametrize("broadcast", [True, False], ids=["", "own buffers"])
+@pytest.mark.parametrize("plugin", ["data_parallel", "zero1"])
+def test_stopping_in_the_middle_of_everything_changes_nothing(tmp_path, plugin, broadcast):
     """In an epoch, with dropout, running statistics, groups, a schedule, shuffling and all generators."""
     folder = str(tmp_path / "c")
+    plugins = [{plugin: {"broadcast_buffers": broadcast}}]
     whole = run_ranks(_noisy_run, 2, folder, plugins, "whole")
     first = run_ranks(_noisy_run, 2, folder, plugins, "first")
     second = run_ranks(_noisy_run, 2, folder, plugins, "second")
     for (expected, _), (one, _), (other, _) in zip(whole, first, second, strict=True):
         assert [*one, *other] == expected
-    assert whole[0][0][-1] != whole[1][0][-1]  # ranks have statistics of their own, and get them back
+    assert (
+        whole[0][0][-1] == whole[1][0][-1]
+    ) is broadcast  # else ranks have statistics of their own, and get them back
     assert_equal(whole[0][1], second[0][1])
 
 
-# ---- loaders -------------------------------------------------------------------------------------------------------
+# ---- loaders ---------------------------------------------------------------------------------------------------------
 SAMPLES = 46
 
 
@@ -197,7 +202,7 @@ def test_skipping_by_hand_is_not_done_twice(tmp_path):
     assert run_ranks(_skips_by_hand, 1, str(tmp_path / "c"))[0] == [3, 4, 5, 6, 7, *range(8)]
 
 
-# ---- saving in the background --------------------------------------------------------------------------------------
+# ---- saving in the background ----------------------------------------------------------------------------------------
 def _save_behind(folder: str) -> None:
     trained = Trained("gpt2-tied", [TP2, "zero1"])
     accelerator = trained.accelerator
@@ -217,7 +222,7 @@ def test_a_background_save_holds_what_was_there_when_it_was_asked_for(tmp_path):
     run_ranks(_save_behind, 4, str(tmp_path / "c"))
 
 
-# ---- mixed precision -----------------------------------------------------------------------------------------------
+# ---- mixed precision -------------------------------------------------------------------------------------------------
 def _scaler(folder: str, load: bool) -> tuple[float, dict[str, Any]]:
     """The scale of fp16 training. Accelerate makes a scaler on GPUs only; torch has one for the CPU."""
     trained = Trained("gpt2-tied", ["zero1"], seed=int(load))
@@ -245,7 +250,7 @@ def test_the_scaler_of_fp16_training_goes_on(tmp_path):
     assert run_ranks(_scaler, 2, str(tmp_path / "c"), True) == saved
 
 
-# ---- Accelerate's ways ---------------------------------------------------------------------------------------------
+# ---- Accelerate's ways -----------------------------------------------------------------------------------------------
 def _project(root: str, steps: int) -> list[str]:
     from accelerate.utils import ProjectConfiguration
 
@@ -306,8 +311,14 @@ class Opaque:
 def _refusals(folder: str) -> None:
     trained = Trained("gpt2-tied", [])
     accelerator = trained.accelerator
-    with pytest.raises(UsageError, match="no option 'max_shard_size'"):
+    with pytest.raises(UsageError, match="'max_shard_size' is not an option of `save_state`"):
         accelerator.save_state(folder, max_shard_size=3)
+    with pytest.raises(UsageError, match=r"'map_locaton' is not an option(.|\n)*Did you mean 'map_location'"):
+        accelerator.load_state(folder, map_locaton="cpu")
+    with pytest.raises(UsageError, match="Unsupported optimizer map location passed: 'meta'"):
+        accelerator.load_state(folder, map_location="meta")
+    with pytest.raises(ConfigurationError, match=r"mixed_precision='bf16' differs from the 'no'(.|\n)*a new process"):
+        NeuronAccelerator(mixed_precision="bf16")
     with pytest.raises(UsageError, match="needs a folder"):
         accelerator.save_state()
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -330,7 +341,7 @@ def _not_safe(folder: str) -> tuple[list[str], list[str]]:
     logging.getLogger("neuron_accel").addHandler(handler)
     for name in ("a", "b"):
         accelerator.save_state(f"{folder}/{name}", safe_serialization=False)
-    accelerator.load_state(f"{folder}/b")
+    assert accelerator.load_state(f"{folder}/b", map_location="cpu")
     accelerator.save_model(trained.model, f"{folder}/model", safe_serialization=False, max_shard_size="20KB")
     return said, sorted(os.listdir(f"{folder}/model"))
 
@@ -382,7 +393,7 @@ def test_factored_moments_travel_between_meshes(tmp_path):
         assert_equal(saved, run_ranks(_factored, ranks, folder, plugins, True)[0], str(plugins))
 
 
-# ---- other dtypes --------------------------------------------------------------------------------------------------
+# ---- other dtypes ----------------------------------------------------------------------------------------------------
 def _masters(folder: str, plugins: list[Any], seed: int) -> dict:
     trained = Trained("llama", plugins, seed=seed, dtype=torch.bfloat16)
     if seed:

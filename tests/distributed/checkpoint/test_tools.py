@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import logging
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from neuron_accel.checkpoint.format.manifest import read_manifest
+from neuron_accel.checkpoint.format.manifest import NAME, read_manifest
 from neuron_accel.checkpoint.format.tensorfile import read_header
 from neuron_accel.checkpoint.tools.consolidate import consolidate, parse_size
 from neuron_accel.checkpoint.tools.report import verify
@@ -157,7 +160,7 @@ def test_other_families_on_other_meshes(saved, model, ranks, plugins):
     assert next_loss == pytest.approx(loss, rel=1e-5)
 
 
-# ---- inspect and verify --------------------------------------------------------------------------------------------
+# ---- inspect and verify ----------------------------------------------------------------------------------------------
 def test_inspect_says_what_is_there(saved, capsys):
     folder, contents, _ = saved("llama-padded")
     assert main(["inspect", "--json", str(folder / "tensor_parallel_shards")]) == 0
@@ -177,7 +180,7 @@ def test_every_unique_byte_is_written_once_and_by_all(saved):
     """Two data-parallel ranks share the work; ranks that hold equal parts do not repeat each other."""
     folder, contents, _ = saved("gpt2-tied")
     files = {path.name: path.stat().st_size for path in (folder / "tensor_parallel_shards").iterdir()}
-    assert sorted(files) == [f"tp_rank_0{t}_pp_rank_00_dp_rank_0{d}.safetensors" for t in (0, 1) for d in (0, 1)]
+    assert sorted(files) == [f"dp_rank_0{d}_tp_rank_0{t}.safetensors" for d in (0, 1) for t in (0, 1)]
     unique = {value.data_ptr(): value for value in weights_of(contents).values()}
     size = sum(value.numel() * value.element_size() for value in unique.values())
     shards = list((folder / "tensor_parallel_shards").iterdir())
@@ -199,10 +202,8 @@ def test_verify(saved, tmp_path, capsys):
 
 
 def test_verify_compares_with_the_configuration(saved, tmp_path):
-    from dataclasses import replace
-
     from neuron_accel.checkpoint.format.files import checksums_of
-    from neuron_accel.checkpoint.format.manifest import NAME, FileEntry
+    from neuron_accel.checkpoint.format.manifest import FileEntry
 
     folder = tmp_path / "copy"
     shutil.copytree(saved("llama")[0], folder)
@@ -279,7 +280,7 @@ def _save_big(folder: str) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-# ---- weights at the start, weights at the end ----------------------------------------------------------------------
+# ---- weights at the start, weights at the end ------------------------------------------------------------------------
 def _start_from(folder: str, degree: int, model: str) -> dict:
     plugins = [{"model_parallelism": {"tensor_parallel_size": degree, "checkpoint_dir": folder}}, "zero1"]
     return Trained(model, plugins, seed=1).contents()
@@ -295,7 +296,11 @@ def _save_in_full(folder: str, plugins: list, model: str) -> dict:
     trained = Trained(model, plugins)
     trained.step(BATCHES[0])
     trained.accelerator.unwrap_model(trained.model).save_pretrained(folder + "/pretrained", max_shard_size="20KB")
+    said = io.StringIO()
+    logging.getLogger("accelerate").addHandler(handler := logging.StreamHandler(said))
     trained.accelerator.save_model(trained.model, folder + "/model")
+    logging.getLogger("accelerate").removeHandler(handler)
+    assert said.getvalue() == ""  # that a tied weight is written once is no news
     return trained.contents()
 
 
@@ -329,11 +334,11 @@ def _copy_and_save(folder: str) -> None:
 
 
 def test_shards_are_never_saved_as_if_they_were_the_model(tmp_path):
-    """A copy of a divided model, and the model after the run."""
+    """A copy of a sharded model, and the model after the run."""
     run_ranks(_copy_and_save, 2, str(tmp_path / "out"))
 
 
-# ---- reshard -------------------------------------------------------------------------------------------------------
+# ---- reshard ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("model", ["gpt2-tied", "llama-padded"])
 @pytest.mark.parametrize(
     ("pp", "tp", "dp", "zero"),
@@ -346,8 +351,10 @@ def test_resharded_checkpoints_hold_the_same(saved, tmp_path, model, pp, tp, dp,
     assert main(["reshard", "-q", *arguments, str(folder), str(tmp_path / "out")]) == 0
     assert verify(tmp_path / "out") == []
     shards = sorted(path.name for path in (tmp_path / "out" / "tensor_parallel_shards").iterdir())
-    ranks = itertools.product(range(tp), range(pp), range(dp))
-    assert shards == [f"tp_rank_0{t}_pp_rank_0{p}_dp_rank_0{d}.safetensors" for t, p, d in ranks]
+    degrees = {axis: degree for axis, degree in (("pp", pp), ("dp", dp), ("tp", tp)) if degree > 1}
+    ranks = itertools.product(*(range(degree) for degree in degrees.values()))
+    names = ["_".join(f"{axis}_rank_0{i}" for axis, i in zip(degrees, rank, strict=True)) for rank in ranks]
+    assert shards == [f"{name or 'rank_00'}.safetensors" for name in names]
     parallelism = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     plugins = [{"model_parallelism": parallelism | ({"num_microbatches": 2} if pp > 1 else {})}, "zero1"]
     found, next_loss = run_ranks(load_and_step, tp * dp * pp, str(tmp_path / "out"), model, plugins)[0]
@@ -362,7 +369,25 @@ def _stage_weights(folder: str) -> tuple[str, set[str]]:
     accelerator = trained.accelerator
     names = {record.fqn for m in accelerator.run.models for record in m.parameters if record.current is not None}
     tp, pp = accelerator.tensor_parallel_rank, accelerator.pipeline_parallel_rank
-    return f"tp_rank_0{tp}_pp_rank_0{pp}_dp_rank_00.safetensors", names
+    return f"pp_rank_0{pp}_tp_rank_0{tp}.safetensors", names
+
+
+def test_files_may_have_any_names(saved, tmp_path):
+    """A checkpoint from before files were named by the axes of the mesh: every name had tp, pp and dp."""
+    folder, contents, loss = saved("gpt2-tied")
+    shutil.copytree(folder, tmp_path / "old")
+    manifest, files = read_manifest(folder), {}
+    for number, (relative, entry) in enumerate(manifest.files.items()):
+        path = Path(relative)
+        renamed = path.with_name(f"tp_rank_{number:02d}_pp_rank_00_dp_rank_00.safetensors")
+        renamed = renamed if entry.kind in ("model", "optimizer") else path
+        (tmp_path / "old" / path).rename(tmp_path / "old" / renamed)
+        files[str(renamed)] = entry
+    (tmp_path / "old" / NAME).write_bytes(replace(manifest, files=files).to_bytes())
+    assert verify(tmp_path / "old") == []
+    found, next_loss = run_ranks(load_and_step, 2, str(tmp_path / "old"), "gpt2-tied", ["zero1"])[0]
+    assert_equal(contents, found)
+    assert next_loss == pytest.approx(loss, rel=1e-5)
 
 
 def test_a_pipeline_is_resharded_back_and_forth(saved, tmp_path):

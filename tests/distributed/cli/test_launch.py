@@ -115,21 +115,39 @@ dist.all_reduce(torch.ones(1))
     assert "neuron-accel: rank 1 failed first: exit code 7" in err
 
 
-def test_a_rank_that_left_is_named_before_the_one_that_waited_for_it(start, script):
-    body = """
+@pytest.mark.parametrize(
+    ("leaves", "how"),
+    [
+        ("raise SystemExit", r"sys\.exit at .*, line \d+ \(exit code 0\)"),
+        ("os._exit(0)", r"exit code 0 without reaching the end of the script"),
+    ],
+)
+def test_a_rank_that_left_is_named_before_the_one_that_waited_for_it(start, script, leaves, how):
+    body = f"""
 import torch.distributed as dist, torch
 dist.init_process_group("gloo")
 if rank == 1:
-    raise SystemExit
+    {leaves}
 dist.all_reduce(torch.ones(1))
 """
     code, _, err = start("--nproc-per-node", "2", "--quiet", script(body)).finish()
     assert code == 1, err
     first, second = err[err.index("neuron-accel: ") :].splitlines()[:2]
-    assert re.match(
-        r"neuron-accel: rank 1 left before the others were done: sys.exit at .*, line \d+ \(exit code 0", first
-    )
+    host = re.escape(socket.gethostname())
+    assert re.match(rf"neuron-accel: rank 1 on {host} left before the others were done: {how}", first)
     assert second.startswith("rank 0 failed first: exit code 1, ")
+
+
+def test_a_rank_that_is_gone_is_named_while_the_others_wait(start, script):
+    body = """
+if rank == 1:
+    os._exit(0)
+time.sleep(0 if rank == 2 else 10)  # 2 reaches the end, which is no departure
+"""
+    code, _, err = start("--nproc-per-node", "3", "--quiet", script(body)).finish()
+    assert code == 0, err
+    (line,) = err.splitlines()
+    assert re.match(r"neuron-accel: rank 1 on \S+ is gone without having reached the end of the script", line)
 
 
 def test_the_traceback_of_a_rank_whose_output_is_not_shown_is_shown(start, script):

@@ -119,6 +119,66 @@ def test_what_the_tool_is_told(arguments, words):
     assert {setting.name for setting in plan.settings} == {"NEURON_ACCEL_PRECOMPILE_STEPS"}
 
 
+LAUNCH = ["neuron-accel", "launch", "--nproc-per-node", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        (["--", *LAUNCH, "--cache-dir", "/c", "t.py", "--cache-dir", "/of/the/script"], "/c"),
+        (["--", *LAUNCH, "--cache_dir=/c", "t.py"], "/c"),
+        (["--", "/opt/bin/neuron-accel", *LAUNCH[1:], "--cache-dir=/c", "t.py"], "/c"),
+        (["--cache-dir", "/c", "--", *LAUNCH, "--cache-dir", "/c", "t.py"], "/c"),
+        (["--cache-dir", "/c", "--", *LAUNCH, "t.py"], "/c"),
+        (["--command", "collect", "--", *LAUNCH, "--cache-dir", "/c", "t.py"], "/c"),
+        (["--command", "clean", "--cache-dir", "/c"], "/c"),
+        (["--command", "clear-locks", "--cache-dir", "/c"], "/c"),
+        (["--command", "compile", "--cache-dir", "/c"], "/c"),
+        (["--", *LAUNCH, "t.py"], None),
+        (["--", "torchrun", "--cache-dir", "/c", "t.py"], None),
+    ],
+)
+def test_the_tool_and_the_ranks_have_one_cache(arguments, place):
+    plan = plan_precompile(build_parser().parse_args(["precompile", *arguments]), {}, "/bin/tool")
+    found = {setting.name: setting.value for setting in plan.settings}
+    assert found.get("NEURON_CC_FLAGS") == (f"--cache_dir={place}" if place else None)
+    assert found.get("NEURON_COMPILE_CACHE_URL") == place
+    assert plan.place == (place or "/var/tmp/neuron-compile-cache")
+    assert f"compile cache {plan.place}" in " ".join(plan.explain().split())
+
+
+def test_a_launch_that_cannot_be_read_is_answered_at_once(capsys):
+    with pytest.raises(SystemExit):
+        plan_precompile(build_parser().parse_args(["precompile", "--", *LAUNCH, "--cach-dir", "c", "t.py"]), {}, "/t")
+    assert "did you mean --cache-dir?" in capsys.readouterr().err
+
+
+def test_a_cache_that_machines_would_share_is_said():
+    arguments = build_parser().parse_args(["precompile", "--command", "clean", "--cache-dir", "/fsx/c"])
+    plan = plan_precompile(arguments, {}, "/bin/tool", mounts=[("/", "ext4"), ("/fsx", "lustre")], host="trn-1")
+    assert "note" in plan.explain()
+    assert "/fsx/c is on lustre" in plan.explain()
+
+
+@pytest.mark.parametrize("arguments", [["--command", "clean", "--cache-dir"], ["--", *LAUNCH, "t.py", "--cache-dir"]])
+def test_the_cache_that_the_tool_writes_is_the_one_that_is_checked(arguments, tmp_path, capsys, monkeypatch):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("neuron_parallel_compile", "neuron-accel"):
+        (tools / name).write_text("#!/bin/bash\ntouch ran\n")
+        (tools / name).chmod(0o755)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.chdir(tmp_path)
+    arguments = [*arguments, "file/below"]
+    if "t.py" in arguments:  # the option belongs before the script
+        arguments.remove("t.py")
+        arguments.append("t.py")
+    assert main(["precompile", *arguments]) == 2
+    assert "compile cache cannot be written" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
 def test_retries_and_flags_are_set():
     arguments = ["precompile", "--max-retries", "2", "--retry-failed-compilation", "--", "torchrun", "t.py"]
     plan = plan_precompile(build_parser().parse_args(arguments), {"NEURON_CC_FLAGS": "-O1"}, "/bin/tool")
@@ -135,6 +195,11 @@ def test_retries_and_flags_are_set():
         (["--", "train.py", "--lr", "1"], {}, "train.py is a script, not a command"),
         (["--command", "compile", "--", "torchrun", "t.py"], {}, "--command compile does not run a training command"),
         (["--max-steps", "0", "--", "torchrun", "t.py"], {}, "0 steps"),
+        (
+            ["--cache-dir", "/a", "--", "neuron-accel", "launch", "--cache-dir", "/b", "t.py"],
+            {},
+            "two compile caches, /a and /b",
+        ),
         (["--analyze-output", "x", "--", "torchrun", "t.py"], {}, "--analyze-output has no effect here"),
         (["--cache-dir", "https://x", "--", "torchrun", "t.py"], {}, "cannot be at"),
         (["--", "torchrun", "t.py"], {"NEURON_CC_FLAGS": "--cache_size=3"}, "--cache_size=3 does nothing"),

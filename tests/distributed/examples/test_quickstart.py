@@ -36,7 +36,7 @@ def load(name: str):
 data, options, recipe, reference, report = map(load, ("data", "options", "recipe", "reference", "report"))
 
 
-# ---- text ----------------------------------------------------------------------------------------------------------
+# ---- text ------------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def library(tmp_path):
     """A folder that looks like a standard library."""
@@ -99,7 +99,7 @@ def test_impossible_settings_are_refused(wrong):
         data.CorpusSettings(**wrong)
 
 
-# ---- tokenizer and packing -----------------------------------------------------------------------------------------
+# ---- tokenizer and packing -------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def tokenizer():
     return data.train_tokenizer(["def f(self):\n        return self.value\n" * 20, "import os\n"], 270)
@@ -144,7 +144,7 @@ def test_spread_takes_rows_from_everywhere():
     assert data.spread(np.arange(10), 5).tolist() == [0, 2, 4, 6, 8]
 
 
-# ---- cache ---------------------------------------------------------------------------------------------------------
+# ---- cache -----------------------------------------------------------------------------------------------------------
 SMALL = {"share": 1.0, "held_out": 0.3, "vocab_size": 280, "sequence_length": 8}
 
 
@@ -213,7 +213,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(library, tmp_path):
         data.load_corpus(data.CorpusSettings(**SMALL), tmp_path / "file" / "corpus.safetensors", root=library)
 
 
-# ---- order ---------------------------------------------------------------------------------------------------------
+# ---- order -----------------------------------------------------------------------------------------------------------
 def test_the_order_passes_over_all_data_and_shuffles_each_pass():
     order = list(data.TrainingOrder(size=10, total=25, seed=3))
     passes = [order[:10], order[10:20], order[20:]]
@@ -230,7 +230,7 @@ def test_the_reference_gets_what_all_ranks_see_in_a_step(ranks, accumulation):
     batch, steps = 8, 5
     samples = list(range(30))
     order = data.TrainingOrder(size=30, total=steps * batch, seed=0)
-    divided = [
+    sharded = [
         [
             value.tolist()
             for value in prepare_data_loader(
@@ -243,11 +243,11 @@ def test_the_reference_gets_what_all_ranks_see_in_a_step(ranks, accumulation):
     ]
     for step, whole in enumerate(DataLoader(samples, batch_size=batch, sampler=order)):
         micro_batches = range(step * accumulation, (step + 1) * accumulation)
-        assert sorted(whole.tolist()) == sorted(v for m in micro_batches for rank in divided for v in rank[m])
-    assert all(len(rank) == steps * accumulation for rank in divided)
+        assert sorted(whole.tolist()) == sorted(v for m in micro_batches for rank in sharded for v in rank[m])
+    assert all(len(rank) == steps * accumulation for rank in sharded)
 
 
-# ---- recipe, reports, options --------------------------------------------------------------------------------------
+# ---- recipe, reports, options ----------------------------------------------------------------------------------------
 def test_the_learning_rate_rises_then_falls_to_the_floor():
     rates = [recipe.learning_rate_at(step, 100) for step in range(101)]
     peak = rates.index(max(rates))
@@ -345,7 +345,7 @@ def test_help_explains_every_option(capsys):
         assert f"(default: {value})" in text
 
 
-# ---- the main job, tiny --------------------------------------------------------------------------------------------
+# ---- the main job, tiny ----------------------------------------------------------------------------------------------
 TINY = (
     *("--steps", "8", "--layers", "1", "--hidden-size", "32", "--heads", "4", "--key-value-heads", "2"),
     *("--corpus-share", "0.03", "--held-out-share", "0.3", "--vocab-size", "270", "--sequence-length", "16"),
@@ -443,7 +443,7 @@ def test_a_difference_above_the_tolerance_fails(tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "arguments", "message"),
     [
-        (4, ["--batch-size", "6"], "A batch of 6 sequences cannot be divided into 4 equal parts"),
+        (4, ["--batch-size", "6"], "A batch of 6 sequences cannot be split into 4 equal parts"),
         (1, [], "1 rank cannot be divided into groups of 2"),
         (1, [*DATA_PARALLEL, "--corpus-share", "1e-9"], "0 files to train on"),
         (1, [*DATA_PARALLEL, "--batch-size", "100000"], "less than one batch of 100000"),

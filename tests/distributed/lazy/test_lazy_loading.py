@@ -54,7 +54,7 @@ def _batches():
     return [{"input_ids": rows, "labels": rows} for rows in ids]
 
 
-# ---- the same training ----------------------------------------------------------------------------------------------
+# ---- the same training -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("family", "ranks", "plugins"),
     [
@@ -76,7 +76,7 @@ def test_a_model_loaded_lazily_trains_as_one_process_does(family, ranks, plugins
     compare(reference, trace)
 
 
-# ---- weights, exactly -----------------------------------------------------------------------------------------------
+# ---- weights, exactly ------------------------------------------------------------------------------------------------
 def _weights(build, options, expected) -> None:
     accelerator = NeuronAccelerator(plugins=[ModelParallelismPlugin(**options)])
     model = accelerator.prepare(build())
@@ -179,7 +179,7 @@ def test_weights_that_a_plugin_names_take_the_place_of_initial_ones(tmp_path):
     run_ranks(_then_load, 2, str(tmp_path))
 
 
-# ---- what is read, and what it takes --------------------------------------------------------------------------------
+# ---- what is read, and what it takes ---------------------------------------------------------------------------------
 MEDIUM = {
     "vocab_size": 8003,  # is padded
     "hidden_size": 1024,

@@ -141,7 +141,7 @@ def test_the_second_accelerator_takes_over(plugins):
         assert torch.equal(first[name], second[name])
 
 
-def divided_twice():
+def sharded_twice():
     from neuron_accel import NeuronAccelerator
     from tests.distributed.loop.loops_support import model
 
@@ -149,9 +149,27 @@ def divided_twice():
     NeuronAccelerator(config={"plugins": [TP2]}).prepare(prepared)
 
 
-def test_what_the_first_divided_stays_refused():
+def test_what_the_first_sharded_stays_refused():
     with pytest.raises(RanksError, match="was prepared before"):
-        run_ranks(divided_twice, 2)
+        run_ranks(sharded_twice, 2)
+
+
+def prepared_again(plugins):
+    from neuron_accel import NeuronAccelerator
+    from tests.distributed.loop.loops_support import adamw, model
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    net = model()
+    first = accelerator.prepare(net, adamw(net.parameters()))
+    second = accelerator.prepare(*first)
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    assert accelerator.prepare(net) is first[0]
+    assert (len(accelerator._models), len(accelerator._optimizers)) == (1, 1)
+
+
+@pytest.mark.parametrize("plugins", [[], [TP2, "zero1"]], ids=["none", "tp2-zero1"])
+def test_preparing_again_with_the_same_accelerator_changes_nothing(plugins):
+    run_ranks(prepared_again, 2, plugins)
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def choices():
         recomputed(plain())
     checkpointing = llama()
     checkpointing.gradient_checkpointing_enable()
-    with pytest.raises(UsageError, match="by itself"):
+    with pytest.raises(UsageError, match="already checkpoints its activations"):
         recomputed(checkpointing)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from neuron_accel import DataParallelPlugin, Zero1Plugin
-from neuron_accel.testing import run_ranks
+from neuron_accel.testing import RanksError, run_ranks
 from neuron_accel.testing.xla_ranks import one_at_a_time
 from tests.distributed.models import llama, token_batches
 from tests.distributed.strategies.pipeline.pipeline_support import pipeline
@@ -434,6 +434,67 @@ def test_ranks_that_unfreeze_other_parameters_are_told(plugin):
     for kind, message in run_ranks(differ, 2, [plugin]):
         assert kind == "DesyncError"
         assert "'layers.1.bias'" in message
+
+
+def one_rank_unfreezes(plugins, layers, odd):
+    """What is said where only one rank's layer 1 begins to train at step 1; ``layers``: those that trained at step 0,
+    of which layer 1 rests at step 1."""
+    from neuron_accel import NeuronAccelerator
+    from neuron_accel.engine.optim import reducer
+
+    reducer.MEET_S = 1.0
+    accelerator = NeuronAccelerator(plugins=plugins)
+    model = net()
+    train_only(model, layers)
+    model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
+    rank = accelerator.process_index
+    for step, x in enumerate(batches(4)):
+        train_only(model, layers if step == 0 else {3, 1} if rank == odd and step > 1 else {3})
+        accelerator.backward(model(x))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("plugin", [DataParallelPlugin(bucket_cap_mb=0.0002), Zero1Plugin(bucket_cap_mb=0.0002)])
+@pytest.mark.parametrize("layers", [{3}, {1, 3}], ids=["never trained", "rested"])
+def test_a_parameter_that_one_rank_alone_unfreezes_is_named_after_a_while(plugin, layers):
+    with pytest.raises(RanksError) as caught:
+        run_ranks(one_rank_unfreezes, 2, [plugin], layers, 1, timeout=60)
+    error = caught.value.errors[1]
+    assert type(error).__name__ == "DesyncError"
+    assert "'layers.1." in str(error)
+    assert "has begun to require a gradient on rank 1, and not on others" in str(error)
+
+
+# ---- parameters that no optimizer holds ------------------------------------------------------------------------------
+def unfreezes_what_no_optimizer_holds(plugins, adds):
+    from neuron_accel import NeuronAccelerator
+    from neuron_accel.errors import ParameterError
+
+    accelerator = NeuronAccelerator(plugins=plugins)
+    model = net()
+    train_only(model, {3})
+    model, optimizer = accelerator.prepare(model, adamw(p for p in model.parameters() if p.requires_grad))
+    for step, x in enumerate(batches(4)):
+        train_only(model, {3} if step < 2 else {2, 3})
+        if adds and step == 2:
+            optimizer.add_param_group({"params": list(model.layers[2].parameters())})
+        accelerator.backward(model(x))
+        try:
+            optimizer.step()
+        except ParameterError as error:
+            return step, str(error)
+        optimizer.zero_grad()
+    return None, ""
+
+
+@pytest.mark.parametrize("plugins", [[], [Zero1Plugin()]], ids=["data-parallel", "zero1"])
+def test_a_parameter_that_begins_to_train_and_that_no_optimizer_holds_is_named(plugins):
+    for rank, (step, message) in enumerate(run_ranks(unfreezes_what_no_optimizer_holds, 2, plugins, False)):
+        assert step == 2
+        assert "No optimizer holds layers.2.weight, layers.2.bias." in message
+        assert f"rank {rank}" in message
+    assert run_ranks(unfreezes_what_no_optimizer_holds, 2, plugins, True) == [(None, "")] * 2
 
 
 class Switched(nn.Module):

@@ -129,7 +129,7 @@ def test_seq2seq_trainer_with_generation(tmp_path):
 
 
 def generate(folder):
-    """A causal model that is divided over ranks generates in evaluation."""
+    """A causal model that is sharded over ranks generates in evaluation."""
     from neuron_accel import NeuronTrainer, NeuronTrainingArguments
 
     ids = torch.arange(4, 10).unsqueeze(0)
@@ -145,5 +145,5 @@ def generate(folder):
     return torch.equal(trainer.model.generate(ids, max_new_tokens=5, do_sample=False), alone)
 
 
-def test_a_divided_model_generates(tmp_path):
+def test_a_sharded_model_generates(tmp_path):
     assert run_ranks(generate, 2, str(tmp_path)) == [True, True]

@@ -197,3 +197,41 @@ def test_packed_documents(name, tmp_path):
     assert abs(packed["losses"][0] - apart["losses"][0]) > 1e-3
     for result in run_ranks(train_on_rank, ranks, str(tmp_path), with_data, more | arguments):
         assert_same(result, packed)
+
+
+# ---- the gradient scaler of a checkpoint of transformers' Trainer ----------------------------------------------------
+def resume_scaled(folder):
+    """The scale that a training of fp16 goes on with. Accelerate has no scaler for the CPU; torch has."""
+    from dataclasses import replace
+    from pathlib import Path
+
+    from neuron_accel import NeuronAccelerator
+    from neuron_accel.trainer.stock import restore
+
+    def trained(scaler):
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for _ in range(3):
+            scaler.scale(net.lm_head.weight.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return net, optimizer
+
+    saved = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    net, optimizer = trained(saved)
+    net.save_pretrained(folder)
+    for name, state in (("optimizer", optimizer), ("scaler", saved)):
+        torch.save(state.state_dict(), Path(folder, f"{name}.pt"))
+    accelerator = NeuronAccelerator()
+    other = model()
+    other, _ = accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.01))
+    own = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    training = replace(accelerator._session.training(), scaler=own)
+    restore(training, accelerator.run.prepared(other), None, Path(folder))
+    return saved.state_dict(), own.state_dict()
+
+
+def test_the_scale_of_fp16_goes_on(tmp_path):
+    ((saved, own),) = run_ranks(resume_scaled, 1, str(tmp_path))
+    assert saved["scale"] == 2.0**11
+    assert own == saved

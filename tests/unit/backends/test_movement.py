@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from neuron_accel.backends import payload
 from neuron_accel.backends.failures import is_communication_failure, reported
-from neuron_accel.backends.movement import Flat, join_chunks, normalize_dim, reduce_rows, split_chunks, sum_rows_into
+from neuron_accel.backends.movement import (
+    Flat,
+    from_digits,
+    join_chunks,
+    normalize_dim,
+    reduce_rows,
+    split_chunks,
+    sum_rows_into,
+    to_digits,
+)
 from neuron_accel.errors import CommunicationError, LayoutError
 
 EVERY_DTYPE = [
@@ -105,25 +114,7 @@ def test_flat_buffers_share_memory_and_are_contiguous(dtype):
     assert torch.equal(strided.view(dtype).view(torch.uint8), torch.arange(0, 12, 2).to(dtype).view(torch.uint8))
 
 
-@pytest.mark.parametrize(
-    ("length", "size"),
-    [(0, 1 << 20), (1, 1 << 20), (1 << 20, 1 << 20), ((1 << 20) + 1, 1 << 21), (3 << 20, 1 << 22), (1 << 22, 1 << 22)],
-)
-def test_padded_sizes(length, size):
-    assert payload.padded_size(length) == size
-
-
-@given(st.integers(0, 1 << 40))
-def test_padding_wastes_less_than_the_payload(length):
-    size = payload.padded_size(length)
-    assert size & (size - 1) == 0
-    assert length <= size
-    assert size == payload.SMALLEST or size < 2 * length
-
-
 def test_impossible_payloads():
-    with pytest.raises(ValueError, match="negative"):
-        payload.padded_size(-1)
     with pytest.raises(ValueError, match="does not fit"):
         payload.pack(b"12345", 4)
 
@@ -184,3 +175,34 @@ def test_sums_in_place_are_those_of_rows(count, dtype, out_dtype):
     assert sum_rows_into(out, list(rows), 0.25) is out
     assert torch.equal(out, reduce_rows(rows, "sum").to(out_dtype) * 0.25)
     assert torch.equal(rows, kept)
+
+
+@given(
+    dtype=st.sampled_from([torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]),
+    ranks=st.sampled_from([1, 2, 3, 256, 257, 4096]),
+    data=st.data(),
+)
+def test_integers_are_exact_as_sums_of_float32_digits(dtype, ranks, data):
+    limits = torch.iinfo(dtype)
+    terms = min(ranks, 3)
+    values = st.lists(st.integers(limits.min, limits.max), min_size=4, max_size=4)
+    rows = torch.tensor([data.draw(values) for _ in range(terms)], dtype=dtype).view(terms, 2, 2)
+    digits = [to_digits(row, ranks) for row in rows]
+    assert all(d.dtype == torch.float32 and d.abs().max() * ranks <= 2**24 for d in digits)
+    total = digits[0]
+    for term in digits[1:]:
+        total = total + term
+    assert torch.equal(from_digits(total, dtype, ranks), rows.sum(0, dtype=dtype))
+
+
+def test_the_largest_sum_of_digits_is_exact():
+    largest = torch.full((3,), -1, dtype=torch.int64)  # all digits are as large as they get
+    total = to_digits(largest, 256) * 256
+    assert total.max() < 2**24
+    assert torch.equal(from_digits(total, torch.int64, 256), largest * 256)
+
+
+def test_booleans_are_one_digit():
+    flags = torch.tensor([True, False])
+    assert to_digits(flags, 1).tolist() == [[1.0, 0.0]]
+    assert torch.equal(from_digits(to_digits(flags, 1), torch.bool, 1), flags)

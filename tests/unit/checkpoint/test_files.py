@@ -125,7 +125,7 @@ def test_a_damaged_header_is_an_error_or_harmless(tmp_path_factory, data):
 def test_any_header_is_an_error(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("fuzz") / "x"
     path.write_bytes(struct.pack("<Q", len(text)) + text + b"data")
-    with pytest.raises(CheckpointError, match="no complete safetensors file"):
+    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
         read_header(path)
 
 
@@ -201,7 +201,7 @@ def test_what_is_no_whole_number_is_an_error_wherever_one_belongs(tmp_path, numb
         assert isinstance(outcome(Index().add, path, read_header(path)), CheckpointError), place
 
 
-# ---- manifest ------------------------------------------------------------------------------------------------------
+# ---- manifest --------------------------------------------------------------------------------------------------------
 def manifest(folder, **files):
     entries = {}
     for name, contents in files.items():
@@ -273,7 +273,7 @@ def test_a_folder_without_manifest_is_no_checkpoint(tmp_path):
         read_manifest(tmp_path)
 
 
-# ---- retention -----------------------------------------------------------------------------------------------------
+# ---- retention -------------------------------------------------------------------------------------------------------
 def numbered(folder, *complete, unfinished=()):
     for number in (*complete, *unfinished):
         (folder / f"checkpoint_{number}").mkdir()

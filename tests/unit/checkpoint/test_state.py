@@ -144,7 +144,7 @@ def test_decoding_runs_no_code(kind):
         decode({"$": kind, "v": "os.system", "dtype": "object"}, {}.__getitem__, "here")
 
 
-# ---- random numbers ------------------------------------------------------------------------------------------------
+# ---- random numbers --------------------------------------------------------------------------------------------------
 CPU = DeviceGenerator(torch.device("cpu"))
 
 

@@ -61,5 +61,17 @@ def test_table_columns_are_as_wide_as_their_widest_cell():
     assert table.splitlines() == ["name    n", "----    -", "a       1", "longer  22"]
 
 
+def test_a_table_is_wrapped_to_the_width_that_is_asked_for():
+    name = "model.layers.10.self_attn.q_proj.weight"
+    rows = [(name, "float32", "(64, 64)", "Shard(0) over tp 2 in 3 blocks, padded", "2"), ("b", "bool", "()", "-", "1")]
+    headers = ("name", "dtype", "shape", "layout", "shards")
+    full, wrapped = format_table(headers, rows).splitlines(), format_table(headers, rows, 80).splitlines()
+    assert max(map(len, full)) > 80 >= max(map(len, wrapped))
+    assert len(full) == 4
+    assert "".join(line[:30].split("  ")[0] for line in wrapped[2:-1]) == name
+    assert wrapped[-1].split() == ["b", "bool", "()", "-", "1"]
+    assert format_table(headers, rows, 200).splitlines() == full
+
+
 def test_pairs_align_their_values():
     assert format_pairs([("a", "1"), ("long", "")]) == "  a     1\n  long"

@@ -64,13 +64,15 @@ def test_the_report_shows_how_where_and_what_followed(tmp_path):
 
 
 def test_a_rank_that_left_is_named_before_the_one_that_waited_for_it():
-    left = RankSuccess(rank=1, ended=99.0, left_at="train.py, line 7")
-    done = RankSuccess(rank=2, ended=99.5)
-    later = RankSuccess(rank=3, ended=99.97, left_at="train.py, line 7")
-    lines = describe([RAISED_LATER], [later, done, left]).splitlines()
-    assert lines[0] == "rank 1 left before the others were done: sys.exit at train.py, line 7 (exit code 0)"
-    assert lines[1].startswith("rank 0 failed first: exit code 1, RuntimeError")
-    assert lines[2] == "  at the end of the script before that, with exit code 0: rank 2"
+    left = RankSuccess(rank=1, host="a", ended=99.0, left_at="train.py, line 7")
+    done = RankSuccess(rank=2, host="a", ended=99.5)
+    later = RankSuccess(rank=3, host="a", ended=99.97, left_at="train.py, line 7")
+    silent = RankSuccess(rank=4, host="a")
+    lines = describe([RAISED_LATER], [later, done, left, silent]).splitlines()
+    assert lines[0].startswith("rank 4 on a left before the others were done: exit code 0 without reaching the end")
+    assert lines[1] == "rank 1 on a left before the others were done: sys.exit at train.py, line 7 (exit code 0)"
+    assert lines[2].startswith("rank 0 failed first: exit code 1, RuntimeError")
+    assert lines[3] == "  at the end of the script before that, with exit code 0: rank 2"
     assert "rank 3" not in "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ import subprocess
 import pytest
 
 from neuron_accel.backends.select import Decision
-from neuron_accel.cli.host import Host, kernel_version
+from neuron_accel.cli.host import Host, kernel_version, read_mounts
 from neuron_accel.cli.launch_plan import LaunchRequest, plan_launch
 from neuron_accel.cli.main import main
 from neuron_accel.errors import ConfigurationError, PlanError
@@ -56,6 +56,66 @@ def test_four_trn1_on_an_old_kernel(script):
         "FI_EFA_USE_DEVICE_RDMA": "1",
         "FI_EFA_FORK_SAFE": "1",
     }
+
+
+UNKNOWN = dataclasses.replace(TRN1, instance=None, product="trn9.48xlarge")
+
+
+def test_machines_of_an_unknown_kind_meet_over_efa_and_are_named(script):
+    found = settings(script, UNKNOWN, XLA, nproc_per_node=32, nnodes=2, master_addr="10.0.0.1")
+    assert {name for name in found if name.startswith("FI_")} == {
+        "FI_PROVIDER",
+        "FI_EFA_USE_DEVICE_RDMA",
+        "FI_EFA_FORK_SAFE",
+    }
+    assert found["NEURON_RT_EXEC_TIMEOUT"] == "600"
+    text = plan(script, UNKNOWN, XLA, nproc_per_node=32).explain()
+    assert "instance not recognised: this machine says that it is 'trn9.48xlarge'" in text
+    assert "name --instance" in text
+    assert "not recognised" not in plan(script, UNKNOWN, XLA, nproc_per_node=32, instance="trn1.32xlarge").explain()
+    assert "not recognised" not in plan(script, LAPTOP, CPU).explain()
+
+
+def test_an_unknown_kind_takes_the_logical_cores_that_are_asked_for(script):
+    found = settings(script, UNKNOWN, XLA, nproc_per_node=4, lnc=1)
+    assert (found["NEURON_LOGICAL_NC_CONFIG"], found["NEURON_CC_FLAGS"]) == ("1", "-lnc=1")
+
+
+def test_a_variant_of_a_known_kind_is_said(script):
+    host = dataclasses.replace(TRN2, instance="trn3.48xlarge", product="trn3sn.48xlarge")
+    assert "and is taken for a trn3.48xlarge" in plan(script, host, XLA, nproc_per_node=64).explain()
+    same = dataclasses.replace(TRN2, product="trn2.48xlarge")
+    assert "taken for" not in plan(script, same, XLA, nproc_per_node=64).explain()
+
+
+def test_two_jobs_on_one_machine_do_not_meet(script):
+    values = set()
+    for cores in ("0-7", "8-15"):
+        found = settings(script, TRN1, XLA, {"NEURON_RT_VISIBLE_CORES": cores}, nproc_per_node=8)
+        values.add(found["NEURON_RT_ROOT_COMM_ID"])
+    assert len(values) == 2
+    native = settings(script, TRN2, NEURON, {"NEURON_RT_VISIBLE_CORES": "0-7"}, nproc_per_node=8)
+    assert "NEURON_RT_ROOT_COMM_ID" not in native
+    given = {"NEURON_RT_VISIBLE_CORES": "0-7", "NEURON_RT_ROOT_COMM_ID": "10.0.0.1:46820"}
+    assert "NEURON_RT_ROOT_COMM_ID" not in settings(script, TRN1, XLA, given, nproc_per_node=8)
+
+
+def test_flags_that_may_be_a_slip_and_shared_caches_are_said(script):
+    host = dataclasses.replace(TRN1, mounts=(("/", "ext4"), ("/fsx", "lustre")), name="trn-1")
+    cache = CompileCache(location="/fsx/cache")
+    environment = {"NEURON_CC_FLAGS": "-O1 -O2"}
+    text = plan(script, host, XLA, environment, nproc_per_node=32, cache=cache, compiler_flags="--verbse=3").explain()
+    for words in ("-O1 is replaced by -O2", "did you mean --verbose?", "the compile cache /fsx/cache is on lustre"):
+        assert words in text
+    own = plan(script, host, XLA, nproc_per_node=32, cache=CompileCache(location="/fsx/trn-1")).explain()
+    assert "lustre" not in own
+
+
+def test_file_systems_are_read_below_any_root(tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "mounts").write_text("fs-1:/ /my\\040efs nfs4 rw 0 0\nbroken\n")
+    assert read_mounts(tmp_path) == (("/my efs", "nfs4"),)
+    assert read_mounts(tmp_path / "nowhere") == ()
 
 
 def test_trn2_tells_runtime_and_compiler_the_same(script):
@@ -247,6 +307,23 @@ def test_batch_files_are_ready(script, tmp_path, capsys, cluster):
         assert words == [*start, *rest]
 
 
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [("it's $HOME", "it's $HOME/{host}"), ("/local/{host}/x", "/local/{host}/x"), ("s3://bucket/x", "s3://bucket/x")],
+)
+def test_machines_of_a_batch_have_a_cache_each_and_the_tool_fills_it(script, tmp_path, capsys, cluster, given, written):
+    path = tmp_path / "train.sbatch"
+    options = ["--nproc-per-node", "32", "--nnodes", "2", "--instance", "trn1.32xlarge", "--cache-dir", given]
+    assert main(["launch", *options, "--slurm", str(path), script]) == 0
+    assert ("--nodelist" in capsys.readouterr().out) is ("{host}" in written)
+    for words in cluster(path):
+        assert f"--cache-dir={written}" in words
+    for words in cluster(tmp_path / "train_compile.sbatch"):
+        assert words[:5] == ["precompile", f"--cache-dir={written}", "--", "neuron-accel", "launch"]
+        assert words.count(f"--cache-dir={written}") == 2
+
+
 def test_batch_files_that_are_only_shown(script, tmp_path, capsys):
     assert main(["launch", "--dry-run", "--slurm", str(tmp_path), script]) == 0
     shown = capsys.readouterr().out
@@ -272,7 +349,7 @@ def test_a_batch_file_takes_the_place_of_an_earlier_one_and_of_nothing_else(scri
     ("options", "words"),
     [
         (["--slurm", ""], "No file is named"),
-        (["--slurm", "x.sbatch", "--master-port", "65000"], "Port 65000 is too high"),
+        (["--slurm", "x.sbatch", "--master-port", "64535"], "Port 64535 is too high"),
         (["--slurm", "x.sbatch", "--instance", "trn9"], "not a known Trainium instance"),
     ],
 )

@@ -52,12 +52,36 @@ def test_the_cpu_option_overrules_the_environment(script):
 
 def test_accelerators_are_left_to_their_backend(script):
     request = LaunchRequest(target=script, nproc_per_node=2)
-    assert set(settings(request, decision=NEURON)) == {"OMP_NUM_THREADS"}
+    assert not {"ACCELERATE_USE_CPU", "GLOO_SOCKET_IFNAME", "USE_TORCH_XLA"} & set(settings(request, decision=NEURON))
 
 
 def test_several_machines_do_not_meet_on_the_loopback(script):
     request = LaunchRequest(target=script, nnodes=2, master_addr="10.0.0.1")
     assert "GLOO_SOCKET_IFNAME" not in settings(request)
+
+
+CUDA = Decision(backend="torch", device="cuda", reason="torch sees a CUDA device")
+
+
+@pytest.mark.parametrize(
+    ("decision", "names"),
+    [
+        (CPU, {"GLOO_SOCKET_IFNAME"}),
+        (CUDA, {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}),
+        (NEURON, {"GLOO_SOCKET_IFNAME", "CCOM_SOCKET_IFNAME"}),
+    ],
+)
+def test_machines_meet_over_the_interface_that_was_asked_for(script, decision, names):
+    request = LaunchRequest(target=script, nnodes=2, master_addr="10.0.0.1", socket_interface="eth1")
+    found = settings(request, decision=decision, environment=dict.fromkeys(names, "eth0"))
+    assert {name for name, value in found.items() if value == "eth1"} == names
+
+
+def test_an_interface_that_does_not_exist_is_refused_before_anything_starts(script):
+    request = LaunchRequest(target=script, nnodes=2, master_addr="127.0.0.1", node_rank=1, socket_interface="nope0")
+    with pytest.raises(ConfigurationError, match="no network interface 'nope0'") as error:
+        launch(plan_launch(request, HOST, CPU, {}), quiet=True)
+    assert "lo" in error.value.fix
 
 
 @pytest.mark.parametrize(("decision", "value"), [(CPU, "false"), (XLA, None)])
@@ -92,6 +116,8 @@ def test_ranks_of_one_machine_meet_at_a_free_port_unless_one_is_named(script):
         ({"nnodes": 2, "node_rank": -1}, "--node-rank"),
         ({"nnodes": 2}, "--master-addr"),
         ({"master_port": 70000}, "--master-port"),
+        ({"socket_interface": "eth0"}, "--socket-interface"),
+        ({"nnodes": 2, "master_addr": "10.0.0.1", "socket_interface": " "}, "--socket-interface"),
         ({"max_restarts": -1}, "--max-restarts"),
         ({"grace": -1.0}, "--grace"),
         ({"grace": float("nan")}, "--grace"),

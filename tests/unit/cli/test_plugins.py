@@ -120,7 +120,7 @@ def test_what_takes_the_name_of_another_is_reported(tmp_path, monkeypatch, capsy
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["plugins"]) == 1
     output = capsys.readouterr().out
-    assert "'zero1' of greedy 3.1 is left out: neuron-accel has one of that name" in output
+    assert "'zero1' of greedy 3.1 is left out: neuron-accel has a plugin of that name" in output
     assert main(["plugins", "--json"]) == 1
     rows = [plugin for plugin in json.loads(capsys.readouterr().out) if plugin["name"] == "zero1"]
     assert [row["distribution"] for row in rows] == ["neuron-accel"]

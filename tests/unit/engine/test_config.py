@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 import math
 import os
 import pickle
@@ -21,6 +22,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from neuron_accel import ModelParallelismPlugin, SequenceParallelPlugin, Zero1Plugin
 from neuron_accel.engine.plan.config import RunConfig, load_config, to_config
 from neuron_accel.engine.plan.plugin import Phase, PluginSpec, StrategyPlugin
 from neuron_accel.engine.plan.registry import Registry
@@ -106,7 +108,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-# ---- what is accepted -----------------------------------------------------------------------------------------------
+# ---- what is accepted ------------------------------------------------------------------------------------------------
 def test_a_file(tmp_path, registry):
     path = write(
         tmp_path,
@@ -212,14 +214,14 @@ def test_values_become_what_annotations_ask_for(option, value, expected, registr
     assert type(got) is type(expected)
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- what is refused -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
         ("flag", 1, "'flag' must be true or false, not 1."),
         ("flag", None, "'flag' must be true or false, not null."),
-        ("count", True, "'count' must be a whole number, not true."),
-        ("count", 1.0, "'count' must be a whole number, not 1.0."),
+        ("count", True, "'count' must be an integer, not true."),
+        ("count", 1.0, "'count' must be an integer, not 1.0."),
         ("rate", False, "'rate' must be a number, not false."),
         ("rate", 10**400, "'rate' is too large"),
         ("name", 3, "'name' must be text, not 3."),
@@ -227,7 +229,7 @@ def test_values_become_what_annotations_ask_for(option, value, expected, registr
         ("choice", "evn", "'choice' must be one of 'even', 'whole', 2, not 'evn'."),
         ("choice", 2.0, "'choice' must be one of 'even', 'whole', 2, not 2.0."),
         ("limit", "x", "'limit' must be a number or null, not 'x'."),
-        ("either", 1.5, "'either' must be a whole number or text, not 1.5."),
+        ("either", 1.5, "'either' must be an integer or text, not 1.5."),
         ("maybe", 0, "'maybe' must be true or false or null, not 0."),
         ("dtype", 32, "'dtype' must be the name of a dtype or null, not 32."),
         ("dtype", "nn", "'dtype' must be the name of a dtype or null, not 'nn'."),
@@ -235,7 +237,7 @@ def test_values_become_what_annotations_ask_for(option, value, expected, registr
         ("pair", [1, 2], "'pair[1]' must be text, not 2."),
         ("row", 1.0, "'row' must be a list, not 1.0."),
         ("row", "12", "'row' must be a list, not '12'."),
-        ("items", [1, None], "'items[1]' must be a whole number, not null."),
+        ("items", [1, None], "'items[1]' must be an integer, not null."),
         ("table", [], "'table' must be a mapping, not a list."),
         ("table", {"a": 1}, "'a' must be a list, not 1."),
         ("table", {3: []}, "must be text, not 3."),
@@ -243,8 +245,8 @@ def test_values_become_what_annotations_ask_for(option, value, expected, registr
         ("mode", "faster", "'mode' must be one of 'fast', 'safe', not 'faster'."),
         ("path", 1, "'path' must be a path or null, not 1."),
         ("part", 1, "'part' must be a mapping or null, not 1."),
-        ("part", {"depth": "a"}, "'depth' must be a whole number, not 'a'."),
-        ("part", {"dept": 1}, "'dept' is no option of 'part'."),
+        ("part", {"depth": "a"}, "'depth' must be an integer, not 'a'."),
+        ("part", {"dept": 1}, "'dept' is not an option of 'part'."),
         ("part", {}, "needs a value for 'depth'"),
     ],
 )
@@ -268,17 +270,17 @@ def test_what_has_no_written_form(registry):
         ("mixed_precision: no", "not false", "line 1, mixed_precision", 'put it in quotes, "no"'),
         (
             "cpu: true\nmixd_precision: 'no'",
-            "'mixd_precision' is no option",
+            "'mixd_precision' is not an option",
             "line 2",
             "Did you mean 'mixed_precision'?",
         ),
         ("mixed_precision: fp61", "not 'fp61'", "line 1, mixed_precision", "Did you mean 'fp16'?"),
         ("gradient_accumulation_steps: 0", "is 0", "line 1, gradient_accumulation_steps", "at least 1"),
-        ("dataloader: {even_batch: true}", "'even_batch' is no option", "dataloader.even_batch", "'even_batches'?"),
+        ("dataloader: {even_batch: true}", "'even_batch' is not an option", "dataloader.even_batch", "'even_batches'?"),
         ("dataloader:", "must be a mapping, not null", "line 1, dataloader", None),
         (
             "plugins:\n- needy: {size: 1}\n- typed:\n    rat: 1",
-            "'rat' is no option of plugin 'typed'",
+            "'rat' is not an option of plugin 'typed'",
             "line 4, plugins[1].typed.rat",
             "Did you mean 'rate'?",
         ),
@@ -294,19 +296,24 @@ def test_what_has_no_written_form(registry):
         ("plugins:\n- typed: {flag: 'true'}", "not 'true'", "plugins[0].typed.flag", "leave the quotes out"),
         ("plugins:\n- typed: {name: yes}", "not true", "plugins[0].typed.name", "put it in quotes"),
         ("plugins:\n- typed: {dtype: flaot32}", "not 'flaot32'", "plugins[0].typed.dtype", "Did you mean 'float32'?"),
-        ("plugins:\n- typed: 3", "Options of plugin 'typed' are a mapping, not 3", "line 2, plugins[0].typed", "{name"),
+        (
+            "plugins:\n- typed: 3",
+            "Options of plugin 'typed' must be a mapping, not 3",
+            "line 2, plugins[0].typed",
+            "{name",
+        ),
         (
             "plugins:\n  typed: {}",
-            "'plugins' is a list, not a mapping",
+            "'plugins' must be a list, not a mapping",
             "line 1, plugins",
             "begin each plugin with a dash",
         ),
         ("plugins: typed", "'plugins' must be a list, not 'typed'", "line 1, plugins", None),
         ("plugins:\n- typed:\n  count: 3", "has the keys 'typed', 'count'", "line 2, plugins[0]", "indent its options"),
-        ("plugins:\n- 3", "3 is no plugin", "line 2, plugins[0]", "write 'name'"),
-        ("plugins:\n- {}", "{} is no plugin", "line 2, plugins[0]", "write 'name'"),
+        ("plugins:\n- 3", "3 is not a plugin", "line 2, plugins[0]", "write 'name'"),
+        ("plugins:\n- {}", "{} is not a plugin", "line 2, plugins[0]", "write 'name'"),
         ("plugins:\n- needy", "Plugin 'needy' needs a value for 'size'", "line 2, plugins[0].needy", "add 'size: ...'"),
-        ("- typed", "is a mapping of keys to values", "train.yaml", "write 'plugins:'"),
+        ("- typed", "must be a mapping of keys to values", "train.yaml", "write 'plugins:'"),
         ("", "is empty", "train.yaml", "plugins: []"),
         ("cpu: [", "not valid YAML", "line 1, column 7", None),
         ("cpu: true\ncpu: false", "Key 'cpu' is given twice, in lines 1 and 2", "train.yaml", "keep one"),
@@ -325,7 +332,7 @@ def test_mistakes_in_a_file(text, what, where, fix, tmp_path, registry):
 
 def test_a_merge_key_is_no_duplicate(tmp_path, registry):
     text = "x: &x {count: 2}\nplugins:\n- typed: {<<: *x, rate: 2.0}"
-    assert "'x' is no option" in refusal(write(tmp_path, text), registry).what
+    assert "'x' is not an option" in refusal(write(tmp_path, text), registry).what
     text = "plugins:\n- typed: {part: &x {depth: 2}, table: &y {a: []}, anything: {<<: *x, <<: *y, more: 1}}"
     (plugin,) = load_config(write(tmp_path, text), registry=registry).plugins
     assert plugin.anything == {"depth": 2, "a": [], "more": 1}
@@ -340,7 +347,7 @@ def test_an_unknown_plugin(tmp_path, registry):
 
 def test_a_plugin_that_refuses_its_options(tmp_path, registry):
     error = refusal(write(tmp_path, "plugins:\n- typed:\n    count: 0"), registry)
-    assert error.what == "Plugin 'typed' refuses these options."
+    assert error.what == "Plugin 'typed' does not accept these options."
     assert "train.yaml, line 2, plugins[0].typed" in error.where
     assert error.why == "count is 0"
     assert isinstance(error.__cause__, ValueError)
@@ -379,7 +386,7 @@ def test_an_annotation_that_does_not_exist(registry):
     assert "TYPE_CHECKING" in error.fix
 
 
-# ---- what nobody means to write -------------------------------------------------------------------------------------
+# ---- what nobody means to write --------------------------------------------------------------------------------------
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9))
 HOSTILE = {
     "a NUL byte": ("cpu: true\0", "not valid YAML"),
@@ -436,14 +443,14 @@ def test_any_text_is_read_or_refused_in_words(text, tmp_path, registry):
         load_config(path, registry=registry)
 
 
-# ---- objects are as strict as files ---------------------------------------------------------------------------------
+# ---- objects are as strict as files ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("options", "what"),
     [
         ({"flag": 1}, "'flag' must be True or False, not 1."),
-        ({"count": "4"}, "'count' must be a whole number, not '4'."),
-        ({"count": True}, "'count' must be a whole number, not True."),
-        ({"count": 2.0}, "'count' must be a whole number, not 2.0."),
+        ({"count": "4"}, "'count' must be an integer, not '4'."),
+        ({"count": True}, "'count' must be an integer, not True."),
+        ({"count": 2.0}, "'count' must be an integer, not 2.0."),
         ({"rate": "a"}, "'rate' must be a number, not 'a'."),
         ({"rate": math.nan}, "'rate' must be finite, not nan."),
         ({"limit": -math.inf}, "'limit' must be finite, not -inf."),
@@ -459,7 +466,7 @@ def test_any_text_is_read_or_refused_in_words(text, tmp_path, registry):
         ({"table": {"a": [1, "b"]}}, "'table' must be a mapping"),
         ({"unique": ["a"]}, "'unique' must be a set (text), not ['a']."),
         ({"call": 3}, "'call' must be"),
-        ({"noted": None}, "'noted' must be a whole number, not None."),
+        ({"noted": None}, "'noted' must be an integer, not None."),
     ],
 )
 def test_objects_are_as_strict_as_files(options, what):
@@ -530,7 +537,7 @@ def test_an_error_of_a_class_that_met_a_wrong_type_names_the_option():
         Typed(count=0)
 
 
-# ---- and back -------------------------------------------------------------------------------------------------------
+# ---- and back --------------------------------------------------------------------------------------------------------
 TEXT = st.text(st.characters(codec="ascii", categories=["L", "N"]), max_size=4)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -598,3 +605,27 @@ def test_the_built_in_plugins_round_trip():
     assert [next(iter(entry)) for entry in written["plugins"]] == ["model_parallelism", "sequence_parallel", "zero1"]
     assert written["plugins"][0]["model_parallelism"]["tensor_parallel_size"] == 2
     assert load_config(yaml.safe_load(yaml.safe_dump(written)), registry=registry).plugins == plugins
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (
+            lambda: Zero1Plugin(max_nrom=1.0),
+            r"'max_nrom' is not an option of(.|\n)*Did you mean 'max_norm'",
+        ),
+        (lambda: Zero1Plugin(1.0), r"no positional argument, but received 1.0(.|\n)*name it: "),
+        (lambda: ModelParallelismPlugin(2, 3), r"arguments: tensor_parallel_size, but(.|\n)*pipeline_parallel_size"),
+        (lambda: SequenceParallelPlugin(2), "leave it out: there are no options"),
+    ],
+)
+def test_a_plugin_is_not_made_from_what_it_does_not_have(make, expected):
+    with pytest.raises(ConfigurationError, match=expected):
+        make()
+
+
+def test_the_signature_of_a_plugin_is_that_of_its_options():
+    assert list(inspect.signature(SequenceParallelPlugin).parameters) == []
+    assert "max_norm" in inspect.signature(Zero1Plugin).parameters
+    plugin = Zero1Plugin(max_norm=1.0)
+    assert plugin == copy.deepcopy(plugin) == pickle.loads(pickle.dumps(plugin))

@@ -39,7 +39,7 @@ def run_of(*plugins: StrategyPlugin) -> Run:
     ("plugin", "message"),
     [
         (lambda: with_methods("a", after_stepp=lambda self, optimizer, run: None), "did you mean after_step?"),
-        (lambda: with_methods("a", after_step=lambda self, run: None), "after_step does not take"),
+        (lambda: with_methods("a", after_step=lambda self, run: None), "after_step does not accept"),
         (lambda: with_methods("a", transform_model=lambda self, model, run, parameters: model), "transform_model does"),
         (lambda: with_methods("a", claims=(Claim.GRADIENT_REDUCTION,)), "claims gradient_reduction and has no"),
         (lambda: with_methods("a", claims=(Claim.OPTIMIZER_STATE,)), "has no transform_optimizer"),
@@ -48,7 +48,7 @@ def run_of(*plugins: StrategyPlugin) -> Run:
     ],
 )
 def test_a_class_that_does_not_keep_the_form_is_refused_at_planning(plugin, message):
-    with pytest.raises(PluginError, match="does not keep the form") as caught:
+    with pytest.raises(PluginError, match="does not conform") as caught:
         run_of(plugin())
     assert message in caught.value.why
 

@@ -203,9 +203,9 @@ def test_of_a_tensor():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"degree": 3}, "8 elements along dim 0 do not divide evenly over 3 parts of axis 'tp'"),
-        ({"degree": 3, "unit": 2}, "4 units of 2 along dim 0 do not divide evenly over 3 parts"),
-        ({"degree": 2, "unit": 3}, "no whole number of units of 3"),
+        ({"degree": 3}, "8 elements of dim 0 cannot be split evenly into 3 shards of axis 'tp'"),
+        ({"degree": 3, "unit": 2}, "4 units of 2 of dim 0 cannot be split evenly into 3 shards"),
+        ({"degree": 2, "unit": 3}, "not a multiple of the unit 3"),
         ({"degree": 2, "blocks": (4, 3)}, "do not add up to the size 8"),
         ({"degree": 2, "blocks": (12, -4)}, "do not add up to the size 8"),
         ({"degree": 4, "replicas": 3}, "3 replicas"),
@@ -252,5 +252,5 @@ def test_impossible_layouts(shape, cuts):
     "data", [{}, {"shape": [2], "dtype": "float32", "cuts": [{"dim": 0}]}, {"shape": 2, "cuts": []}]
 )
 def test_what_describes_no_layout(data):
-    with pytest.raises(LayoutError, match="describes no layout"):
+    with pytest.raises(LayoutError, match="is not a layout"):
         Layout.from_dict(data)

@@ -150,7 +150,7 @@ def test_impossible_number_of_ranks(world_size):
 
 
 def test_axis_twice():
-    with pytest.raises(PlanError, match="'tp' is brought more than once"):
+    with pytest.raises(PlanError, match="'tp' is added more than once"):
         Mesh.build([spec("tp", 2), spec("tp", 2)], 4)
 
 

@@ -54,7 +54,7 @@ def refusal(*plugins: Any, kind: type[NeuronAccelError] = PlanError, **arguments
     return caught[0]
 
 
-# ---- order ----------------------------------------------------------------------------------------------------------
+# ---- order -----------------------------------------------------------------------------------------------------------
 @st.composite
 def plugin_sets(draw: st.DrawFn) -> list[StrategyPlugin]:
     chosen = draw(st.lists(st.sampled_from(NAMES), unique=True))
@@ -127,7 +127,7 @@ def test_a_declaration_against_the_phases():
     assert "phase layout" in error.why
 
 
-# ---- duties ---------------------------------------------------------------------------------------------------------
+# ---- duties ----------------------------------------------------------------------------------------------------------
 def test_default_owners_take_only_what_is_left_over():
     plan = plan_of(world_size=2)
     assert dict(plan.owners) == {Claim.GRADIENT_REDUCTION: "reducer", Claim.GRADIENT_CLIPPING: "reducer"}
@@ -153,7 +153,7 @@ def test_a_default_owner_given_explicitly_keeps_its_options():
 
 def test_a_default_owner_given_explicitly_but_left_without_a_duty():
     error = refusal(REDUCER, fake("all", claims=set(Claim)), world_size=2)
-    assert "'reducer' has no duty left" in error.what
+    assert "'reducer' has nothing left to own" in error.what
     assert "'reducer'" in error.where
     assert "'all'" in error.where
     assert "gradient_clipping is owned by 'all'" in error.why
@@ -185,11 +185,11 @@ def beginning(name: str, folder: str | None) -> StrategyPlugin:
 
 def test_weights_to_begin_with_have_one_owner():
     error = refusal(beginning("one", "first"), beginning("two", "second"), beginning("three", None))
-    assert error.what == "Plugins 'one' and 'two' both name weights to begin with."
+    assert error.what == "Plugins 'one' and 'two' both name initial weights."
     assert "one: 'first', plugin 'one' of" in error.where
     assert "two: 'second', plugin 'two' of" in error.where
     error = refusal(*(beginning(name, "same") for name in ("one", "two", "three")))
-    assert error.what == "Plugins 'one', 'three', 'two' all name weights to begin with."
+    assert error.what == "Plugins 'one', 'three', 'two' all name initial weights."
     assert set(names(plan_of(beginning("one", "first"), beginning("two", None)))) == {"one", "two", "reducer"}
 
 
@@ -208,18 +208,18 @@ def test_somebody_must_reduce_gradients_where_ranks_share_parameters():
     assert plan_of(fake("quiet", axes={"tp": 2}), world_size=2, default_owners={}).owners == {}
 
 
-# ---- relations ------------------------------------------------------------------------------------------------------
+# ---- relations -------------------------------------------------------------------------------------------------------
 def test_a_required_axis_that_nobody_brings():
     error = refusal(fake("sequence", requires={"axis:tp"}), world_size=2)
     assert "'sequence' requires an axis 'tp' of more than one rank" in error.what
     assert "'axis:tp'" in error.why
-    assert "no plugin of this run brings that axis" in error.why
-    assert "add a plugin that brings axis 'tp'" in error.fix
+    assert "no plugin of this run adds that axis" in error.why
+    assert "add a plugin that adds axis 'tp'" in error.fix
 
 
 def test_a_required_axis_of_one_rank():
     error = refusal(fake("sequence", requires={"axis:tp"}), fake("tensor", axes={"tp": 1}), world_size=2)
-    assert "'tensor' brings that axis with degree 1" in error.why
+    assert "'tensor' adds that axis with degree 1" in error.why
     assert "raise the degree of axis 'tp' in 'tensor'" in error.fix
     plan = plan_of(fake("sequence", requires={"axis:tp"}), fake("tensor", axes={"tp": 2}), world_size=2)
     assert "axis:tp" in plan.capabilities
@@ -262,7 +262,7 @@ def test_no_plugin_conflicts_with_itself():
     )
 
 
-# ---- mesh -----------------------------------------------------------------------------------------------------------
+# ---- mesh ------------------------------------------------------------------------------------------------------------
 def test_the_mesh_has_the_axes_of_all_plugins():
     plan = plan_of(fake("stages", axes={"pp": 2}), fake("tensor", axes={"tp": 4}), world_size=16)
     assert str(plan.mesh) == "pp 2 x dp 2 x tp 4"
@@ -270,7 +270,7 @@ def test_the_mesh_has_the_axes_of_all_plugins():
 
 def test_an_axis_brought_twice():
     error = refusal(fake("one", axes={"tp": 2}), fake("two", axes={"tp": 2}), world_size=4)
-    assert "Axis 'tp' is brought twice, by 'one' and by 'two'" in error.what
+    assert "Axis 'tp' is added twice, by 'one' and by 'two'" in error.what
     assert "'one' of module" in error.where
 
 
@@ -279,7 +279,7 @@ def test_ranks_that_do_not_divide():
     assert "6 ranks cannot be divided into groups of 4 (tp 4)" in error.what
 
 
-# ---- what is given --------------------------------------------------------------------------------------------------
+# ---- what is given ---------------------------------------------------------------------------------------------------
 def test_a_plugin_given_twice():
     error = refusal(fake("twin"), fake("twin"), provenance=lambda cls: "dist 1.0")
     assert error.what == "Plugin 'twin' is given 2 times."
@@ -299,7 +299,7 @@ def test_another_version_of_the_contract():
 def test_classes_and_other_things_are_no_plugins():
     error = refusal(type(fake("some")), kind=PluginError)
     assert error.fix == "write SomePlugin(...)"
-    assert "'zero' is no plugin" in refusal("zero", kind=PluginError).what
+    assert "'zero' is not a plugin" in refusal("zero", kind=PluginError).what
 
 
 def test_a_plugin_without_a_spec():
@@ -316,7 +316,7 @@ def test_a_plugin_that_forgot_to_be_a_dataclass():
         degree: int = 1
 
     error = refusal(Forgetful(), kind=PluginError)
-    assert "has fields (degree) but is no dataclass" in error.what
+    assert "has fields (degree) but is not a dataclass" in error.what
     assert "@dataclass(frozen=True, kw_only=True)" in error.fix
 
 
@@ -339,7 +339,7 @@ def test_plugins_are_asked_last_with_everything_decided():
         plan_of(Curious(), world_size=4)
 
 
-# ---- the plan -------------------------------------------------------------------------------------------------------
+# ---- the plan --------------------------------------------------------------------------------------------------------
 CPU = torch.device("cpu")
 
 
@@ -471,7 +471,7 @@ def test_an_option_without_a_plain_form():
     with pytest.raises(PluginError) as caught:
         plan_of(Rich(anything=object())).fingerprint()
     assert "Option 'anything' of plugin 'rich'" in caught.value.what
-    assert "same on every rank" in caught.value.why
+    assert "cannot be compared between ranks" in caught.value.why
     assert "in_plan" in caught.value.fix
 
 
@@ -546,7 +546,7 @@ def test_explain_abbreviates_large_meshes():
     assert "Plan for 1 rank: one rank" in make_plan([], world_size=1).explain()
 
 
-# ---- the built-in plugins -------------------------------------------------------------------------------------------
+# ---- the built-in plugins --------------------------------------------------------------------------------------------
 def test_the_order_of_the_built_in_plugins_means_nothing():
     registry = Registry.from_environment({})
     tensor = registry.get("model_parallelism")(tensor_parallel_size=2)

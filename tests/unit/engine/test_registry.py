@@ -132,7 +132,7 @@ def test_a_plugin_that_cannot_be_imported_breaks_no_other(installed, tmp_path):
 def test_an_entry_point_that_calls_itself_otherwise(installed, tmp_path):
     installed("some-dist", "installed_a", MODULE.format(name="A", spec="other"), a="installed_a:A")
     error = refusal(lambda: registry_of(tmp_path).get("a"))
-    assert "'a' calls itself 'other'" in error.what
+    assert "'a' has the name 'other'" in error.what
     assert "some-dist 1.2" in error.where
 
 
@@ -147,7 +147,7 @@ def test_another_version_of_the_contract_names_the_distribution(installed, tmp_p
 def test_what_is_no_plugin_class(installed, tmp_path):
     installed("some-dist", "installed_a", "A = 3", a="installed_a:A")
     error = refusal(lambda: registry_of(tmp_path).get("a"))
-    assert "3 is no plugin class" in error.what
+    assert "3 is not a plugin class" in error.what
     assert error.where == "some-dist 1.2"
 
 
@@ -191,7 +191,7 @@ def test_registering_a_name_that_is_taken(installed, tmp_path):
     registry = registry_of(tmp_path)
     cls = type(fake("a"))
     error = refusal(lambda: registry.register(cls))
-    assert "There is a plugin 'a' already" in error.what
+    assert "There is already a plugin 'a'" in error.what
     assert error.where == "some-dist 1.2"
     assert "override=True" in error.fix
     registry.register(cls, override=True)
@@ -201,8 +201,8 @@ def test_registering_a_name_that_is_taken(installed, tmp_path):
 
 
 def test_registering_what_is_no_plugin():
-    assert "no plugin class" in refusal(lambda: Registry().register(object)).what
-    assert "no plugin class" in refusal(lambda: Registry().register("zero1")).what
+    assert "not a plugin class" in refusal(lambda: Registry().register(object)).what
+    assert "not a plugin class" in refusal(lambda: Registry().register("zero1")).what
 
 
 def test_register_plugin_reaches_the_registry_of_the_process():
@@ -212,7 +212,7 @@ def test_register_plugin_reaches_the_registry_of_the_process():
     assert default_registry() is default_registry()
 
 
-# ---- default owners -------------------------------------------------------------------------------------------------
+# ---- default owners --------------------------------------------------------------------------------------------------
 def test_default_owners_are_one_object_for_all_their_duties(installed, tmp_path):
     owners = "gradient_reduction = installed_a:A\ngradient_clipping = installed_a:A"
     installed("some-dist", "installed_a", MODULE.format(name="A", spec="a"), owners=owners)
@@ -251,7 +251,7 @@ def test_two_default_owners_of_one_duty(installed, tmp_path, caplog):
 def test_a_default_owner_of_no_duty(installed, tmp_path, caplog):
     installed("some-dist", "installed_a", MODULE.format(name="A", spec="a"), owners="backwards = installed_a:A")
     error = problem_of(registry_of(tmp_path), caplog)
-    assert "'backwards' is no duty" in error.what
+    assert "'backwards' is not a responsibility" in error.what
     assert "some-dist 1.2" in error.where
     assert "Did you mean 'backward'?" in error.fix
 
@@ -260,7 +260,7 @@ def test_a_default_owner_with_a_required_option(installed, tmp_path, caplog):
     source = MODULE.format(name="A", spec="a") + "    needed: int\n"
     installed("some-dist", "installed_a", source, owners="backward = installed_a:A")
     error = problem_of(registry_of(tmp_path), caplog)
-    assert "cannot be made without options" in error.what
+    assert "cannot be created without options" in error.what
     assert "some-dist 1.2" in error.where
     assert "needed" in error.why
 
@@ -277,7 +277,7 @@ def test_a_broken_default_owner_of_our_own_is_an_error(installed, tmp_path):
     assert "default owner of backward of neuron-accel 1.2" in refusal(registry_of(tmp_path).default_owners).what
 
 
-# ---- what is merely installed ---------------------------------------------------------------------------------------
+# ---- what is merely installed ----------------------------------------------------------------------------------------
 def test_names_and_duties_of_our_own_cannot_be_taken(installed, tmp_path, caplog):
     owners = "backward = installed_{0}:{1}"
     mine, theirs = MODULE.format(name="A", spec="a"), MODULE.format(name="B", spec="a")
@@ -291,7 +291,7 @@ def test_names_and_duties_of_our_own_cannot_be_taken(installed, tmp_path, caplog
     assert "'backward' of greedy-dist 1.2 is left out" in caplog.text
     assert "installed_b" not in sys.modules
     first, second = registry.problems()
-    assert "'a' of greedy-dist 1.2 is left out: neuron-accel has one of that name" in first.what
+    assert "'a' of greedy-dist 1.2 is left out: neuron-accel has a plugin of that name" in first.what
     assert first.where == "installed_b:B of greedy-dist 1.2"
     assert "'backward' of greedy-dist 1.2" in second.what
     assert registry.get("installed_b:B").__name__ == "B"
@@ -313,7 +313,7 @@ def test_disabling_what_is_not_there(installed, tmp_path):
     assert "Did you mean 'stripes'?" in problem.fix
 
 
-# ---- the ways to ask for a plugin -----------------------------------------------------------------------------------
+# ---- the ways to ask for a plugin ------------------------------------------------------------------------------------
 def test_by_name_by_import_path_and_by_instance_are_one_plan(installed, tmp_path):
     source = MODULE.format(name="A", spec="a") + "    width: int = 1\n"
     installed("some-dist", "installed_a", source, a="installed_a:A")
@@ -353,3 +353,21 @@ def test_an_accelerator_refuses_an_instance_of_a_disabled_plugin(monkeypatch):
         default_registry.cache_clear()
     assert "'zero1' is disabled" in error.what
     assert error.where.startswith("neuron-accel ")
+
+
+# ---- switches --------------------------------------------------------------------------------------------------------
+def test_a_switch_of_the_accelerator_adds_its_plugin_unless_that_is_disabled():
+    name = Registry.from_environment({}).switched_on("zero_1").spec.name
+    disabled = Registry.from_environment({DISABLE_VARIABLE: name})
+    assert f"{name!r} is disabled" in str(refusal(lambda: disabled.switched_on("zero_1")))
+
+
+def test_a_class_that_takes_the_place_of_another_is_what_a_switch_adds():
+    registry = Registry.from_environment({})
+    original = type(registry.switched_on("zero_1"))
+
+    class Own(original):
+        pass
+
+    registry.register(Own, override=True)
+    assert type(registry.switched_on("zero_1")) is Own

@@ -189,7 +189,7 @@ def test_a_rank_draws_what_all_draw_and_keeps_its_own():
         assert torch.equal(model[1].weight, expected[1].weight[4 * rank : 4 * rank + 4])
 
 
-# ---- what cannot be done --------------------------------------------------------------------------------------------
+# ---- what cannot be done ---------------------------------------------------------------------------------------------
 def test_a_file_that_was_replaced_is_noticed(tmp_path):
     model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     model.save_pretrained(tmp_path)
@@ -221,7 +221,7 @@ def test_what_is_not_known_is_refused():
         model.weight.data.copy_(torch.randn(3, 3))
 
 
-# ---- boxes of files -------------------------------------------------------------------------------------------------
+# ---- boxes of files --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("gap", [8, 4096], ids=["read over", "jumped over"])
 def test_any_box_is_read_and_little_besides(tmp_path, gap):
     shape = (3, 5, 7, gap)

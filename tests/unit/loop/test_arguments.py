@@ -56,7 +56,8 @@ def test_what_was_not_given_is_not_passed_on():
         ({"plugins": ["zero1"]}, "got the string 'zero1'"),
         ({"mp_plugin": 2}, "mp_plugin"),
         ({"mixed_precision": "bf17"}, "Did you mean 'bf16'"),
-        ({"gradient_accumulation_steps": "2"}, "must be a whole number, not '2'"),
+        ({"mixed_precision": "fp8"}, "TransformerEngine, torchao or MS-AMP"),
+        ({"gradient_accumulation_steps": "2"}, "must be an integer, not '2'"),
         ({"gradient_accumulation_steps": 0}, "at least one micro-batch"),
         ({"cpu": "yes"}, "'cpu' must be true or false"),
         ({"split_batches": True}, r"DataLoaderConfiguration\(split_batches=True\)"),
@@ -84,6 +85,15 @@ def test_strategies_of_accelerate_launch_are_refused_like_their_arguments(name):
 def test_a_wrong_precision_from_a_launcher_is_refused():
     with pytest.raises(ConfigurationError, match="ACCELERATE_MIXED_PRECISION"):
         merged_options(RunConfig(), {}, {"ACCELERATE_MIXED_PRECISION": "fp61"})
+
+
+@pytest.mark.parametrize(
+    ("config", "environ"), [({"mixed_precision": "fp8"}, {}), ({}, {"ACCELERATE_MIXED_PRECISION": "fp8"})]
+)
+def test_fp8_is_refused_wherever_it_comes_from(config, environ):
+    with pytest.raises(ConfigurationError, match="'fp8' is not possible") as caught:
+        merged_options(load_config(config), {}, environ)
+    assert caught.value.fix == "use mixed_precision='bf16'"
 
 
 def test_options_of_ddp_reach_what_reduces_gradients():

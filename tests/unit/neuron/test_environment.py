@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron import CompileCache, RuntimeOptions, find_instance
-from neuron_accel.neuron.cache import location_of
-from neuron_accel.neuron.environment import check_visible_cores
+from neuron_accel.neuron.cache import location_of, remark_on_place, shared_by_machines
+from neuron_accel.neuron.environment import check_visible_cores, root_address
 from neuron_accel.neuron.variables import VARIABLES, review
 
 
@@ -41,6 +43,78 @@ def test_what_is_set_for_each_instance(instance, nnodes, options, expected):
     if "exec_timeout" in options:
         expected = {**expected, "NEURON_RT_EXEC_TIMEOUT": str(options["exec_timeout"])}
     assert settings(instance, nnodes=nnodes, **options) == expected
+
+
+def test_machines_of_an_unknown_kind_get_what_every_kind_needs():
+    options = RuntimeOptions(socket_interface="eth0")
+    found = {s.name: s.value for s in options.settings(None, nnodes=2, native=False, kernel=(5, 10))}
+    assert found == {**LARGE, **EFA, "FI_EFA_FORK_SAFE": "1", "CCOM_SOCKET_IFNAME": "eth0"}
+    chosen = RuntimeOptions(lnc=1).settings(None, nnodes=1, native=True)
+    assert {s.name: s.value for s in chosen}["NEURON_LOGICAL_NC_CONFIG"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("cores", "address", "port", "value"),
+    [
+        ("", None, None, None),
+        ("", "10.0.0.1", None, None),
+        ("0-7", None, None, "127.0.0.1:62182"),
+        ("8-15", None, None, "127.0.0.1:62190"),
+        ("8-15", None, 30000, "127.0.0.1:30002"),
+        ("", "10.0.0.1", 29542, "10.0.0.1:29544"),
+        ("", "fe80::1", 29542, "[fe80::1]:29544"),
+    ],
+)
+def test_jobs_on_one_machine_let_their_ranks_meet_at_different_ports(cores, address, port, value):
+    found = root_address({"NEURON_RT_VISIBLE_CORES": cores}, address=address, port=port)
+    assert (found.value if found else None) == value
+    if found:
+        review({found.name: found.value})
+        assert f"ip_local_reserved_ports={value.rpartition(':')[2]}" in found.why
+
+
+def test_the_last_ports_leave_none_for_the_runtime():
+    with pytest.raises(ConfigurationError, match="Port 65534") as caught:
+        root_address({}, address=None, port=65534)
+    assert caught.value.where == "--master-port"
+
+
+MOUNTS = (
+    ("/", "ext4"),
+    ("/fsx", "lustre"),
+    ("/home", "nfs4"),
+    ("/home/local", "xfs"),
+    ("/hidden", "nfs4"),
+    ("/hidden", "ext4"),
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        ("/var/tmp/cache", None),
+        ("/fsx/team/cache", "lustre"),
+        ("/fsxcache", None),
+        ("/home/me/cache", "nfs4"),
+        ("/home/local/cache", None),
+        ("/hidden/cache", None),
+        ("s3://bucket/fsx", None),
+    ],
+)
+def test_a_folder_on_a_network_file_system(place, kind):
+    assert shared_by_machines(place, MOUNTS) == kind
+
+
+def test_a_cache_that_machines_would_share_is_remarked_upon():
+    said = remark_on_place("/fsx/cache", MOUNTS, "trn-1")
+    assert "on lustre" in said
+    assert "--cache-dir '/fsx/cache/{host}'" in said
+    assert remark_on_place("/fsx/cache/trn-1", MOUNTS, "trn-1") is None
+    assert remark_on_place("/var/tmp/cache", MOUNTS, "trn-1") is None
+
+
+def test_each_host_has_its_own_folder_where_the_location_says_so():
+    assert CompileCache(location="/fsx/{host}/x").location == f"/fsx/{socket.gethostname()}/x"
 
 
 def test_details_of_the_environment():

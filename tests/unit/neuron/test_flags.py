@@ -7,7 +7,7 @@ import pytest
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron import CompileCache, CompilerOptions
 from neuron_accel.neuron.environment import compile_settings
-from neuron_accel.neuron.flags import parse, write
+from neuron_accel.neuron.flags import parse, remarks, write
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,23 @@ from neuron_accel.neuron.flags import parse, write
         ("--implicit-integer-downcast=none", [("--implicit-integer-downcast", "none")]),
         ("--something-new=7 --other 8 -x", [("--something-new", "7"), ("--other", "8"), ("-x", None)]),
         ("-O1 --optlevel=1", [("--optlevel", "1")]),
+        ("--native-int64=default", [("--native-int64", "default")]),
+        ("--implicit-integer-downcast=dot,pow", [("--implicit-integer-downcast", "dot,pow")]),
+        ("--distribution-strategy=generic", [("--distribution-strategy", "generic")]),
+        ("--distribution-strategy=NEMO", [("--distribution-strategy", "NEMO")]),
+        ("--verbose=35", [("--verbose", "35")]),
+        ("--auto-cast=matmul", [("--auto-cast", "matmul")]),
+        ("--enable-mixed-precision-accumulation=true", [("--enable-mixed-precision-accumulation", "true")]),
+        ("-O1 --x=1 -O2", [("--x", "1"), ("--optlevel", "2")]),
+        ("--a=1 --b --a=2", [("--b", None), ("--a", "2")]),
+        (
+            "--enable-mixed-precision-accumulation -O1 --disable-mixed-precision-accumulation",
+            [("--optlevel", "1"), ("--disable-mixed-precision-accumulation", None)],
+        ),
+        (
+            "--tensorizer-options=-x --tensorizer-options=-y",
+            [("--tensorizer-options", "-x"), ("--tensorizer-options", "-y")],
+        ),
     ],
 )
 def test_options_are_read_in_every_spelling_and_written_so_that_they_read_alike(text, expected):
@@ -46,18 +63,14 @@ def test_options_are_read_in_every_spelling_and_written_so_that_they_read_alike(
     ("text", "what", "fix"),
     [
         ("--model-type='transformer", "No closing quotation", "close the quote"),
-        ("transformer", "'transformer' is no option", "--transformer"),
+        ("transformer", "'transformer' is not an option", "--transformer"),
         ("--model-type", "--model-type has no value", "generic, transformer"),
         ("--cache_dir=", "--cache_dir= has no value", "--cache_dir=VALUE"),
-        ("--auto-cast=bf16", "'bf16' is no value of --auto-cast", "none, matmult, all"),
-        ("-O4", "'4' is no value of --optlevel", "1, 2, 3"),
-        ("-lnc=3", "'3' is no value of --lnc", "1, 2"),
+        ("-O4", "'4' is not a valid value of --optlevel", "1, 2, 3"),
+        ("-lnc=3", "'3' is not a valid value of --lnc", "1, 2"),
         ("--no_cache=1", "--no_cache takes no value", "write --no_cache"),
-        ("--retry_failed_compilaton", "--retry_failed_compilaton is no option", "--retry_failed_compilation"),
-        ("--distribution_strategy=llm-training", "no option", "--distribution-strategy"),
         ("--cache_size=1000", "does nothing", "cache prune --max-size"),
         ("--cache_ttl=30", "does nothing", "cache prune --ttl"),
-        ("-O1 -O2", "-O1 and -O2 contradict", "drop -O1"),
     ],
 )
 def test_malformed_options_are_refused(text, what, fix):
@@ -65,6 +78,46 @@ def test_malformed_options_are_refused(text, what, fix):
         parse(text)
     assert what in caught.value.what
     assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("-O1 --auto-cast=none --verbose=35 --something-new=7", []),
+        ("--enable-mixed-precision-accumulation=true", []),
+        ("-O1 --optlevel=1", []),
+        ("--auto-cast=bf16", ["--auto-cast=bf16: listed values are none, matmult, all"]),
+        ("--model-type=mamba", ["--model-type=mamba: listed values are generic, transformer,"]),
+        ("--enable-saturate-infinity=often", ["--enable-saturate-infinity is a switch"]),
+        ("--retry_failed_compilaton", ["did you mean --retry_failed_compilation?"]),
+        ("--distribution_strategy=llm-training", ["did you mean --distribution-strategy?"]),
+        ("-O1 -O2 -O3", ["-O1 is replaced by -O3 to its right", "-O2 is replaced by -O3"]),
+        ("-O1 -O2 -O1", ["-O2 is replaced by -O1 to its right"]),
+        (
+            "--enable-mixed-precision-accumulation --disable-mixed-precision-accumulation",
+            ["--enable-mixed-precision-accumulation is replaced by --disable-mixed-precision-accumulation"],
+        ),
+    ],
+)
+def test_what_may_be_a_slip_is_passed_on_with_a_remark(text, said):
+    found = remarks(text)
+    assert len(found) == len(said)
+    for words, remark in zip(said, found, strict=True):
+        assert words in remark
+    parse(text)
+
+
+def test_a_switch_and_its_explicit_form_are_alike():
+    options = CompilerOptions(enable_mixed_precision_accumulation=True)
+    text = "--enable-mixed-precision-accumulation=true"
+    assert options.merge({"NEURON_CC_FLAGS": text}) == text
+    with pytest.raises(ConfigurationError, match="contradict"):
+        options.merge({"NEURON_CC_FLAGS": "--enable-mixed-precision-accumulation=false"})
+
+
+def test_options_in_code_that_may_be_a_slip_warn():
+    with pytest.warns(UserWarning, match="did you mean --model-type"):
+        CompilerOptions(extra=("--model_type=transformer",))
 
 
 def test_options_become_flags():
@@ -107,7 +160,7 @@ def test_for_training_leaves_dtypes_to_torch():
         {"auto_cast": True},
         {"enable_saturate_infinity": "yes"},
         {"auto_cast": "none", "auto_cast_type": "bf16"},
-        {"extra": ("--auto-cast=some",)},
+        {"extra": ("-O4",)},
         {"optlevel": 1, "extra": ("-O2",)},
         {"enable_mixed_precision_accumulation": True, "extra": ("--disable-mixed-precision-accumulation",)},
     ],

@@ -20,6 +20,7 @@ ROWS = [
     ("trn2.48xlarge", 16, 128, 64, 1_536, 10_700, 2_900, 1_024, 3_200, 192, 2_048),
     ("trn2u-ultraserver", 64, 512, 256, 6_144, 42_800, 2_900, 1_024, 3_200, 768, 8_192),
     ("trn2.3xlarge", 1, 8, 4, 96, 667, 2_900, None, None, None, None),
+    ("trn3.48xlarge", 16, 128, 64, 2_304, 10_736, 4_900, 2_048, 3_200, 192, 2_048),
     ("trn3-gen1-ultraserver", 64, 512, 256, 9_216, 42_944, 4_900, 2_048, 12_800, 768, 8_192),
     ("trn3-gen2-ultraserver", 144, 1_152, 576, 20_736, 96_624, 4_900, 2_048, 28_800, 2_304, 27_648),
 ]
@@ -42,6 +43,28 @@ def test_every_instance_is_consistent():
             assert set(instance.model_groups[lnc]) <= set(range(2, instance.cores(lnc) + 1))
         assert instance.family in instance.name
         assert hash(instance)
+
+
+@pytest.mark.parametrize(
+    ("name", "lnc", "peak"),
+    [
+        ("trn1.32xlarge", None, 90),
+        ("trn1n.32xlarge", 1, 90),
+        ("trn2.48xlarge", None, 158),
+        ("trn2.48xlarge", 1, 79),
+        ("trn3.48xlarge", 2, 158),
+    ],
+)
+def test_what_utilization_is_a_part_of(name, lnc, peak):
+    instance = find_instance(name)
+    assert instance.peak_tflops(lnc) == peak
+    assert instance.peak_tflops(lnc) * instance.cores(lnc) < instance.bf16_tflops
+
+
+def test_a_host_is_its_part_of_an_ultraserver():
+    host, whole = find_instance("trn3.48xlarge"), find_instance("trn3-gen1-ultraserver")
+    for name in ("chips", "physical_cores", "hbm_gib", "bf16_tflops", "vcpus", "host_gib", "efa_gbps"):
+        assert getattr(whole, name) == whole.hosts * getattr(host, name), name
 
 
 @pytest.mark.parametrize(
@@ -78,7 +101,20 @@ def test_a_wrong_name_names_the_nearest():
 
 
 @pytest.mark.parametrize(
-    ("content", "name"), [("trn2.48xlarge\n", "trn2.48xlarge"), ("m5.large\n", None), (None, None)]
+    ("content", "name"),
+    [
+        ("trn2.48xlarge\n", "trn2.48xlarge"),
+        ("trn2u.48xlarge\n", "trn2u.48xlarge"),
+        ("trn2p.48xlarge\n", "trn2.48xlarge"),
+        ("trn3.48xlarge\n", "trn3.48xlarge"),
+        ("trn3sn-es.48xlarge\n", "trn3.48xlarge"),
+        ("trn3pds.48xlarge\n", "trn3.48xlarge"),
+        ("trn3e.24xlarge\n", None),
+        ("trn1x.48xlarge\n", None),
+        ("m5.large\n", None),
+        ("\n", None),
+        (None, None),
+    ],
 )
 def test_the_machine_says_what_it_is(tmp_path, content, name):
     path = tmp_path / "product_name"
@@ -121,8 +157,8 @@ def mesh(ranks, **degrees):
         ("trn1.32xlarge", None, 64, [1, 2, 4, 8, 32], 16, "choose degree 8 or 32"),
         ("trn1.32xlarge", None, 64, [], 64, "choose degree 32"),
         ("trn1.2xlarge", None, 2, [1, 2], None, None),
-        ("trn2.48xlarge", 2, 64, [2, 4, 16, 64], 8, "choose degree 4 or 16"),
-        ("trn2.48xlarge", 2, 128, [], 32, "choose degree 16 or 64"),
+        ("trn2.48xlarge", 2, 64, [2, 4, 8, 16, 64], 32, "choose degree 16 or 64"),
+        ("trn3.48xlarge", 2, 64, [2, 4, 8, 16, 64], 32, "choose degree 16 or 64"),
         ("trn2.48xlarge", 1, 128, [4, 8, 32, 128], 16, "choose degree 8 or 32"),
         ("trn2.48xlarge", 1, 128, [], 64, "choose degree 32 or 128"),
         ("trn2.3xlarge", 2, 4, [2, 4], None, None),

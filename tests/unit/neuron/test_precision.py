@@ -53,3 +53,10 @@ def test_legacy_variables_are_named_with_what_to_use(name):
 def test_updates_that_would_be_lost(rounds, low, masters, words):
     said = lost_updates({"NEURON_RT_STOCHASTIC_ROUNDING_EN": rounds}, low_precision=low, masters=masters)
     assert said is None if words is None else words in said
+
+
+@pytest.mark.parametrize(("rounds", "masters"), [("1", False), ("1", True), ("0", False), ("", True)])
+def test_random_rounding_of_what_autocast_casts_is_said(rounds, masters):
+    environ = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": rounds}
+    said = lost_updates(environ, low_precision=False, masters=masters, autocast=True)
+    assert ("autocast" in said and "unset it" in said) if rounds == "1" else said is None

@@ -19,7 +19,7 @@ from neuron_accel.errors import ConfigurationError, PlanError, UnsupportedModelE
 from neuron_accel.models.stages import stack_of
 from neuron_accel.strategies.pipeline.cuts import balanced, cost, cut
 from neuron_accel.strategies.pipeline.deferred_wgrad import DeferredWgrad, Later
-from neuron_accel.strategies.pipeline.microbatches import Shares, convert, split
+from neuron_accel.strategies.pipeline.microbatches import LossWeights, convert, split
 from tests.distributed.strategies.pipeline.pipeline_support import FAMILIES, gpt2, llama, mixtral
 
 
@@ -135,7 +135,7 @@ def test_a_parameter_that_no_stage_can_own_is_refused():
 
 
 # ---- micro-batches ---------------------------------------------------------------------------------------------------
-def test_batches_are_divided_and_what_belongs_to_all_samples_is_shared():
+def test_batches_are_sharded_and_what_belongs_to_all_samples_is_shared():
     x, positions, scale = torch.arange(8).view(4, 2), torch.arange(2)[None], torch.tensor(3.0)
     calls = split((x,), {"positions": positions, "nested": {"labels": [x + 1]}, "scale": scale, "flag": True}, 2)
     assert len(calls) == 2
@@ -148,8 +148,8 @@ def test_batches_are_divided_and_what_belongs_to_all_samples_is_shared():
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 4)])
-def test_a_tensor_that_cannot_be_divided_is_refused(shape):
-    with pytest.raises(UsageError, match="cannot be divided"):
+def test_a_tensor_that_cannot_be_sharded_is_refused(shape):
+    with pytest.raises(UsageError, match="cannot be split"):
         split((torch.zeros(4, 2), torch.zeros(shape)), {}, 2)
 
 
@@ -161,14 +161,16 @@ def test_nested_values_keep_their_form():
 
 def test_losses_count_by_target_tokens():
     model = llama()
-    shares = Shares(model, model.forward)
+    weights = LossWeights(model, model.forward)
     labels = torch.tensor([[1, 2, 3, 4], [-100, -100, 3, -100], [1, -100, -100, -100], [5, 6, 7, -100]])
     ids = labels.clamp(min=0)
     calls = split((ids,), {"labels": labels}, 4)
-    assert [float(share) for share in shares.of(calls)] == pytest.approx([3 / 6, 1 / 6, 0, 2 / 6])  # labels are shifted
+    assert [float(weight) for weight in weights.of(calls)] == pytest.approx(
+        [3 / 6, 1 / 6, 0, 2 / 6]
+    )  # labels are shifted
     summed = split((ids,), {"labels": labels, "num_items_in_batch": torch.tensor(6)}, 4)
-    assert shares.of(summed) == [1.0] * 4
-    assert shares.of(split((ids,), {}, 2)) == [0.5, 0.5]
+    assert weights.of(summed) == [1.0] * 4
+    assert weights.of(split((ids,), {}, 2)) == [0.5, 0.5]
 
 
 # ---- weight gradients later ------------------------------------------------------------------------------------------

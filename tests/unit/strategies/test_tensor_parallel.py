@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    GPT2Config,
     GPT2LMHeadModel,
     GPT2Model,
-    LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
@@ -34,31 +32,24 @@ from neuron_accel.models.plan import matches
 from neuron_accel.strategies.data_parallel.plugin import DataParallelPlugin
 from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin
 from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin
-from neuron_accel.strategies.tensor_parallel.shard_plan import divide
+from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards
+from tests.distributed.models import gpt2_config, llama_config
 from tests.sweeps.tiny import tiny_model
 
 
 def _llama(**options) -> LlamaForCausalLM:
-    config = {
-        "vocab_size": 50,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    }
+    sizes = {"vocab_size": 50, "num_attention_heads": 8, "num_key_value_heads": 4}
     with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(**{**config, **options}))
+        return LlamaForCausalLM(llama_config(**sizes | options))
 
 
 def _gpt2(**options) -> GPT2LMHeadModel:
-    config = {"vocab_size": 50, "n_embd": 32, "n_head": 8, "n_layer": 2, "n_positions": 16}
     with torch.device("meta"):
-        return GPT2LMHeadModel(GPT2Config(**{**config, **options}))
+        return GPT2LMHeadModel(gpt2_config(**{"vocab_size": 50, "n_head": 8, "n_positions": 16} | options))
 
 
 def _layouts(model: nn.Module, degree: int, **options) -> dict[str, Layout]:
-    divisions = divide(architecture_of(model), degree, **options)
+    divisions = plan_shards(architecture_of(model), degree, **options)
     return {f"{d.fqn}.{name}": layout for d in divisions for name, layout in d.layouts.items()}
 
 
@@ -149,7 +140,7 @@ def test_gpt2_fused_projection_keeps_query_key_and_value_of_a_head_together() ->
     assert (cut.dim, cut.blocks, cut.unit) == (1, (32, 32, 32), 4)
 
 
-def test_linear_attention_is_divided_by_heads_of_different_widths() -> None:
+def test_linear_attention_is_sharded_by_heads_of_different_widths() -> None:
     model = tiny_model("qwen3_5_text", linear_value_head_dim=16)  # 2 key heads and 4 value heads
     layout = _layouts(model, 2)["model.layers.0.linear_attn.conv1d.weight"]
     (cut,) = layout.cuts
@@ -167,7 +158,7 @@ def test_linear_attention_stays_whole_where_its_heads_do_not_divide() -> None:
     assert not any("linear_attn" in name for name, _ in architecture_of(model).at(4).regions)
 
 
-def test_a_second_table_of_tokens_is_divided_too() -> None:
+def test_a_second_table_of_tokens_is_sharded_too() -> None:
     layout = _layouts(tiny_model("gemma4_text"), 2)["model.embed_tokens_per_layer.weight"]
     assert layout.local_shape == (51, 16)
 
@@ -178,7 +169,7 @@ def test_embeddings_can_stay_whole() -> None:
 
 
 @pytest.mark.parametrize("model", [_llama, _gpt2])
-def test_every_weight_of_a_region_is_divided(model) -> None:
+def test_every_weight_of_a_region_is_sharded(model) -> None:
     model = model()
     layouts = _layouts(model, 2)
     for region, module in architecture_of(model).regions:
@@ -194,14 +185,14 @@ _SIX = {"hidden_size": 48, "num_attention_heads": 6}
 @pytest.mark.parametrize(
     ("options", "degree", "message", "fix"),
     [
-        ({"num_attention_heads": 2, "num_key_value_heads": 2}, 4, "num_attention_heads = 2 does", "1, 2"),
-        (_SIX | {"num_key_value_heads": 2}, 4, "num_attention_heads = 6 does", "1, 2, 6"),
-        (_SIX | {"num_key_value_heads": 3}, 4, "num_key_value_heads = 3 does", "1, 3, 6"),
+        ({"num_attention_heads": 2, "num_key_value_heads": 2}, 4, "num_attention_heads = 2 is not", "1, 2"),
+        (_SIX | {"num_key_value_heads": 2}, 4, "num_attention_heads = 6 is not", "1, 2, 6"),
+        (_SIX | {"num_key_value_heads": 3}, 4, "num_key_value_heads = 3 is not", "1, 3, 6"),
     ],
 )
 def test_what_does_not_divide(options: dict, degree: int, message: str, fix: str) -> None:
     with pytest.raises(LayoutError, match=message) as error:
-        divide(architecture_of(_llama(**options)), degree)
+        plan_shards(architecture_of(_llama(**options)), degree)
     assert error.value.fix == f"choose tensor_parallel_size from: {fix}"
     assert f"tensor_parallel_size={degree}" in error.value.where
 
@@ -233,8 +224,8 @@ def test_heads_that_do_not_divide_are_padded_with_those_that_share_a_key() -> No
 
 def test_features_are_padded_where_zero_stays_zero() -> None:
     assert _layouts(_llama(intermediate_size=42), 4)["model.layers.0.mlp.up_proj.weight"].local_shape == (11, 32)
-    with pytest.raises(LayoutError, match="do not divide evenly") as error:
-        divide(architecture_of(_llama(intermediate_size=42, hidden_act="sigmoid")), 4)
+    with pytest.raises(LayoutError, match="not evenly divisible") as error:
+        plan_shards(architecture_of(_llama(intermediate_size=42, hidden_act="sigmoid")), 4)
     assert "activation" in error.value.why
     assert _layouts(_gpt2(n_inner=30), 4)["transformer.h.0.mlp.c_fc.weight"].local_shape == (32, 8)
     assert _layouts(_gpt2(), 8)["transformer.h.0.mlp.c_fc.weight"].local_shape == (32, 16)
@@ -281,39 +272,39 @@ def test_modules_that_are_not_what_the_plan_takes_them_for() -> None:
     model = _llama()
     model.model.layers[1].self_attn.q_proj = _Quantised(32, 32)
     with pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn\.q_proj' is a _Quantised"):
-        divide(architecture_of(model), 2)
+        plan_shards(architecture_of(model), 2)
 
     model = _llama()
     model.model.layers[0].mlp.up_proj.forward = lambda x: x
     with pytest.raises(UnsupportedModelError, match="up_proj"):
-        divide(architecture_of(model), 2)
+        plan_shards(architecture_of(model), 2)
 
     model = _llama()
     model.model.embed_tokens = _Scaled(50, 32)
-    divide(architecture_of(model), 2)
+    plan_shards(architecture_of(model), 2)
     model.model.embed_tokens = _Shifted(50, 32)
     with pytest.raises(UnsupportedModelError, match="not a plain Embedding") as error:
-        divide(architecture_of(model), 2)
+        plan_shards(architecture_of(model), 2)
     assert "parallelize_embeddings=False" in error.value.fix
-    divide(architecture_of(model), 2, parallelize_embeddings=False)
+    plan_shards(architecture_of(model), 2, parallelize_embeddings=False)
 
     model = _llama()
     model.model.layers[0].mlp.gate = nn.Linear(32, 1)
-    with pytest.raises(UnsupportedModelError, match=r"Nothing is known about the parameter '.*mlp\.gate"):
-        divide(architecture_of(model), 2)
+    with pytest.raises(UnsupportedModelError, match=r"The parameter '.*mlp\.gate"):
+        plan_shards(architecture_of(model), 2)
 
     model = _llama()
     for layer in model.model.layers:
         del layer.mlp.up_proj
     with pytest.raises(UnsupportedModelError, match=r"no module 'layers\.\*\.mlp\.up_proj'"):
-        divide(architecture_of(model), 2)
+        plan_shards(architecture_of(model), 2)
 
 
 def test_a_style_that_nothing_handles() -> None:
     architecture = architecture_of(_llama())
     styles = {**architecture.plan.styles, "layers.*.mlp.up_proj": replace(colwise(), kind="diagonal")}
     with pytest.raises(UnsupportedModelError, match="style 'diagonal' of 'model"):
-        divide(replace(architecture, plan=replace(architecture.plan, styles=styles)), 2)
+        plan_shards(replace(architecture, plan=replace(architecture.plan, styles=styles)), 2)
 
 
 # ---- plugins ---------------------------------------------------------------------------------------------------------
@@ -344,7 +335,7 @@ def test_plans_that_cannot_be(plugins: list, message: str) -> None:
         _plan(*plugins)
 
 
-def test_sequence_parallelism_of_a_model_that_is_not_divided() -> None:
+def test_sequence_parallelism_of_a_model_that_is_not_sharded() -> None:
     model = _llama()
     with pytest.raises(PlanError, match="no tensor-parallel region in LlamaForCausalLM"):
         SequenceParallelPlugin().transform_model(PreparedModel(model, model, ParameterMap(model)), None)

@@ -22,12 +22,12 @@ TILE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where tokens stand.
+    """The positions of tokens.
 
     Args:
         index: position in the sequence, int64 [tokens].
         document: what they belong to as queries, int64 [batch, tokens]; None: all to the same.
-        visible: the same as keys; -2 for what nobody looks at.
+        visible: the same as keys; -2 for keys that no query attends to.
     """
 
     index: torch.Tensor
@@ -41,7 +41,7 @@ class Rule:
 
     Args:
         diagonal: whether queries and keys are the same tokens in order, and a query sees none after itself.
-        queries, keys: where they stand; None if that does not matter.
+        queries, keys: their positions; None if they do not matter.
         window: a query sees this many tokens up to itself.
         reads: whether values can be looked at for free, so that tiles without any pair are left out.
     """
@@ -114,7 +114,7 @@ class Dropout:
     """Which attention weights are dropped: drawn again from the same seed in the backward pass.
 
     Args:
-        rate: the share that is dropped.
+        rate: the fraction that is dropped.
         seed: of this block.
     """
 
@@ -207,7 +207,7 @@ def attend_backward(
 
     Args:
         query, key, value: as in :func:`attend`.
-        gradient: of the whole output, [batch, heads, queries, value dim].
+        gradient: of the full output, [batch, heads, queries, value dim].
         log: of the sum over all keys, [batch, heads, queries].
         product: of output and gradient, summed over the value dim: [batch, heads, queries].
 

@@ -1,4 +1,4 @@
-"""A call of a model with whole sequences becomes a call with this rank's share of them."""
+"""Turns a call of a model with full sequences into a call with this rank's shards of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALONG = {"token_type_ids": 0, "input_ids": 0}  # name to what fills up
 _CACHED = ("past_key_values", "use_cache", "cache_position", "logits_to_keep")
 _EVERY_LAYER = {
     "output_attentions": "no rank has all weights of a query",
-    "output_router_logits": "the balance of experts is no mean over tokens that ranks could compute each for its own",
+    "output_router_logits": "the balance of experts is not a mean over tokens that each rank could compute for its own",
 }
 
 
@@ -36,7 +36,7 @@ class Splitter:
     Args:
         forward: the model's own.
         config: the model's configuration.
-        zigzag: the division.
+        zigzag: how sequences are sharded.
         ring: what attention layers get.
         own_loss: why the model cannot be given labels; None if it computes the mean over tokens of shifted labels.
         reads: whether looking at values is free.
@@ -64,10 +64,10 @@ class Splitter:
         return {name: value for name, value in bound.items() if value is not None}
 
     def split(self, given: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """The arguments for this rank's share, and the length of the whole sequence.
+        """The arguments for this rank's shard, and the length of the full sequence.
 
         Raises:
-            UsageError: for arguments that cannot be divided.
+            UsageError: for arguments that cannot be sharded.
         """
         self._refuse(given)
         tokens = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
@@ -76,21 +76,21 @@ class Splitter:
         result: dict[str, Any] = {}  # tokens first: what looks for the size of the batch finds them
         for name, fill in reversed(_ALONG.items()):
             if name in rest:
-                result[name] = self._zigzag.share(rest.pop(name), 1, fill)
+                result[name] = self._zigzag.shard(rest.pop(name), 1, fill)
         if "inputs_embeds" in rest:
             result["inputs_embeds"] = self._share_embeddings(rest.pop("inputs_embeds"))
         if "labels" in rest or "shift_labels" in rest:
             result |= self._labels(rest)
         positions = self._positions(rest.pop("position_ids", None), rest.pop("attention_mask", None), length, tokens)
         codes = self._codes(given, batch, length)
-        result["position_ids"] = self._zigzag.share(positions, 1, 0)
+        result["position_ids"] = self._zigzag.shard(positions, 1, 0)
         result["attention_mask"] = self._in_place_of_a_mask(codes, tokens.device)
         for name, value in rest.items():
             if isinstance(value, torch.Tensor) and value.dim() > 1 and length in value.shape[1:]:
                 raise UsageError(
-                    f"{name!r} of shape {list(value.shape)} cannot be divided along the sequence.",
+                    f"{name!r} of shape {list(value.shape)} cannot be sharded along the sequence.",
                     where="plugin context_parallel",
-                    why="it is not known which of its dims is the sequence, and what stands at a position",
+                    why="it is not known which of its dims is the sequence, and what a position holds",
                     fix="leave it out, or train without ContextParallelPlugin",
                 )
         result |= rest
@@ -101,11 +101,11 @@ class Splitter:
         """Whether a call goes on with keys and values of earlier ones, or keeps them for later ones."""
         return any(name in given and not _is_off(given[name]) for name in _CACHED)
 
-    # ---- what is refused -------------------------------------------------------------------------------------------
+    # ---- what is refused ---------------------------------------------------------------------------------------------
     def _refuse(self, given: Mapping[str, Any]) -> None:
         if ("input_ids" in given) == ("inputs_embeds" in given):
             raise UsageError(
-                "Context parallelism divides `input_ids` or `inputs_embeds`, and the model was given "
+                "Context parallelism shards `input_ids` or `inputs_embeds`, and the model was given "
                 + ("both." if "input_ids" in given else "neither."),
                 where="plugin context_parallel",
             )
@@ -115,7 +115,7 @@ class Splitter:
                     f"{name} is not possible in training with context parallelism.",
                     where="plugin context_parallel",
                     why="every rank has positions from the beginning and from the end of a sequence",
-                    fix="leave it out, or evaluate under torch.no_grad(), where each rank computes whole sequences",
+                    fix="leave it out, or evaluate under torch.no_grad(), where each rank computes full sequences",
                 )
         for name, why in _EVERY_LAYER.items():
             if given.get(name, getattr(self._config, name, False)):
@@ -127,13 +127,13 @@ class Splitter:
                 )
         if ("labels" in given or "shift_labels" in given) and self._own_loss:
             raise UsageError(
-                "This model cannot compute its loss on a share of a sequence.",
+                "This model cannot compute its loss on a shard of a sequence.",
                 where="plugin context_parallel",
                 why=self._own_loss,
-                fix="leave `labels` out and compute the loss from the outputs, which are then whole",
+                fix="leave `labels` out and compute the loss from the outputs, which are then full",
             )
 
-    # ---- the parts of a call ---------------------------------------------------------------------------------------
+    # ---- the parts of a call -----------------------------------------------------------------------------------------
     def _share_embeddings(self, embeddings: torch.Tensor) -> torch.Tensor:
         zigzag = self._zigzag
         order = zigzag.order(embeddings.shape[1], embeddings.device)
@@ -141,7 +141,7 @@ class Splitter:
         return chunk_to_group(ordered, zigzag.backend, zigzag.group, 1)
 
     def _labels(self, rest: dict[str, Any]) -> dict[str, Any]:
-        """Labels shifted while they are whole, and what the sum of their losses is divided by: the number of labels
+        """Labels shifted while they are unsharded, and what the sum of their losses is divided by: the number of labels
         that count, over the number of ranks, because gradients are averaged over them."""
         shifted, labels = rest.pop("shift_labels", None), rest.pop("labels", None)
         if shifted is None:
@@ -150,16 +150,16 @@ class Splitter:
         items = rest.pop("num_items_in_batch", None)
         if items is None:
             items = (shifted != IGNORED).sum()
-        share = self._zigzag.share(shifted, 1, IGNORED)
+        shard = self._zigzag.shard(shifted, 1, IGNORED)
         # a loss function that overlooks the shifted labels finds no label that counts, and returns NaN or nothing
         return {
-            "labels": torch.full_like(share, IGNORED),
-            "shift_labels": share,
+            "labels": torch.full_like(shard, IGNORED),
+            "shift_labels": shard,
             "num_items_in_batch": items / self._zigzag.degree,
         }
 
     def _codes(self, given: Mapping[str, Any], batch: int, length: int) -> torch.Tensor | None:
-        """Of whole sequences; see :mod:`.documents`."""
+        """Of full sequences; see :mod:`.documents`."""
         document = visible = None
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         if mask is not None:
@@ -177,7 +177,7 @@ class Splitter:
         if given is not None:
             if given.dim() != 2 or given.shape[1] != length:
                 raise UsageError(
-                    f"position_ids of shape {list(given.shape)} cannot be divided along the sequence.",
+                    f"position_ids of shape {list(given.shape)} cannot be sharded along the sequence.",
                     where="plugin context_parallel",
                     fix=f"give them the shape [batch, {length}]",
                 )

@@ -11,7 +11,7 @@ import torch
 from neuron_accel.contract import UsageError
 
 UNSEEN = -2
-"""The code of what was added to fill up a sequence: it belongs to no document and nobody sees it."""
+"""The code of what was added to fill up a sequence: it belongs to no document and no query attends to it."""
 
 
 def encode(document: torch.Tensor | None, visible: torch.Tensor | None) -> torch.Tensor | None:
@@ -67,7 +67,7 @@ def from_mask(attention_mask: torch.Tensor, shape: tuple[int, int], *, reads: bo
         raise UsageError(
             f"An attention mask of form {form} is not possible with context parallelism.",
             where="plugin context_parallel",
-            why="masks of queries by keys are as large as what is to be divided; a mask of padding is "
+            why="masks of queries by keys are as large as what is to be sharded; a mask of padding is "
             f"[batch, sequence], here {list(shape)}",
             fix="pass a mask of padding, or packed documents by position_ids that restart",
         )

@@ -1,7 +1,7 @@
 """Gradients where what ranks compute alike meets what each computes of its own positions.
 
 Gradients of parameters are averaged over the ranks of a sequence. So the gradient of what follows has to arrive
-multiplied by their number at each rank's own share, and what is alike on every rank needs no change.
+multiplied by their number at each rank's own shard, and what is equal on every rank needs no change.
 """
 
 from __future__ import annotations

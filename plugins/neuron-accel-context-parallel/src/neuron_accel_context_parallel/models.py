@@ -32,7 +32,7 @@ _OTHER_SCORES = ("position_bias", "s_aux", "sinks", "head_mask", "cache")
 
 
 class Attached:
-    """A model whose calls are divided, until :meth:`detach`.
+    """A model whose calls are sharded, until :meth:`detach`.
 
     Args:
         model: the model, changed in place.
@@ -42,11 +42,12 @@ class Attached:
         staged: whether a rank may have some of the layers only.
 
     Raises:
-        UnsupportedModelError: if the model's attention cannot be divided. It is unchanged then.
+        UnsupportedModelError: if the model's attention cannot be sharded. It is unchanged then.
     """
 
     def __init__(self, model: nn.Module, run: Run, axis: str, *, keeps_logits: bool, staged: bool) -> None:
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters wrap a model
+        wrapper: Any = model
+        inner = wrapper.get_base_model() if hasattr(model, "get_base_model") else wrapper  # adapters wrap a model
         check_model(inner)
         register_attention()
         self._config, self._model = inner.config, inner
@@ -77,16 +78,16 @@ class Attached:
             handle.remove()
         self._model.set_attn_implementation(self._before)
 
-    # ---- around a call ---------------------------------------------------------------------------------------------
+    # ---- around a call -----------------------------------------------------------------------------------------------
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = self._splitter.bind(args, kwargs)
         if self._splitter.is_cached(given) and not torch.is_grad_enabled():
             self._model.set_attn_implementation(self._before)  # every rank computes all of it
             return None
         self._as_tuple = not given.pop("return_dict", getattr(self._config, "return_dict", True))
-        divided, self._length = self._splitter.split(given)
+        sharded, self._length = self._splitter.split(given)
         self._ring.visits, self._ring.windows = 0, 0
-        return (), divided if not self._as_tuple else {**divided, "return_dict": True}
+        return (), sharded if not self._as_tuple else {**sharded, "return_dict": True}
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._length is None:
@@ -138,7 +139,7 @@ def check_model(model: nn.Module) -> None:
 
     def refuse(why: str, fix: str = "train this model without ContextParallelPlugin") -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"The attention of {name} cannot be divided along the sequence.",
+            f"The attention of {name} cannot be sharded along the sequence.",
             where="plugin context_parallel",
             why=why,
             fix=fix,
@@ -150,7 +151,7 @@ def check_model(model: nn.Module) -> None:
         PreTrainedModel = None  # type: ignore[assignment,misc]
     if PreTrainedModel is None or not isinstance(model, PreTrainedModel):
         raise refuse(
-            "it is no model of transformers, so there is no place where its attention function can be exchanged",
+            "it is not a model of transformers, so its attention function cannot be replaced",
             "derive it from transformers.PreTrainedModel and call the function that its configuration names",
         )
     config = model.config.get_text_config()
@@ -159,9 +160,9 @@ def check_model(model: nn.Module) -> None:
         raise refuse(f"layers of kind {', '.join(sorted(kinds))} mix positions in another way")
     both_ways = any(getattr(module, "is_causal", True) is False for module in model.modules())
     if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True) or both_ways:
-        raise refuse("only causal attention is divided")
+        raise refuse("only causal attention is sharded")
     if getattr(config, "attention_chunk_size", None) and "chunked_attention" in str(getattr(config, "layer_types", "")):
-        raise refuse("its attention is divided into chunks of its own")
+        raise refuse("its attention already works in chunks")
     forward = inspect.signature(model.forward).parameters
     if "position_ids" not in forward:
         raise refuse("it takes no position_ids, so positions would begin anew on every rank")
@@ -183,7 +184,7 @@ def own_loss(model: nn.Module) -> str | None:
     if not hasattr(type(model), "loss_function"):
         return "it has no loss function of transformers"
     if model.loss_function is not ForCausalLMLoss:
-        return "it has a loss function of its own; only the mean over next tokens is known to be one of shares, too"
+        return "it has its own loss function; only the mean over next tokens can be computed from shards"
     return None
 
 
@@ -256,10 +257,10 @@ def ring_attention(
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
-    """Stands where transformers makes masks; calls that are divided bring their own."""
+    """Stands where transformers makes masks; calls that are sharded bring their own."""
     raise UsageError(
-        "An attention mask was asked for outside of a divided call.",
+        "An attention mask was asked for outside of a sharded call.",
         where="plugin context_parallel",
-        why="masks of queries by keys are as large as what is to be divided",
+        why="masks of queries by keys are as large as what is to be sharded",
         fix="call the model that `prepare` returned, not a part of it; generate with a dynamic cache",
     )

@@ -1,4 +1,4 @@
-"""What a model returned for this rank's share of a sequence becomes what it returns for the whole."""
+"""Turns the output of a model for this rank's shard of a sequence into that for the full sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Joiner:
     """Puts outputs together.
 
     Args:
-        zigzag: the division.
+        zigzag: how sequences are sharded.
         keeps_logits: whether logits are gathered although the model computed the loss in training.
     """
 
@@ -28,11 +28,11 @@ class Joiner:
         self._zigzag, self._keeps_logits = zigzag, keeps_logits
 
     def join(self, output: Any, length: int, *, training: bool) -> Any:
-        """The output for the whole sequence, the same on every rank. Collective.
+        """The output for the full sequence, the same on every rank. Collective.
 
         Args:
             output: a mapping by names, as models of transformers return.
-            length: of the whole sequence.
+            length: of the full sequence.
             training: whether logits beside a loss are left out unless they are kept.
         """
         kept = {name: value for name, value in output.items() if value is not None}
@@ -43,13 +43,13 @@ class Joiner:
                 kept.pop("logits", None)
         for name in _PER_POSITION:
             if name in kept:
-                kept[name] = _each(kept[name], lambda share: self._whole(share, length))
+                kept[name] = _each(kept[name], lambda shard: self._full(shard, length))
         return type(output)(**kept)
 
-    def _whole(self, share: torch.Tensor, length: int) -> torch.Tensor:
+    def _full(self, shard: torch.Tensor, length: int) -> torch.Tensor:
         """[batch, positions, ...] of this rank to [batch, length, ...]; what follows is the same on every rank."""
         zigzag = self._zigzag
-        scaled = scale_gradient(share, zigzag.degree)
+        scaled = scale_gradient(shard, zigzag.degree)
         ordered = gather_from_group(scaled, zigzag.backend, zigzag.group, 1, grad="chunk")
         return zigzag.restore(ordered, 1, length)
 

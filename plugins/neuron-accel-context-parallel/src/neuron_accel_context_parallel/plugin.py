@@ -25,16 +25,16 @@ AXIS = "cp"
 class ContextParallelPlugin(StrategyPlugin):
     """Divides sequences over ``context_parallel_size`` ranks, with exact attention.
 
-    Each rank gets whole sequences and computes an early and a late part of each. Keys and values go round the ranks;
+    Each rank gets full sequences and computes an early and a late slice of each. Keys and values go round the ranks;
     activations, and with them the memory of training, take 1 / degree. The loop stays as it is: inputs, positions,
-    labels and masks of padding are divided when the model is called, the loss that it returns is the mean over all
-    tokens on every rank, and outputs are whole.
+    labels and masks of padding are sharded when the model is called, the loss that it returns is the mean over all
+    tokens on every rank, and outputs are full.
 
     Args:
-        context_parallel_size: number of ranks that share a sequence. Lengths that 2 x this does not divide are padded
-            inside.
-        training_logits: whether a call with labels in training returns logits, whole on every rank. By default they are
-            left out, since they take more memory than anything that is divided.
+        context_parallel_size: number of ranks over which a sequence is sharded. Lengths not divisible by 2 x this are
+            padded inside.
+        training_logits: whether a call with labels in training returns logits, full on every rank. By default they are
+            left out, since they take more memory than anything that is sharded.
     """
 
     context_parallel_size: int
@@ -59,10 +59,10 @@ class ContextParallelPlugin(StrategyPlugin):
         run.group(AXIS)  # made now, in the same order on every rank
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
-        """Makes calls of ``model`` divide what they are given.
+        """Makes calls of ``model`` shard their arguments.
 
         Raises:
-            UnsupportedModelError: if its attention cannot be divided. It is unchanged then.
+            UnsupportedModelError: if its attention cannot be sharded. It is unchanged then.
         """
         if run.mesh.degree(AXIS) == 1:
             return

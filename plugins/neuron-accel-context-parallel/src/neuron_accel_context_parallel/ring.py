@@ -1,4 +1,4 @@
-"""Attention over a sequence that is divided among ranks: keys and values go round, queries stay.
+"""Attention over a sequence that is sharded over ranks: keys and values go round, queries stay.
 
 Each rank computes the attention of its queries to the keys that it has, hands them on to the next rank, and adds what
 its queries make of those that come. In the backward pass keys and values go round once more, and their gradients travel
@@ -30,7 +30,7 @@ class Look:
     Args:
         scores: how scores are made.
         window: a query sees this many tokens up to itself; None: all before it.
-        dropout: the share of attention weights that is dropped.
+        dropout: the fraction of attention weights that is dropped.
     """
 
     scores: Scores
@@ -96,13 +96,12 @@ class _Course:
         self._table = self._queries = self._documents = self._visible = None
         if documents is not None or look.window is not None:
             degree = ring.group.size
-            self._table = table(own.shape[2] * degree, degree, own.device)
-        if documents is not None:
-            # whose key nobody looks at has an even code
-            ordered = documents[:, self._table.flatten()].unflatten(1, (ring.group.size, -1))
-            self._documents = ordered // 2
-            self._visible = torch.where(ordered % 2 == 1, self._documents, -2)
-        if self._table is not None:
+            self._table = places = table(own.shape[2] * degree, degree, own.device)
+            if documents is not None:
+                # whose key no query attends to has an even code
+                ordered = documents[:, places.flatten()].unflatten(1, (degree, -1))
+                self._documents = ordered // 2
+                self._visible = torch.where(ordered % 2 == 1, self._documents, -2)
             self._queries = self._places(self._turns.source(0))
 
     def own(self) -> tuple[Rule, Dropout | None]:

@@ -28,7 +28,7 @@ def table(length: int, degree: int, device: torch.device | str = "cpu") -> torch
 
 
 class Zigzag:
-    """The division of sequences among the ranks of a group.
+    """How sequences are sharded over the ranks of a group.
 
     Args:
         backend: performs the collectives.
@@ -46,14 +46,14 @@ class Zigzag:
         """The positions of all ranks, one rank after the other: int64 [padded length]."""
         return table(padded_length(length, self.degree), self.degree, device).flatten()
 
-    def pad(self, whole: torch.Tensor, dim: int, fill: float) -> torch.Tensor:
-        """``whole`` with its dim ``dim`` filled up to the padded length."""
-        missing = padded_length(whole.shape[dim], self.degree) - whole.shape[dim]
-        return F.pad(whole, (0, 0) * (whole.dim() - 1 - dim) + (0, missing), value=fill) if missing else whole
+    def pad(self, full: torch.Tensor, dim: int, fill: float) -> torch.Tensor:
+        """``full`` with its dim ``dim`` padded to the padded length."""
+        missing = padded_length(full.shape[dim], self.degree) - full.shape[dim]
+        return F.pad(full, (0, 0) * (full.dim() - 1 - dim) + (0, missing), value=fill) if missing else full
 
-    def share(self, whole: torch.Tensor, dim: int, fill: float) -> torch.Tensor:
-        """This rank's positions along ``dim`` of what every rank has whole."""
-        ordered = self.pad(whole, dim, fill).index_select(dim, self.order(whole.shape[dim], whole.device))
+    def shard(self, full: torch.Tensor, dim: int, fill: float) -> torch.Tensor:
+        """This rank's positions along ``dim`` of a tensor that every rank has in full."""
+        ordered = self.pad(full, dim, fill).index_select(dim, self.order(full.shape[dim], full.device))
         return self.backend.chunk(ordered, self.group, dim).contiguous()
 
     def restore(self, ordered: torch.Tensor, dim: int, length: int) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""LoRA fine-tuning with ``peft`` for neuron_accel: adapters that lie over the ranks as the layers do that they adapt.
+"""LoRA fine-tuning with ``peft`` for neuron_accel: adapters that are sharded like the layers that they adapt.
 
 Method: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022).
 """
 
 from __future__ import annotations
 
-from neuron_accel_lora.files import extract_adapter, save_adapter
+from neuron_accel_lora.export import extract_adapter, save_adapter
 from neuron_accel_lora.plugin import LoraPlugin
 
 __all__ = ["LoraPlugin", "extract_adapter", "save_adapter"]

@@ -1,8 +1,8 @@
-"""How the two factors of an adapter lie over the ranks: as follows from how the weight does that they adapt.
+"""How the two factors of an adapter are sharded: it follows from the weight that they adapt.
 
-A layer computes ``W x`` and its adapter ``B A x``. Where the output features of ``W`` are cut, so are the rows of
-``B``, and ``A`` is whole on every rank; where its input features are cut, so are the columns of ``A``, and ``B`` is
-whole. The factor that is whole meets something else on each rank, so its gradient is a sum over the ranks. Nothing is
+A layer computes ``W x`` and its adapter ``B A x``. If the output features of ``W`` are sharded, so are the rows of
+``B``, and ``A`` is replicated; if its input features are sharded, so are the columns of ``A``, and ``B`` is
+replicated. The replicated factor has different inputs on each rank, so its gradient is a sum over the ranks. Nothing is
 averaged, and nothing is sent but that sum.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """The division of an adapter.
+    """How an adapter is sharded.
 
     Args:
         a: layout of A [r, in].
@@ -42,11 +42,11 @@ class Factors:
     own_inputs: bool
 
 
-def divide(target: Target, weight: ParameterRecord) -> Factors:
-    """The division of the adapter of a layer whose weight lies as ``weight`` says.
+def shard(target: Target, weight: ParameterRecord) -> Factors:
+    """How the adapter of a layer is sharded whose weight has the layout in ``weight``.
 
     Raises:
-        UnsupportedModelError: if it is cut in a way that no adapter can follow.
+        UnsupportedModelError: if it is sharded in a way that no adapter can follow.
     """
     of_input, of_output = (0, 1) if target.turned else (1, 0)
     cuts = {cut.dim: cut for cut in weight.layout.cuts if cut.degree > 1}
@@ -78,7 +78,7 @@ def _axes(weight: ParameterRecord, cut: Cut | None) -> tuple[str, ...]:
 
 def _cannot(target: Target, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{target.fqn!r} cannot be adapted the way it is divided.",
+        f"{target.fqn!r} cannot be adapted the way it is sharded.",
         where=WHERE,
         why=why,
         fix="leave it out with target_modules or exclude_modules",

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from neuron_accel.contract import AxisKind, UsageError, copy_to_group, register_product_hook
-from neuron_accel_lora.division import Factors, divide
+from neuron_accel_lora.division import Factors, shard
 from neuron_accel_lora.options import WHERE
 from neuron_accel_lora.survey import ADAPTER, Survey, Target
 
@@ -33,14 +33,14 @@ class Factor(nn.Module):
 def attach(survey: Survey, model: nn.Module, run: Run, parameters: ParameterMap) -> None:
     """Gives the layers of ``model`` their adapters. The values of ``survey`` are let go of."""
     layers = {target.fqn: model.get_submodule(target.fqn) for target in survey.targets}
-    divisions = {target.fqn: divide(target, parameters[target.weight]) for target in survey.targets}
+    factors_of = {target.fqn: shard(target, parameters[target.weight]) for target in survey.targets}
     for target in survey.targets:
         forms = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in _values(target))
         _register(layers[target.fqn], target, *forms)
-    parameters.follow(model)  # which gets to know them whole
+    parameters.follow(model)  # which adds them unsharded
     alike = _GroupsThatShare(run)
     for target in survey.targets:
-        layer, factors = layers[target.fqn], divisions[target.fqn]
+        layer, factors = layers[target.fqn], factors_of[target.fqn]
         layouts, partial = (factors.a, factors.b), (factors.partial_a, factors.partial_b)
         for name, layout, axes in zip(target.names, layouts, partial, strict=True):
             parameters.set_layout(name, layout)
@@ -67,14 +67,14 @@ def _register(layer: nn.Module, target: Target, a: torch.Tensor, b: torch.Tensor
 
 
 class _GroupsThatShare:
-    """The ranks that hold the same part of what is cut for fewer parts than there are ranks."""
+    """The ranks that hold the same shard of tensors with fewer shards than ranks."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._made: dict[tuple[str, int], Group] = {}
 
     def of(self, cut: Cut | None) -> Group | None:
-        """This rank's group for ``cut``; None if it has its part alone. Collective where it was not asked before."""
+        """This rank's group for ``cut``; None if it is the only holder of its shard. Collective at the first call."""
         if cut is None or cut.replicas == 1:
             return None
         key = (cut.axis, cut.replicas)
@@ -93,7 +93,7 @@ class _Adapter:
 
     Args:
         target: what is adapted.
-        factors: how the adapter is divided.
+        factors: how the adapter is sharded.
         run: the run.
         alike: the ranks with the same part of B, where there are several; each has a part of its gradient.
     """
@@ -115,7 +115,7 @@ class _Adapter:
             b = copy_to_group(b, self._backend, self._alike)
         return (product + F.linear(reduced, b) * self._scaling).to(product.dtype)
 
-    def _reduce(self, layer: nn.Module, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _reduce(self, layer: Any, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``A x`` [..., r], and B."""
         raise NotImplementedError
 
@@ -128,7 +128,7 @@ class LinearAdapter(_Adapter):
         axes = run.mesh.names(AxisKind.MODEL)
         self._drop = Dropout(target, factors.own_inputs, [run.randomness(axis) for axis in axes])
 
-    def _reduce(self, layer: nn.Module, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _reduce(self, layer: Any, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
         input = input.to(a.dtype)
         return F.linear(self._drop(input) if layer.training else input, a), b
@@ -140,7 +140,7 @@ class Dropout:
     Args:
         target: what is adapted.
         own_inputs: whether each rank has inputs of its own.
-        randomness: what ranks that divide the model draw from.
+        randomness: the random state of ranks that shard the model.
     """
 
     def __init__(self, target: Target, own_inputs: bool, randomness: list[RankRandomness]) -> None:
@@ -164,33 +164,33 @@ class Dropout:
             raise UsageError(
                 f"What the adapter of {self._fqn!r} dropped cannot be computed again.",
                 where=WHERE,
-                why="activation checkpointing runs a layer again where it is not known which numbers ranks share: the "
-                "model's own dropout draws on a divided sequence",
+                why="activation checkpointing reruns a layer where it is unknown which random numbers ranks share: the "
+                "model's own dropout draws on a sharded sequence",
                 fix="set the model's own dropout or lora_dropout to zero, or leave activation checkpointing out",
             )
 
 
 class EmbeddingAdapter(_Adapter):
-    """The adapter of an embedding, whose entries may lie on other ranks."""
+    """The adapter of an embedding, whose entries may be on other ranks."""
 
     def __init__(self, target: Target, factors: Factors, run: Run, alike: Group | None) -> None:
         super().__init__(target, factors, run, alike)
-        self._cut = factors.inputs
-        self._group = None if self._cut is None else run.group(self._cut.axis)
+        self._held = None if factors.inputs is None else (factors.inputs, run.group(factors.inputs.axis))
 
-    def _reduce(self, layer: nn.Module, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _reduce(self, layer: Any, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         a, b = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
         row, elsewhere = input, None
-        if self._cut is not None:
-            row = input - self._start(input.device)
-            elsewhere = (row < 0) | (row >= self._cut.local_size)
+        if self._held is not None:
+            cut, group = self._held
+            row = input - self._start(cut, group, input.device)
+            elsewhere = (row < 0) | (row >= cut.local_size)
             row = row.masked_fill(elsewhere, 0)
         found = F.embedding(row, a.t())
         if layer.padding_idx is not None:  # this entry gets no gradient
-            found = torch.where((input == layer.padding_idx).unsqueeze(-1), found.detach(), found)
+            found = torch.where(input.eq(layer.padding_idx).unsqueeze(-1), found.detach(), found)
         return (found if elsewhere is None else found.masked_fill(elsewhere.unsqueeze(-1), 0)), b
 
-    def _start(self, device: torch.device) -> torch.Tensor:
+    def _start(self, cut: Cut, group: Group, device: torch.device) -> torch.Tensor:
         """The first entry of this rank: data rather than a constant, so that all ranks run the same program."""
-        starts = torch.arange(0, self._cut.local_size * self._cut.degree, self._cut.local_size, device=device)
-        return self._backend.chunk(starts, self._group, 0).squeeze(0)
+        starts = torch.arange(0, cut.local_size * cut.degree, cut.local_size, device=device)
+        return self._backend.chunk(starts, group, 0).squeeze(0)

@@ -64,12 +64,12 @@ def lora_config(options: Mapping[str, Any]) -> LoraConfig:
     for name in options:
         if name not in known:
             raise ConfigurationError(
-                f"{name!r} is no option of peft's LoraConfig.", where=WHERE, fix=did_you_mean(name, known)
+                f"{name!r} is not an option of peft's LoraConfig.", where=WHERE, fix=did_you_mean(name, known)
             )
     try:
         config = LoraConfig(**options)
     except (ValueError, TypeError) as error:
-        raise ConfigurationError("peft refuses these options.", where=WHERE, why=str(error)) from error
+        raise ConfigurationError("peft does not accept these options.", where=WHERE, why=str(error)) from error
     check(config)
     return config
 
@@ -86,7 +86,7 @@ def check(config: LoraConfig) -> None:
             raise ConfigurationError(
                 f"{f.name}={value!r} is not possible.",
                 where=WHERE,
-                why="it changes what an adapter computes, or which parameters it has, in a way that is not divided "
+                why="it changes what an adapter computes, or which parameters it has, in a way that is not sharded "
                 "over ranks",
                 fix="leave it out: plain LoRA, rank-stabilised LoRA (use_rslora), patterns of ranks and alphas, "
                 "modules_to_save and biases are possible",
@@ -130,7 +130,7 @@ def plain(config: LoraConfig) -> dict[str, Any]:
 
 
 def _default(f: dataclasses.Field) -> Any:
-    return f.default_factory() if f.default is dataclasses.MISSING else f.default  # type: ignore[misc]
+    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
 
 
 def _plain(value: Any) -> Any:

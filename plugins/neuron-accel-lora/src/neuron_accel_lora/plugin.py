@@ -33,7 +33,7 @@ _SHORT = ("r", "lora_alpha", "target_modules", "lora_dropout", "use_rslora", "bi
 class LoraPlugin(StrategyPlugin):
     """Trains LoRA adapters of a model's layers, and nothing else of it.
 
-    What is adapted, and how adapters begin, is what ``peft`` makes of the same options. Adapters then lie over the
+    Targets and initial values are those of ``peft`` for the same options. Adapters are then sharded over the
     ranks as the layers do that they adapt, so that they compute what they compute in one process. Give the model as it
     is, without adapters; an optimizer over ``model.parameters()`` gets each adapter in the group of the weight that it
     adapts. Parameters of the base model keep their FQNs and are frozen.
@@ -43,7 +43,7 @@ class LoraPlugin(StrategyPlugin):
     Args:
         r: rank of the adapters.
         lora_alpha: what they are scaled by, times ``r`` (``sqrt(r)`` with ``use_rslora``).
-        target_modules: ends of the names of the layers to adapt, or one regular expression for the whole name, or
+        target_modules: ends of the names of the layers to adapt, or one regular expression for the full name, or
             ``"all-linear"``; left out, what peft has for the model's type.
         lora_dropout: probability with which inputs of adapters are dropped in training.
         use_rslora: rank-stabilised scaling (Kalajdzievski 2023).
@@ -123,7 +123,7 @@ class LoraPlugin(StrategyPlugin):
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Decides what is adapted, lets adapters begin alike on all ranks, and freezes the rest. The model's layers are
-        still whole."""
+        still unsharded."""
         from neuron_accel_lora.files import load_adapter
         from neuron_accel_lora.survey import agree_on_values, in_turn, take_survey
 
@@ -145,7 +145,7 @@ class LoraPlugin(StrategyPlugin):
         return optimizer
 
     def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Before the first step: does somebody train every adapter?"""
+        """Before the first step: checks that an optimizer holds every adapter."""
         state = run.state(self)
         if state.get("checked", True):
             return
@@ -164,12 +164,11 @@ class LoraPlugin(StrategyPlugin):
                     fix="build the optimizer from model.parameters(), or from what requires a gradient after `prepare`",
                 )
 
-    def before_reshape(self, model: PreparedModel | None, run: Run) -> None:
+    def before_reshape(self, model: PreparedModel, run: Run) -> None:
         """Refuses other shapes for a table of tokens, or a head, that is adapted: its adapter would keep its own."""
         for parameters, survey in self.surveys(run):
-            for record in run.models:
-                if record.parameters is parameters and model in (None, record):
-                    _refuse_adapted_ends(record.original, survey)
+            if model.parameters is parameters:
+                _refuse_adapted_ends(model.original, survey)
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         from neuron_accel_lora.report import explain
@@ -182,7 +181,7 @@ class LoraPlugin(StrategyPlugin):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraLayersPlugin(StrategyPlugin):
-    """Part of :class:`LoraPlugin`: gives layers their adapters, once it is settled how they lie over the ranks."""
+    """Part of :class:`LoraPlugin`: gives layers their adapters, once their layouts are known."""
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="lora_layers", phase=Phase.ACTIVATIONS, after=frozenset({"sequence_parallel", "context_parallel"})
@@ -197,10 +196,17 @@ class LoraLayersPlugin(StrategyPlugin):
         from neuron_accel_lora.layers import attach
         from neuron_accel_lora.report import check_trained
 
-        lora = run.plan.plugin(LoraPlugin.spec.name)
+        lora = lora_of(run)
         survey = lora.survey_of(model.parameters, run)
         attach(survey, model.module, run, model.parameters)
         check_trained(model.parameters, survey, lora.trainable_parameters)
+
+
+def lora_of(run: Run) -> LoraPlugin:
+    """The plugin that trains adapters in a run."""
+    plugin = run.plan.plugin(LoraPlugin.spec.name)
+    assert isinstance(plugin, LoraPlugin)  # the planner knows one of that name
+    return plugin
 
 
 def _refuse_adapted_ends(model: torch.nn.Module, survey: Survey) -> None:
@@ -223,7 +229,7 @@ def _checked(config: Any) -> LoraConfig:
         raise ConfigurationError(
             f"peft_config is a {type(config).__name__}.",
             where=WHERE,
-            why="only LoRA is divided over ranks",
+            why="only LoRA is sharded over ranks",
             fix="give a peft.LoraConfig, or a mapping of its options",
         )
     return config

@@ -9,7 +9,7 @@ from neuron_accel.contract import ParameterError
 from neuron_accel_lora.options import WHERE
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import ParameterMap
+    from neuron_accel.contract import ParameterMap, ParameterRecord
     from neuron_accel_lora.survey import Survey
 
 
@@ -19,7 +19,7 @@ def check_trained(parameters: ParameterMap, survey: Survey, wanted: int | None) 
     Raises:
         ParameterError: if they differ.
     """
-    trained = {record.fqn: math.prod(record.layout.shape) for record in parameters if record.current.requires_grad}
+    trained = {record.fqn: math.prod(record.layout.shape) for record in parameters if trains(record)}
     expected = {parameters[name].fqn for name in survey.trained}
     if trained.keys() != expected or sum(trained.values()) != survey.count:
         odd = sorted(trained.keys() ^ expected)
@@ -38,6 +38,10 @@ def check_trained(parameters: ParameterMap, survey: Survey, wanted: int | None) 
         )
 
 
+def trains(record: ParameterRecord) -> bool:
+    return record.current is not None and record.current.requires_grad
+
+
 def _size(survey: Survey, parameters: ParameterMap) -> int:
     return sum(math.prod(parameters[name].layout.shape) for target in survey.targets for name in target.names)
 
@@ -51,8 +55,8 @@ def explain(parameters: ParameterMap, survey: Survey) -> str:
     ]
     for target in survey.targets:
         a, b = (parameters[name] for name in target.names)
-        cut = [f"{n} cut over {', '.join(r.layout.axes)}" for n, r in (("A", a), ("B", b)) if r.layout.axes]
+        cut = [f"{n} sharded over {', '.join(r.layout.axes)}" for n, r in (("A", a), ("B", b)) if r.layout.axes]
         summed = [f"{n} summed over {', '.join(r.partial_axes)}" for n, r in (("A", a), ("B", b)) if r.partial_axes]
-        rank, how = a.layout.shape[0], "; ".join([*cut, *summed]) or "whole on every rank"
+        rank, how = a.layout.shape[0], "; ".join([*cut, *summed]) or "replicated"
         lines.append(f"  {target.fqn}: r={rank}, scaling {target.scaling:g}, {how}")
     return "\n".join(lines)

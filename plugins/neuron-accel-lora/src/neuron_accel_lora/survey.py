@@ -17,6 +17,7 @@ from neuron_accel_lora.options import WHERE
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
 
     from neuron_accel.contract import Run
 
@@ -98,14 +99,14 @@ def take_survey(model: nn.Module, config: LoraConfig) -> Survey:
 
     Raises:
         ConfigurationError: if a name or pattern of ``config`` matches nothing.
-        UnsupportedModelError: if a layer that matches is none that is divided.
+        UnsupportedModelError: if a layer that matches is none that is sharded.
         UsageError: if ``model`` has adapters.
     """
     if any(hasattr(module, "lora_A") or hasattr(module, "peft_config") for module in model.modules()):
         raise UsageError(
             f"This {type(model).__name__} has adapters already.",
             where=WHERE,
-            why="they would be adapted, and layers that peft wrapped are not divided over ranks",
+            why="they would be adapted, and layers that peft wrapped are not sharded over ranks",
             fix="prepare the model itself, and give LoraPlugin peft_config=..., or the saved adapter as adapter=...",
         )
     trained_before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -159,7 +160,7 @@ def _with_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
         ) from error
 
 
-def _layers(structure: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _layers(structure: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
     from peft.tuners import lora
 
     for fqn, module in structure.named_modules():
@@ -179,7 +180,7 @@ def _layers(structure: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield fqn, module
 
 
-def _target(fqn: str, layer: nn.Module) -> Target:
+def _target(fqn: str, layer: LoraLayer) -> Target:
     embedding = hasattr(layer, "lora_embedding_A") and ADAPTER in layer.lora_embedding_A
     if embedding:
         a, b = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]

@@ -85,21 +85,16 @@ def test_a_checkpoint_loads_on_any_mesh(tmp_path, others):
     close(run_ranks(trained, 2, slice(2, 4), [EP2, *others], loaded=str(tmp_path / "one"))[0], expected)
 
 
-def not_zeroed(plugins, *, inside_no_sync=False):
-    """Gradients of two passes that a loop adds up without zeroing, in full; or weights after a step in `no_sync`."""
+def not_zeroed(plugins):
+    """Gradients of two passes that a loop adds up without zeroing, in full."""
     from neuron_accel import NeuronAccelerator
 
     accelerator = NeuronAccelerator(plugins=plugins)
     torch.manual_seed(0)
     model = Mixture()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     index, size = accelerator.data_parallel_rank, accelerator.data_parallel_size
     shares = [{name: value.chunk(size)[index] for name, value in batch.items()} for batch in batches(2)]
-    if inside_no_sync:
-        with accelerator.no_sync(model):
-            accelerator.backward(model(**shares[0]))
-            optimizer.step()
-        return {name: value for name, value in accelerator.get_state_dict(model).items() if "experts" in name}
     for share in shares:
         accelerator.backward(model(**share))
     return accelerator.get_gradients(model)
@@ -108,11 +103,6 @@ def not_zeroed(plugins, *, inside_no_sync=False):
 @pytest.mark.parametrize("others", [[], [ZERO1]], ids=["plain", "zero1"])
 def test_gradients_that_a_loop_does_not_zero(others):
     close(run_ranks(not_zeroed, 4, [EP2, *others])[0], run_ranks(not_zeroed, 1, [])[0])
-
-
-def test_a_step_without_synchronisation_averages_the_losses_of_those_that_share_an_expert():
-    found = run_ranks(not_zeroed, 2, [EP2], inside_no_sync=True)[0]
-    close(found, run_ranks(not_zeroed, 1, [], inside_no_sync=True)[0])
 
 
 def uneven(exchanged):
@@ -155,3 +145,28 @@ def test_parameters_that_only_some_ranks_along_an_axis_of_samples_hold_are_refus
     parameters = ParameterMap(Mixture(), mesh=mesh)
     with parameters.changed_by("test_expert_parallel"), pytest.raises(LayoutError, match="stack the parameters"):
         parameters.set_holders("experts.up", "ep", [0])
+
+
+def local_sgd(others):
+    from accelerate.local_sgd import LocalSGD
+
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(plugins=[EP2, *others])
+    torch.manual_seed(0)
+    model = Mixture()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    index, size = accelerator.data_parallel_rank, accelerator.data_parallel_size
+    (batch,) = batches(1)
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local:
+        accelerator.backward(model(**{name: value.chunk(size)[index] for name, value in batch.items()}))
+        optimizer.step()
+        local.step()
+
+
+@pytest.mark.parametrize("others", [[], [ZERO1]], ids=["plain", "zero1"])
+def test_ranks_that_hold_shards_of_one_model_do_not_step_alone(others):
+    with pytest.raises(RanksError, match=r"'experts\.up', sharded over ep") as caught:
+        run_ranks(local_sgd, 2, others)
+    assert sorted(caught.value.errors) == [0, 1]
+    assert {type(error).__name__ for error in caught.value.errors.values()} == {"UsageError"}

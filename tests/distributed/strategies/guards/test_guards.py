@@ -9,8 +9,7 @@ import torch
 
 from neuron_accel.errors import CheckpointError, ConfigurationError, DesyncError, NonFiniteError, RecompileError
 from neuron_accel.strategies.guards import DesyncGuard, FiniteGuard, RecompileGuard, ReplicaCheck
-from neuron_accel.testing import run_ranks
-from neuron_accel.testing.ranks import RanksError
+from neuron_accel.testing import RanksError, run_ranks
 from tests.distributed.strategies.guards.guards_support import TP2, train, train_with_nan
 
 ALL = ["recompile_guard", {"desync_guard": {"timeout_s": 20}}, {"replica_check": {"every": 2}}, "finite_guard"]
@@ -111,7 +110,7 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_did_last():
 def test_a_rank_that_has_ended_is_not_waited_for():
     error = failure([], [{"desync_guard": {"timeout_s": 45}}], fault="ending")
     assert isinstance(error.errors[0], DesyncError), error
-    assert "Rank 1 of 2 did not come to" in str(error.errors[0])
+    assert "Rank 1 of 2 did not arrive at" in str(error.errors[0])
     assert "and has ended" in str(error.errors[0])
 
 
@@ -119,7 +118,7 @@ def test_tensor_parallel_ranks_disagree_in_their_own_group():
     """Rank 1 is alone in the group of all; the others wait for it in theirs until the time is over."""
     error = failure([TP2], [{"desync_guard": {"timeout_s": 2}}], fault="an extra all-reduce", ranks=4)
     assert all(isinstance(e, DesyncError) for e in error.errors.values()), error
-    assert any("the last of rank 1 was all_reduce over 'dp x tp' (" in str(e) for e in error.errors.values())
+    assert any("the last operation of rank 1 was all_reduce over 'dp x tp' (" in str(e) for e in error.errors.values())
 
 
 @pytest.mark.parametrize(("plugins", "ranks"), [([], 2), (["zero1"], 2), ([TP2], 4), ([TP2, "zero1"], 4)])

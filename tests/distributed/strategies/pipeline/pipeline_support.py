@@ -11,7 +11,8 @@ from torch import nn
 
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.parity import Trace, Training, compare, train_alone, train_on_rank
-from tests.distributed.models import HIDDEN, INITIALIZER_RANGE, VOCABULARY, token_batches
+from tests.distributed import models
+from tests.distributed.models import HIDDEN, INITIALIZER_RANGE, VOCABULARY, token_batches, with_biases
 
 BLOCKS = 4
 STEPS = 5
@@ -25,41 +26,8 @@ def pipeline(stages: int, microbatches: int, **options: Any) -> dict[str, dict[s
     }
 
 
-def llama(*, tied: bool = False, blocks: int = BLOCKS) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=blocks,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        initializer_range=INITIALIZER_RANGE,
-    )
-    return LlamaForCausalLM(config)
-
-
-def gpt2(*, tied: bool = True, blocks: int = BLOCKS) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=64,
-        n_embd=HIDDEN,
-        n_layer=blocks,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        tie_word_embeddings=tied,
-        initializer_range=INITIALIZER_RANGE,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return with_biases(GPT2LMHeadModel(config))
+llama = functools.partial(models.llama, kv_heads=2, blocks=BLOCKS)
+gpt2 = functools.partial(models.gpt2, blocks=BLOCKS, bos_token_id=None, eos_token_id=None)
 
 
 def mixtral(*, blocks: int = BLOCKS) -> nn.Module:
@@ -95,15 +63,6 @@ def gpt_neox(*, blocks: int = BLOCKS) -> nn.Module:
         eos_token_id=None,
     )
     return with_biases(GPTNeoXForCausalLM(config))
-
-
-def with_biases(model: nn.Module) -> nn.Module:
-    """Biases begin at zero, where a wrong one would not show."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.1)
-    return model
 
 
 FAMILIES = {"llama": llama, "gpt2-tied": gpt2, "mixtral": mixtral, "gpt-neox": gpt_neox}

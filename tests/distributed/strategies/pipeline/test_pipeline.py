@@ -69,7 +69,7 @@ OFTEN = {
 
 def compositions():
     for composition in COMPOSITIONS:
-        # Experts are divided over ranks by another strategy.
+        # Experts are sharded over ranks by another strategy.
         families = [f for f in FAMILIES if "tp2" not in composition or f in ("llama", "gpt2-tied")]
         for family in families:
             marks = () if (family, composition) in OFTEN else (pytest.mark.slow,)

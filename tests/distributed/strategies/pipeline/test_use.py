@@ -502,11 +502,11 @@ def sharing_memory():
 @pytest.mark.parametrize(
     ("error", "message", "plugins", "model_fn", "size", "change"),
     [
-        (UnsupportedModelError, "has 4 blocks and cannot be cut into 8", 8, llama, 8, None),
-        (UsageError, "batch of 6 samples cannot be divided into 4", [pipeline(2, 4)], llama, 6, None),
+        (UnsupportedModelError, "has 4 blocks and cannot be split into 8", 8, llama, 8, None),
+        (UsageError, "batch of 6 samples cannot be split into 4", [pipeline(2, 4)], llama, 6, None),
         (UnsupportedModelError, r"stage_cuts=\('stack.1',\)", [pipeline(2, 2)], NoPlan, 4, None),
         (UnsupportedModelError, "share memory", [pipeline(2, 2)], sharing_memory, 4, None),
-        (UnsupportedModelError, "is no block", [pipeline(2, 2, stage_cuts=("model.norm",))], llama, 4, None),
+        (UnsupportedModelError, "is not a block", [pipeline(2, 2, stage_cuts=("model.norm",))], llama, 4, None),
         (UnsupportedModelError, "leave a stage", [pipeline(2, 2, stage_cuts=("model.layers.0",))], llama, 4, None),
         (UnsupportedModelError, "2 stage_cuts make 3 stages", [pipeline(2, 2, stage_cuts=("a", "b"))], llama, 4, None),
         (UsageError, "output_hidden_states", [pipeline(2, 2)], llama, 4, {"output_hidden_states": True}),
@@ -609,7 +609,7 @@ def test_replicas_end_with_the_error_of_a_stage_of_another(when, in_backward, pl
     plugins = [pipeline(2, 2), *plugins]
     found = run_ranks(replica_raises, 4, when, in_backward, plugins, accumulation, timeout=40, full_exit=True)
     direction, microbatch = "backward" if in_backward else "forward", (when - 1) % 2
-    place = f"Rank 3 (stage 1, {direction} pass of micro-batch {microbatch}) raised this; all ranks end with it."
+    place = f"Rank 3 (stage 1, {direction} pass of micro-batch {microbatch}) raised this; all ranks raise it."
     assert found == [("ArithmeticError('this stage is at fault')", place)] * 4
 
 
@@ -640,7 +640,7 @@ def ragged_on_one_replica():
 
 def test_replicas_end_with_the_error_of_a_batch_of_another():
     found = run_ranks(ragged_on_one_replica, 4, timeout=40)
-    assert found == ["A batch of 3 samples cannot be divided into 2 micro-batches."] * 4
+    assert found == ["A batch of 3 samples cannot be split into 2 micro-batches."] * 4
 
 
 def uneven(counts):

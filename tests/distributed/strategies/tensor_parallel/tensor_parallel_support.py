@@ -1,4 +1,4 @@
-"""Tiny models, and comparing divided ones with whole ones. Everything here runs inside a rank."""
+"""Tiny models, and comparing sharded ones with whole ones. Everything here runs inside a rank."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from neuron_accel.engine.sharding.parameters import ParameterMap
 from neuron_accel.strategies.data_parallel.plugin import DataParallelPlugin
 from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin
 from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin
+from tests.distributed import models
 
 
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -28,35 +29,17 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+SIZES = {"vocab_size": 101, "initializer_range": 0.02, "attn_implementation": "eager"}
+
+
 def llama_config(**options: Any) -> LlamaConfig:
-    defaults = {
-        "vocab_size": 101,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "attn_implementation": "eager",
-    }
-    return LlamaConfig(**{**defaults, **options})
+    return models.llama_config(
+        **SIZES | {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 2} | options
+    )
 
 
 def gpt2_config(**options: Any) -> GPT2Config:
-    defaults = {
-        "vocab_size": 101,
-        "n_embd": 16,
-        "n_head": 4,
-        "n_layer": 2,
-        "n_positions": 64,
-        "attn_implementation": "eager",
-        "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return GPT2Config(**{**defaults, **options})
+    return models.gpt2_config(**SIZES | {"n_embd": 16, "bos_token_id": 1, "eos_token_id": 2} | options)
 
 
 def llama(**options: Any) -> LlamaForCausalLM:
@@ -87,7 +70,7 @@ def make_run(*, degree: int, sequence_parallel: bool = False, **options: Any) ->
     return Run(plan=plan, backend=backend)
 
 
-def divide(model: nn.Module, run: Run) -> ParameterMap:
+def shard(model: nn.Module, run: Run) -> ParameterMap:
     """Lets the plugins of ``run`` rewrite ``model`` in place."""
     prepared = PreparedModel(original=model, module=model, parameters=ParameterMap(model, mesh=run.mesh))
     transform_model(prepared, run, before=Phase.GRADIENTS)  # sums of gradients are made by hand in these tests
@@ -161,7 +144,7 @@ def compare_step(
     whole = copy.deepcopy(model)
     expected = step(whole, inputs)
     run = make_run(degree=degree, **options)
-    parameters = divide(model, run)
+    parameters = shard(model, run)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
     actual = step(model, inputs)

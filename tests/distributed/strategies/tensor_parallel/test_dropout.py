@@ -10,9 +10,9 @@ from neuron_accel.testing.ranks import run_ranks
 from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import (
     FAMILIES,
     batch,
-    divide,
     full_gradients,
     make_run,
+    shard,
 )
 
 DROPOUT = {
@@ -24,7 +24,7 @@ DROPOUT = {
 def _model(family: str, sequence_parallel: bool):
     model = FAMILIES[family](**DROPOUT[family])
     run = make_run(degree=2, sequence_parallel=sequence_parallel)
-    return model, run, divide(model, run)
+    return model, run, shard(model, run)
 
 
 def _masks(family: str, sequence_parallel: bool) -> dict[str, list[torch.Tensor]]:
@@ -67,7 +67,7 @@ def test_masks_differ_on_shares_of_the_sequence(family: str) -> None:
         assert not torch.equal(mine, theirs)
     if family == "gpt2":
         embedding, *residual = zip(first["outside"], second["outside"], strict=True)
-        assert torch.equal(*embedding)  # before the sequence is divided
+        assert torch.equal(*embedding)  # before the sequence is sharded
         assert len(residual) == 4
         assert not any(torch.equal(*masks) for masks in residual)
     assert torch.equal(first["afterwards"][0], second["afterwards"][0])
@@ -120,7 +120,7 @@ def test_an_error_leaves_ranks_together(sequence_parallel: bool) -> None:
 def _untouched() -> None:
     """Without dropout no random number is drawn: runs are those of other degrees."""
     model = FAMILIES["gpt2"]()
-    divide(model, make_run(degree=2))
+    shard(model, make_run(degree=2))
     torch.manual_seed(3)
     model(**batch()).loss.backward()
     drawn = torch.rand(3)

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from neuron_accel.engine.sharding.product_hooks import register_product_hook
+from neuron_accel.errors import LayoutError
 from neuron_accel.testing.ranks import run_ranks
 from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import (
     batch,
     compare_step,
-    divide,
     make_run,
+    shard,
 )
 from tests.sweeps.tiny import tiny_model
 
@@ -23,6 +24,7 @@ DIVERSE = (
     "mixtral", "qwen2_moe", "qwen3_next", "bloom", "gpt_neox", "bert", "bart", "codegen", "falcon", "mpt", "lfm2",
     "apertus", "granite_swa", "deepseek_v2", "gpt_oss", "opt", "gpt_neo", "granitemoehybrid", "afmoe",
     "qwen3_5_text", "kimi_linear", "deepseek_v32", "llama4_text", "longcat_flash",
+    "diffllama",
 )  # fmt: skip
 WITHOUT_SEQUENCE = ("gemma4_text",)
 
@@ -42,14 +44,29 @@ VARIANTS = {
     "olmo2, twelve heads that six share": ("olmo2", {**_TWELVE, "num_key_value_heads": 6}),
     "olmo2, six heads": ("olmo2", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6}),
     "falcon, biases": ("falcon", {"bias": True}),
+    "codegen, groups of six heads": (
+        "codegen",
+        {"n_embd": 96, "hidden_size": 96, "n_head": 24, "num_attention_heads": 24, "rotary_dim": 4},
+    ),
+    "diffllama, six pairs": ("diffllama", {**_TWELVE, "num_key_value_heads": 12}),
+    "diffllama, six pairs that two pairs read": (
+        "diffllama",
+        {**_TWELVE, "num_attention_heads": 24, "head_dim": 4, "num_key_value_heads": 12},
+    ),
+    "diffllama, two pairs that four pairs read": (
+        "diffllama",
+        {"hidden_size": 64, "num_attention_heads": 16, "head_dim": 4, "num_key_value_heads": 4},
+    ),
     "bitnet, features padded": ("bitnet", {"intermediate_size": 45, **_TWELVE, "num_key_value_heads": 6}),
 }
 
 UNEVEN = (
     "phi3", "phi3, twelve heads that six share", "olmo2", "olmo2, twelve heads that six share", "olmo2, six heads",
     "olmoe", "falcon", "falcon, biases", "bitnet", "bitnet, features padded",
+    "codegen, groups of six heads", "diffllama, six pairs", "diffllama, six pairs that two pairs read",
+    "diffllama, two pairs that four pairs read",
 )  # fmt: skip
-"""Models whose heads or features do not divide by four, or that have two key/value heads."""
+"""Models whose heads or features are not divisible by four, or that have two key/value heads."""
 
 
 def _families(names: list[str], degree: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -87,10 +104,46 @@ def test_fused_heads_and_norms_over_all_heads_that_do_not_divide(sequence_parall
     _check(run_ranks(_families, 4, list(UNEVEN), 4, options, timeout=100))
 
 
+def _attentions(name: str) -> float:
+    """How far attention weights of all heads, in the order of the model, are from those of one process."""
+    model_type, sizes = VARIANTS.get(name, (name, {}))
+    model = tiny_model(model_type, **sizes, attn_implementation="eager").eval()
+    inputs = batch(7)["input_ids"]
+    expected = model(inputs, output_attentions=True).attentions
+    shard(model, make_run(degree=int(os.environ["WORLD_SIZE"])))
+    actual = model(inputs, output_attentions=True).attentions
+    return max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("codegen", 2), ("diffllama", 2), ("codegen, groups of six heads", 4), ("diffllama, six pairs", 4)],
+)
+def test_attention_weights_are_in_the_order_of_the_model(name: str, ranks: int) -> None:
+    assert max(run_ranks(_attentions, ranks, name)) < 1e-6
+
+
+def _refused(name: str, heads: int) -> str:
+    try:
+        shard(tiny_model(name, num_attention_heads=heads, num_key_value_heads=heads), make_run(degree=4))
+    except LayoutError as error:
+        return str(error)
+    return "sharded"
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "groups"), [("codegen", 8, "4 groups of 2"), ("diffllama", 4, "2 groups of 2")]
+)
+def test_fewer_heads_in_a_group_than_ranks_are_refused(name: str, heads: int, groups: str) -> None:
+    for error in run_ranks(_refused, 4, name, heads):
+        assert f"lays heads out in {groups}, of each of which every rank computes some" in error
+        assert "choose tensor_parallel_size from: 1, 2" in error
+
+
 def _hooked() -> bool:
     """Whether what a hook adds to all features of a projection arrives at those of this rank."""
     model = tiny_model("phi3").eval()
-    divide(model, make_run(degree=4))
+    shard(model, make_run(degree=4))
     projection = model.model.layers[0].self_attn.qkv_proj
     x, added = torch.randn(2, 3, 32), torch.arange(projection.weight.shape[0], dtype=torch.float32)
     before = projection(x)

@@ -1,4 +1,4 @@
-"""Divided logits look like whole ones, and gather themselves exactly where they must."""
+"""Sharded logits look like whole ones, and gather themselves exactly where they must."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _shard() -> tuple[torch.Tensor, torch.Tensor, VocabularyShard]:
     run = make_run(degree=2)
     vocabulary = Vocabulary(size=11, backend=run.backend, group=run.group("tp"))
     whole = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    local = vocabulary.part(whole.detach()).clone().requires_grad_()
+    local = vocabulary.shard(whole.detach()).clone().requires_grad_()
     return whole, local, VocabularyShard.of(local, vocabulary)
 
 
@@ -103,7 +103,7 @@ def _check(name: str, function, kind: type) -> None:
         scale = torch.linspace(-1, 1, expected.numel()).view(expected.shape)
         (expected * scale).sum().backward()
         (actual * scale).sum().backward()
-        wanted = shard.vocabulary.part(whole.grad)
+        wanted = shard.vocabulary.shard(whole.grad)
         torch.testing.assert_close(local.grad, wanted, msg=lambda text: f"{name}: {text}")
 
 
@@ -149,7 +149,7 @@ def _refusals() -> None:
         lambda: shard.masked_fill_(shard > 0, 0.0),
         lambda: shard.retain_grad(),
     ):
-        with pytest.raises(UsageError, match="divided over ranks"):
+        with pytest.raises(UsageError, match="sharded over ranks"):
             change()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from neuron_accel.testing import run_ranks
-from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import divide, gpt2, llama, make_run
+from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import gpt2, llama, make_run, shard
 
 BATCH, LENGTH, HIDDEN, INNER, HEADS = 2, 16, 32, 64, 4
 HIDDEN_STATES = BATCH * LENGTH * HIDDEN * 4
@@ -27,7 +27,7 @@ def _saved(family: str, layers: int, degree: int, sequence_parallel: bool) -> in
     """Bytes that autograd keeps, each memory once; weights are there anyway."""
     model = MODELS[family](layers)
     if degree > 1:
-        divide(model, make_run(degree=degree, sequence_parallel=sequence_parallel))
+        shard(model, make_run(degree=degree, sequence_parallel=sequence_parallel))
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -68,6 +68,6 @@ def test_activations_of_a_layer(family):
     for found in run_ranks(_measure, 4, family):
         between = BETWEEN[family]
         assert found["replicated"] == between + (found["alone"] - between) / 4
-        # everything is divided but the inputs of attention and feed-forward, which are gathered once and kept
+        # everything is sharded but the inputs of attention and feed-forward, which are gathered once and kept
         assert found["sequence"] == found["alone"] / 4 + 2 * 3 / 4
         assert found["sequence"] < 0.81 * found["replicated"]

@@ -1,4 +1,4 @@
-"""Whole tiny models, divided, against themselves in one process."""
+"""Whole tiny models, sharded, against themselves in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each divided module and function against its whole counterpart: outputs, input gradients and weight gradients."""
+"""Each sharded module and function against its whole counterpart: outputs, input gradients and weight gradients."""
 
 from __future__ import annotations
 
@@ -150,12 +150,12 @@ def _check_head(degree: int, rows: int) -> None:
     scale = torch.randn(2, 3, rows)
     expected = whole(x)
     (expected * scale).sum().backward()
-    for divided in (False, True):
+    for sharded in (False, True):
         module.zero_grad()
-        module.divided_logits = divided
+        module.sharded_logits = sharded
         y = x.detach().clone().requires_grad_()
         logits = module(y)
-        assert (type(logits) is VocabularyShard) is divided
+        assert (type(logits) is VocabularyShard) is sharded
         assert logits.shape == expected.shape
         (logits * scale).sum().backward()
         torch.testing.assert_close(logits + 0, expected)
@@ -190,7 +190,7 @@ def _check_loss(degree: int, size: int, ignored: list[int], dtype: torch.dtype, 
     tp_region = _tp_region(degree)
     vocabulary = Vocabulary(size=size, backend=tp_region.backend, group=tp_region.group)
     whole = _logits(6, size, dtype).requires_grad_()
-    local = vocabulary.part(whole.detach()).clone().requires_grad_()
+    local = vocabulary.shard(whole.detach()).clone().requires_grad_()
     before = local.detach().clone()
     targets = _targets(6, size, ignored, options.get("ignore_index", -100))
     expected = F.cross_entropy(whole.float() if dtype == torch.bfloat16 else whole, targets, **options)
@@ -199,7 +199,7 @@ def _check_loss(degree: int, size: int, ignored: list[int], dtype: torch.dtype, 
     scale = torch.linspace(0.5, 2, actual.numel()).view_as(actual)
     (expected * scale).sum().backward()
     (actual * scale).sum().backward(retain_graph=True)
-    wanted = vocabulary.part(whole.grad)
+    wanted = vocabulary.shard(whole.grad)
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype != torch.bfloat16 else {"rtol": 1e-2, "atol": 1e-4}
     torch.testing.assert_close(local.grad, wanted, **tolerance)
     torch.testing.assert_close(local.detach(), before, rtol=0, atol=0)
@@ -220,7 +220,7 @@ def _losses(degree: int) -> None:
         _check_loss(degree, size, list(range(6)), torch.float32, reduction="sum")
     tp_region = _tp_region(degree)
     vocabulary = Vocabulary(size=11, backend=tp_region.backend, group=tp_region.group)
-    local = vocabulary.part(_logits(2, 11))
+    local = vocabulary.shard(_logits(2, 11))
     with pytest.raises(IndexError, match="11 is out of bounds"):
         cross_entropy(local, torch.tensor([1, 11]), vocabulary)
     with pytest.raises(ValueError, match="targets of"):
@@ -238,7 +238,7 @@ def _large_logits(degree: int) -> None:
     vocabulary = Vocabulary(size=10, backend=tp_region.backend, group=tp_region.group)
     whole = torch.linspace(-2000, 2000, 20).view(2, 10)
     target = torch.tensor([0, 9])
-    actual = cross_entropy(vocabulary.part(whole), target, vocabulary)
+    actual = cross_entropy(vocabulary.shard(whole), target, vocabulary)
     torch.testing.assert_close(actual, F.cross_entropy(whole, target))
     assert actual.isfinite()
 
@@ -251,7 +251,7 @@ def _saved_by_loss(dtype: torch.dtype) -> int:
     """Elements that the loss of [64, 40] logits keeps for its backward pass, on a rank of two."""
     tp_region = _tp_region(2)
     vocabulary = Vocabulary(size=40, backend=tp_region.backend, group=tp_region.group)
-    local = vocabulary.part(_logits(64, 40, dtype)).clone().requires_grad_()
+    local = vocabulary.shard(_logits(64, 40, dtype)).clone().requires_grad_()
     shard = VocabularyShard.of(local, vocabulary)
     saved: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""Tokens added and taken away, before and after a model is divided: rows keep their tokens."""
+"""Tokens added and taken away, before and after a model is sharded: rows keep their tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _alone(family: str, tokens: int, mean: bool) -> tuple[list[float], dict[str,
     return losses, model.state_dict()
 
 
-def _divided(family: str, tokens: int, mean: bool, after: bool, plugins: list[Any], expected: tuple) -> None:
+def _sharded(family: str, tokens: int, mean: bool, after: bool, plugins: list[Any], expected: tuple) -> None:
     accelerator = NeuronAccelerator(plugins=plugins)
     model = MODELS[family]()
     if not after:
@@ -120,7 +120,7 @@ TP_PP = ModelParallelismPlugin(tensor_parallel_size=2, pipeline_parallel_size=2,
     ],
 )
 def test_training_goes_on_with_other_tokens(family, tokens, mean, after, ranks, plugins):
-    run_ranks(_divided, ranks, family, tokens, mean, after, plugins, _alone(family, tokens, mean))
+    run_ranks(_sharded, ranks, family, tokens, mean, after, plugins, _alone(family, tokens, mean))
 
 
 def _too_late() -> str:
@@ -150,7 +150,7 @@ def _fails() -> None:
     assert all(after[name] is parameter for name, parameter in before.items())
 
     model = accelerator.prepare(bert())
-    where = "is inside of what is on another stage" if accelerator.is_main_process else "another rank"
+    where = "is on another pipeline stage" if accelerator.is_main_process else "another rank"
     with pytest.raises(UnsupportedModelError, match=where):
         model.resize_token_embeddings(107)
 

@@ -1,4 +1,4 @@
-"""Models whose heads and features do not divide, or that have fewer key/value heads than there are ranks."""
+"""Models whose heads and features are not divisible, or that have fewer key/value heads than there are ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.distributed.models import token_batches
 from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import (
     batch,
     compare_step,
-    divide,
     gpt2,
     llama,
     make_run,
+    shard,
 )
 
 CASES = {
@@ -51,7 +51,7 @@ def _padding_after_steps() -> float:
     """The largest entry of padding after steps with everything that moves weights."""
     model = gpt2(num_hidden_layers=1, n_embd=20, n_head=5)
     run = make_run(degree=2)
-    parameters = divide(model, run)
+    parameters = shard(model, run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     for _ in range(3):
         model(**batch(8)).loss.backward()

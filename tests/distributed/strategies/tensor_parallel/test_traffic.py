@@ -6,7 +6,7 @@ import pytest
 
 from neuron_accel.backends.base import Traffic
 from neuron_accel.testing.ranks import run_ranks
-from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import FAMILIES, batch, divide, make_run
+from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import FAMILIES, batch, make_run, shard
 
 HIDDEN, BATCH, LENGTH = 16, 2, 8
 OPS = ("all_reduce", "all_gather", "reduce_scatter")
@@ -15,7 +15,7 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter")
 def _step_traffic(family: str, layers: int, sequence_parallel: bool) -> Traffic:
     model = FAMILIES[family](**{"num_hidden_layers" if family == "llama" else "n_layer": layers})
     run = make_run(degree=2, sequence_parallel=sequence_parallel)
-    divide(model, run)
+    shard(model, run)
     with run.backend.record() as traffic:
         model(**batch(LENGTH)).loss.backward()
     return traffic

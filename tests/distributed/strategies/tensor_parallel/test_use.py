@@ -29,7 +29,6 @@ from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import
     batch,
     compare_step,
     difference,
-    divide,
     full_gradients,
     full_values,
     gpt2,
@@ -39,6 +38,7 @@ from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import
     make_run,
     randomise,
     reference_gradients,
+    shard,
     step,
 )
 
@@ -47,10 +47,10 @@ BOTH_FAMILIES = pytest.mark.parametrize("family", sorted(FAMILIES))
 
 
 def _pair(model, degree=2, **options):
-    """A model whole and divided, and the run and parameters of the divided one."""
+    """A model whole and sharded, and the run and parameters of the sharded one."""
     whole = copy.deepcopy(model)
     run = make_run(degree=degree, **options)
-    parameters = divide(model, run)
+    parameters = shard(model, run)
     return whole, model, run, parameters
 
 
@@ -188,8 +188,8 @@ def _other_models(sequence_parallel: bool) -> None:
         assert result["loss"] == pytest.approx(result["expected"], rel=1e-5), (name, result)
         assert result["error"] < 1e-4, (name, result)
 
-    base, divided, *_ = _pair(randomise(LlamaModel(llama_config())), sequence_parallel=sequence_parallel)
-    _close(divided(inputs["input_ids"]).last_hidden_state, base(inputs["input_ids"]).last_hidden_state)
+    base, sharded, *_ = _pair(randomise(LlamaModel(llama_config())), sequence_parallel=sequence_parallel)
+    _close(sharded(inputs["input_ids"]).last_hidden_state, base(inputs["input_ids"]).last_hidden_state)
 
 
 @BOTH_FLOWS
@@ -285,10 +285,10 @@ def test_half_precision(family: str, sequence_parallel: bool) -> None:
     run_ranks(_mixed, 2, family, sequence_parallel)
 
 
-def _undivided(family: str) -> None:
+def _unsharded(family: str) -> None:
     model = FAMILIES[family]()
     types = [type(module) for module in model.modules()]
-    divide(model, make_run(degree=1))
+    shard(model, make_run(degree=1))
     assert [type(module) for module in model.modules()] == types
 
     odd = (
@@ -296,11 +296,11 @@ def _undivided(family: str) -> None:
     )
     model = FAMILIES[family](**odd)
     before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
-    with pytest.raises(LayoutError, match=r"heads = [13] does not divide by 2"):
-        divide(model, make_run(degree=2))
+    with pytest.raises(LayoutError, match=r"heads = [13] is not divisible by 2"):
+        shard(model, make_run(degree=2))
     assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
 
 
 @BOTH_FAMILIES
 def test_nothing_changes_at_degree_one_or_after_an_error(family: str) -> None:
-    run_ranks(_undivided, 2, family)
+    run_ranks(_unsharded, 2, family)

@@ -241,7 +241,7 @@ def test_what_is_registered() -> None:
     found = run_ranks(_registered, 2)[0]
     assert "a plan for 'Own' already" in found["twice"]
     assert "a plan for 'llama' already" in found["built in"]
-    assert "a class of modules or of a family" in found["no target"]
+    assert "a class of modules or to a family" in found["no target"]
     assert "describes a family" in found["whole"]
     row = next(line for line in found["explained"].splitlines() if "blocks.*.qkv.weight" in line)
     assert "colwise  Shard(0) over tp (3 blocks)" in row
@@ -318,10 +318,10 @@ def test_what_is_said_of_a_model() -> None:
     assert row.split()[-1] == str(2 * 32 * 4)
     row = next(line for line in found["step"].splitlines() if line.strip().startswith("model.layers.1.mlp "))
     assert row.split()[-1] == f"{100 * 2 * 32 * 4:,}"
-    assert "ranks that share heads" in text
+    assert "ranks that hold the same heads" in text
 
 
-@pytest.mark.parametrize(("degree", "reason"), [(2, ""), (3, ""), (64, "num_attention_heads = 4 does not")])
+@pytest.mark.parametrize(("degree", "reason"), [(2, ""), (3, ""), (64, "num_attention_heads = 4 is not")])
 def test_what_is_said_of_a_configuration(degree: int, reason: str) -> None:
     from transformers import LlamaConfig, XLMConfig
 
@@ -336,7 +336,7 @@ def test_what_is_said_of_a_configuration(degree: int, reason: str) -> None:
     assert reason in report.reason
     if report:
         total = sum(parameter.numel() for parameter in models.llama().__class__(config).parameters())
-        assert report.divided + report.whole == total
-        assert report.whole == 3 * 16
-        assert (report.local == report.whole + report.divided // 2) is (degree == 2)
+        assert report.sharded + report.replicated == total
+        assert report.replicated == 3 * 16
+        assert (report.local == report.replicated + report.sharded // 2) is (degree == 2)
     assert "'xlm'" in ModelParallelismPlugin.supports(XLMConfig(n_layers=1, emb_dim=16, n_heads=2)).reason

@@ -184,7 +184,7 @@ def misuse(kind):
     ("kind", "words"),
     [
         ("dropped", "'0.weight' has been dropped"),
-        ("gone", "has been dropped|is gone"),
+        ("gone", "has been dropped|is no longer available"),
         ("different", "different gradients.*0.weight.*2.weight"),
         ("between", "between micro-batches"),
     ],

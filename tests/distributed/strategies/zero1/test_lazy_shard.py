@@ -31,7 +31,7 @@ def batches():
     return [(torch.randn(4, 3, generator=generator), both) for both in (False, True, False, True, True)]
 
 
-def divided(changes_state=False):
+def sharded(changes_state=False):
     from neuron_accel.backends.torch_distributed import TorchBackend
     from neuron_accel.engine.plan.planner import make_plan
     from neuron_accel.engine.plan.registry import default_registry
@@ -96,14 +96,14 @@ def alone():
 
 def test_parameters_without_a_gradient_keep_their_weights_and_momentum():
     expected, norm = alone()
-    for found, found_norm in run_ranks(divided, 2):
+    for found, found_norm in run_ranks(sharded, 2):
         assert abs(found_norm - norm) < 1e-5 * norm
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value)
 
 
 def test_state_can_be_read_and_written_by_pieces():
-    untouched = run_ranks(divided, 2)[0][0]
-    for found, _ in run_ranks(divided, 2, True):
+    untouched = run_ranks(sharded, 2)[0][0]
+    for found, _ in run_ranks(sharded, 2, True):
         for name, value in untouched.items():
             assert torch.equal(found[name], value), name

@@ -161,7 +161,7 @@ def alone(model_class, make, options):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def divided():
+def sharded():
     from neuron_accel import NeuronAccelerator, Zero1Plugin
 
     results = {}
@@ -182,7 +182,7 @@ def divided():
 
 @pytest.fixture(scope="module")
 def found():
-    return run_ranks(divided, 2)
+    return run_ranks(sharded, 2)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -302,7 +302,7 @@ def test_a_state_dict_from_before_a_parameter_trained():
     for first, again, message in run_ranks(reload_after_unfreezing, 2):
         for key, value in first.items():
             torch.testing.assert_close(again[key], value)
-        assert "divided in another way" in message
+        assert "sharded in another way" in message
         assert "save_state" in message
 
 

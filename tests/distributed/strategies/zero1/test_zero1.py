@@ -409,7 +409,7 @@ def test_nothing_whole_is_ever_held_with_a_promised_optimizer():
     # few buckets, and memory of the old weights that the allocator keeps. With an fp32 copy of the whole: over 3.
     promised = statistics.mean(run_ranks(peak_of_preparing, 4, "Adagrad", True))
     assert promised < 2.5
-    # the measure sees what it is to see: built at once, the state is a bf16 model of its own before it is divided
+    # the measure sees what it is to see: built at once, the state is a bf16 model of its own before it is sharded
     assert statistics.mean(run_ranks(peak_of_preparing, 4, "Adagrad", False)) > promised + 0.4
 
 
@@ -568,7 +568,7 @@ def refuse(kind):
     ("kind", "words"),
     [
         ("lbfgs", ["LBFGS", "closure", "without ZeRO-1"]),
-        ("adafactor", ["Adafactor", "partition='parameters'", "whole parameter"]),
+        ("adafactor", ["Adafactor", "partition='parameters'", "full parameter"]),
         ("coupled", ["NormedSGD", "all parameters together", "without ZeRO-1"]),
         ("sparse", ["'weight'", "sparse=False"]),
         ("sparse, without ZeRO-1", ["'weight'", "sparse=False"]),

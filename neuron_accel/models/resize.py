@@ -1,4 +1,4 @@
-"""Another number of tokens for a prepared model whose token tables are sharded, or are on some ranks only."""
+"""Resizes the vocabulary of a prepared model whose token tables are sharded, or are on some ranks only."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from neuron_accel.contract import Layout, ParameterRecord, UnsupportedModelError, full_tensor
+from neuron_accel.engine.runtime.tensors import full_tensor
+from neuron_accel.engine.sharding.layout import Layout
+from neuron_accel.errors import UnsupportedModelError
 from neuron_accel.models.architecture import family_inside, join
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import PreparedModel, Run
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
 
 
 @dataclass
@@ -62,14 +65,15 @@ class _Table:
 
 
 class Resize:
-    """In place of a model's own ``resize_token_embeddings``, which would resize what this rank has of the tables.
+    """Replaces a model's own ``resize_token_embeddings``, which would resize this rank's shards of the tables.
 
-    Every rank calls it. For a moment each has the whole of both tables; the model's own method resizes them, the first
+    Every rank calls it. Both tables are gathered temporarily; the model's own method resizes them, the first rank's new
+    rows are used, and each rank keeps its shard of the result. Every parameter stays the same object.
     rank's new rows count, and each rank keeps its part of what came out. Every parameter stays the object that it is.
 
     Args:
-        model: the model that is being prepared, while it has all its layers; its parameters get the new layouts.
-        owner: the model of transformers that it is or holds.
+        model: the model that is being prepared, while it has all its layers; its parameters receive the new layouts.
+        owner: the model of transformers that ``model`` is or contains.
         run: ranks and backend.
     """
 
@@ -89,8 +93,8 @@ class Resize:
         """As in transformers.
 
         Raises:
-            UsageError: if an optimizer's state is divided like the old tables already.
-            UnsupportedModelError: if a table is no plain layer, or the model's own method fails on another rank.
+            UsageError: if an optimizer's state is already sharded like the old tables.
+            UnsupportedModelError: if a table is not a plain layer, or the model's own method fails on another rank.
         """
         run = self._run
         for before_reshape in run.hooks["before_reshape"]:
@@ -120,7 +124,7 @@ class Resize:
         return {name: wholes[self._parameters[join(table.fqn, name)].fqn] for name in table.names}
 
     def _whole(self, record: ParameterRecord) -> torch.Tensor:
-        """The whole of a parameter, on every rank. Collective."""
+        """The full parameter, on every rank. Collective."""
         run, current = self._run, record.current
         dtype = None if current is None else current.dtype
         value = None if current is None else full_tensor(current.detach(), record.layout, run).to(run.device)
@@ -129,14 +133,14 @@ class Resize:
             if value is None:
                 value = torch.empty(record.layout.shape, dtype=dtype, device=run.device)
             value = run.backend.broadcast(value, run.group(axis), holders[0])
-        assert value is not None  # who has nothing of it was sent it
+        assert value is not None  # ranks without a shard received it
         return value
 
     def _resize(
         self, stand_ins: dict[str, nn.Module], wholes: dict[str, nn.Parameter], *arguments: Any
     ) -> dict[str, nn.Module]:
-        """Lets the model's own method resize layers with the whole tables, which meanwhile stand in for what this rank
-        has of them; what it made of each. Collective."""
+        """Calls the model's own method on layers with the full tables, which temporarily replace this rank's; returns
+        the resized layers. Collective."""
         tied = [(*slot, wholes[record.fqn]) for record, *_ in self._records() for slot in self._slots(record)]
         standing = {fqn: _child(self._model, fqn) for fqn in stand_ins}
         resized: dict[str, nn.Module] = {}
@@ -147,7 +151,7 @@ class Resize:
             for fqn, stand_in in stand_ins.items():
                 if standing[fqn] is None:
                     raise UnsupportedModelError(
-                        f"The vocabulary cannot be resized: {fqn!r} is inside of what is on another stage.",
+                        f"The vocabulary cannot be resized: {fqn!r} is on another pipeline stage.",
                         fix="call resize_token_embeddings before `prepare`",
                     )
                 _put(self._model, fqn, stand_in)
@@ -188,7 +192,7 @@ class Resize:
             record.current.data = layout.shard(same, self._run.coordinates)
 
     def _show_sizes(self, table: _Table, resized: nn.Module) -> None:
-        """Makes the sizes that a table, or what is in its place on this rank, shows those that it now has."""
+        """Updates the sizes that a table, or its stub on this rank, shows."""
         module: Any = self._model.get_submodule(table.fqn)
         size = len(resized.get_parameter("weight"))
         if hasattr(module, "vocabulary"):
@@ -204,7 +208,7 @@ def _child(model: nn.Module, fqn: str) -> nn.Module | None:
     try:
         return model.get_submodule(fqn)
     except AttributeError:
-        return None  # below something that is on another stage
+        return None  # on another stage
 
 
 def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
@@ -213,15 +217,15 @@ def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
 
 
 def install_resize(model: PreparedModel, run: Run) -> None:
-    """Lets a model's vocabulary be resized after it was prepared; while the model still has all its layers.
+    """Makes the vocabulary of a prepared model resizable; called while the model still has all its layers.
 
     Args:
-        model: the model that is being prepared; nothing happens unless it is or holds one of transformers.
+        model: the model that is being prepared; nothing happens unless it is or contains one of transformers.
         run: ranks and backend.
     """
     found = family_inside(model.module)
     if found is None or not hasattr(type(found[1]), "resize_token_embeddings"):
         return
     owner: Any = found[1]
-    with suppress(NotImplementedError):  # that is what a model without a token embedding says
+    with suppress(NotImplementedError):  # a model without a token embedding raises it
         owner.resize_token_embeddings = Resize(model, owner, run)

@@ -1,0 +1,236 @@
+"""``neuron-accel precompile --check``: reads the graphs of a few training steps on this machine, without the device."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from neuron_accel.cli.parser import Parser
+from neuron_accel.cli.terminal import format_table, terminal_width
+from neuron_accel.errors import ConfigurationError, UsageError
+from neuron_accel.neuron.graph_report import GraphReport, check_recorded, show_ranks
+from neuron_accel.neuron.graph_rules import Finding, partitions
+from neuron_accel.neuron.instances import find_instance
+
+STEPS = 3
+TIMEOUT_S = 1800.0
+_TRIAL, _STEPS_VARIABLE = {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}, "NEURON_ACCEL_PRECOMPILE_STEPS"  # a run that ends early
+_LAUNCHERS = ("torchrun", "neuron-accel", "accelerate", "python", "python3")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    check = parser.add_argument_group("checking (--check)")
+    check.add_argument(
+        "--check",
+        action="store_true",
+        help="run a few steps on CPU ranks of torch_xla, compile nothing for Trainium, and report what the compiler or "
+        "the instance will object to",
+    )
+    check.add_argument("--instance", metavar="TYPE", help="instance type to check for, such as trn1.32xlarge")
+    check.add_argument("--lnc", type=int, choices=(1, 2), help="physical cores per logical core (trn2, trn3)")
+    check.add_argument("--steps", type=int, metavar="N", help=f"optimizer steps to run (default: {STEPS})")
+    check.add_argument("--json", action="store_true", help="print the report as JSON")
+    check.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help=f"end ranks after so long (default: {TIMEOUT_S:g})"
+    )
+
+
+def refuse_without_check(args: argparse.Namespace) -> None:
+    """Raises :class:`ConfigurationError` if an option of the check is given without ``--check``."""
+    given = [name for name in ("instance", "lnc", "steps", "json", "timeout") if getattr(args, name)]
+    if given:
+        raise ConfigurationError(
+            f"--{given[0]} has no effect without --check.", where=f"--{given[0]}", fix="add --check"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCommand:
+    """What a launcher would run, and on how many ranks."""
+
+    target: str
+    arguments: tuple[str, ...]
+    module: bool
+    ranks: int
+
+
+def run(args: argparse.Namespace, script: Sequence[str]) -> int:
+    """Returns 1 if there are errors.
+
+    Args:
+        args: the parsed command line.
+        script: the training command.
+    """
+    steps, timeout = args.steps or STEPS, args.timeout or TIMEOUT_S
+    if steps < 1 or timeout <= 0:
+        raise ConfigurationError(
+            f"{steps} steps in {timeout:g} seconds are not possible.",
+            where="--steps, --timeout",
+            fix="give at least one step; from the third on a graph should be one that was seen before",
+        )
+    instance = find_instance(args.instance, "--instance") if args.instance else None
+    command = parse_command(script)
+    if instance is not None:
+        instance.hardware(args.lnc).check_ranks(command.ranks)
+    if not command.module and not Path(command.target).is_file():
+        raise ConfigurationError(f"There is no script {command.target!r}.", where="the command after --")
+    from neuron_accel.testing import run_ranks
+    from neuron_accel.testing.graphs import recording, run_script
+    from neuron_accel.testing.ranks import RanksError
+
+    failure: RanksError | None = None
+    with recording() as (folder, variables):
+        variables |= {**_TRIAL, _STEPS_VARIABLE: str(steps)}
+        if instance is not None:
+            variables["NEURON_ACCEL_INSTANCE"] = instance.name
+        try:
+            with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):  # what ranks print
+                run_ranks(
+                    run_script,
+                    command.ranks,
+                    command.target,
+                    command.arguments,
+                    command.module,
+                    backend="xla",
+                    timeout=timeout,
+                    env=variables,
+                )
+        except RanksError as error:
+            failure = error
+        try:
+            report = check_recorded(folder, instance=instance, lnc=args.lnc)
+        except UsageError:
+            if failure is None:
+                raise
+            print(f"neuron-accel: the run failed before its first step:\n{failure}", file=sys.stderr)
+            return 1
+    print(json.dumps(report.to_json(), indent=2) if args.json else show(report))
+    if failure is not None:
+        print(f"neuron-accel: the run failed, and later graphs are missing above:\n{failure}", file=sys.stderr)
+    return 1 if report.errors or failure is not None else 0
+
+
+# ---- The command that would be launched ------------------------------------------------------------------------------
+def parse_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> TrainingCommand:
+    """What a command line of ``neuron-accel launch``, ``torchrun``, ``accelerate launch`` or ``python`` runs.
+
+    Raises:
+        ConfigurationError: if it is another one, or does not say how many ranks.
+    """
+    names = [os.path.basename(word) for word in words]
+    if not words or names[0] not in _LAUNCHERS:
+        raise ConfigurationError(
+            f"{shlex.join(words) or 'nothing'} is not a command whose ranks can be run here.",
+            where="the command after --",
+            why="ranks are threads of one process here, which runs the training script itself",
+            fix="give neuron-accel launch --nproc-per-node N train.py ..., or torchrun",
+        )
+    rest = list(words[2:] if names[0] in ("neuron-accel", "accelerate") else words[1:])
+    if names[0] == "neuron-accel":
+        from neuron_accel.cli import launch
+
+        parser = Parser(prog="neuron-accel launch")
+        launch.add_arguments(parser)
+        given = parser.parse_args(rest)
+        return _command(given.script, given.script_args, given.module, given.nproc_per_node, given.nnodes or 1)
+    if names[0].startswith("python"):
+        return _command(*_target(rest), "1", "1")
+    others = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    others.add_argument("--nproc-per-node", "--nproc_per_node", "--num_processes", "--num-processes", default="1")
+    others.add_argument("--nnodes", "--num_machines", "--num-machines", default="1")
+    flags = {"--standalone", "--multi_gpu", "--cpu", "--debug", "--no-python", "--no_python"}
+    options: list[str] = []
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "--module"):
+        word = rest.pop(0)
+        options.append(word)
+        if "=" not in word and word not in flags and rest:
+            options.append(rest.pop(0))
+    known, _ = others.parse_known_args(options)
+    nodes = "1" if names[0] == "accelerate" else known.nnodes  # whose number of processes counts all machines
+    return _command(*_target(rest), known.nproc_per_node, nodes)
+
+
+def _target(words: list[str]) -> tuple[str, list[str], bool]:
+    module = bool(words) and words[0] in ("-m", "--module")
+    rest = words[1:] if module else words
+    if not rest:
+        raise ConfigurationError("The command names no script.", where="the command after --")
+    return rest[0], rest[1:], module
+
+
+def _command(
+    target: str, arguments: Sequence[str], module: bool, per_node: int | str, nodes: int | str
+) -> TrainingCommand:
+    if not str(per_node).isdecimal() or not str(nodes).isdecimal() or int(per_node) * int(nodes) < 1:
+        raise ConfigurationError(
+            f"{per_node} ranks on each of {nodes} machines is not a number.",
+            where="the command after --",
+            why="graphs depend on how many ranks there are",
+            fix="give numbers: --nproc-per-node 32",
+        )
+    return TrainingCommand(
+        target=target, arguments=tuple(arguments), module=bool(module), ranks=int(per_node) * int(nodes)
+    )
+
+
+# ---- What is printed -------------------------------------------------------------------------------------------------
+def show(report: GraphReport) -> str:
+    """The report as text for a terminal."""
+    where = f", checked for {report.instance.name}" if report.instance else ""
+    lines = [f"{_count(len(report.graphs), 'graph')} of {_count(report.ranks, 'rank')}{where}", ""]
+    rows = [
+        [
+            str(graph.number),
+            show_ranks(graph.ranks),
+            str(graph.runs),
+            f"{graph.instructions:,}",
+            str(graph.collectives),
+            str(len(partitions(graph.module, report.ranks))),
+            f"{graph.memory.peak / 2**20:,.1f} MiB",
+        ]
+        for graph in report.graphs
+    ]
+    lines.append(format_table(["graph", "ranks", "runs", "operations", "collectives", "groups", "live"], rows))
+    if report.instance:
+        lines.append(f"\na core has {report.instance.core_bytes(report.lnc) / 2**30:g} GiB")
+    if not report.findings:
+        return "\n".join([*lines, "", "no findings: nothing that the check knows of is in the way"])
+    cells = [
+        [str(i), f.level, f.code, f.graph, show_ranks(f.ranks), _op(f), _short(f.source)]
+        for i, f in enumerate(report.findings, start=1)
+    ]
+    lines += ["", format_table(["", "level", "code", "graph", "ranks", "operation", "source"], cells), ""]
+    width = terminal_width() - 1
+    said: dict[tuple[str, str], list[int]] = {}
+    for number, finding in enumerate(report.findings, start=1):
+        said.setdefault((finding.what, finding.fix), []).append(number)
+    for (what, fix), numbers in said.items():
+        begin = f"{', '.join(map(str, numbers))}: "
+        lines.append(textwrap.fill(f"{begin}{what[0].upper()}{what[1:]}.", width, subsequent_indent="   "))
+        lines.append(textwrap.fill(f"   fix: {fix}", width, subsequent_indent="   "))
+    errors = len(report.errors)
+    return "\n".join([*lines, "", f"{_count(errors, 'error')}, {_count(len(report.findings) - errors, 'warning')}"])
+
+
+def _op(finding: Finding) -> str:
+    return f"{finding.op} (and {finding.count - 1} more)" if finding.op and finding.count > 1 else finding.op
+
+
+def _short(source: str) -> str:
+    """Relative to where we are, if it is below; else the last three parts."""
+    path = Path(source)
+    if source and path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return source if len(path.parts) < 5 else "/".join(("...", *path.parts[-3:]))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

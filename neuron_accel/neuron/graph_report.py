@@ -1,0 +1,314 @@
+"""Checks what ranks have recorded of their graphs: each graph, and how they differ from rank to rank and step to step.
+
+:mod:`neuron_accel.backends.graph_recorder` writes the folder that is read here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from neuron_accel.errors import UsageError
+from neuron_accel.neuron.graph_rules import COLLECTIVES, Finding, check_module, partitions, source_of
+from neuron_accel.neuron.hlo import Instruction, Module, read_module
+from neuron_accel.neuron.hlo_memory import LiveBytes, live_bytes
+from neuron_accel.neuron.instances import Instance
+
+
+@dataclass(frozen=True)
+class Execution:
+    """One time that a rank executed what it had collected.
+
+    Args:
+        graph: its hash; None if this rank had nothing where another one had something.
+        ranks: those that execute the same.
+        apart: graphs compiled so far that no step asked for.
+    """
+
+    graph: str | None
+    ranks: tuple[int, ...]
+    apart: int
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph, and who executed it.
+
+    Args:
+        number: in the order of first executions, from 1.
+        name: its hash.
+        ranks: that executed it.
+        runs: executions on each of them.
+    """
+
+    number: int
+    name: str
+    module: Module = field(repr=False)
+    ranks: tuple[int, ...]
+    runs: int
+
+    @property
+    def instructions(self) -> int:
+        """Operations of HLO; those that the compiler generates for the device are many more."""
+        return sum(1 for _ in self.module.instructions)
+
+    @property
+    def collectives(self) -> int:
+        return sum(1 for _, one in self.module.instructions if one.opcode in COLLECTIVES)
+
+    @cached_property
+    def memory(self) -> LiveBytes:
+        return live_bytes(self.module)
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """What was executed, and what is to be said about it.
+
+    Args:
+        ranks: how many there were.
+        graphs: that steps executed, in the order of first executions.
+        findings: errors first.
+        instance: that was checked for; None for none.
+        lnc: its logical cores.
+    """
+
+    ranks: int
+    graphs: tuple[Graph, ...]
+    findings: tuple[Finding, ...]
+    instance: Instance | None = None
+    lnc: int | None = None
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.level == "error")
+
+    def to_json(self) -> dict[str, Any]:
+        """As data, for other programs."""
+        graphs = [
+            {
+                "graph": graph.number,
+                "hash": graph.name,
+                "ranks": list(graph.ranks),
+                "runs": graph.runs,
+                "instructions": graph.instructions,
+                "collectives": graph.collectives,
+                "partitions": len(partitions(graph.module, self.ranks)),
+                "live_bytes": graph.memory.peak,
+                "input_bytes": graph.memory.inputs,
+            }
+            for graph in self.graphs
+        ]
+        return {
+            "ranks": self.ranks,
+            "instance": self.instance.name if self.instance else None,
+            "core_bytes": self.instance.core_bytes(self.lnc) if self.instance else None,
+            "graphs": graphs,
+            "findings": [{**asdict(finding), "ranks": list(finding.ranks)} for finding in self.findings],
+        }
+
+
+def check_recorded(folder: Path, *, instance: Instance | None = None, lnc: int | None = None) -> GraphReport:
+    """Checks the graphs that ranks on the CPU have left in a folder.
+
+    Args:
+        folder: what :mod:`neuron_accel.backends.graph_recorder` has written.
+        instance: whose groups, rings and memory the graphs must fit; None to leave that unchecked.
+        lnc: physical cores in a logical one; by default the instance's own default.
+
+    Raises:
+        UsageError: if nothing was recorded there.
+    """
+    runs = {int(path.stem[4:]): _executions(path) for path in sorted(folder.glob("rank*.jsonl"))}
+    if not any(runs.values()):
+        raise UsageError(
+            "No graph was recorded.",
+            where=str(folder),
+            why="no rank executed a step on XLA",
+            fix="train with NeuronAccelerator, at least one step: the script's own output says how far it got",
+        )
+    names = list(dict.fromkeys(e.graph for run in runs.values() for e in run if e.graph))
+    modules = {name: read_module(folder / "graphs" / f"{name}.pb") for name in names}
+    graphs = tuple(_graph(number, name, modules[name], runs) for number, name in enumerate(names, start=1))
+    hardware = instance.hardware(lnc) if instance else None
+    core_bytes = instance.core_bytes(lnc) if instance else None
+    findings: list[Finding] = []
+    for graph in graphs:
+        found = check_module(
+            graph.module, hardware=hardware, core_bytes=core_bytes, world_size=len(runs), for_neuron=False
+        )
+        findings += [replace(one, graph=str(graph.number), ranks=graph.ranks) for one in found]
+    findings += _between_ranks(runs, {graph.name: graph for graph in graphs})
+    findings += _between_steps(graphs)
+    findings += _apart(folder, runs)
+    order = {"error": 0, "warning": 1}
+    findings.sort(key=lambda finding: (order[finding.level], finding.graph.rjust(8)))
+    return GraphReport(len(runs), graphs, tuple(findings), instance, lnc)
+
+
+def _executions(path: Path) -> list[Execution]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [Execution(line["graph"], tuple(line["ranks"]), line["apart"]) for line in lines]
+
+
+def _graph(number: int, name: str, module: Module, runs: dict[int, list[Execution]]) -> Graph:
+    times = {rank: sum(e.graph == name for e in run) for rank, run in runs.items()}
+    return Graph(number, name, module, tuple(r for r, count in times.items() if count), max(times.values()))
+
+
+# ---- From rank to rank -----------------------------------------------------------------------------------------------
+def _between_ranks(runs: dict[int, list[Execution]], graphs: dict[str, Graph]) -> Iterator[Finding]:
+    """Ranks that are to execute the same, and do not: the first time for each set of them."""
+    for ranks in dict.fromkeys(e.ranks for run in runs.values() for e in run):
+        rows = {rank: [e.graph for e in runs.get(rank, []) if e.ranks == ranks] for rank in ranks}
+        for names in itertools.zip_longest(*rows.values()):
+            there = {name for name in names if name}
+            if len(there) < 2 and (None not in names or not any(graphs[name].collectives for name in there)):
+                continue  # what only some of them compute, and nobody waits for, does no harm
+            one, other = list(dict.fromkeys(names))[:2]
+            apart = tuple(rank for rank, name in zip(rows, names, strict=True) if name != one)
+            what = f"ranks {show_ranks(apart)} execute another graph than rank {next(iter(rows))}"
+            place: Instruction | None = None
+            if one and other:
+                difference, place = _difference(graphs[one].module, graphs[other].module)
+                what += f": {difference}"
+            else:
+                what += ", or none, at the same time"
+            yield Finding(
+                level="error",
+                code="ranks",
+                what=what,
+                fix="collectives meet in equal graphs only: make what differs between ranks a tensor on the device",
+                op=place.name if place else "",
+                source=source_of(place) if place else "",
+                graph=", ".join(str(graphs[name].number) for name in (one, other) if name),
+                ranks=apart,
+            )
+            break
+
+
+def _difference(one: Module, other: Module) -> tuple[str, Instruction | None]:
+    """The first thing that is different, in words, and where."""
+    pairs = zip(one.instructions, other.instructions, strict=False)
+    for ((_, a), (_, b)), row, other_row in zip(pairs, one.form, other.form, strict=False):
+        if row == other_row:
+            continue
+        if a.opcode != b.opcode:
+            return f"{b.opcode} {b.shape} instead of {a.opcode} {a.shape}", b
+        if a.shape != b.shape:
+            return f"{b.opcode} {b.shape} instead of {a.shape}", b
+        if a.literal != b.literal:
+            return f"the constant {b.literal} instead of {a.literal}", b
+        return f"another {b.opcode} {b.shape}", b
+    numbers = [sum(1 for _ in module.instructions) for module in (other, one)]
+    return f"{numbers[0]} instructions instead of {numbers[1]}", None
+
+
+_COMPUTES = {"dot", "convolution"}
+
+
+# ---- From step to step -----------------------------------------------------------------------------------------------
+def _between_steps(graphs: Sequence[Graph]) -> Iterator[Finding]:
+    """Graphs that repeat an earlier one but for a constant or a size: the next value will be compiled again."""
+    seen: dict[tuple[str, ...], Graph] = {}
+    for graph in graphs:
+        kind = tuple(one.opcode for _, one in graph.module.instructions)
+        if not _COMPUTES & {*kind}:
+            continue  # moves something: parameters that are gathered to be saved have sizes of their own
+        earlier = seen.setdefault(kind, graph)
+        if earlier is graph or not {*earlier.ranks} & {*graph.ranks}:
+            continue
+        pairs = list(zip(earlier.module.instructions, graph.module.instructions, strict=True))
+        shapes = [(a, b) for (_, a), (_, b) in pairs if a.shape != b.shape]
+        constants = [(a, b) for (_, a), (_, b) in pairs if a.literal != b.literal and a.shape == b.shape]
+        both = f"{earlier.number}, {graph.number}"
+        if shapes:
+            a, b = next(((a, b) for a, b in shapes if a.opcode == "parameter"), shapes[0])
+            yield Finding(
+                level="warning",
+                code="recompile",
+                what=f"the same graph was compiled for {b.shape} and for {a.shape}: each new size is compiled again",
+                fix="pad batches to one size or a few, and drop or fill the last one",
+                op=b.name,
+                source=source_of(b),
+                count=len(shapes),
+                graph=both,
+                ranks=graph.ranks,
+            )
+        elif constants:
+            a, b = constants[0]
+            yield _value_in_graph(f"the constant {b.literal} and for {a.literal}", b, len(constants), both, graph)
+        else:
+            rows = zip(pairs, earlier.module.form, graph.module.form, strict=True)
+            others = [b for (_, (_, b)), row, other in rows if row != other]
+            if others:
+                what = f"one {others[0].opcode} {others[0].shape} and for another"
+                yield _value_in_graph(what, others[0], len(others), both, graph)
+
+
+def _value_in_graph(what: str, place: Instruction, count: int, both: str, graph: Graph) -> Finding:
+    return Finding(
+        level="error",
+        code="constant",
+        what=f"the same graph was compiled for {what}: a Python number that changes is compiled again each time",
+        fix="make it a tensor on the device: backend.number(value), index_select instead of a slice",
+        op=place.name,
+        source=source_of(place) or _read_at(graph.module, place),
+        count=count,
+        graph=both,
+        ranks=graph.ranks,
+    )
+
+
+def _read_at(module: Module, value: Instruction) -> str:
+    """Where the code is that reads a value of unknown origin first, or what is made of it."""
+    reached = {value.id}
+    for _, one in module.instructions:  # in the order of dependency
+        if reached.isdisjoint(one.operands):
+            continue
+        if source_of(one):
+            return source_of(one)
+        reached.add(one.id)
+    return ""
+
+
+def _apart(folder: Path, runs: dict[int, list[Execution]]) -> Iterator[Finding]:
+    """Graphs that were compiled although no step was complete: a value was read."""
+    first_steps = [min((e.apart for e in run[1:]), default=0) for run in runs.values() if run]
+    counted = max((run[-1].apart for run in runs.values() if run), default=0) - min(first_steps, default=0)
+    if counted <= 0:
+        return
+    last = sorted((folder / "dumps").glob("*.hlo.pb"))[-counted:]
+    sources: Iterable[str] = (_made_at(read_module(path)) for path in last)
+    named = [source for source in dict.fromkeys(sources) if source]
+    yield Finding(
+        level="warning",
+        code="host-read",
+        what=f"{counted} graphs were compiled between steps: values were read while they were being computed",
+        fix="read values after the step, all at once (accelerator.log, accelerator.gather)",
+        source=named[0] if named else "",
+        count=counted,
+    )
+
+
+def _made_at(module: Module) -> str:
+    entry = module.entry
+    root = entry.by_id[entry.root]
+    made = [root, *entry.operands(root)]
+    return next((source for source in map(source_of, made) if source), "")
+
+
+def show_ranks(ranks: Sequence[int]) -> str:
+    """``0-3, 8``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

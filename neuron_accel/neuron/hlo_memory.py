@@ -1,0 +1,152 @@
+"""How much memory a graph needs at least: the bytes that are live at once, in the order of its instructions.
+
+An estimate, since the compiler orders, fuses and tiles as it likes. What it counts: the inputs, for the whole time (the
+caller keeps them) or, where they give up their memory, to the last instruction that reads them; one whose memory an
+output takes counts once; constants; and every result from the instruction that makes it to the last one that reads it,
+or to the end if it is an output. What only looks at other results counts as
+those (reshapes, tuples, barriers), and so does what is made where it is read (broadcasts). An element-wise operation
+takes the memory of an operand of its size that nothing reads any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from neuron_accel.neuron.hlo import Computation, Instruction, Module
+
+_VIEWS = frozenset(
+    {"reshape", "bitcast", "tuple", "get-tuple-element", "opt-barrier", "broadcast", "after-all", "domain"}
+)
+_FREE = frozenset({"parameter", "constant", "iota", "after-all", "partition-id", "replica-id"})
+_ELEMENT_WISE = (
+    "abs add and atan2 ceil clamp compare convert copy cosine divide exponential exponential-minus-one floor imag "
+    "is-finite log log-plus-one logistic maximum minimum multiply negate not or popcnt power real remainder "
+    "round-nearest-afz round-nearest-even rsqrt select shift-left shift-right-arithmetic shift-right-logical sign sine "
+    "sqrt subtract tan tanh xor"
+)
+_IN_PLACE = frozenset({*_ELEMENT_WISE.split(), "all-reduce", "dynamic-update-slice", "scatter"})
+_CALLS = frozenset({"call", "while", "conditional", "fusion"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveBytes:
+    """What a graph needs.
+
+    Args:
+        peak: bytes that are live at once, at most.
+        at: the instruction where that is.
+        inputs: bytes of all inputs.
+        outputs: bytes of the outputs that take no input's memory.
+        largest: what is live at the peak besides inputs and constants: (instruction, bytes), the largest first.
+    """
+
+    peak: int
+    at: Instruction
+    inputs: int
+    outputs: int
+    largest: tuple[tuple[Instruction, int], ...] = ()
+
+
+def live_bytes(module: Module) -> LiveBytes:
+    """The estimate for a module. Sizes are those of its shapes, without padding."""
+    return _Walk(module, module.entry, is_entry=True).result()
+
+
+class _Walk:
+    """One pass over the instructions of a computation."""
+
+    def __init__(self, module: Module, computation: Computation, *, is_entry: bool) -> None:
+        self._module, self._computation, self._is_entry = module, computation, is_entry
+        self._holds = self._what_each_holds()
+        self._last_read = self._last_reads()
+
+    def _what_each_holds(self) -> dict[int, frozenset[int]]:
+        """Of each instruction, the ids of those whose memory its value is in."""
+        holds: dict[int, frozenset[int]] = {}
+        elements: dict[int, list[frozenset[int]]] = {}  # of tuples that are made here
+        for instruction in self._computation.instructions:
+            operands = [holds[operand] for operand in instruction.operands]
+            held = frozenset[int]().union(*operands)
+            if instruction.opcode == "tuple":
+                elements[instruction.id] = operands
+            elif instruction.opcode == "opt-barrier" and instruction.operands[0] in elements:
+                elements[instruction.id] = elements[instruction.operands[0]]
+            elif instruction.opcode == "get-tuple-element" and instruction.operands[0] in elements:
+                held = elements[instruction.operands[0]][instruction.index]
+            elif instruction.opcode not in _VIEWS:
+                held = frozenset() if instruction.opcode == "iota" else frozenset({instruction.id})
+            holds[instruction.id] = held
+        return holds
+
+    def _last_reads(self) -> dict[int, int]:
+        """Of each instruction with memory of its own, the place of the last one that reads it."""
+        order = self._computation.instructions
+        last = {instruction.id: place for place, instruction in enumerate(order)}
+        for place, instruction in enumerate(order):
+            if instruction.opcode in _VIEWS and instruction.id != self._computation.root:
+                continue  # it reads nothing by itself; what reads it does
+            for operand in instruction.operands:
+                for held in self._holds[operand]:
+                    last[held] = max(last[held], place)
+        for held in self._holds[self._computation.root]:
+            last[held] = len(order)  # lives on
+        return last
+
+    def result(self) -> LiveBytes:
+        order = self._computation.instructions
+        parameters = [i for i in order if i.opcode == "parameter"]
+        inputs = sum(i.shape.bytes for i in parameters)
+        outputs, given = self._outputs()
+        live: dict[int, int] = {}
+        now = 0
+        if self._is_entry:
+            now = inputs + sum(i.literal_bytes for i in order if i.opcode == "constant")
+            live = {i.id: i.shape.bytes for i in parameters if i.parameter in self._module.donors}
+        peak, at, at_peak = now, order[0], dict[int, int]()
+        for place, instruction in enumerate(order):
+            dying = [i for i in live if self._last_read[i] == place]
+            own = 0 if instruction.opcode in _FREE | _VIEWS or instruction.id in given else instruction.shape.bytes
+            reused = None
+            if own and instruction.opcode in _IN_PLACE:
+                reused = next((i for i in dying if live[i] == own and i in self._read_by(instruction)), None)
+            if reused is not None:
+                now -= live.pop(reused)
+                dying.remove(reused)
+            if own:
+                live[instruction.id] = own
+                now += own
+            inside = self._inside(instruction)
+            if now + inside > peak:
+                peak, at, at_peak = now + inside, instruction, dict(live)
+            for number in dying:
+                now -= live.pop(number)
+            if own and self._last_read[instruction.id] <= place:  # nothing reads it
+                now -= live.pop(instruction.id)
+        by_id = self._computation.by_id
+        largest = sorted(((by_id[i], size) for i, size in at_peak.items()), key=lambda item: -item[1])
+        return LiveBytes(peak=peak, at=at, inputs=inputs, outputs=outputs, largest=tuple(largest[:8]))
+
+    def _read_by(self, instruction: Instruction) -> set[int]:
+        return {held for operand in instruction.operands for held in self._holds[operand]}
+
+    def _outputs(self) -> tuple[int, set[int]]:
+        """Bytes of outputs of their own, and the instructions whose results are written over inputs."""
+        root = self._computation.by_id[self._computation.root]
+        parts = root.operands if root.opcode == "tuple" else (root.id,)
+        taken = {path[0] if path else 0 for path in self._module.aliases.values()} if self._is_entry else set()
+        given: set[int] = set()
+        own = 0
+        for index, part in enumerate(parts):
+            makers = [self._computation.by_id[held] for held in self._holds[part]]
+            if index in taken:
+                given |= {maker.id for maker in makers if maker.opcode != "parameter"}
+            elif not any(maker.opcode == "parameter" for maker in makers):
+                own += self._computation.by_id[part].shape.bytes
+        return own, given
+
+    def _inside(self, instruction: Instruction) -> int:
+        """What the computations need that an instruction calls, beyond its operands and result."""
+        if instruction.opcode not in _CALLS:
+            return 0
+        called = [self._module.by_id[number] for number in instruction.called if number in self._module.by_id]
+        return max((_Walk(self._module, c, is_entry=False).result().peak for c in called), default=0)

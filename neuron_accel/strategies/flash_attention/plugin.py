@@ -1,0 +1,91 @@
+"""The plugin: which attention a model gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from neuron_accel.contract import ConfigurationError, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.models.attention import BlockwiseAttention, install_attention
+from neuron_accel.strategies.flash_attention.nki import nki_attention, why_not_nki, why_not_nki_here
+
+if TYPE_CHECKING:
+    from neuron_accel.contract import PreparedModel, Run
+
+AUTO, TORCH, NKI = "auto", "torch", "nki"
+_WHERE = "plugin 'flash_attention'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashAttentionPlugin(StrategyPlugin):
+    """Attention of transformers' models that keeps no scores: memory grows with the sequence's length, not its square.
+
+    By default queries are taken in blocks, in plain PyTorch on every device, and a block is computed again in the
+    backward pass; keys after a block are left out where attention is causal. Losses and gradients are those of
+    ``attn_implementation="eager"``, with padding, sliding windows, packed sequences, softcaps, sinks and dropout. Where
+    neuronxcc is installed, layers for which that is possible use its NKI flash attention instead; that has **not been
+    run on Trainium**. Outputs of padded positions are undefined, as they are with ``"sdpa"``, and attention weights
+    (``output_attentions=True``) are not available.
+
+    Args:
+        kernel: ``"auto"``, NKI where it can be used and blocks elsewhere; ``"torch"``, blocks; ``"nki"``, an error
+            where NKI cannot be used.
+        block_size: queries in a block. The scores of one block, [batch, heads, block_size, keys], are the largest
+            tensor of a layer; smaller blocks make larger graphs.
+        right_padded: promises that padding only follows the tokens of a sequence. Causal attention never looks there,
+            so the mask is left out, and NKI can be used although an ``attention_mask`` is given.
+    """
+
+    kernel: str = AUTO
+    block_size: int = 512
+    right_padded: bool = False
+
+    spec: ClassVar[PluginSpec] = PluginSpec(name="flash_attention", phase=Phase.MEMORY)
+
+    def __post_init__(self) -> None:
+        if self.kernel not in (AUTO, TORCH, NKI):
+            raise ConfigurationError(
+                f"kernel is {self.kernel!r}.", where=_WHERE, fix=f"give {AUTO!r}, {TORCH!r} or {NKI!r}"
+            )
+        if self.block_size < 1:
+            raise ConfigurationError(
+                f"block_size is {self.block_size}; it must be at least 1.", where=_WHERE, fix="give 512 if unsure"
+            )
+
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
+        """Exchanges the function that computes attention.
+
+        Raises:
+            ConfigurationError: if only NKI may be used and neuronxcc is missing.
+            UnsupportedModelError: if it cannot be exchanged.
+            UsageError: if another plugin exchanged it.
+        """
+        why = why_not_nki_here(run.backend)
+        if why and self.kernel == NKI:
+            raise ConfigurationError(
+                "NKI flash attention cannot be used here.",
+                where=_WHERE,
+                why=why,
+                fix="choose kernel='auto', which uses it where it can be",
+            )
+        with_kernel = self.kernel != TORCH and not why
+        attention = BlockwiseAttention(
+            run.backend,
+            self.block_size,
+            kernel=nki_attention if with_kernel else None,
+            why_no_kernel=why_not_nki,
+            kernel_only=self.kernel == NKI,
+            ignores_padding=self.right_padded,
+        )
+        run.state(self).setdefault("undo", []).append(install_attention(model.module, attention, _WHERE))
+
+    def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
+        """How attention is computed on this rank."""
+        why = "kernel='torch'" if self.kernel == TORCH else why_not_nki_here(run.backend)
+        blocks = f"attention in blocks of {self.block_size} queries"
+        return f"{blocks} (not NKI: {why})" if why else f"attention by NKI where it can be, else {blocks}"
+
+    def teardown(self, run: Run) -> None:
+        """Gives models their own attention again."""
+        for undo in run.state(self).pop("undo", ()):
+            undo()

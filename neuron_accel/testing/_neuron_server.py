@@ -1,0 +1,12 @@
+"""The process that ranks of an emulated Neuron device are forked from.
+
+Run with ``python -m neuron_accel.testing._neuron_server``. It differs from that of XLA ranks in its environment only,
+in which importing torch_xla finds a Neuron plugin.
+"""
+
+from __future__ import annotations
+
+from neuron_accel.testing._xla_server import serve
+
+if __name__ == "__main__":
+    serve("neuron_accel.testing._neuron_process")

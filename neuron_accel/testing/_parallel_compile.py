@@ -1,0 +1,72 @@
+"""Stands in for ``neuron_parallel_compile`` on an emulated instance.
+
+Runs a command that only collects graphs, and then gives each graph in the cache that has no result an emulated one. It
+knows the phases and options that Neuron documents, keeps the documented layout of the cache, and ends as it does: with
+the exit code of the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from neuron_accel.neuron.cache import location_of
+
+PHASES = ("collect", "compile", "clean", "clear-locks", "analyze")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="neuron_parallel_compile", allow_abbrev=False)
+    parser.add_argument("--command", choices=PHASES)
+    parser.add_argument("--num_parallel", type=int)
+    parser.add_argument("--analyze-output")
+    parser.add_argument("--analyze-verbosity", type=int, choices=(1, 2))
+    parser.add_argument("script", nargs=argparse.REMAINDER)
+    args = parser.parse_args(arguments)
+    cache = Path(location_of(os.environ))
+    if args.command in (None, "collect", "analyze"):
+        code = _collect(args.script)
+        if code or args.command is not None:
+            return code
+    if args.command in (None, "compile"):
+        _compile(cache)
+    elif args.command == "clean":
+        for entry in _waiting(cache):
+            for file in entry.iterdir():
+                file.unlink()
+            entry.rmdir()
+    elif args.command == "clear-locks":
+        for lock in cache.glob("neuronxcc-*/MODULE_*/*.lock"):
+            lock.unlink()
+    return 0
+
+
+def _collect(script: list[str]) -> int:
+    if not script:
+        print("neuron_parallel_compile: no command to run", file=sys.stderr)
+        return 2
+    return subprocess.run(script, env={**os.environ, "NEURON_EXTRACT_GRAPHS_ONLY": "1"}).returncode
+
+
+def _waiting(cache: Path) -> Iterator[Path]:
+    """Entries that were collected and not compiled."""
+    for graph in sorted(cache.glob("neuronxcc-*/MODULE_*/model.hlo_module.pb")):
+        if not (graph.parent / "model.done").exists():
+            yield graph.parent
+
+
+def _compile(cache: Path) -> None:
+    compiled = list(_waiting(cache))
+    for entry in compiled:
+        (entry / "model.neff").write_text("emulated\n")
+        (entry / "model.done").touch()
+    print("Compilation summary:", json.dumps({"true": len(compiled), "false": 0}))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

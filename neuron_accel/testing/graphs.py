@@ -1,0 +1,123 @@
+"""The graphs that a training step becomes on XLA, checked against what the Neuron compiler and an instance can do.
+
+Everything runs on real torch_xla ranks of this machine's CPU (:mod:`neuron_accel.testing.xla_ranks`); no accelerator
+and no compiler of Neuron's is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from neuron_accel.backends.graph_recorder import VARIABLE
+from neuron_accel.errors import UsageError
+from neuron_accel.neuron.graph_report import GraphReport, check_recorded
+from neuron_accel.neuron.instances import find_instance
+
+
+def check_graphs(
+    fn: Callable[..., Any],
+    n: int,
+    *args: Any,
+    instance: str | None = None,
+    lnc: int | None = None,
+    timeout: float = 110.0,
+    env: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> GraphReport:
+    """Calls ``fn(*args, **kwargs)`` on ``n`` XLA ranks and checks every graph that they execute.
+
+    Use it in a test of your own training code::
+
+        def test_graphs():
+            report = check_graphs(train_three_steps, 4, instance="trn1.32xlarge")
+            assert not report.findings, report.findings
+
+    Args:
+        fn, args, kwargs: as in :func:`~neuron_accel.testing.run_ranks`. It trains with an accelerator whose backend is
+            XLA (``NeuronAccelerator(backend="xla")``).
+        n: number of ranks.
+        instance: the instance whose groups, rings and memory the graphs must fit; None to leave that unchecked.
+        lnc: physical cores in a logical one there.
+        timeout: seconds until ranks that still run are ended.
+        env: more environment variables for the ranks.
+
+    Raises:
+        RanksError: if a rank raises for another reason than that its graph differs from those of others.
+        UsageError: without torch_xla, or if no graph was executed.
+    """
+    from neuron_accel.testing.ranks import run_ranks
+
+    with recording() as (folder, variables):
+        try:
+            run_ranks(fn, n, *args, timeout=timeout, env={**variables, **(env or {})}, backend="xla", **kwargs)
+        except Exception:
+            report = _report(folder, instance, lnc)
+            if report is None or not any(finding.code == "ranks" for finding in report.findings):
+                raise
+            return report
+        return check_recorded(folder, instance=find_instance(instance) if instance else None, lnc=lnc)
+
+
+def _report(folder: Path, instance: str | None, lnc: int | None) -> GraphReport | None:
+    with contextlib.suppress(UsageError):
+        return check_recorded(folder, instance=find_instance(instance) if instance else None, lnc=lnc)
+    return None
+
+
+@contextmanager
+def recording() -> Iterator[tuple[Path, dict[str, str]]]:
+    """A folder for graphs, which ends with the context, and the variables that make XLA ranks record them there."""
+    from neuron_accel.testing.xla_ranks import flags
+
+    with tempfile.TemporaryDirectory(prefix=f"neuron-accel-graphs-{os.getpid()}-", ignore_cleanup_errors=True) as name:
+        dumps = f"--xla_dump_to={name}/dumps --xla_dump_hlo_as_proto"
+        yield Path(name), {VARIABLE: name, "XLA_HLO_DEBUG": "1", "XLA_FLAGS": f"{flags()} {dumps}"}
+
+
+# ---- Scripts whose ranks are threads ---------------------------------------------------------------------------------
+def run_script(target: str, arguments: Sequence[str], module: bool = False) -> None:
+    """Runs a script as ``python`` would, in the calling thread: several ranks of one process may, at the same time.
+
+    Each has global variables of its own; ``sys.argv`` and ``sys.path`` are those of the process, and ``__main__`` is
+    that of one of them.
+
+    Args:
+        target: path of the script, or name of a module.
+        arguments: of the script.
+        module: whether ``target`` is a module.
+
+    Raises:
+        SystemExit: if the script ends with a code that is not 0.
+    """
+    path, package = _find(target) if module else (Path(target).resolve(), None)
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=str(path), __package__=package, __builtins__=__builtins__)
+    sys.argv[:] = [str(path), *arguments]
+    folder = os.getcwd() if module else str(path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    sys.modules["__main__"] = main  # dataclasses and parsers look their types up there
+    code = compile(path.read_bytes(), str(path), "exec")
+    try:
+        exec(code, main.__dict__)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+
+
+def _find(name: str) -> tuple[Path, str | None]:
+    with contextlib.suppress(ImportError, ValueError):
+        for candidate in (f"{name}.__main__", name):
+            spec = importlib.util.find_spec(candidate)
+            if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
+                return Path(spec.origin), spec.parent
+    raise UsageError(f"There is no module {name!r} to run.", where="-m", fix="check its name, and that it is installed")

@@ -1,0 +1,80 @@
+"""torch.compile beside strategies, with a backend that counts: right numbers, and no compilation for each step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from neuron_accel.errors import UsageError
+from neuron_accel.testing import RanksError, Tolerance, Trace, Training, compare, run_ranks, train_alone
+from neuron_accel.testing._cases import tiny_llama, token_batches
+from neuron_accel.testing._compositions import COMPOSITIONS
+from neuron_accel.testing.parity import loader_of, loss_of
+
+STEPS = 4
+TRAINING = Training(max_norm=0.5)
+
+
+class Counting:
+    """A backend of torch.compile that compiles nothing and counts graphs."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+def train(plugins: tuple[Any, ...], way: str) -> tuple[Trace | None, list[int]]:
+    """The trace on rank 0, and the number of graphs after each step."""
+    from torch._dynamo.utils import counters
+
+    from neuron_accel import NeuronAccelerator
+
+    counting = Counting()
+    accelerator = NeuronAccelerator(plugins=plugins, dynamo_backend="eager" if way == "plugin" else None)
+    torch.manual_seed(0)
+    model = tiny_llama()
+    model.train()
+    optimizer = TRAINING.optimizer(model.parameters())
+    if way == "before":
+        model = torch.compile(model, backend=counting)
+    loader = loader_of(token_batches(STEPS), accelerator.data_parallel_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    used = torch.compile(model, backend=counting) if way == "after" else model
+    losses, norms, graphs = [], [], []
+    for batch in loader:
+        loss = loss_of(used(**batch))
+        accelerator.backward(loss)
+        losses.append(accelerator.reduce(loss.detach(), "mean"))
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), TRAINING.max_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+        graphs.append(counters["stats"]["unique_graphs"] if way == "plugin" else counting.graphs)
+    weights = accelerator.get_state_dict(model)
+    if not accelerator.is_main_process:
+        return None, graphs
+    return Trace([float(x) for x in losses], [float(x) for x in norms], {}, weights), graphs
+
+
+@pytest.mark.parametrize(("way", "composition"), [("plugin", "zero1"), ("after", "zero1"), ("after", "tp2-sp")])
+def test_a_compiled_model_trains_like_one_process(way, composition):
+    trace = run_ranks(train_alone, 1, tiny_llama, token_batches(STEPS), TRAINING, backend=None)[0]
+    plugins = COMPOSITIONS[composition].built_in()
+    results = run_ranks(train, 2, plugins, way, timeout=110)
+    compare(Trace(trace.losses, trace.norms, {}, trace.weights), results[0][0], Tolerance())
+    for _, graphs in results:
+        assert graphs[-1] > 0, "nothing was compiled"
+        assert graphs[-1] == graphs[1], f"compiled again in later steps: {graphs}"
+
+
+def test_a_model_that_is_compiled_before_it_is_prepared_is_refused():
+    with pytest.raises(RanksError) as caught:
+        run_ranks(train, 2, (), "before")
+    for error in caught.value.errors.values():
+        assert isinstance(error, UsageError)
+        assert "compiled by torch.compile before it was prepared" in error.what
+        assert "dynamo_plugin" in error.fix

@@ -1,0 +1,135 @@
+"""What ``neuron-accel env --network`` sees of a machine, below a fake root."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from neuron_accel.cli.main import main
+from neuron_accel.cli.network import collect_network
+from neuron_accel.neuron import find_instance
+
+TRN1 = find_instance("trn1.32xlarge")
+FI_INFO = "#!/bin/sh\nprintf 'provider: efa\\n    fabric: efa\\nprovider: efa\\n'\n"
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A machine with eight EFA devices, as a trn1.32xlarge has them, and all that they need."""
+    drivers = tmp_path / "sys" / "bus" / "drivers"
+    for driver in ("efa", "mlx5_core"):
+        (drivers / driver).mkdir(parents=True)
+    for number in range(8):
+        add_device(tmp_path, f"rdmap{number}s0", "efa")
+    add_device(tmp_path, "mlx5_0", "mlx5_core")
+    for name, state in (("lo", "unknown"), ("eth0", "up"), ("docker0", "up"), ("eth9", "down")):
+        write(tmp_path / "sys" / "class" / "net" / name / "operstate", f"{state}\n")
+    write(tmp_path / "proc/sys/net/ipv4/ip_local_port_range", "32768\t60999\n")
+    write(tmp_path / "opt/amazon/efa/bin/fi_info", FI_INFO)
+    (tmp_path / "opt/amazon/efa/bin/fi_info").chmod(0o755)
+    return tmp_path
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def add_device(root, name, driver):
+    device = root / "sys" / "class" / "infiniband" / name
+    write(device / "ports" / "1" / "state", "4: ACTIVE\n")
+    (device / "device").mkdir()
+    (device / "device" / "driver").symlink_to(root / "sys" / "bus" / "drivers" / driver)
+
+
+def checks(root, environ=None, instance=TRN1, **options):
+    found = collect_network(environ or {"PATH": ""}, instance, root, **options)
+    return {check["name"]: check for check in found}
+
+
+def test_a_machine_that_is_ready(root):
+    found = checks(root)
+    assert found["EFA devices"] == {
+        "name": "EFA devices",
+        "ok": True,
+        "found": "8 EFA devices of 8 of a trn1.32xlarge",
+        "fix": "",
+    }
+    assert found["libfabric (fi_info -p efa)"]["found"] == "2 endpoints of provider efa"
+    assert all(found[name]["ok"] for name in found if name not in ("locked memory", "security group"))
+    assert found["network interfaces"]["found"] == "docker0, eth0"
+    assert "--socket-interface eth0" in found["network interfaces"]["fix"]
+    assert found["security group"]["ok"] is None
+    assert "all traffic from and to itself" in found["security group"]["found"]
+
+
+def test_devices_that_are_missing_or_down(root, tmp_path):
+    devices = root / "sys" / "class" / "infiniband"
+    write(devices / "rdmap3s0" / "ports" / "1" / "state", "1: DOWN\n")
+    assert "not active: rdmap3s0" in checks(root)["EFA devices"]["found"]
+    (devices / "rdmap3s0").rename(root / "gone")
+    few = checks(root)["EFA devices"]
+    assert few["ok"] is False
+    assert few["found"] == "7 EFA devices of 8 of a trn1.32xlarge"
+    assert checks(root, instance=None)["EFA devices"]["ok"] is True
+    none = checks(tmp_path / "elsewhere")["EFA devices"]
+    assert none["ok"] is False
+    assert "EFA driver" in none["fix"]
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("#!/bin/sh\necho 'fi_getinfo: -61' >&2; exit 61\n", "no provider efa: fi_getinfo: -61"),
+        ("#!/bin/sh\necho 'provider: tcp'\n", "no provider efa: provider: tcp"),
+        (None, "cannot be run"),
+    ],
+)
+def test_a_libfabric_without_efa(root, script, words):
+    path = root / "opt/amazon/efa/bin/fi_info"
+    path.unlink()
+    if script:
+        write(path, script)
+        path.chmod(0o755)
+    found = checks(root)["libfabric (fi_info -p efa)"]
+    assert found["ok"] is False
+    assert words in found["found"]
+    assert found["fix"]
+
+
+def test_variables_that_stand_in_the_way(root):
+    found = checks(root, {"PATH": "", "FI_PROVIDER": "tcp", "FI_EFA_USE_DEVICE_RDMA": "1"})["variables"]
+    assert (found["ok"], found["found"]) == (False, "FI_PROVIDER=tcp")
+
+
+@pytest.mark.parametrize(
+    ("ports", "reserved", "ok"),
+    [
+        ("32768\t60999", "", True),
+        ("1024\t65000", "", False),
+        ("1024\t65000", "46820,62182", True),
+        ("1024\t65000", "62100-62200", True),
+        ("1024\t65000", "62183-62200", False),
+        ("", "", None),
+    ],
+)
+def test_the_port_of_the_runtime(root, ports, reserved, ok):
+    folder = root / "proc/sys/net/ipv4"
+    write(folder / "ip_local_port_range", f"{ports}\n")
+    write(folder / "ip_local_reserved_ports", f"{reserved}\n")
+    assert checks(root)["port of the runtime"]["ok"] is ok
+
+
+def test_the_report_has_it_when_asked_for(capsys):
+    codes = {option: main(["env", "--json", *option]) for option in ((), ("--network",))}
+    text = capsys.readouterr().out
+    plain, asked = (json.loads(part + "}") for part in text.strip().removesuffix("}").split("\n}\n"))
+    assert "network" not in plain
+    assert {check["name"] for check in asked["network"]} >= {"EFA devices", "security group"}
+    failed = any(check["ok"] is False for check in asked["network"])
+    assert codes[("--network",)] == (1 if failed else codes[()])
+    main(["env", "--network"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "network EFA devices" in shown
+    assert "all traffic from and to itself" in shown
