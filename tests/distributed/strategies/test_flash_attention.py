@@ -51,6 +51,7 @@ SIZES = {
 FAMILIES = {
     "llama": {},
     "mistral": {"sliding_window": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
     "gpt_oss": {"sliding_window": 4, "num_local_experts": 4},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "scale_attn_by_inverse_layer_idx": True},
@@ -79,7 +80,8 @@ def inputs(padding):
         return {"input_ids": ids, "labels": ids.clone()}
     if padding == "packed":
         positions = torch.cat([torch.arange(7), torch.arange(5)]).expand(3, -1)
-        return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
+        # transformers keeps packed sequences apart only where it has no cache
+        return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions, "use_cache": False}
     mask = torch.ones_like(ids)
     for row, count in enumerate((0, 3, 5)):
         mask[row, slice(0, count) if padding == "left" else slice(12 - count, 12)] = 0
@@ -259,6 +261,91 @@ def test_options_are_checked():
             FlashAttentionPlugin(**options)
     with pytest.raises(ConfigurationError, match="one attention function"):
         ActivationCheckpointingPlugin(modules="core_attention", every=2)
+
+
+# ---- where a kernel is used ------------------------------------------------------------------------------------------
+def refused(query, key, masked, other):
+    """What this kernel cannot compute."""
+    return "it has a mask" if masked else "it has sinks" if other else ""
+
+
+def with_kernel(name, **options):
+    """A model whose attention has a kernel, and what that is called with."""
+    from neuron_accel.models.attention import BlockwiseAttention, install_attention
+
+    calls = []
+
+    def kernel(query, key, value, scale, causal, dropout):
+        calls.append((tuple(query.shape), tuple(key.shape), scale, causal, dropout))
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=scale, dropout_p=dropout, enable_gqa=True
+        )
+
+    model = family(name)
+    attention = BlockwiseAttention(None, 5, kernel=kernel, why_no_kernel=refused, **options)
+    undo = install_attention(model, attention, "the test")
+    return model, calls, undo
+
+
+def same_as_eager(name, padding, **options):
+    """Calls of the kernel by a model that gives the numbers of transformers' own."""
+    model, calls, undo = with_kernel(name, **options)
+    (loss, gradients), (own_loss, own) = (results(each, inputs(padding)) for each in (family(name), model))
+    torch.testing.assert_close(own_loss, loss, rtol=1e-6, atol=1e-7)
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(own[parameter], gradient, rtol=1e-5, atol=2e-7, msg=parameter)
+    undo()
+    used = len(calls)
+    model(**inputs(padding))
+    assert len(calls) == used, "after undoing it the model has its own attention again"
+    return calls
+
+
+def kernel_where_it_can_be():
+    call = ((3, 4, 12, 8), (3, 2, 12, 8), 8**-0.5)
+    assert same_as_eager("llama", None) == [(*call, True, 0.0)] * 2
+    assert same_as_eager("qwen2", None) == [(*call, True, 0.0)], "the second layer has a window: blocks"
+    for name, padding in (("llama", "left"), ("llama", "right"), ("llama", "packed"), ("mistral", None)):
+        assert same_as_eager(name, padding) == [], f"{name}, {padding}: masked, so blocks"
+    assert same_as_eager("gpt_oss", None) == [], "sinks, so blocks"
+    assert same_as_eager("llama", "right", ignores_padding=True) == [(*call, True, 0.0)] * 2
+    assert {causal for *_, causal, _ in same_as_eager("bert", None)} == {False}
+    model, calls, _ = with_kernel("llama")
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.25
+    model(**inputs(None))
+    model.eval()(**inputs(None))
+    assert [dropout for *_, dropout in calls] == [0.25, 0.25, 0.0, 0.0]
+
+
+def test_a_kernel_is_used_where_it_can_be_and_blocks_elsewhere():
+    run_ranks(kernel_where_it_can_be, 1, backend=None)
+
+
+def kernel_or_nothing():
+    from neuron_accel.models.attention import NAME
+
+    assert len(same_as_eager("llama", None, kernel_only=True)) == 2
+    assert len(same_as_eager("llama", "right", kernel_only=True, ignores_padding=True)) == 2
+    for name, padding, what in (
+        ("llama", "left", "LlamaAttention: it has a mask"),
+        ("qwen2", None, "Qwen2Attention: it has a mask"),
+        ("gpt_oss", None, "GptOssAttention: it has"),
+    ):
+        model, _, _ = with_kernel(name, kernel_only=True)
+        with pytest.raises(UnsupportedModelError, match=f"cannot compute the attention of {what}") as caught:
+            model(**inputs(padding))
+        assert "kernel='auto'" in caught.value.fix
+    named = family("llama")
+    named.set_attn_implementation(NAME)  # transformers knows the name by now
+    with pytest.raises(UsageError, match=f"LlamaAttention was not prepared for attn_implementation='{NAME}'") as caught:
+        named(**inputs(None))
+    assert "FlashAttentionPlugin" in caught.value.fix
+
+
+def test_what_only_the_kernel_may_compute_and_the_bare_name_are_refused():
+    run_ranks(kernel_or_nothing, 1, backend=None)
 
 
 # ---- the kernel's interface ------------------------------------------------------------------------------------------
