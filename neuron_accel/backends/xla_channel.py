@@ -224,11 +224,11 @@ class Meeting:
         with self._lock:
             room = self._rooms.setdefault(ranks, _Room(len(ranks)))
             if self._gone:
-                room.barrier.abort()
+                room.abort()
         room.slots[index] = payload.dump(value)
-        self._wait(room.barrier, ranks)
+        self._wait(room, ranks)
         values = [payload.load(slot) for slot in room.slots]
-        self._wait(room.barrier, ranks)
+        self._wait(room, ranks)
         return values
 
     def abort(self) -> None:
@@ -236,17 +236,15 @@ class Meeting:
         with self._lock:
             self._gone = True
             for room in self._rooms.values():
-                room.barrier.abort()
+                room.abort()
 
-    def _wait(self, barrier: threading.Barrier, ranks: tuple[int, ...]) -> None:
-        try:
-            barrier.wait(self.timeout)
-        except threading.BrokenBarrierError as error:
+    def _wait(self, room: _Room, ranks: tuple[int, ...]) -> None:
+        if not room.wait(self.timeout):
             raise CommunicationError(
                 f"The ranks {list(ranks)} did not all arrive.",
                 why="one of them has failed, waits for something else, or was too slow",
                 fix="look for the first error of another rank",
-            ) from error
+            )
 
     def execute(
         self, ranks: tuple[int, ...], index: int, compiling: AbstractContextManager[None] | None = None
@@ -334,15 +332,23 @@ MEETING: ContextVar[Meeting | None] = ContextVar("neuron_accel.meeting", default
 
 def run_in_threads(rank: Callable[[int], None], meeting: Meeting) -> None:
     """Calls ``rank(index)`` in a thread for each device of this process and returns when all have returned."""
+    import torch
     import torch_xla.runtime as xr
     from torch_xla._internal import pjrt
+
+    def initialize(local_rank: int, local_world_size: int) -> None:
+        pjrt.initialize_multiprocess(local_rank, local_world_size)
+        # torch_xla counts calls of operators that run on the CPU, item() among them, in a map without a lock. Two
+        # threads that call one for the first time at once can crash the process; later calls only read the map. (0
+        # and 1 would be constants, which are compiled.)
+        torch.full((1,), 0.5).to("xla").item()
 
     def begin() -> None:
         MEETING.set(meeting)
         rank(xr.global_ordinal())
 
     # What torch_xla.launch does in each process that it starts; this one is started already.
-    pjrt._run_thread_per_device(0, 1, begin, pjrt.initialize_multiprocess)
+    pjrt._run_thread_per_device(0, 1, begin, initialize)
 
 
 def become_neuron_process() -> None:
@@ -359,9 +365,43 @@ def become_neuron_process() -> None:
 
 
 class _Room:
+    """Where some of the ranks exchange values.
+
+    Its barrier differs from :class:`threading.Barrier` in one thing: ranks that all arrived get through it, even if one
+    of them aborts it before the others have woken up.
+    """
+
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size)
         self.slots: list[bytes] = [b""] * size
+        self._changed = threading.Condition()
+        self._arrived = self._passed = 0
+        self._aborted = False
+
+    def wait(self, timeout: float) -> bool:
+        """Returns True once all ranks have called it, False if one of them did not within ``timeout`` seconds, or the
+        room was aborted before."""
+        with self._changed:
+            self._arrived += 1
+            if self._aborted:
+                return False
+            passed = self._passed
+            if self._arrived == len(self.slots):
+                self._arrived = 0
+                self._passed += 1
+                self._changed.notify_all()
+            else:
+                self._changed.wait_for(lambda: self._passed != passed or self._aborted, timeout)
+            if self._passed != passed:
+                return True
+            self._aborted = True
+            self._changed.notify_all()
+            return False
+
+    def abort(self) -> None:
+        """No rank waits here any more, now or later."""
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
 
 
 def _graphs() -> int:

@@ -25,3 +25,15 @@ def test_a_function_of_a_script(tmp_path):
     script = SCRIPT.format(guard='__name__ == "__main__"', backend="'xla'")
     result = run_script(script, path=tmp_path / "script.py")
     assert result.stdout.strip().endswith("[2, 2]"), result.stderr
+
+
+def reads_before() -> int | None:
+    import torch_xla.debug.metrics as metrics
+
+    return metrics.counter_value("aten::_local_scalar_dense")
+
+
+def test_reading_a_value_is_safe_from_the_first_time_on():
+    """torch_xla's map of operators that run on the CPU has no lock: the entry for item() is there before the ranks,
+    which are threads, could both create it."""
+    assert run_ranks(reads_before, 2, backend="xla") == [1, 1]
