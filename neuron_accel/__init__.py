@@ -1,7 +1,7 @@
-"""Train your own PyTorch loop sharded on AWS Trainium, and on anything else, through pluggable strategies.
+"""Sharded training of ordinary PyTorch loops on AWS Trainium, GPUs and CPUs, through pluggable strategies.
 
-Importing this package is cheap: names are resolved when they are first used, because importing Accelerate settles which
-device it will use, and what is not used should cost nothing.
+Names are imported when they are first used: importing Accelerate chooses its device, and importing this package should
+be cheap.
 """
 
 from __future__ import annotations

@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
-# Accelerate settles on a device when it is imported; ours must be settled before.
+# Accelerate chooses its device when it is imported, so the backend has to be chosen first.
 from neuron_accel.backends.select import Machine, connect, settle
 
 settle(os.environ)
 
 import torch  # noqa: E402
 
-# Accelerate ships no types, so that mypy would accept any name on an accelerator. It reads the first of these, pyright,
-# which infers what the sources do not say, the second, and knows that it is Accelerate's class.
+# Accelerate ships no type annotations, so mypy would accept any attribute of an accelerator. mypy therefore reads the
+# declarations of the first branch; pyright, which infers types from the source, reads the second.
 if 0:
     from neuron_accel.loop.inherited import Accelerator
 else:
@@ -49,14 +49,22 @@ from neuron_accel.loop.arguments import (  # noqa: E402
     timeout_of,
     with_ddp_options,
 )
-from neuron_accel.loop.deferred_values import look, numbers, progress_bar  # noqa: E402
+from neuron_accel.loop.deferred_values import call_after_step, numbers, progress_bar  # noqa: E402
 from neuron_accel.loop.gather import split_for_rank  # noqa: E402
 from neuron_accel.loop.join import even_batches_as, join_uneven_inputs  # noqa: E402
-from neuron_accel.loop.precompile_mode import folder, for_trial, is_trial, itself, no, nothing, steps_aside  # noqa: E402
+from neuron_accel.loop.precompile_mode import (  # noqa: E402
+    is_precompiling,
+    precompile_plugins,
+    returns_false,
+    returns_first_argument,
+    returns_folder,
+    returns_none,
+    skipped_when_precompiling,
+)
 from neuron_accel.loop.prepare import NoSync  # noqa: E402
 from neuron_accel.loop.start import begin, check_connected  # noqa: E402
 from neuron_accel.loop.step import Step  # noqa: E402
-from neuron_accel.loop.waiting import collective, watch  # noqa: E402
+from neuron_accel.loop.watchdog import collective, watch  # noqa: E402
 from neuron_accel.loop.wrappers import Owner, PreparedOptimizer, PreparedScheduler  # noqa: E402
 from neuron_accel.neuron.environment import hardware_of_run  # noqa: E402
 from neuron_accel.neuron.precision import lost_updates, settle_precision  # noqa: E402
@@ -96,33 +104,34 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
 class NeuronAccelerator(Accelerator):
-    """An ``accelerate.Accelerator`` that trains sharded, through strategy plugins.
+    """An ``accelerate.Accelerator`` that shards training over ranks as its strategy plugins define.
 
     Args:
         plugins: strategies, in any order.
-        config: a YAML file or a mapping with ``plugins`` and Accelerate's options; added to the other arguments.
+        config: path of a YAML file, or a mapping, with ``plugins`` and Accelerate's options, which are added to the
+            other arguments. An option may be given in one place only.
         zero_1: True adds ``Zero1Plugin()``.
-        mp_plugin: a ``ModelParallelismPlugin``; the same as naming it in ``plugins``.
-        backend: "torch", "xla" or "auto", which is what the machine has.
+        mp_plugin: a ``ModelParallelismPlugin``; the same as listing it in ``plugins``.
+        backend: "torch", "xla", or "auto" to choose the one that the machine supports.
         kwargs_handlers: as in ``accelerate.Accelerator``. ``DistributedDataParallelKwargs`` set the options of the
-            plugin that reduces gradients; what has no effect here is refused.
+            plugin that reduces gradients; an option without effect here raises an error.
 
     ``device_placement``, ``mixed_precision``, ``gradient_accumulation_steps``, ``cpu``, ``dataloader_config``,
     ``rng_types``, ``log_with``, ``project_dir``, ``project_config``, ``gradient_accumulation_plugin``,
     ``step_scheduler_with_optimizer``, ``dynamo_backend`` and ``dynamo_plugin`` are those of ``accelerate.Accelerator``,
     with its defaults. ``split_batches``, ``deepspeed_plugin``, ``deepspeed_plugins``, ``fsdp_plugin``,
-    ``torch_tp_plugin``, ``megatron_lm_plugin`` and ``parallelism_config`` are refused; the error names the alternative.
+    ``torch_tp_plugin``, ``megatron_lm_plugin`` and ``parallelism_config`` raise an error that names the alternative.
 
     Attributes:
-        plan: what was decided, immutable; ``print(accelerator.plan.explain())``.
+        plan: the immutable plan that was made from the plugins; print it with ``print(accelerator.plan.explain())``.
         run: the state of the run, for plugins.
-        is_precompiling: whether this is a trial of neuron_parallel_compile, which collects graphs: every value is zero.
-            Saving, loading, logging and checks of values do nothing then.
+        is_precompiling: whether neuron_parallel_compile runs this process to collect graphs. Every value is zero then,
+            and saving, loading, logging and checks of values do nothing.
 
     Raises:
-        ConfigurationError: for options that are unknown, contradictory, or that a plugin replaces.
+        ConfigurationError: if an option is unknown, contradicts another, or is replaced by a plugin.
         PlanError: if the plugins cannot run together on this many ranks.
-        DesyncError: if ranks were configured differently.
+        DesyncError: on every rank, if ranks were configured differently.
 
     Example::
 
@@ -181,18 +190,18 @@ class NeuronAccelerator(Accelerator):
             mixed_precision=str(options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")),
             compiles_for_neuron=self._on_neuron and decision.backend == "xla",
         )
-        self.is_precompiling = is_trial()
+        self.is_precompiling = is_precompiling()
         was_connected = torch.distributed.is_available() and torch.distributed.is_initialized()
         super().__init__(**options)
         if self.is_precompiling:
-            wanted = for_trial(wanted, self.gradient_accumulation_steps, os.environ)
+            wanted = precompile_plugins(wanted, self.gradient_accumulation_steps, os.environ)
         ranks = connect(decision, timeout=timeout_of(handlers), adopts=not was_connected)
         check_connected(ranks.world_size, self.state.num_processes)
         self.run = begin(wanted, ranks, registry, hardware_of_run(os.environ, decision))
         self.run.backward_scale = self._backward_scale
         self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
         self._session = Session(self._source())
-        self._waiting = watch(self.run, self)
+        self._watchdog = watch(self.run, self)
         self._each_tensor_once = False  # while `save_model` gets the state dict from `get_state_dict`
         for setup in self.run.hooks["setup"]:
             setup(self.run)
@@ -213,9 +222,12 @@ class NeuronAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """The data-parallel size, by which loops multiply batch sizes and schedules. It equals the number of processes
-        unless a plugin gives several ranks the same data, as tensor parallelism does. The number of processes is
-        :attr:`world_size`, and also ``accelerator.state.num_processes`` and ``AcceleratorState().num_processes``."""
+        """The data-parallel size, by which training loops multiply batch sizes and schedules.
+
+        It equals the number of processes unless a plugin gives several ranks the same data, as tensor parallelism does.
+        The number of processes is :attr:`world_size`, and also ``accelerator.state.num_processes`` and
+        ``AcceleratorState().num_processes``.
+        """
         known = self.state.num_processes  # raises, as Accelerate's does, if its state was reset
         return self.run.data_parallel_size if hasattr(self, "run") else known
 
@@ -273,21 +285,27 @@ class NeuronAccelerator(Accelerator):
 
     @contextmanager
     def model_init(self) -> Iterator[None]:
-        """A context to build models in, as the plugins want them built."""
+        """A context manager in which models are built as the plugins require."""
         with ExitStack() as stack:
             for model_init in self.run.hooks["model_init"]:
                 stack.enter_context(model_init(self.run))
             yield
 
     def explain(self, model: nn.Module, *, tokens: int | None = None) -> str:
-        """What becomes of every parameter of a model on this rank, by which rule, and what its modules exchange, as
-        text. Before `prepare` it is what preparing it would make of it. Not collective.
+        """Describes how every parameter of a model is sharded on this rank, by which rule, and what its modules send.
+
+        For a model that is not prepared yet, describes what `prepare` would do to it. Not collective.
 
         Args:
-            tokens: how many tokens this rank has in a step: bytes are for a step then, and else for each token.
+            model: a model, prepared or not.
+            tokens: number of tokens that this rank processes in a step. If given, traffic is printed in bytes per step,
+                else in bytes per token.
+
+        Returns:
+            the description, as text.
 
         Raises:
-            NeuronAccelError: before `prepare`, what that would raise.
+            NeuronAccelError: for a model that is not prepared, the error that `prepare` would raise.
         """
         prepared, run = self.run.prepared(model), self.run
         if prepared is None:
@@ -316,19 +334,23 @@ class NeuronAccelerator(Accelerator):
     @overload
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any: ...
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepares models, then loaders, optimizers and schedulers, whatever their order; returns them in that order.
+        """Prepares models, loaders, optimizers and schedulers, given in any order; returns them in the order given.
 
-        To a type checker everything keeps its type, as ``model, optimizer = prepare(model, optimizer)`` needs. As in
-        Accelerate, optimizers and schedulers are wrapped: what a class adds to the methods of every optimizer or
-        scheduler is at ``optimizer.optimizer`` and ``scheduler.scheduler``.
+        The types that a type checker sees do not change. As in Accelerate, optimizers and schedulers are wrapped:
+        methods that a class has in addition to those of ``torch.optim.Optimizer`` or ``LRScheduler`` are found on
+        ``optimizer.optimizer`` and ``scheduler.scheduler``.
+
+        Args:
+            args: the objects; those of another type are returned unchanged.
+            device_placement: for each object, whether it is moved to the device; None: as the accelerator was set up.
 
         Raises:
             UsageError: if another accelerator has prepared a model and plugins have sharded it.
-            ParameterError: if an optimizer holds a parameter of no prepared model.
+            ParameterError: if an optimizer holds a parameter that belongs to no prepared model.
         """
         if not args:
             raise UsageError(
-                "`prepare` was called without anything to prepare.",
+                "`prepare` was called without arguments.",
                 fix="model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
             )
         placements: Sequence[bool | None] = device_placement or [None] * len(args)
@@ -352,8 +374,7 @@ class NeuronAccelerator(Accelerator):
         return tuple(result) if len(result) > 1 else result[0]
 
     def _check_new(self, model: nn.Module) -> None:
-        """A model that another accelerator has prepared, and that no plugin sharded, is taken over from it; what this
-        one has prepared stays as it is."""
+        """Releases a model from another accelerator that prepared it, which is possible if no plugin sharded it."""
         if not getattr(model, "_is_accelerate_prepared", False):
             return
         other = _owner_of(model)
@@ -365,15 +386,22 @@ class NeuronAccelerator(Accelerator):
             raise UsageError(
                 f"This {type(model).__name__} was prepared before, by another accelerator.",
                 why="its layers would be sharded, and its gradients summed, a second time",
-                fix="use what the first `prepare` returned; build a new model for a new run, or load what "
-                "`save_state` or `save_pretrained` wrote",
+                fix="use the model that the first `prepare` returned; for a new run, build a new model, and load the "
+                "weights that `save_state` or `save_pretrained` wrote",
             )
 
     def prepare_model(
         self, model: ModelT, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> ModelT:
-        """Lets the plugins rewrite a model and places it on its device. A model that is only evaluated takes no part in
-        gradient reduction. One that this accelerator has prepared before is returned as it is.
+        """Lets the plugins rewrite a model and moves it to its device. Collective.
+
+        Args:
+            model: the model. One that this accelerator has prepared before is returned unchanged.
+            device_placement: whether to move it; None: as the accelerator was set up.
+            evaluation_mode: True for a model that is not trained: its gradients are not reduced.
+
+        Returns:
+            the prepared model; the same object, unless a plugin or Accelerate wraps it.
 
         Raises:
             UsageError: if another accelerator has prepared the model for training and plugins have sharded it.
@@ -385,7 +413,7 @@ class NeuronAccelerator(Accelerator):
         if getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode)
         placed = self.device_placement if device_placement is None else device_placement
-        # In "evaluation mode" Accelerate casts and compiles, and leaves out its own data parallelism.
+        # In "evaluation mode" Accelerate casts and compiles the model, and does not wrap it in DistributedDataParallel.
         wrap = partial(super().prepare_model, device_placement=False, evaluation_mode=True)
         record = prepare.prepare_model(
             model,
@@ -396,7 +424,7 @@ class NeuronAccelerator(Accelerator):
             training=not evaluation_mode,
         )
         if self.run.backend.is_lazy and not evaluation_mode:
-            # Not the bound method: a copy of the model would copy the step, and the accelerator with it.
+            # A lambda instead of the bound method, with which a copy of the model would copy the accelerator.
             record.handles.append(record.module.register_forward_pre_hook(lambda *_: self._step.finish_micro_batch()))
         self._models[-1] = record.module
         for each in (model, record.module):
@@ -409,7 +437,7 @@ class NeuronAccelerator(Accelerator):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> LoaderT:
-        """Divides a loader over the ranks that see different data."""
+        """Shards a loader over the data-parallel ranks and lets the plugins transform it."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         prepared = prepare_data_loader(
@@ -432,7 +460,11 @@ class NeuronAccelerator(Accelerator):
         return prepared
 
     def prepare_optimizer(self, optimizer: OptimizerT, device_placement: bool | None = None) -> OptimizerT:
-        """Rebinds an optimizer to the rewritten parameters and lets the plugins transform it."""
+        """Rebinds an optimizer to the rewritten parameters and lets the plugins transform it.
+
+        Raises:
+            ParameterError: if it holds a parameter that belongs to no prepared model, on several ranks.
+        """
         if getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement)
         transformed = prepare.prepare_optimizer(optimizer, self.run, number=len(self._optimizers))
@@ -454,7 +486,7 @@ class NeuronAccelerator(Accelerator):
             warnings.warn(said, stacklevel=4)
 
     def prepare_scheduler(self, scheduler: T) -> T:
-        """Lets a scheduler advance with its optimizer, by data-parallel size."""
+        """Wraps a scheduler such that each step of its optimizer advances it by ``data_parallel_size`` steps."""
         if getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
         mine = [o for o in self._optimizers if _wraps(o, getattr(scheduler, "optimizer", None))]
@@ -475,45 +507,49 @@ class NeuronAccelerator(Accelerator):
         if self.scaler is not None:
             raise UsageError(
                 "mixed_precision='fp16' is not possible here.",
-                why="a plugin runs the backward passes itself, and losses would have to be scaled before",
-                fix="use mixed_precision='bf16', which needs no scaling",
+                why="a plugin runs the backward passes itself, before the loss scaling that fp16 needs can be applied",
+                fix="use mixed_precision='bf16', which needs no loss scaling",
             )
         return 1.0 / self.gradient_accumulation_steps
 
     def backward(self, loss: torch.Tensor, *, num_items: int | torch.Tensor | None = None, **kwargs: Any) -> None:
-        """Runs the backward pass and, on the last micro-batch, the reduction of gradients.
+        """Runs the backward pass and, on the last micro-batch of a step, reduces the gradients.
 
         Args:
-            loss: of this micro-batch on this rank, 0-dim.
-            num_items: how many items (tokens that count) ``loss`` is the mean of. Given, the step's gradient is that of
-                the mean over all items of all ranks and micro-batches, however they are spread; left out, that of the
-                mean over micro-batches, as in Accelerate. All losses of a step are given with their items, or none.
+            loss: the loss of this micro-batch on this rank, 0-dim.
+            num_items: number of items (for example, label tokens) that ``loss`` is the mean of. If given, the gradients
+                of the step are those of the mean over all items of all ranks and micro-batches, even if these have
+                different numbers of items; if not, those of the mean over micro-batches, as in Accelerate. Give it for
+                every loss of a step, or for none.
             kwargs: passed on to ``loss.backward``.
+
+        Raises:
+            UsageError: if ``num_items`` is given and a plugin runs the backward pass itself.
         """
         plain = self.scaler is None and self.gradient_accumulation_steps == 1 and not kwargs
         accelerates = super().backward
 
         def differentiate(loss: torch.Tensor) -> None:
-            loss.backward() if plain else accelerates(loss, **kwargs)  # the same, less a division by one
+            loss.backward() if plain else accelerates(loss, **kwargs)  # Accelerate would divide by 1
 
         self._step.backward(loss, num_items, differentiate, self.gradient_accumulation_steps, kwargs)
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """A micro-batch: gradients accumulate inside, and are reduced in the last one before a step."""
+        """A context manager for one micro-batch: gradients accumulate, and are reduced in the last one of a step."""
         with self._step.micro_batch(), super().accumulate(*models):
             yield
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Forward passes inside lead to backward passes that do not sum gradients over ranks."""
+        """A context manager that disables gradient reduction for the backward passes of forward passes run in it."""
         record = self.run.prepared(model)
         with super().no_sync(model) if record is None else NoSync(record)():
             yield
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:  # type: ignore[override]
-        """The backward pass inside sums gradients, although the forward pass ran under ``no_sync``."""
+        """A context manager whose backward pass reduces gradients although the forward pass ran in ``no_sync``."""
         record = self.run.prepared(model)
         if record is None:
             yield
@@ -526,17 +562,20 @@ class NeuronAccelerator(Accelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Ranks may leave the loop inside after different numbers of steps. One that is through performs the backward
-        passes, clipping, optimizer and scheduler steps of the others without data, so that all leave with equal weights
-        and optimizers. Gradients are divided by the number of all ranks throughout.
+        """A context manager for training loops in which ranks have different numbers of batches, as torch's ``Join``.
+
+        A rank that has run out of batches takes part in the backward passes, clipping, optimizer and scheduler steps of
+        the others without data, so that all ranks leave the context with equal weights and optimizer states. Gradients
+        are divided by the number of all ranks throughout.
 
         Args:
             joinables: the prepared models (and optimizers).
-            even_batches: overrides the accelerator's ``even_batches`` for map-style loaders. Where batches are even
-                there is nothing to join, and nothing is done.
+            even_batches: overrides the accelerator's ``even_batches`` for map-style loaders. With even batches the
+                context does nothing.
 
         Raises:
-            UsageError: on every rank, for a `gather`, `reduce` and the like that would need a rank that is through.
+            UsageError: on every rank, if a collective such as `gather` or `reduce` is called in the context after a
+                rank has run out of batches.
         """
         if not all(self._is_mine(joinable) for joinable in joinables):
             with super().join_uneven_inputs(joinables, even_batches):
@@ -553,16 +592,21 @@ class NeuronAccelerator(Accelerator):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Clips the gradients of a step to a global norm and returns the norm before; 0-dim.
+        """Clips the gradients of a step to a global norm, over all shards on all ranks. Collective.
 
-        Between steps, while gradients accumulate, there is no gradient to clip yet: nothing happens, and the result is
-        NaN.
+        Args:
+            parameters: the parameters whose gradients are clipped; those from before `prepare` are accepted too.
+            max_norm: the norm to clip to.
+            norm_type: the p of the p-norm; can be ``inf``.
+
+        Returns:
+            the norm before clipping, 0-dim. NaN while gradients accumulate, when nothing is clipped.
         """
         parameters = self._parameters(parameters)
         if not self.sync_gradients:
             return torch.full((), float("nan"), device=self.device)
         owner = self.run.owner(Claim.GRADIENT_CLIPPING)
-        # An empty list may be one of parameters that are all on other ranks, which wait for this one.
+        # If the list is empty, its parameters may be on other ranks, which call the collective.
         if owner is None or (parameters and all(self.run.find_parameter(p) is None for p in parameters)):
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         self.unscale_gradients()
@@ -570,7 +614,7 @@ class NeuronAccelerator(Accelerator):
         return self._step.clipping.norm(owner, parameters, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clamps the gradients of a step element by element; nothing happens while gradients accumulate."""
+        """Clamps the gradients of a step to [-clip_value, clip_value]; does nothing while gradients accumulate."""
         parameters = self._parameters(parameters)
         if not self.sync_gradients:
             return
@@ -583,7 +627,7 @@ class NeuronAccelerator(Accelerator):
         self._step.clipping.value(owner, parameters, float(clip_value))
 
     def _parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parameter]:
-        """The parameters that train now, where a caller has those from before `prepare`."""
+        """The current parameters, for a list that may contain those from before `prepare`."""
         given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         records = [self.run.find_parameter(p) for p in given]
         trained = [p if r is None else r.current for p, r in zip(given, records, strict=True)]
@@ -596,13 +640,21 @@ class NeuronAccelerator(Accelerator):
 
     @property
     def _own_exchange(self) -> bool:
-        """Whether values travel by the run's backend: where ranks share data, which Accelerate does not know, and on
-        lazy devices, where Accelerate's own collectives would split a step's graph in two."""
+        """Whether collectives use the run's backend instead of Accelerate's: if several ranks have the same data, which
+        Accelerate does not support, and on lazy devices, where Accelerate's would split the graph of a step in two."""
         return self._shares_data or self.run.backend.is_lazy
 
     @collective
     def gather(self, tensor: T) -> T:
-        """Concatenates tensors of the ranks that see different data along the first dim."""
+        """Concatenates tensors of the data-parallel ranks along the first dim. Collective.
+
+        Args:
+            tensor: a tensor, or nested lists, tuples and dicts of tensors, of the same shape on every rank.
+
+        Returns:
+            the same structure; a tensor of shape ``[n, ...]`` becomes ``[n * data_parallel_size, ...]``, a 0-dim tensor
+            ``[data_parallel_size]``.
+        """
         self.run.join.collective_only("`gather`")
         return values.gather(tensor, self.run) if self._own_exchange else super().gather(tensor)
 
@@ -614,8 +666,15 @@ class NeuronAccelerator(Accelerator):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any: ...
     @collective
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gathers over the ranks that see different data and drops what a ragged end was filled up with. A lazy device
-        executes what has collected first: when training, call it after the optimizer's step."""
+        """Gathers over the data-parallel ranks and drops the samples that were repeated to fill the last batch.
+
+        Collective. A lazy device first executes the operations it has recorded: while training, call this after the
+        optimizer's step.
+
+        Args:
+            input_data: tensors as for :meth:`gather`, or any objects.
+            use_gather_object: whether to pickle the values even if they are tensors.
+        """
         left_over = getattr(self.gradient_state.active_dataloader, "left_over", None)
         if not self._own_exchange and left_over is None:
             self.run.join.collective_only("`gather_for_metrics`")
@@ -634,14 +693,20 @@ class NeuronAccelerator(Accelerator):
 
     @collective
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
-        """Sums (or averages) over the ranks that see different data."""
+        """Reduces tensors over the data-parallel ranks. Collective.
+
+        Args:
+            tensor: a tensor, or nested lists, tuples and dicts of tensors, of the same shape on every rank.
+            reduction: "sum", "mean", "max" or "none".
+            scale: multiplies the result.
+        """
         self.run.join.collective_only("`reduce`")
         return values.reduce(tensor, self.run, reduction, scale)
 
-    @steps_aside(itself)
+    @skipped_when_precompiling(returns_first_argument)
     @collective
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
-        """Tensors of all ranks with the size of the largest along ``dim``."""
+        """Pads tensors to the largest size along ``dim`` of any rank, with ``pad_index``. Collective."""
         self.run.join.collective_only("`pad_across_processes`")
         return super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
@@ -656,76 +721,94 @@ class NeuronAccelerator(Accelerator):
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Inside, the main process goes first; the others enter once it has left."""
+        """A context manager that the main process enters first; the others enter when it has left."""
         with self._first(self.is_main_process):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Inside, the first process of each machine goes first; the others enter once it has left."""
+        """A context manager that the first process of each machine enters first; the others enter when it has left."""
         with self._first(self.is_local_main_process):
             yield
 
     @contextmanager
     def _first(self, goes_first: bool) -> Iterator[None]:
-        # Accelerate's own meets on the device, in a graph of its own for each rank.
+        # Accelerate's barrier is on the device, in a graph that differs between ranks.
         if not goes_first:
             self.wait_for_everyone()
         yield
         if goes_first:
             self.wait_for_everyone()
 
-    @steps_aside(no)
+    @skipped_when_precompiling(returns_false)
     @collective
     def check_trigger(self) -> bool:
-        """Whether any process called ``set_trigger`` since it was last found set; the same answer on every process."""
+        """Whether any process has called ``set_trigger`` since this last returned True. Collective; the result is the
+        same on every process."""
         self.run.join.collective_only("`check_trigger`")
         fired = values.any_rank(self.flag_tensor is not None and bool(self.flag_tensor), self.run)
         if fired:
             self.flag_tensor = torch.tensor(0, device=self.device)
         return fired
 
-    # ---- looking at values -------------------------------------------------------------------------------------------
+    # ---- deferred values ---------------------------------------------------------------------------------------------
     def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
-        """Logs to every tracker. Values may be tensors: on a device that collects a step in one graph they are read
-        once it has been executed, and cost nothing."""
-        # A trial keeps the values, too: what is logged is a result of the graph.
-        tell = nothing if self.is_precompiling else super().log
+        """Logs to every tracker.
+
+        Values may be tensors. On a lazy device they are read once the graph of the step has been executed, so that
+        logging neither splits the graph nor waits for the device.
+        """
+        # When precompiling, the values are kept as well: they are outputs of the graph.
+        write = returns_none if self.is_precompiling else super().log
         here = self.is_main_process
-        look(values, self.run.backend, lambda now: tell(numbers(now), step, log_kwargs or {}), here=here)
+        call_after_step(values, self.run.backend, lambda now: write(numbers(now), step, log_kwargs or {}), here=here)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints once on each machine. Tensors among ``args`` are read after the step, as by :meth:`log`; one that is
-        part of a formatted string is read before this method sees it."""
-        tell = super().print
-        look(args, self.run.backend, lambda now: tell(*now, **kwargs), here=self.is_local_main_process)
+        formatted in an f-string is read at once."""
+        write = super().print
+        call_after_step(args, self.run.backend, lambda now: write(*now, **kwargs), here=self.is_local_main_process)
 
     def progress(self, iterable: Iterable[Any] | None = None, **options: Any) -> Any:
-        """A bar of tqdm, shown once on each machine, whose ``set_postfix`` takes tensors, as :meth:`log` does.
+        """A tqdm progress bar, shown once on each machine, whose ``set_postfix`` takes tensors, as :meth:`log` does.
 
         Args:
-            iterable: what to go through; the bar can also be moved by ``update``.
-            options: of tqdm.
+            iterable: what to iterate over; None for a bar that is advanced with ``update``.
+            options: arguments of ``tqdm``.
         """
         return progress_bar(self.run.backend, self.is_local_main_process, iterable, options)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's shard of inputs that every rank has: ranks with the same data get the same shard."""
+        """A context manager that yields this data-parallel rank's slice of inputs that every rank has.
+
+        Args:
+            inputs: a list, tuple, tensor (sliced along its first dim), dataset, or dict of these.
+            apply_padding: whether to repeat the last item until slices are equally long.
+        """
         yield split_for_rank(inputs, self.data_parallel_rank, self.data_parallel_size, pad=apply_padding)
 
     def skip_first_batches(self, dataloader: T, num_batches: int = 0) -> T:
-        """A loader like a prepared one without its first batches; not to be prepared again."""
-        if hasattr(dataloader, "forget_position"):  # the caller goes on by hand
+        """A prepared loader without its first batches, such as resuming in the middle of an epoch needs.
+
+        Args:
+            dataloader: a prepared loader.
+            num_batches: number of batches to skip.
+
+        Returns:
+            the new loader, which is prepared already.
+        """
+        if hasattr(dataloader, "forget_position"):  # that `load_state` set; the caller skips batches instead
             dataloader.forget_position()
         return skip_first_batches(dataloader, num_batches, self.run)
 
     # ---- state -------------------------------------------------------------------------------------------------------
     @collective
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """The state dict of the original model: original names and shapes, on the main process's CPU. Collective.
+        """The state dict of the original model: original names and shapes, on CPU. Collective.
 
-        If no parameter is sharded, every process gets it, else the others get an empty dict.
+        If no parameter is sharded, every process gets it; otherwise the main process does, and the others get an empty
+        dict.
         """
         record = self.run.prepared(model)
         if record is None:
@@ -735,15 +818,20 @@ class NeuronAccelerator(Accelerator):
 
     @collective
     def get_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The gradients of the last step by FQN, reduced, in the original shapes, on every process's CPU. Collective;
-        for tests and for looking: it holds all gradients at once."""
+        """The reduced gradients of the last step by FQN, in the original shapes, on CPU on every process. Collective.
+
+        For tests and debugging: all unsharded gradients are in memory at once.
+
+        Raises:
+            UsageError: if this accelerator did not prepare the model.
+        """
         record = self.run.prepared(model)
         if record is None:
             raise UsageError("This model was not prepared by this accelerator.")
         self._step.items.settle()
         return full_gradients(record, self.run)
 
-    @steps_aside(nothing)
+    @skipped_when_precompiling(returns_none)
     @collective
     def save_model(
         self,
@@ -752,9 +840,17 @@ class NeuronAccelerator(Accelerator):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Writes the full model with original names and shapes; for a model of transformers also its configuration, so
-        that the folder loads there. Every process calls it; it returns once the files are complete. A tied weight is
-        written once, under its first name, as safetensors requires; with ``safe_serialization=False`` under each."""
+        """Writes the full model with original names and shapes. Collective; returns once the files are complete.
+
+        For a model of transformers its configuration is written as well, so that ``from_pretrained`` loads the folder.
+
+        Args:
+            model: a prepared model.
+            save_directory: the folder.
+            max_shard_size: largest size of a file, such as "5GB".
+            safe_serialization: whether to write safetensors, with a tied weight under its first name only; False for
+                ``torch.save``, with a tied weight under each of its names.
+        """
         self._each_tensor_once = safe_serialization
         try:
             super().save_model(model, os.fspath(save_directory), max_shard_size, safe_serialization)
@@ -768,7 +864,7 @@ class NeuronAccelerator(Accelerator):
                     value.save_pretrained(Path(save_directory))
         self.wait_for_everyone()
 
-    @steps_aside(folder)
+    @skipped_when_precompiling(returns_folder)
     @collective
     @known_names_only
     def save_state(
@@ -780,23 +876,26 @@ class NeuronAccelerator(Accelerator):
         tokenizer: Any = None,
         check_equal: bool = True,
     ) -> str:
-        """Saves everything that training needs to go on, such that any mesh can load it. Collective.
+        """Saves models, optimizers, schedulers, loaders, random states and registered objects. Collective.
+
+        The checkpoint can be loaded on any mesh.
 
         Args:
-            output_dir: the folder; a checkpoint in it stays valid until the new one is complete. Left out with
-                automatic checkpoint naming.
-            safe_serialization: False changes nothing but a warning, once: nothing is pickled.
-            async_save: return once everything is copied to host memory. The next save, load, and the end of training
-                wait for the rest and report its failure.
-            tokenizer: is saved beside the model's configuration; anything with ``save_pretrained``.
-            check_equal: whether to compare, between ranks that see different samples, what each should hold alike and
-                one writes; it costs reading all of that once.
+            output_dir: the folder; a checkpoint in it stays valid until the new one is complete. None with automatic
+                checkpoint naming.
+            safe_serialization: accepted as in Accelerate; False only warns, once, since nothing is pickled.
+            async_save: whether to return once everything is copied to host memory. The next save or load and
+                `end_training` wait until it is written, and raise the error if that failed.
+            tokenizer: a tokenizer to save beside the model's configuration; any object with ``save_pretrained``.
+            check_equal: whether to check that replicated tensors, which one rank writes, are equal on all data-parallel
+                ranks; reads all of them once.
 
         Returns:
             the folder.
 
         Raises:
-            CheckpointError: on every rank, if something cannot be saved or written. What was there before is intact.
+            CheckpointError: on every rank, if something cannot be saved or written. An earlier checkpoint in the folder
+                is left intact.
         """
         return self._session.save(
             output_dir,
@@ -806,7 +905,7 @@ class NeuronAccelerator(Accelerator):
             check_equal=check_equal,
         )
 
-    @steps_aside(no)
+    @skipped_when_precompiling(returns_false)
     @collective
     @known_names_only
     def load_state(
@@ -818,15 +917,17 @@ class NeuronAccelerator(Accelerator):
         verify: bool = True,
         map_location: Literal["cpu", "on_device"] | None = None,
     ) -> bool:
-        """Loads what :meth:`save_state` saved, on this mesh or another, or the weights of a folder of transformers.
-        Prepared loaders go on in the middle of their epoch with the next batch. Collective.
+        """Loads a checkpoint of :meth:`save_state`, saved on any mesh, or a folder of transformers' weights.
+
+        Collective. Prepared loaders continue in the middle of their epoch, with the next batch.
 
         Args:
-            input_dir: the folder; left out with automatic checkpoint naming: the latest complete checkpoint.
+            input_dir: the folder; None with automatic checkpoint naming, for the latest complete checkpoint.
             load_kwargs: must be empty: nothing is unpickled.
-            resume: ``"latest"``: load the latest complete checkpoint of the project folder if there is one.
-            verify: compare every file with its checksum first.
-            map_location: None, "cpu" or "on_device", as in Accelerate; every tensor is loaded to where it is used.
+            resume: "latest" to load the latest complete checkpoint of the project folder if there is one.
+            verify: whether to compare every file with its checksum first.
+            map_location: None, "cpu" or "on_device", accepted as in Accelerate; every tensor is loaded to the device of
+                its parameter.
 
         Returns:
             whether something was loaded; False only with ``resume``.
@@ -844,7 +945,7 @@ class NeuronAccelerator(Accelerator):
         return True
 
     def _source(self) -> Source:
-        """What checkpoints are made of."""
+        """The objects that a checkpoint contains."""
         return Source(
             run=self.run,
             project=self.project_configuration,
@@ -868,29 +969,29 @@ class NeuronAccelerator(Accelerator):
         )
 
     # ---- the end -----------------------------------------------------------------------------------------------------
-    @steps_aside(nothing)
+    @skipped_when_precompiling(returns_none)
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Writes an object on the main process, as Accelerate does."""
         super().save(*args, **kwargs)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Releases everything prepared. Models that no plugin has sharded can be prepared again."""
+        """Releases all prepared objects. Models that no plugin has sharded can be prepared again."""
         self._session.wait()
         self._teardown()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """Finishes trackers, releases everything prepared, and disconnects."""
+        """Waits for a save in progress, finishes trackers, releases all prepared objects, and disconnects the ranks."""
         self._session.wait()
-        self.run.backend.step_boundary()  # what is still to be logged
+        self.run.backend.step_boundary()  # reads the values that are still to be logged
         self._teardown()
         super().end_training()
-        if self._waiting is not None:
-            self._waiting.stop()
+        if self._watchdog is not None:
+            self._watchdog.stop()
         self.run.backend.shutdown()
 
     def _release(self) -> None:
-        """Another accelerator takes the models over."""
+        """Releases the models for another accelerator, and marks the optimizers as released."""
         optimizers = list(self._optimizers)
         NeuronAccelerator.free_memory(self)
         for optimizer in optimizers:
@@ -913,10 +1014,10 @@ class NeuronAccelerator(Accelerator):
         self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process knows the plan, its place in it and the loaders, but is connected to no one and has
-        prepared no model."""
+        """What a copy in another process keeps: the plan, this rank's coordinates and the loaders, but no connection to
+        other ranks and no prepared model."""
         prepared: dict[str, list[Any]] = {name: [] for name in ("_models", "_optimizers", "_schedulers")}
-        return {**self.__dict__, **prepared, **dict.fromkeys(("_step", "_session", "_waiting"))}
+        return {**self.__dict__, **prepared, **dict.fromkeys(("_step", "_session", "_watchdog"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -925,13 +1026,13 @@ class NeuronAccelerator(Accelerator):
 
 
 def _owner_of(model: nn.Module) -> NeuronAccelerator | None:
-    """The accelerator that prepared a model; None if none of ours did."""
+    """The NeuronAccelerator that prepared a model, or None."""
     owner = getattr(model, "_neuron_accel_owner", None)
     return owner.accelerator if isinstance(owner, Owner) else None
 
 
 def _wraps(prepared: Any, optimizer: Any) -> bool:
-    """Whether ``optimizer`` is one of the optimizers that ``prepared`` consists of."""
+    """Whether ``prepared`` is ``optimizer`` or wraps it."""
     while prepared is not None:
         if prepared is optimizer:
             return True

@@ -1,8 +1,8 @@
-"""ZeRO-1 without an accelerator: the wrapper that existing torch-xla scripts use, on every backend.
+"""ZeRO-1 without an accelerator: an optimizer wrapper with the interface of torch_xla's, on every backend.
 
-The same arguments and defaults as torch_xla's ``ZeroRedundancyOptimizer``; the difference is inside: parameters are
-sharded as one flat buffer, so short and 0-dim ones need no padding, messages are bucketed, and gradient accumulation
-through the hook keeps this rank's shard only.
+:class:`ZeroRedundancyOptimizer` has the arguments and defaults of ``torch_xla.distributed.zero_redundancy_optimizer``.
+Unlike torch_xla's, it shards the parameters as one flat buffer, so that short and 0-dim parameters need no padding; it
+sends gradients in buckets; and with ``use_grad_acc_hook`` it accumulates this rank's shard of the gradients only.
 """
 
 from __future__ import annotations
@@ -28,39 +28,43 @@ from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
 from neuron_accel.strategies.zero1.plugin import Zero1Plugin
 
 _NORM_AXIS = "norm"
-"""The axis of ranks that have different shards of the model, over which norms are summed."""
+"""The mesh axis whose ranks hold different shards of the model, over which norms are summed."""
 Ranks = Sequence[Sequence[int]]
 
 
 class ZeroRedundancyOptimizer(Zero1Optimizer):
-    """Shards an optimizer's state over ranks (ZeRO-1); gradients are averaged over them at :meth:`step`.
+    """Shards an optimizer's state over ranks (ZeRO-1, Rajbhandari et al., 2020, arXiv:1910.02054).
+
+    :meth:`step` averages gradients over the ranks.
 
     Args:
-        params: parameters or groups, as for any optimizer.
+        params: parameters or parameter groups, as for any optimizer.
         optimizer_class: the optimizer to shard.
-        optimizer_dtype: dtype of master weights and state; None: float32. A parameter with a wider dtype keeps it.
+        optimizer_dtype: dtype of master weights and optimizer state; None: float32. A parameter with a wider dtype
+            keeps its own.
         grad_clipping: whether every step clips gradients; the norm before clipping is ``optimizer.grad_norm``.
         max_norm: the global norm to clip to; None: 1.0.
-        pin_layout: accepted for torch-xla scripts. Collectives here never pin a layout, which is what Neuron needs.
+        pin_layout: accepted for torch-xla scripts, without effect: collectives never pin a layout, as Neuron requires.
         sharding_groups: lists of ranks over which the state is sharded; all ranks by default.
-        grad_norm_groups: lists of ranks over which the norm is also summed: those that hold other shards of the same
-            parameters. A parameter counts as sharded over them if its attribute ``tensor_model_parallel`` is true, as
-            in neuronx-distributed; other parameters are replicas and count once.
-        lazy_init: accepted for torch-xla scripts, which call :meth:`init_zero` later; full state is never allocated.
-        use_grad_acc_hook: gradients are reduced in every backward pass and accumulate in this rank's shard. If False,
-            they accumulate in ``parameter.grad`` and are reduced once, at :meth:`step`.
-        higher_cc_precision: gradients are reduced in ``optimizer_dtype``.
+        grad_norm_groups: lists of ranks over which the norm is also summed, for example tensor-parallel groups. A
+            parameter counts as sharded over them if its attribute ``tensor_model_parallel`` is true, as in
+            neuronx-distributed; other parameters are replicated over them and count once.
+        lazy_init: accepted for torch-xla scripts, which call :meth:`init_zero` later, and without effect: unsharded
+            optimizer state is never allocated.
+        use_grad_acc_hook: whether to reduce gradients in every backward pass and accumulate this rank's shard of them.
+            If False, gradients accumulate in ``parameter.grad`` and are reduced once, at :meth:`step`.
+        higher_cc_precision: whether to reduce gradients in ``optimizer_dtype`` rather than in their own dtype.
         bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: size of buckets in MiB, 0 for the default. One size
             serves both directions: the larger of the two.
         save_master_weights: whether ``state_dict`` contains the master weights.
-        backend: the ranks; by default those of this process.
-        defaults: options of ``optimizer_class``.
+        backend: the backend that connects the ranks; None: chosen as ``NeuronAccelerator`` does.
+        defaults: options of ``optimizer_class``, such as ``lr``.
 
     Raises:
-        ConfigurationError: for groups that do not partition the ranks, or an optimizer that does not treat elements
-            alike (use ``Zero1Plugin(partition="parameters")`` for those).
-        ValueError, TypeError: what torch raises for ``params`` that no optimizer can hold: none, one that is not a leaf
-            or sparse, something that is not a tensor.
+        ConfigurationError: if groups do not partition the ranks into groups of equal size, or the optimizer does not
+            update each element by itself (``Zero1Plugin(partition="parameters")`` supports those).
+        ValueError, TypeError: as torch, if ``params`` is empty or contains something that is not a tensor, not a leaf,
+            or sparse.
     """
 
     def __init__(
@@ -83,17 +87,17 @@ class ZeroRedundancyOptimizer(Zero1Optimizer):
         backend: Backend | None = None,
         **defaults: Any,
     ) -> None:
-        del pin_layout, lazy_init  # neither asks for anything that is not so already
+        del pin_layout, lazy_init  # both are the case anyway
         optimizer = make_optimizer_constructor_lazy(optimizer_class)(params, **defaults)
         _refuse_sparse(optimizer.param_groups)
         reason = why_not_elementwise(optimizer)
         if reason is not None:
             by_parameter = is_separable(optimizer)
             raise ConfigurationError(
-                f"{optimizer_class.__name__} does not treat the elements of a parameter alike.",
+                f"{optimizer_class.__name__} does not update each element of a parameter by itself.",
                 where="ZeroRedundancyOptimizer",
                 why=f"parameters are sharded; {reason}"
-                + ("" if by_parameter else ", and it looks at all of them together"),
+                + ("" if by_parameter else ", and it uses all parameters together"),
                 fix="use NeuronAccelerator with Zero1Plugin(partition='parameters')"
                 if by_parameter
                 else "train without ZeRO-1, or choose an optimizer that updates every parameter by itself",
@@ -108,18 +112,19 @@ class ZeroRedundancyOptimizer(Zero1Optimizer):
             bucket_cap_mb=max(bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter) or Zero1Plugin.bucket_cap_mb,
             save_master_weights=save_master_weights,
         )
-        # The last micro-batch is not announced here, so nothing is sent before the step unless the hook asks for it.
+        # It is not known which micro-batch is the last, so gradients are reduced at the step, or by the hook.
         super().__init__(optimizer, run, options, synchronises=lambda: False)
 
     def init_zero(self) -> None:
-        """Takes the parameters' values as they are now: for scripts that load weights after the constructor."""
+        """Copies the parameters' current values to the master weights, for scripts that load weights after the
+        constructor."""
         self.reload_masters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Divides further parameters. Collective.
+        """Adds a parameter group and shards its state. Collective.
 
         Args:
-            param_group: as for any optimizer.
+            param_group: the group, as for any optimizer.
         """
         group = checked_groups([param_group])[0]
         _refuse_sparse([group])
@@ -129,24 +134,26 @@ class ZeroRedundancyOptimizer(Zero1Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
         """Reduces gradients over ranks, updates this rank's shard, and gathers the weights.
 
+        Collective.
+
         Args:
             closure: runs forward and backward and returns the loss; called once, before the update.
-            options: what the step of ``optimizer_class`` takes beside.
+            options: further arguments of the step of ``optimizer_class``.
 
         Raises:
-            UsageError: for ``sharding_scheme``, which torch_xla's takes.
+            UsageError: for ``sharding_scheme``, an argument of torch_xla's.
         """
         if "sharding_scheme" in options:
             raise UsageError(
-                "`sharding_scheme` has no meaning here.",
+                "`sharding_scheme` is not supported.",
                 where="ZeroRedundancyOptimizer.step",
                 why="the ranks over which state is sharded are set in the constructor",
-                fix="give `sharding_groups` to the constructor",
+                fix="pass `sharding_groups` to the constructor",
             )
         return super().step(closure, **options)
 
     def flush(self) -> None:
-        """Sums ``parameter.grad`` over ranks, whatever computed it."""
+        """Reduces ``parameter.grad`` over the ranks now, also gradients that were not computed by autograd."""
         if any(shard.has_unreduced for shard in self.shards):
             self._watcher.owe()
         super().flush()
@@ -159,7 +166,7 @@ def _connected() -> Backend:
 def _run(
     backend: Backend, parameters: Sequence[nn.Parameter], sharding_groups: Ranks | None, norm_groups: Ranks | None
 ) -> Run:
-    """A run with nothing but a data axis and, where norms are summed further, a model axis."""
+    """A run without plugins, with a data axis and a model axis for ``norm_groups``."""
     everyone = tuple(range(backend.world_size))
     sharding = _partition(sharding_groups or [everyone], everyone, "sharding_groups")
     norms = _partition(norm_groups or [[rank] for rank in everyone], everyone, "grad_norm_groups")
@@ -175,7 +182,7 @@ def _run(
 
 
 def _take_note(parameters: Iterable[nn.Parameter], run: Run) -> None:
-    """Lets the run know parameters that it does not know yet, by their number."""
+    """Adds to the run the parameters that it does not contain yet, named by their number."""
     records, degree = run.models[0].parameters, run.mesh.degree(_NORM_AXIS)
     for parameter in parameters:
         if records.find(parameter) is None:
@@ -207,14 +214,14 @@ def _partition(groups: Ranks, everyone: tuple[int, ...], name: str) -> list[tupl
         raise ConfigurationError(
             f"{name} is {[list(g) for g in groups]}.",
             where="ZeroRedundancyOptimizer",
-            why=f"every one of the {len(everyone)} ranks is in exactly one group, and groups are equally large",
-            fix="give one list of ranks per group, covering all ranks once",
+            why=f"each of the {len(everyone)} ranks must be in exactly one group, and groups must be of equal size",
+            fix="pass one list of ranks per group, with every rank in one of them",
         )
     return result
 
 
 def _joined(first: Ranks, second: Ranks) -> list[tuple[int, ...]]:
-    """The partition into ranks that are connected through groups of either kind."""
+    """The finest partition in which each group of ``first`` and of ``second`` is contained in one part."""
     parts = [set(group) for group in first]
     for group in second:
         touching = [part for part in parts if part & set(group)]

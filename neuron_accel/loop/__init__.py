@@ -1,1 +1,2 @@
-"""What ``NeuronAccelerator`` does in order: prepare, a step, the objects that a loop holds, values of several ranks."""
+"""What the methods of ``NeuronAccelerator`` do: preparing objects, training steps, wrappers of optimizers and
+schedulers, and collectives over values."""

@@ -1,4 +1,4 @@
-"""What a NeuronAccelerator may be constructed with, checked as strictly as a configuration file."""
+"""Checks of the arguments of ``NeuronAccelerator``, as strict as those of a configuration file."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class _NotGiven:
 
 
 NOT_GIVEN: Any = _NotGiven()
-"""Default of arguments for which None is a value, or not allowed: Accelerate's own default, or the configuration's."""
+"""Default of arguments for which None is not the default: they take that of the configuration or of Accelerate."""
 
 ACCELERATES = tuple(name for name in inspect.signature(Accelerator.__init__).parameters if name != "self")
 """The arguments of ``accelerate.Accelerator``."""
 
 _WHERE = "NeuronAccelerator(...)"
 
-# What Accelerate offers instead of plugins. Silently ignored on some devices there, refused here.
+# Accelerate's own strategies, and the plugins to use instead. Accelerate ignores some of them on some devices.
 _REFUSED = {
     "deepspeed_plugin": "Zero1Plugin, ModelParallelismPlugin",
     "deepspeed_plugins": "Zero1Plugin, ModelParallelismPlugin",
@@ -54,7 +54,7 @@ _REFUSED = {
     "torch_tp_plugin": "ModelParallelismPlugin",
     "parallelism_config": "ModelParallelismPlugin, SequenceParallelPlugin",
 }
-# The same from `accelerate launch` or a configuration file of `accelerate config`.
+# Environment variables by which `accelerate launch` and the file of `accelerate config` enable them.
 _REFUSED_VARIABLES = {
     "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
     "ACCELERATE_USE_FSDP": "fsdp_plugin",
@@ -71,8 +71,10 @@ _CHECKED = (
 
 
 def known_names_only(function: Callable[P, R]) -> Callable[P, R]:
-    """For a constructor or a method: an argument that it does not have is a ConfigurationError or a UsageError with the
-    nearest name, as in a file."""
+    """Decorates a constructor or a method such that an unknown argument raises an error with the most similar name.
+
+    The error is a ConfigurationError for a constructor and a UsageError for a method.
+    """
     parameters = [p for p in list(inspect.signature(function).parameters.values())[1:] if p.kind is not p.VAR_KEYWORD]
     names = [p.name for p in parameters]
     by_position = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
@@ -87,10 +89,10 @@ def known_names_only(function: Callable[P, R]) -> Callable[P, R]:
                 raise error(f"{name!r} is not an option of {subject}.", where=where, fix=did_you_mean(name, names))
         if len(args) - 1 > by_position:
             raise error(
-                f"{subject} takes {'no argument' if not by_position else f'at most {by_position} arguments'} by "
-                f"position, but was given {args[by_position + 1]!r}.",
+                f"{subject} takes {'no' if not by_position else f'at most {by_position}'} positional arguments, but "
+                f"got {args[by_position + 1]!r}.",
                 where=where,
-                fix=f"name it: {', '.join(names[by_position : by_position + 3])}, ...",
+                fix=f"pass it by name: {', '.join(names[by_position : by_position + 3])}, ...",
             )
         return function(*args, **kwargs)
 
@@ -102,10 +104,10 @@ class _MapLocationError(UsageError, TypeError):
 
 
 def check_map_location(value: Any) -> None:
-    """Checks where ``load_state`` is asked to load to.
+    """Checks the ``map_location`` of ``load_state``.
 
     Raises:
-        UsageError: if it is none of the places that Accelerate knows.
+        UsageError: if it is not one of the values that Accelerate accepts.
     """
     if value not in (None, "cpu", "on_device"):
         raise _MapLocationError(
@@ -117,10 +119,10 @@ def check_map_location(value: Any) -> None:
 
 
 def checked_plugins(plugins: Any, mp_plugin: Any) -> list[StrategyPlugin]:
-    """The plugins that were given, as a list.
+    """Returns ``plugins`` and ``mp_plugin``, where it is given, as one list.
 
     Raises:
-        ConfigurationError: if something else than plugin objects was given.
+        ConfigurationError: if one of them is not a plugin object.
     """
     if isinstance(plugins, (StrategyPlugin, type, str)) or not isinstance(plugins, Iterable):
         raise ConfigurationError(
@@ -152,18 +154,19 @@ def _written(value: Any) -> str:
 
 
 def _by_name(names: list[str]) -> str:
-    return f"names are for configurations: config={{'plugins': {names!r}}}"
+    return f"pass names in a configuration: config={{'plugins': {names!r}}}"
 
 
 def merged_options(configured: RunConfig, given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments for ``Accelerator``: those of the configuration and those given.
+    """Returns the arguments for ``Accelerator``: those of the configuration and those given.
 
     Args:
-        given: by name; what is None or :data:`NOT_GIVEN` is left out.
+        configured: the configuration.
+        given: arguments by name; those that are None or :data:`NOT_GIVEN` are left out.
         environ: environment variables.
 
     Raises:
-        ConfigurationError: for an argument of a wrong type or value, given twice, or that a plugin replaces.
+        ConfigurationError: if an argument has a wrong type or value, is given twice, or is replaced by a plugin.
     """
     given = {name: value for name, value in given.items() if value is not None and value is not NOT_GIVEN}
     for name, value in given.items():
@@ -180,10 +183,10 @@ def merged_options(configured: RunConfig, given: Mapping[str, Any], environ: Map
             )
     if given.pop("split_batches", False):
         raise ConfigurationError(
-            "'split_batches' is not an argument any more.",
+            "'split_batches' is no longer an argument.",
             where=_WHERE,
             why="Accelerate ignores it",
-            fix="dataloader_config=DataLoaderConfiguration(split_batches=True)",
+            fix="pass dataloader_config=DataLoaderConfiguration(split_batches=True)",
         )
     options = dict(configured.accelerate)
     if configured.dataloader:
@@ -206,28 +209,31 @@ def merged_options(configured: RunConfig, given: Mapping[str, Any], environ: Map
         raise ConfigurationError(
             "mixed_precision='fp8' is not possible here.",
             where=_WHERE if options.get("mixed_precision") == "fp8" else "ACCELERATE_MIXED_PRECISION",
-            why="Accelerate's fp8 replaces modules by those of TransformerEngine, torchao or MS-AMP, which no plan can "
-            "shard and Trainium cannot run; and the compiler of torch 2.9 trains in fp8 on no instance",
+            why="Accelerate's fp8 replaces modules by those of TransformerEngine, torchao or MS-AMP, which no plan "
+            "shards and Trainium cannot run; and the compiler for torch 2.9 supports fp8 training on no instance",
             fix="use mixed_precision='bf16'",
         )
     return options
 
 
 def check_precision(wanted: str | None) -> None:
-    """All accelerators of a process share Accelerate's state, and with it one precision.
+    """Checks that ``mixed_precision`` is that of earlier accelerators, which share Accelerate's state in a process.
+
+    Args:
+        wanted: the precision that this accelerator asks for; None: any.
 
     Raises:
-        ConfigurationError: if an accelerator before this one settled on another.
+        ConfigurationError: if an earlier accelerator of this process has another precision.
     """
     if wanted is None or not is_initialized():
         return
     settled = AcceleratorState().mixed_precision
     if wanted != settled:
         raise ConfigurationError(
-            f"mixed_precision={wanted!r} differs from the {settled!r} of an accelerator made before.",
+            f"mixed_precision={wanted!r} differs from the {settled!r} of an earlier accelerator.",
             where=_WHERE,
             why="all accelerators of a process share Accelerate's state, which includes the precision",
-            fix=f"leave mixed_precision out here, or give both the same; to change from {settled!r} to {wanted!r}, "
+            fix=f"leave mixed_precision out here, or pass the same to both; to change from {settled!r} to {wanted!r}, "
             "start a new process, or restart the notebook's kernel",
         )
 
@@ -236,7 +242,7 @@ def _refused(what: str, name: str, where: str = _WHERE) -> ConfigurationError:
     return ConfigurationError(
         f"{what} is not possible here.",
         where=where,
-        why="it would bypass the plan, or do nothing",
+        why="it would bypass the plugins' plan, or have no effect",
         fix=f"use these plugins instead: {_REFUSED[name]}",
     )
 
@@ -252,17 +258,17 @@ def _checked(name: str, value: Any, where: str = _WHERE) -> Any:
             f"'gradient_accumulation_steps' is {value}.",
             where=where,
             why="an optimizer step needs at least one micro-batch",
-            fix="give an integer of at least 1",
+            fix="pass an integer of at least 1",
         )
     return value
 
 
 # ---- kwargs handlers -------------------------------------------------------------------------------------------------
 def checked_handlers(handlers: Any) -> list[KwargsHandler]:
-    """The ``kwargs_handlers`` that were given.
+    """Returns ``kwargs_handlers`` as a list.
 
     Raises:
-        ConfigurationError: if they are not a list of different handlers.
+        ConfigurationError: if it is not a list of Accelerate's handlers, or has two of one class.
     """
     if handlers is None:
         return []
@@ -292,7 +298,7 @@ def checked_handlers(handlers: Any) -> list[KwargsHandler]:
 
 
 def timeout_of(handlers: Iterable[KwargsHandler]) -> Any:
-    """How long a collective may take, if a handler says so; Accelerate sets it for its own group only."""
+    """The timeout of an ``InitProcessGroupKwargs``, which Accelerate applies to its own group only, or None."""
     given = [handler.to_kwargs() for handler in handlers if isinstance(handler, InitProcessGroupKwargs)]
     return given[0].get("timeout") if given else None
 
@@ -300,24 +306,24 @@ def timeout_of(handlers: Iterable[KwargsHandler]) -> Any:
 def with_ddp_options(
     plugins: list[StrategyPlugin], handlers: Iterable[KwargsHandler], registry: Registry
 ) -> list[StrategyPlugin]:
-    """``plugins``, with what a ``DistributedDataParallelKwargs`` asks for: the options of the default owner of gradient
-    reduction.
+    """Returns ``plugins`` with the options of a ``DistributedDataParallelKwargs`` applied.
 
-    What DistributedDataParallel needs to be told, and is the case here anyway, is accepted: ``find_unused_parameters``,
-    ``gradient_as_bucket_view``, ``static_graph``.
+    ``bucket_cap_mb`` and ``broadcast_buffers`` become options of the default owner of gradient reduction.
+    ``find_unused_parameters``, ``gradient_as_bucket_view`` and ``static_graph`` are accepted: what they enable is
+    always the case here.
 
     Raises:
-        ConfigurationError: for an option that would have no effect, or that contradicts a plugin.
+        ConfigurationError: if an option has no effect here, or contradicts the plugin that reduces gradients.
     """
     handler = next((h for h in handlers if isinstance(h, DistributedDataParallelKwargs)), None)
     if handler is None:
         return plugins
     asked = handler.to_kwargs()  # what is not the default
     no_effect = {
-        "dim": "batches are divided by the loader, along the first dim",
-        "check_reduction": "torch ignores it, too",
-        "comm_hook": "gradients travel in the dtype of the parameters: train in bf16 to send less",
-        "comm_wrapper": "gradients travel in the dtype of the parameters: train in bf16 to send less",
+        "dim": "the loader shards batches, along the first dim",
+        "check_reduction": "torch ignores it as well",
+        "comm_hook": "gradients are reduced in the dtype of the parameters: train in bf16 to send fewer bytes",
+        "comm_wrapper": "gradients are reduced in the dtype of the parameters: train in bf16 to send fewer bytes",
         "comm_state_option": "there is no communication hook",
     }
     for name, why in no_effect.items():
@@ -339,7 +345,9 @@ def with_ddp_options(
         if getattr(owner, name, None) != value:
             has = any(field.name == name for field in dataclasses.fields(owner))
             raise ConfigurationError(
-                f"{name}={value!r} of DistributedDataParallelKwargs is not what reduces the gradients uses.",
+                f"{name}={value!r} of DistributedDataParallelKwargs differs from the plugin that reduces gradients."
+                if has
+                else f"{name}={value!r} of DistributedDataParallelKwargs has no effect here.",
                 where=f"plugin {owner.spec.name!r}",
                 why="it reduces gradients in this run" + ("" if has else ", and has no such option"),
                 fix=f"leave it out there, and write {type(owner).__name__}({name}={value!r})"

@@ -1,8 +1,8 @@
-"""Looking at values while training: logging, printing, progress bars.
+"""Deferred values: logging, printing and progress bars without a host read in the middle of a step.
 
-On a device that collects a step in one graph, reading a value in the middle of it would execute the half that is there,
-and compile two graphs instead of one. So code that needs values passes tensors, and what is done with them is
-done when the step that computes them has been executed. On other devices it is done at once.
+On a lazy device, which collects a step in one graph, reading a value would execute the part of the graph that has been
+recorded, and compile two graphs instead of one. Callers therefore pass tensors, which are read when the step that
+computes them has been executed. On other devices they are read at once.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend
 
 
-def look(values: Any, backend: Backend, action: Callable[[Any], None], *, here: bool = True) -> None:
-    """Calls ``action`` with ``values`` as they are now, their tensors on the host, detached.
+def call_after_step(values: Any, backend: Backend, action: Callable[[Any], None], *, here: bool = True) -> None:
+    """Calls ``action`` with the current ``values``, whose tensors are detached and moved to the host.
 
     Args:
-        values: any nesting of lists, tuples and dicts; other values are passed on.
-        action: called at once, or at the next step boundary, in the order of the calls.
-        here: whether this rank acts. Those that do not keep the same values, so that all have one graph.
+        values: any nesting of lists, tuples and dicts; values that are not tensors are passed on unchanged.
+        backend: of the run.
+        action: called at once, or on a lazy device at the next step boundary, in the order of the calls.
+        here: whether to call ``action`` on this rank. Every rank has to call this function, also one where it is False,
+            so that all ranks record the same graph.
     """
     collects = backend.collects([leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)])
-    # What is changed in place before the step ends, a running total, is seen as it was.
+    # Cloned, since a tensor such as a running total may change in place before the step ends.
     if collects:
         kept = _of_tensors(values, lambda t: t.detach().clone())
     elif here:
@@ -37,16 +39,18 @@ def look(values: Any, backend: Backend, action: Callable[[Any], None], *, here: 
 
 
 def numbers(values: Any) -> Any:
-    """``values`` with numbers in place of tensors of one element, as trackers want them."""
+    """Returns ``values`` with tensors of one element replaced by Python numbers, which trackers require."""
     return _of_tensors(values, lambda t: t.item() if t.numel() == 1 else t)
 
 
 def progress_bar(backend: Backend, shown: bool, iterable: Iterable[Any] | None, options: dict[str, Any]) -> Any:
-    """A bar of tqdm whose postfixes may be tensors.
+    """Returns a tqdm progress bar whose ``set_postfix`` accepts tensors.
 
     Args:
-        shown: whether it is shown on this rank.
-        options: of tqdm.
+        backend: of the run.
+        shown: whether the bar is shown on this rank.
+        iterable: what to iterate over, or None.
+        options: arguments of ``tqdm``.
     """
     from tqdm.auto import tqdm
 
@@ -55,7 +59,7 @@ def progress_bar(backend: Backend, shown: bool, iterable: Iterable[Any] | None, 
             def show(now: dict[str, Any]) -> None:
                 super(Progress, self).set_postfix(numbers(now), refresh)
 
-            look({**dict(ordered_dict or {}), **values}, backend, show, here=shown)
+            call_after_step({**dict(ordered_dict or {}), **values}, backend, show, here=shown)
 
     return Progress(iterable, **{"disable": not shown, **options})
 

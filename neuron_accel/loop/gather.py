@@ -1,4 +1,4 @@
-"""Values of several ranks where some ranks have the same data, which counts once."""
+"""Collectives over the values of data-parallel ranks; ranks with the same data count once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ def _data_group(run: Run) -> Group:
 
 
 def gather(values: Any, run: Run) -> Any:
-    """Tensors of the ranks that see different data, concatenated along the first dim in their order; equal shapes."""
+    """Concatenates tensors of the data-parallel ranks along the first dim, in rank order. Collective.
+
+    Args:
+        values: a tensor, or nested lists, tuples and dicts of tensors, of the same shape on every rank. 0-dim tensors
+            become 1-dim.
+        run: the run.
+    """
     group = _data_group(run)
 
     def one(value: torch.Tensor) -> torch.Tensor:
@@ -29,12 +35,19 @@ def gather(values: Any, run: Run) -> Any:
 
 
 def gather_objects(values: Any, run: Run) -> list[Any]:
-    """The items of every rank's ``values``, in one list."""
+    """Concatenates the ``values`` (iterables of any objects) of the data-parallel ranks in one list. Collective."""
     return [item for part in run.backend.all_gather_object(values, _data_group(run)) for item in part]
 
 
 def reduce(values: Any, run: Run, reduction: str = "sum", scale: float = 1.0) -> Any:
-    """Sums, averages or takes the maximum; ``scale`` multiplies the result."""
+    """Reduces tensors over the data-parallel ranks. Collective.
+
+    Args:
+        values: a tensor, or nested lists, tuples and dicts of tensors, of the same shape on every rank.
+        run: the run.
+        reduction: "sum", "mean" or "max"; "none" returns ``values``.
+        scale: multiplies the result.
+    """
     group = _data_group(run)
     if reduction == "none":
         return values
@@ -48,7 +61,7 @@ def reduce(values: Any, run: Run, reduction: str = "sum", scale: float = 1.0) ->
 
 
 def are_tensors(values: Any) -> bool:
-    """Whether every leaf is a tensor."""
+    """Whether every leaf of nested lists, tuples and dicts is a tensor."""
     try:
         recursively_apply(lambda value: value, values, error_on_other_type=True)
     except TypeError:
@@ -57,12 +70,12 @@ def are_tensors(values: Any) -> bool:
 
 
 def without_repeats(data: Any, remainder: int, *, on_host: bool = False) -> Any:
-    """Drops what the last global batch was filled up with.
+    """Drops the samples that were repeated to fill the last global batch.
 
     Args:
-        data: what was gathered.
-        remainder: number of samples that the last batch really has; 0 if it is full, -1 if that is unknown.
-        on_host: slice there, for devices on which it would be another graph.
+        data: the gathered values.
+        remainder: number of samples in the last batch without repeats; 0 if it is full, -1 if that is unknown.
+        on_host: whether to slice on the host, for devices on which each length is another graph.
     """
     if remainder <= 0:
         return data
@@ -74,22 +87,23 @@ def without_repeats(data: Any, remainder: int, *, on_host: bool = False) -> Any:
 
 
 def any_rank(flag: bool, run: Run) -> bool:
-    """Whether any process says so; the same answer on every one. Collective."""
+    """Whether ``flag`` is True on any process; the same result on every one. Collective."""
     if run.world.size == 1:
         return flag
     return float(run.backend.all_reduce(run.backend.number(float(flag)), run.world)) > 0
 
 
-# ---- Splitting inputs between data-parallel ranks, for inference - ----------------------------------------
+# ---- Splitting inputs between data-parallel ranks, for inference -----------------------------------------------------
 def split_for_rank(values: Any, rank: int, ranks: int, *, pad: bool = False) -> Any:
-    """The ``rank``-th of ``ranks`` consecutive slices, the first ones longer by one if the number is not divisible.
+    """Returns the ``rank``-th of ``ranks`` consecutive slices; the first ones are longer by one if the length is not
+    divisible by ``ranks``.
 
     Args:
         values: a list, tuple, tensor (sliced along its first dim), dataset with a ``select`` method, or a dict of these
             with equal lengths. Anything else is returned unchanged.
         rank: index of the slice.
         ranks: number of slices.
-        pad: whether shorter slices are padded with the last value of all.
+        pad: whether to pad shorter slices with the last value of ``values``.
 
     Raises:
         UsageError: if the lengths in a dict differ.

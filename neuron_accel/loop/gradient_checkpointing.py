@@ -1,4 +1,4 @@
-"""``model.gradient_checkpointing_enable()`` of transformers, and its Trainer's flag, on devices that compile."""
+"""transformers' ``gradient_checkpointing_enable()``, and the flag of its Trainer, on lazy devices."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class LayerRecompute:
-    """What layers of transformers call to be recomputed: the backend's :meth:`Backend.recompute
+    """The function that layers of transformers call to checkpoint their activations. It calls :meth:`Backend.recompute
     <neuron_accel.contract.Backend.recompute>`.
 
-    Copies of a model share it; one that is pickled gets PyTorch's.
+    Copies of a model share it; in a pickled model it becomes ``torch.utils.checkpoint.checkpoint``.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -34,14 +34,14 @@ class LayerRecompute:
 
 
 def recompute_layers(model: nn.Module, backend: Backend) -> Any:
-    """Lets layers that checkpoint their activations do so through ``backend``, whenever that was or will be enabled.
+    """Makes layers of transformers checkpoint their activations through ``backend``, whenever that is enabled.
 
-    transformers stores the function that checkpoints on each layer (``_gradient_checkpointing_func``), PyTorch's, which
-    fails on XLA. There are several ways to enable it, on the model, on a module of it or on its wrapper; all of them
-    leave their mark there, and a look at the layers before each forward pass sees it.
+    transformers stores the function that a layer calls as ``_gradient_checkpointing_func``; it is PyTorch's, which
+    fails on XLA. Checkpointing can be enabled on the model, on one of its modules or on its wrapper, at any time; so a
+    forward pre-hook of the model replaces the function on every layer that has one.
 
     Returns:
-        a handle whose ``remove()`` ends this; None if no layer of the model knows how to checkpoint.
+        a handle whose ``remove()`` removes the hook; None if no layer of the model supports checkpointing.
     """
     layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     if not layers:

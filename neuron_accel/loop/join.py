@@ -1,4 +1,4 @@
-"""Loops in which ranks have different numbers of batches."""
+"""Training loops in which ranks have different numbers of batches."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 @contextmanager
 def join_uneven_inputs(run: Run) -> Iterator[None]:
-    """Ranks may leave the context after different numbers of steps, and leave it with equal weights.
+    """A context manager that ranks may leave after different numbers of steps, with equal weights.
 
-    A rank that is through performs the backward passes, clipping, optimizer and scheduler steps of the others with no
-    samples of its own: gradients are still divided by the number of all ranks, as under torch's ``Join``.
+    A rank that has run out of batches takes part in the backward passes, clipping, optimizer and scheduler steps of the
+    others without samples: gradients are still divided by the number of all ranks, as under torch's ``Join``.
     """
     with run.join.uneven():
         yield
     if not run.join.has_parted:
         return
-    # Weights are equal unless the loop itself changed gradients in a way that was not announced; buffers may differ.
+    # Buffers may differ, and weights too if the loop itself changed gradients.
     for model in run.models:
         for axes, tensors in _by_axes(model, run).items():
             broadcast_tensors(tensors, run, run.group(*axes), run.join.position_of_leader(axes))
 
 
 def _by_axes(model: PreparedModel, run: Run) -> dict[tuple[str, ...], list[torch.Tensor]]:
-    """The tensors of a model by the gradient axes whose ranks hold the same of them."""
+    """The parameters and buffers of a model, by the gradient axes over which they are replicated."""
     result = buffers_by_axes(model, run)
     for tensor in state_tensors(model.module):
         record = model.parameters.find(tensor)
@@ -47,15 +47,15 @@ def _by_axes(model: PreparedModel, run: Run) -> dict[tuple[str, ...], list[torch
 
 @contextmanager
 def even_batches_as(value: bool | None, loaders: Iterable[Any]) -> Iterator[None]:
-    """Overrides ``even_batches`` of prepared loaders; None leaves them as they are."""
+    """A context manager that overrides ``even_batches`` of prepared loaders; with None it does nothing."""
     changed = []
     if value is not None:
         for loader in loaders:
             sampler: Any = getattr(loader, "batch_sampler", None)
             if isinstance(loader, DataLoaderDispatcher) or not hasattr(sampler, "even_batches"):
                 warnings.warn(
-                    "Overriding even_batches is only supported for map-style datasets; an iterable one is left as it "
-                    "is.",
+                    "Overriding even_batches is only supported for map-style datasets; the loader of an iterable "
+                    "dataset is not changed.",
                     stacklevel=4,
                 )
                 continue

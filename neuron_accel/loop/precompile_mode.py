@@ -1,4 +1,4 @@
-"""A trial run that only collects graphs, for neuron_parallel_compile: short, and without side effects."""
+"""Runs that only collect graphs, for neuron_parallel_compile: a few steps without side effects."""
 
 from __future__ import annotations
 
@@ -23,18 +23,23 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-# ---- A trial run that only collects graphs: short, and over as soon as every phase was seen once ---------------------
+# ---- Ending the run after a few steps of every phase -----------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class PrecompilationPlugin(StrategyPlugin):
-    """Ends a trial early: each pass over a prepared loader ends after ``max_steps`` steps' worth of batches, so that
-    what comes after the first epoch (evaluation, say) is seen, too; and the process ends, well, before it would take
-    more than ``max_steps`` optimizer steps. After the second step everything that is pending, such as values that are
-    logged, is executed once: the first step after an evaluation, or after loading a checkpoint, begins like that, and
-    is another graph than one that computes them as well.
+    """Ends a run that only collects graphs after a few steps.
+
+    Each pass over a prepared loader ends after the batches of ``max_steps`` steps, so that the graphs of what follows
+    an epoch, such as an evaluation, are collected too. The process exits with code 0 before an optimizer takes more
+    than ``max_steps`` steps. After the second step all pending operations, such as logged values, are executed once:
+    the first step after an evaluation, or after loading a checkpoint, also begins with nothing pending, and its graph
+    differs from that of a step that computes logged values as well.
 
     Args:
-        max_steps: optimizer steps to take. The SDK recommends 10 to 15 for trainings with a schedule.
-        batches_per_step: micro-batches that a step accumulates.
+        max_steps: number of optimizer steps. The Neuron SDK recommends 10 to 15 for training with a schedule.
+        batches_per_step: number of micro-batches that a step accumulates.
+
+    Raises:
+        ConfigurationError: if ``max_steps`` is less than 1.
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(name="precompilation", phase=Phase.OPTIMIZER)
@@ -44,7 +49,7 @@ class PrecompilationPlugin(StrategyPlugin):
 
     def __post_init__(self) -> None:
         if self.max_steps < 1:
-            raise ConfigurationError(f"max_steps is {self.max_steps}; it takes a step to collect a graph.")
+            raise ConfigurationError(f"max_steps is {self.max_steps}; expected at least 1.")
 
     def transform_dataloader(self, dataloader: Any, run: Run) -> Any:
         return ShortLoader(dataloader, self.max_steps * self.batches_per_step, lambda: self._execute_once(run))
@@ -60,15 +65,17 @@ class PrecompilationPlugin(StrategyPlugin):
         steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
         if steps[id(optimizer)] > self.max_steps:
             run.backend.step_boundary()
-            print(f"neuron-accel: collected graphs of {self.max_steps} steps; the trial ends here", file=sys.stderr)
+            print(f"neuron-accel: collected the graphs of {self.max_steps} steps; the run ends here", file=sys.stderr)
             raise SystemExit(0)
 
 
 class ShortLoader:
-    """A loader that yields no more than ``most`` batches at a time, and is the loader otherwise.
+    """A loader that yields at most ``most`` batches in each pass; all else is delegated to the loader that it wraps.
 
     Args:
-        between: called before each batch but the first.
+        loader: a prepared loader.
+        most: the largest number of batches.
+        between: called before each batch except the first.
     """
 
     def __init__(self, loader: Any, most: int, between: Callable[[], None]) -> None:
@@ -97,37 +104,48 @@ class ShortLoader:
         setattr(self._loader, name, value)
 
 
-# ---- What steps aside in a trial run that only collects graphs, where every value is zero and nothing is worth keeping
-TRIAL_VARIABLE = "NEURON_EXTRACT_GRAPHS_ONLY"
+# ---- Methods and plugins without effect in a run that only collects graphs, in which every value is zero -------------
+EXTRACT_GRAPHS_VARIABLE = "NEURON_EXTRACT_GRAPHS_ONLY"
 STEPS_VARIABLE = "NEURON_ACCEL_PRECOMPILE_STEPS"
 LOOKS_AT_VALUES = "looks-at-values"
-"""The capability of plugins that only inspect values; a trial runs without them."""
+"""Provided by plugins that only inspect values; a run that only collects graphs leaves them out."""
 
 
-def is_trial(environ: Mapping[str, str] = os.environ) -> bool:
+def is_precompiling(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether neuron_parallel_compile runs this process to collect graphs."""
-    return flag(environ, TRIAL_VARIABLE)
+    return flag(environ, EXTRACT_GRAPHS_VARIABLE)
 
 
-def for_trial(plugins: list[StrategyPlugin], accumulation: int, environ: Mapping[str, str]) -> list[StrategyPlugin]:
-    """The plugins of a trial: without those that only inspect values, with one that ends it early.
+def precompile_plugins(
+    plugins: list[StrategyPlugin], accumulation: int, environ: Mapping[str, str]
+) -> list[StrategyPlugin]:
+    """Returns the plugins for a run that only collects graphs: without those that only inspect values, and with a
+    :class:`PrecompilationPlugin`.
+
+    Args:
+        plugins: those of the accelerator.
+        accumulation: number of micro-batches that a step accumulates.
+        environ: environment variables.
 
     Raises:
-        ConfigurationError: if the number of steps is none.
+        ConfigurationError: if the number of steps in the environment is not an integer of at least 1.
     """
-
     text = environ.get(STEPS_VARIABLE, "").strip() or "10"
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigurationError(f"{STEPS_VARIABLE}={text} is not a number of steps.", where=STEPS_VARIABLE)
+        raise ConfigurationError(
+            f"{STEPS_VARIABLE}={text} is not a number of steps.",
+            where=STEPS_VARIABLE,
+            fix="set it to an integer of at least 1",
+        )
     kept = [p for p in plugins if LOOKS_AT_VALUES not in getattr(getattr(p, "spec", None), "provides", ())]
     return [*kept, PrecompilationPlugin(max_steps=int(text), batches_per_step=accumulation)]
 
 
-def steps_aside(result: Callable[..., Any]) -> Callable[[F], F]:
-    """For methods of an accelerator: in a trial they do nothing.
+def skipped_when_precompiling(result: Callable[..., Any]) -> Callable[[F], F]:
+    """Decorates a method of an accelerator that does nothing in a run that only collects graphs.
 
     Args:
-        result: what they return then, from the same arguments.
+        result: computes from the method's arguments what it returns then.
     """
 
     def decorate(method: F) -> F:
@@ -140,20 +158,20 @@ def steps_aside(result: Callable[..., Any]) -> Callable[[F], F]:
     return decorate
 
 
-def nothing(*_: Any, **__: Any) -> None:
-    """Of methods that return nothing."""
+def returns_none(*_: Any, **__: Any) -> None:
+    """The result of methods that return None."""
 
 
-def no(*_: Any, **__: Any) -> bool:
-    """Of questions."""
+def returns_false(*_: Any, **__: Any) -> bool:
+    """The result of methods that return a bool."""
     return False
 
 
-def folder(output_dir: Any = None, *_: Any, **__: Any) -> str:
-    """Of methods that return the folder they wrote."""
+def returns_folder(output_dir: Any = None, *_: Any, **__: Any) -> str:
+    """The result of methods that return the folder that they wrote."""
     return "" if output_dir is None else os.fspath(output_dir)
 
 
-def itself(tensor: Any, *_: Any, **__: Any) -> Any:
-    """Of methods that return what they were given, changed."""
+def returns_first_argument(tensor: Any, *_: Any, **__: Any) -> Any:
+    """The result of methods that return a changed copy of their first argument."""
     return tensor

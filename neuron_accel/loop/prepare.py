@@ -1,7 +1,6 @@
-"""How objects are prepared, in order: a model, then what belongs to it.
+"""Preparing models and optimizers: the order in which the hooks of the plugins are called, and the steps between.
 
-``NeuronAccelerator.prepare`` calls these functions. Strategies do the work in their hooks; here is only what happens
-around them, and when.
+``NeuronAccelerator.prepare_model`` and ``prepare_optimizer`` call these functions.
 """
 
 from __future__ import annotations
@@ -36,26 +35,29 @@ def prepare_model(
     load: Callable[[PreparedModel], None],
     training: bool,
 ) -> PreparedModel:
-    """Lets the plugins rewrite a model. Collective.
+    """Broadcasts a model from the first rank, lets the plugins rewrite it, and moves it to its device. Collective.
 
     Args:
-        model: as the user built it.
-        run: the run, which keeps the record that is returned.
-        device: where parameters and buffers go once the model is sharded; None: they stay.
-        wrap: what Accelerate does to a module on its device: casts, compiles.
-        load: gives the sharded model the weights that a plugin names.
-        training: False for a model that is only evaluated, which takes no part in the reduction of gradients.
+        model: the model as the user built it.
+        run: the run; the record that is returned is added to its models.
+        device: device to which parameters and buffers are moved once the model is sharded; None: not moved.
+        wrap: Accelerate's casting and compiling of a module on its device.
+        load: loads into the sharded model the weights that a plugin specifies, if one does.
+        training: False for a model that is only evaluated, whose gradients are not reduced.
+
+    Returns:
+        the record of the prepared model.
 
     Raises:
-        UsageError: if ``torch.compile`` has compiled the model already.
-        NeuronAccelError: what a plugin raises.
+        UsageError: if the model was compiled by ``torch.compile``.
+        NeuronAccelError: any error that a plugin raises.
     """
     if hasattr(model, "_orig_mod"):
         raise UsageError(
             f"This {type(model._orig_mod).__name__} was compiled by torch.compile before it was prepared.",
             where="prepare(model)",
-            why="strategies replace layers and parameters, by names that compiling has changed",
-            fix="prepare the model first and compile what prepare returns, or give a dynamo_plugin",
+            why="strategies find layers and parameters by names, which compiling has changed",
+            fix="prepare the model first and compile the model that prepare returns, or pass a dynamo_plugin",
         )
     origin = origin_of(model, run)
     broadcast_tensors(state_tensors(model), run, run.world)
@@ -82,27 +84,28 @@ def prepare_model(
 
 
 def let_go(record: PreparedModel, unwrap: Callable[[nn.Module], object]) -> None:
-    """Removes what preparing a model has put on it; one that no plugin sharded can be prepared again.
+    """Removes the hooks of a prepared model. A model that no plugin sharded can then be prepared again.
 
     Args:
-        unwrap: undoes what Accelerate did to a module.
+        record: of the prepared model.
+        unwrap: removes Accelerate's changes to a module.
     """
     for handle in record.handles:
         handle.remove()
     if any(r.layout.cuts or r.holders for r in record.parameters):
         return
     if isinstance(vars(record.module).get("no_sync"), NoSync):
-        del record.module.no_sync  # it would steer this run's record, not the next one's
+        del record.module.no_sync  # it refers to the record of this run
     unwrap(record.module)
     for module in (record.original, record.module):
         module._is_accelerate_prepared = False  # type: ignore[assignment]
 
 
 class NoSync:
-    """``model.no_sync()``, as loops written for DistributedDataParallel call it: forward passes inside lead to backward
-    passes that do not sum gradients over ranks.
+    """The ``no_sync`` of a prepared model, as of DistributedDataParallel: a context manager that disables gradient
+    reduction for the backward passes of forward passes run in it.
 
-    It belongs to one prepared model; in a copy of that model, which is not synchronised, it does nothing.
+    In a copy of the model, whose gradients are not reduced, it does nothing.
     """
 
     def __init__(self, model: PreparedModel | None = None) -> None:
@@ -125,13 +128,18 @@ class NoSync:
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 def prepare_optimizer(optimizer: torch.optim.Optimizer, run: Run, *, number: int) -> torch.optim.Optimizer:
-    """Gives an optimizer the rewritten parameters and lets the plugins transform it.
+    """Replaces an optimizer's parameters by the rewritten ones and lets the plugins transform it.
 
     Args:
-        number: of optimizers that were prepared before, for names.
+        optimizer: the user's optimizer.
+        run: the run.
+        number: how many optimizers were prepared before; part of the names of parameters that no model has.
+
+    Returns:
+        the transformed optimizer.
 
     Raises:
-        ParameterError: if it holds a parameter of no prepared model, and there are several ranks.
+        ParameterError: if it holds a parameter that belongs to no prepared model, on several ranks.
     """
     _admit_unprepared(optimizer, run, number)
     before = [p for group in optimizer.param_groups for p in group["params"]]
@@ -144,8 +152,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, run: Run, *, number: int
 
 
 def _admit_unprepared(optimizer: torch.optim.Optimizer, run: Run, number: int) -> None:
-    """In one process an optimizer may hold parameters of models that were not prepared: there is no other rank to
-    synchronise them with."""
+    """Adds an optimizer's parameters that belong to no prepared model to the run, with a warning, if there is one rank;
+    on several ranks their gradients would not be reduced."""
     if run.backend.world_size > 1:
         return
     named = [
@@ -157,16 +165,16 @@ def _admit_unprepared(optimizer: torch.optim.Optimizer, run: Run, number: int) -
     if named:
         run.unprepared.append(ParameterMap(named))
         warnings.warn(
-            f"{type(optimizer).__name__} holds {len(named)} parameters that no prepared model has. They are "
-            "trained, because there is one process; on several it is an error. `save_state` saves the optimizer's "
-            "state for them, and not the parameters: prepare their model with the optimizer.",
+            f"{type(optimizer).__name__} holds {len(named)} parameters that belong to no prepared model. They are "
+            "trained, because there is one process; on several processes this is an error. `save_state` saves the "
+            "optimizer's state for them, but not the parameters: prepare their model with the optimizer.",
             stacklevel=5,
         )
 
 
 def _carry_over(optimizer: torch.optim.Optimizer, before: list[nn.Parameter], run: Run) -> None:
-    """What was set on parameters, and what an optimizer keeps by parameter, holds for those that a plugin has put in
-    their place."""
+    """Copies attributes that were set on parameters, and references that an optimizer keeps to them, to the parameters
+    by which a plugin has replaced them."""
     stand_ins: dict[torch.Tensor, list[StandIn]] = {}
     for parameter in before:
         record = run.find_parameter(parameter)

@@ -1,4 +1,4 @@
-"""How a run begins: every rank plans, ranks compare their plans, and the groups of the mesh are made."""
+"""The start of a run: every rank makes a plan, ranks compare their plans, and the groups of the mesh are created."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 
 
 def begin(plugins: Sequence[StrategyPlugin], backend: Backend, registry: Registry, hardware: Hardware | None) -> Run:
-    """A run of ``plugins``, in any order, on the ranks of ``backend``. Collective.
+    """Starts a run of ``plugins``, given in any order, on the ranks of ``backend``. Collective.
+
+    Args:
+        plugins: the strategies.
+        backend: connects the ranks.
+        registry: known plugins, of which it names the default owners of responsibilities.
+        hardware: limits of the instance that the run is on or is meant for; None: not checked.
 
     Raises:
         PlanError: if the plugins cannot run together on this many ranks, or on this hardware.
@@ -45,16 +51,16 @@ def begin(plugins: Sequence[StrategyPlugin], backend: Backend, registry: Registr
     run = Run(plan=plan, backend=backend)
     mesh = plan.mesh
     for axes in ((), mesh.gradient_axes, mesh.data_axes, mesh.model_axes, (*mesh.model_axes, *mesh.gradient_axes)):
-        run.group(*axes)  # now, in the same order on every rank
+        run.group(*axes)  # created now, in the same order on every rank
     return run
 
 
 def check_connected(world_size: int, known_to_accelerate: int) -> None:
-    """Checks that this process has found the others.
+    """Checks that the launcher, Accelerate and the backend agree on the number of processes.
 
     Args:
-        world_size: ranks that the backend is connected to, this one included.
-        known_to_accelerate: processes that Accelerate believes in.
+        world_size: number of ranks that the backend connects, this one included.
+        known_to_accelerate: number of processes according to Accelerate.
 
     Raises:
         UsageError: if the environment, Accelerate and the backend disagree.
@@ -62,15 +68,15 @@ def check_connected(world_size: int, known_to_accelerate: int) -> None:
     announced = int(os.environ.get("WORLD_SIZE", "1"))
     if announced > world_size:  # of processes; ranks can also be threads
         raise UsageError(
-            f"The environment announces {announced} processes, but this one is connected to {world_size - 1} others.",
-            why="every process would train alone, on the same data",
+            f"WORLD_SIZE is {announced}, but this process is connected to {world_size - 1} others.",
+            why="every process would train by itself, on the same data",
             fix="start with `neuron-accel launch`, or check that the launcher's variables reach the processes",
         )
     if known_to_accelerate != world_size:
         raise UsageError(
-            f"Accelerate was set up for {known_to_accelerate} processes before, but there are {world_size}.",
+            f"Accelerate's state was created for {known_to_accelerate} processes, but there are {world_size}.",
             where="accelerate.state.PartialState",
-            why="something (a PartialState, another Accelerator) asked it for the number of processes before this run "
-            "had chosen the device; every process would consider itself the main one",
+            why="a PartialState or an Accelerator was created before the NeuronAccelerator, which chooses the device; "
+            "every process would consider itself the main process",
             fix="create the NeuronAccelerator first, or call PartialState(cpu=True)",
         )

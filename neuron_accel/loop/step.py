@@ -1,4 +1,4 @@
-"""A step: backward passes of its micro-batches, averages over items (tokens), clipping by its owner.
+"""A training step: backward passes of its micro-batches, averaging over items (tokens), and gradient clipping.
 
 ``NeuronAccelerator.backward``, ``accumulate`` and ``clip_grad_norm_`` call :class:`Step`. The optimizer's own step is
 :meth:`neuron_accel.loop.wrappers.PreparedOptimizer.step`.
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """The step that a loop is in.
+    """The training step that the loop is in.
 
     Args:
         run: the run.
-        gradient_state: Accelerate's: whether this micro-batch is the last of a step, and the loader that is read.
-        optimizers: gives every prepared optimizer.
+        gradient_state: Accelerate's, which has the active loader and whether this micro-batch is the last of the step.
+        optimizers: returns all prepared optimizers.
     """
 
     def __init__(
@@ -53,15 +53,17 @@ class Step:
         accumulation_steps: int,
         options: dict[str, Any],
     ) -> None:
-        """One micro-batch's backward pass, and on the last one the reduction of gradients.
+        """Runs the backward pass of a micro-batch and, on the last one, the reduction of gradients.
 
         Args:
-            loss: of this micro-batch on this rank, 0-dim.
+            loss: the loss of this micro-batch on this rank, 0-dim.
             num_items: see :meth:`NeuronAccelerator.backward`.
-            differentiate: the backward pass where no plugin owns it: Accelerate's, which divides by the number of
-                micro-batches.
-            accumulation_steps: that number.
-            options: of ``torch.Tensor.backward``, for an owner.
+            differentiate: runs the backward pass if no plugin owns it; divides the loss by ``accumulation_steps``.
+            accumulation_steps: number of micro-batches in a step.
+            options: arguments of ``torch.Tensor.backward``, for a plugin that owns the backward pass.
+
+        Raises:
+            UsageError: if ``num_items`` is given and a plugin owns the backward pass.
         """
         run = self._run
         loss = run.hooks.transform("before_backward", loss, run)
@@ -82,11 +84,11 @@ class Step:
         self._in_micro_batch = not self._gradient_state.sync_gradients
 
     def _weighted(self, loss: torch.Tensor, num_items: int | torch.Tensor | None, steps: int) -> torch.Tensor:
-        """The loss as it counts: by its items, and by the rows of a batch that are not filled up."""
+        """The loss weighted by its number of items, and by the share of the batch's rows that are not repeats."""
         share = getattr(self._gradient_state.active_dataloader, "row_share", None)
         if num_items is None:
             return loss if share is None else loss * share.reshape(())
-        if share is not None:  # a rank without a real row has no items
+        if share is not None:  # a rank whose rows are all repeats has no items
             num_items = torch.as_tensor(num_items, device=self._run.device) * (share > 0).reshape(())
         return loss * (self.items.add(num_items) * steps)
 
@@ -100,7 +102,7 @@ class Step:
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """``accumulate``: what the loop does inside belongs to one micro-batch."""
+        """A context manager for ``accumulate``: all that is done in it belongs to one micro-batch."""
         self._accumulating += 1
         try:
             yield
@@ -109,8 +111,11 @@ class Step:
         self.finish_micro_batch()
 
     def finish_micro_batch(self, *_: Any) -> None:
-        """One graph for a micro-batch, however many there are: with all that the loop did in it, where it says where it
-        ends; else up to the next forward pass."""
+        """Executes the graph of a micro-batch that is not the last of its step.
+
+        Called at the end of ``accumulate``, or before the next forward pass if the loop does not use it, so that a step
+        of any number of micro-batches uses one graph.
+        """
         if self._in_micro_batch and not self._accumulating:
             self._in_micro_batch = False
             self._run.backend.step_boundary()
@@ -118,12 +123,12 @@ class Step:
                 after_boundary(self._run)
 
 
-# ---- Averaging a loss over items (tokens), however they are spread over ranks and micro-batches ----------------------
-# A mean of means is not the mean where micro-batches have different numbers of tokens. So each micro-batch enters
-# with its sum, its mean times its number of items, and the gradients of a step are divided, once they are complete,
-# by the number of items of all ranks and micro-batches of the step.
+# ---- Averaging a loss over items (tokens) of all ranks and micro-batches ---------------------------------------------
+# A mean of means is not the mean if micro-batches have different numbers of tokens. So each loss, a mean, is multiplied
+# by its number of items, and the complete gradients of a step are divided by the number of items of all its ranks and
+# micro-batches.
 class ItemCount:
-    """The items of the gradients of the next step.
+    """Counts the items that the gradients of the current step are sums over.
 
     Args:
         run: the run.
@@ -141,7 +146,7 @@ class ItemCount:
         return count
 
     def settle(self) -> None:
-        """A step begins: scales the accumulated gradients, unless that is done or losses came without items.
+        """Divides the accumulated gradients by the number of items, once, if losses were given with items.
         Collective."""
         if self._count is not None:
             self._action()
@@ -154,15 +159,15 @@ class ItemCount:
         self._count = None
         total = run.backend.all_reduce(mine.clone(), group)
         owner = run.owner(Claim.GRADIENT_REDUCTION)
-        assert owner is not None  # the planner sees to it
+        assert owner is not None  # the planner requires one
         parameters = [r.current for m in run.models for r in m.parameters if r.current is not None]
-        # Gradients are averages over the group; no items at all means no gradients either.
+        # Gradients are averages over the group. Without any items, gradients are zero.
         owner.scale_gradients(parameters, group.size / total.clamp(min=1).to(torch.float32), run)
 
 
-# ---- Clipping by its owner, together with ranks that have run out of data --------------------------------------
+# ---- Gradient clipping, together with ranks that have run out of data ------------------------------------------------
 class Clipping:
-    """Calls the owner of clipping.
+    """Calls the plugin that owns gradient clipping, also on ranks that have run out of data.
 
     Args:
         run: the run.
@@ -196,7 +201,7 @@ class Clipping:
     @property
     def _owner(self) -> StrategyPlugin:
         owner = self._run.owner(Claim.GRADIENT_CLIPPING)
-        assert owner is not None  # another rank has announced that it clips
+        assert owner is not None  # another rank clips, so a plugin owns clipping
         return owner
 
     def _all(self) -> list[nn.Parameter | None]:

@@ -1,4 +1,4 @@
-"""What ``prepare`` returns in place of optimizers and schedulers: Accelerate's own wrappers, told about the run."""
+"""The wrappers of optimizers and schedulers that ``prepare`` returns: Accelerate's, extended for a run of plugins."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ if TYPE_CHECKING:
     from neuron_accel.engine.sharding.parameters import ParameterRecord
 
 
-# ---- What ``prepare`` returns in place of optimizers and schedulers: Accelerate's own wrappers, told about the run ---
 class PreparedOptimizer(AcceleratedOptimizer):
-    """An optimizer that tells the run's plugins before and after it updates weights.
+    """An optimizer that calls the hooks of the run's plugins before and after it updates weights.
 
-    Accelerate's own reduces gradients over the world on XLA devices at every call, accumulating or not; here reduction
-    has an owner in the plan, and the wrapper leaves it alone.
+    It does not reduce gradients, which a plugin does. (Accelerate's wrapper reduces them over all ranks on XLA devices
+    at every call, also while gradients accumulate.)
 
     Args:
-        optimizer: what the plugins made of the user's optimizer.
+        optimizer: the user's optimizer, as transformed by the plugins.
         run: the run.
         scaler: the gradient scaler of fp16 training, or None.
-        peers: every prepared optimizer of the run, this one included once it is there.
+        peers: the list of all prepared optimizers of the run, to which this one is added later.
         gradients_complete: called before gradients are used; collective.
     """
 
@@ -53,7 +52,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._run, self._peers, self._gradients_complete = run, peers, gradients_complete
         self.released = False
         self._unheld: list[ParameterRecord] | None = None  # None before the first step
-        # What Accelerate finds out anew at every step. LOMO optimizers update weights in the backward pass.
+        # Accelerate determines these at every step. LOMO optimizers update weights in the backward pass.
         self._is_plain = scaler is None and self.accelerator_state.distributed_type != DistributedType.XLA
         self._is_lomo = type(optimizer).__module__.partition(".")[0] == "lomo_optim"
         self._can_set_to_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
@@ -95,10 +94,10 @@ class PreparedOptimizer(AcceleratedOptimizer):
             after_boundary(self._run)
 
     def _check_not_alone(self) -> None:
-        """Inside `no_sync` each rank steps by itself, which those that hold one model between them cannot.
+        """Checks that a step in `no_sync`, in which every rank updates its own replica, is possible.
 
         Raises:
-            UsageError: on every rank.
+            UsageError: on every rank, if a parameter is sharded over ranks that see different samples.
         """
         for record in (r for model in self._run.models if not model.sync_enabled for r in model.parameters):
             axes = [axis for axis in record.layout.axes if axis in self._run.mesh.data_axes]
@@ -106,13 +105,13 @@ class PreparedOptimizer(AcceleratedOptimizer):
                 raise UsageError(
                     "An optimizer step inside `no_sync` is not possible here.",
                     where=f"{record.fqn!r}, sharded over {', '.join(axes)}",
-                    why="ranks would step each alone, and those along an axis of samples hold shards of one model: the "
-                    "parameters that they have in common would drift apart, and LocalSGD would average the shards",
-                    fix="leave LocalSGD out (enabled=False), or step outside of `no_sync`",
+                    why="every rank would update its own replica, but these ranks hold shards of one replica: their "
+                    "replicated parameters would diverge, and LocalSGD would average different shards",
+                    fix="disable LocalSGD (enabled=False), or step outside `no_sync`",
                 )
 
     def _may_step(self) -> bool:
-        """Whether no plugin wants this step skipped. A gradient scaler decides by itself."""
+        """Whether all ``should_step`` hooks return True. With a gradient scaler, which decides itself, always True."""
         if self.scaler is not None:
             return True
         allowed = [should_step(self.optimizer, self._run) for should_step in self._run.hooks["should_step"]]
@@ -130,20 +129,20 @@ class PreparedOptimizer(AcceleratedOptimizer):
             self.zero_grads.begin()
 
     def release(self) -> None:
-        """Another accelerator has taken the models over."""
+        """Marks this optimizer as unusable, since another accelerator has prepared its models."""
         self.released, self._unheld = True, None
 
     def _check_not_released(self) -> None:
         if self.released:
             raise UsageError(
-                "This optimizer's model has been prepared by another accelerator since.",
+                "Another accelerator has since prepared the model of this optimizer.",
                 where=type(self.optimizer).__name__,
-                why="that one synchronises and saves the model now",
-                fix="prepare model and optimizer again, with one accelerator",
+                why="that accelerator reduces the model's gradients and saves it now",
+                fix="prepare the model and the optimizer with the same accelerator",
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy knows its optimizer, and nothing of the run's other objects."""
+        """A copy keeps its optimizer, without references to other objects of the run."""
         left_out = dict.fromkeys(("_peers", "_gradients_complete", "zero_grads", "_stepping", "_zeroing"))
         return _State({**super().__getstate__(), **left_out})
 
@@ -159,16 +158,16 @@ class PreparedOptimizer(AcceleratedOptimizer):
             self.optimizer.step(closure)
 
     def _step_along(self) -> None:
-        """A step of the others, on a rank without data. Their loop has its own way to drop gradients; here the
-        wrapper does it."""
+        """A step on a rank that has run out of data: as on the other ranks, and drops the gradients, which no loop does
+        here."""
         self.gradient_state._set_sync_gradients(True)
         self.step()
         self.optimizer.zero_grad()
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
-    """Moves the state that an optimizer has from the start (Adagrad) to where its parameters are now; counters stay on
-    the host."""
+    """Moves the state that an optimizer creates in its constructor (as Adagrad does) to the device of its parameters;
+    0-dim tensors, such as step counters, stay on the host."""
     for parameter, entries in optimizer.state.items():
         for name, value in entries.items() if isinstance(entries, dict) else ():
             if isinstance(value, torch.Tensor) and value.dim() and value.device.type == "cpu":
@@ -176,28 +175,29 @@ def _move_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _State(dict[str, Any]):
-    """The state of a prepared optimizer. `xm.optimizer_step` looks for the groups in it, to average their gradients."""
+    """The pickled state of a prepared optimizer, which raises an error for `xm.optimizer_step`, since that reads
+    "param_groups" from it to average their gradients."""
 
     def __missing__(self, key: str) -> Any:
         if key != "param_groups":
             raise KeyError(key)
         raise UsageError(
             "`xm.optimizer_step` cannot step a prepared optimizer.",
-            why="it averages gradients over all ranks, and these are reduced already, over those ranks that hold the "
-            "same parameters",
-            fix="write `optimizer.step()`",
+            why="it averages gradients over all ranks, but they are already reduced, over the ranks that hold the same "
+            "parameters",
+            fix="call `optimizer.step()`",
         )
 
 
 def _nothing() -> None:
-    """Of a copy, whose gradients are not reduced."""
+    """``gradients_complete`` of a copy, whose gradients are not reduced."""
 
 
 class Owner:
-    """Who prepared a model. A copy of the model was not prepared.
+    """Refers to the accelerator that prepared a model; in a copy of the model it refers to none.
 
     Args:
-        accelerator: the accelerator.
+        accelerator: the accelerator, or None.
     """
 
     def __init__(self, accelerator: Any = None) -> None:
@@ -208,21 +208,20 @@ class Owner:
 
 
 class PreparedScheduler(AcceleratedScheduler):
-    """A scheduler that advances by the number of ranks that see different data, not by the number of processes.
+    """A scheduler that advances by the data-parallel size, not by the number of processes, when its optimizer steps.
 
-    Accelerate's convention: a schedule is written for one process, whose loader yields ``data_parallel_size`` times as
-    many batches; so each step of the optimizer counts for that many.
+    As in Accelerate, a schedule is written for one process, whose loader yields ``data_parallel_size`` times as many
+    batches; so each step of the optimizer counts as that many.
 
-    A scheduler that is given a metric (``ReduceLROnPlateau``) counts metrics, not batches: a call is one of them on
-    however many ranks, and it is the mean over ranks where theirs differ, so that all have the same learning rate.
-    Such a call is collective.
+    ``ReduceLROnPlateau``, whose steps count metrics and not batches, advances by one. If ranks pass different metrics
+    it receives their mean, so that all ranks have the same learning rate. Such a call is collective.
 
     Args:
-        scheduler: any scheduler of torch, or one with its interface.
-        optimizers: the prepared optimizers it advances with.
+        scheduler: any scheduler of torch, or an object with the same interface.
+        optimizers: the prepared optimizers with which it advances.
         run: the run.
-        accumulating: whether the loop is inside ``accumulate``.
-        kwargs: of Accelerate's.
+        accumulating: returns whether the loop is inside ``accumulate``.
+        kwargs: arguments of ``accelerate.scheduler.AcceleratedScheduler``.
     """
 
     def __init__(
@@ -234,7 +233,7 @@ class PreparedScheduler(AcceleratedScheduler):
         self._stepping = run.join.register("a scheduler step", self._step_along)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy knows its scheduler and optimizers, and no loop."""
+        """A copy keeps its scheduler and optimizers, without references to the training loop."""
         return {**self.__dict__, "_accumulating": None, "_stepping": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -258,14 +257,14 @@ class PreparedScheduler(AcceleratedScheduler):
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
         for _ in range(1 if self.split_batches else self._run.data_parallel_size):
-            # A one-cycle schedule refuses to go past its end, which a ragged last batch can make it do.
+            # OneCycleLR raises an error after its last step, which a shorter last batch can lead past.
             total = getattr(self.scheduler, "total_steps", None)
             if total is None or self.scheduler._step_count <= total:
                 self.scheduler.step(*args, **kwargs)
 
     def _step_with_metric(self, metrics: Any, *args: Any, **kwargs: Any) -> None:
-        """Inside ``accumulate`` a metric counts where the optimizer steps; elsewhere, after an evaluation for one,
-        each counts."""
+        """Advances with a metric. Inside ``accumulate`` only the metric of a step's last micro-batch counts; outside,
+        as after an evaluation, every metric does."""
         if self.step_with_optimizer and self._accumulating() and not self.gradient_state.sync_gradients:
             return
         metric = float(metrics)
@@ -273,14 +272,14 @@ class PreparedScheduler(AcceleratedScheduler):
         self.scheduler.step(self._agreed(metric), *args, **kwargs)
 
     def _agreed(self, metric: float | None) -> float:
-        """The mean over the ranks that have one; collective."""
+        """The mean of the metrics that are not None over all ranks; collective."""
         world = self._run.world
         everyone = [metric] if world.size == 1 else self._run.backend.all_gather_object(metric, world)
         known = [value for value in everyone if value is not None]
         return known[0] if all(value == known[0] for value in known) else sum(known) / len(known)
 
     def _step_along(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A step of the others, on a rank without data, and so without a metric of its own."""
+        """A step on a rank that has run out of data, and has no metric."""
         self.gradient_state._set_sync_gradients(True)
         if self._takes_metric:
             self.scheduler.step(self._agreed(None), *args[1:], **kwargs)
@@ -289,23 +288,23 @@ class PreparedScheduler(AcceleratedScheduler):
 
 
 def _count_call(scheduler: Any) -> None:
-    """Counts a call that leads to no step, as Accelerate does, where a scheduler counts its calls: those that consist
-    of others do not, but the others may."""
+    """Counts a call that does not step, as Accelerate does. Schedulers that are composed of others have no
+    ``_step_count``."""
     if hasattr(scheduler, "_step_count"):
         scheduler._step_count += 1
 
 
-# ---- Gradients that begin as zeros, where micro-batches accumulate on a device that compiles -------------------------
-# The first micro-batch of a step finds no gradients and the second finds some: two graphs, and another for the step
-# at the end of an epoch that consists of one micro-batch. With zeros in their place every micro-batch adds to what is
-# there, and all are one graph. The zeros of a step are made in the graph of the step before, so they cost no
-# execution; only the first ones are sent to the device.
+# ---- Zero-initialised gradients, for gradient accumulation on lazy devices -------------------------------------------
+# In the first micro-batch of a step a gradient is created and in the others it is added to: two graphs, and a third for
+# a step of a single micro-batch at the end of an epoch. With zeros as initial gradients every micro-batch adds to a
+# gradient, and all use one graph. The zeros for a step are created in the graph of the step before, which costs no
+# execution; only those for the first step are copied to the device.
 class ZeroedGradients:
-    """Zeros for the parameters of one optimizer. Does nothing on eager devices, and without accumulation.
+    """Zero-initialises the gradients of one optimizer's parameters, on lazy devices and with gradient accumulation.
 
     Args:
         backend: of the run.
-        accumulates: says whether steps consist of several micro-batches.
+        accumulates: returns whether steps consist of several micro-batches.
     """
 
     def __init__(self, backend: Backend, accumulates: Callable[[], bool]) -> None:
@@ -315,7 +314,7 @@ class ZeroedGradients:
         self._watched: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
 
     def first(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Before a backward pass: those that have no gradient and never had zeros get some."""
+        """Before a backward pass: creates zeros for parameters without a gradient that have not had zeros yet."""
         if not self._on:
             return
         for parameter in parameters:
@@ -325,24 +324,25 @@ class ZeroedGradients:
                     parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype).to(parameter.device)
 
     def complete(self) -> None:
-        """After a backward pass: a parameter that was not used has no gradient, rather than zeros."""
+        """After a backward pass: sets the gradient of a parameter that was not used to None, instead of zeros."""
         for parameter in self._watched:
             if parameter not in self._arrived:
                 parameter.grad = None
 
     def prepare(self) -> None:
-        """At the end of a step, before its graph is executed: zeros for the next one."""
+        """At the end of a step, before its graph is executed: creates the zeros for the next step."""
         if self._on:
             self._zeros = {p: torch.zeros_like(p, requires_grad=False) for p in self._watched}
 
     def begin(self) -> None:
-        """Gradients were dropped."""
+        """After ``zero_grad``: sets the gradients to the zeros that were created in the step before."""
         for parameter, zeros in self._zeros.items():
             parameter.grad = zeros
         self._zeros = {}
         self._arrived.clear()
 
     def close(self) -> None:
+        """Removes the hooks on the parameters."""
         for handle in self._watched.values():
             handle.remove()
         self._watched.clear()
@@ -352,21 +352,23 @@ class ZeroedGradients:
         return self._lazy and self._accumulates()
 
 
-# ---- Parameters that train and that no optimizer holds: they would receive gradients but never change -------
+# ---- Trainable parameters that no optimizer holds, which would receive gradients and never change --------------------
 def check_every_parameter_is_held(
     optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.Optimizer], run: Run, *, later: bool
 ) -> list[ParameterRecord]:
-    """Checks the models that ``optimizer`` trains, at its first step, when every optimizer of the run is known, and
-    again when a parameter that no optimizer held begins to train.
+    """Checks that every trainable parameter of the models that ``optimizer`` trains is held by an optimizer.
 
-    Frozen parameters (``requires_grad=False``) need no optimizer, and models of which no optimizer holds a
-    parameter are not checked.
+    Called at the first step of an optimizer, when all optimizers of the run exist, and again when a parameter that no
+    optimizer holds is unfrozen. Models of which no optimizer holds a parameter are not checked.
 
     Args:
-        later: whether this is not the first step.
+        optimizer: the optimizer that steps.
+        others: the other optimizers of the run.
+        run: the run.
+        later: False at the first step.
 
     Returns:
-        the frozen parameters of these models that no optimizer holds.
+        the frozen parameters (``requires_grad=False``) of these models that no optimizer holds.
 
     Raises:
         ParameterError: if one of these models has a trainable parameter that no prepared optimizer holds.
@@ -378,18 +380,20 @@ def check_every_parameter_is_held(
         if not any(record.current in mine for record in model.parameters):
             continue
         missing = [r for r in model.parameters if r.current is not None and r.current not in held]
-        if later:  # one that is unfrozen under the name that another rank has for it is stepped there
+        if later:  # the optimizer of another rank may hold these
             missing = [r for r in missing if not r.completed_late]
         unheld += missing
-        orphans = [record.fqn for record in missing if record.trains]
-        if orphans:
-            shown = ", ".join(orphans[:3]) + (f" and {len(orphans) - 3} more" if len(orphans) > 3 else "")
+        unheld_names = [record.fqn for record in missing if record.trains]
+        if unheld_names:
+            shown = ", ".join(unheld_names[:3]) + (
+                f" and {len(unheld_names) - 3} more" if len(unheld_names) > 3 else ""
+            )
             raise ParameterError(
                 f"No optimizer holds {shown}.",
                 where=f"{type(model.original).__name__}, step of {type(optimizer.optimizer).__name__}"  # type: ignore[attr-defined]
                 f", rank {run.backend.rank}",
-                why="they require gradients, which would be computed and sent at every step and never used",
-                fix="give them to an optimizer (`add_param_group` for those that are unfrozen later), prepare that "
+                why="they require gradients, which would be computed and reduced at every step and never used",
+                fix="pass them to an optimizer (`add_param_group` for those that are unfrozen later), prepare that "
                 "optimizer before the first step, or freeze them with requires_grad_(False)",
             )
     return unheld

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from neuron_accel.engine.plan.plugin import StrategyPlugin
-from neuron_accel.loop.waiting import THREAD_NAME
+from neuron_accel.loop.watchdog import THREAD_NAME
 from neuron_accel.testing._cases import Case, Trainee
 
 _HOOKS = (

@@ -61,4 +61,4 @@ def test_nobody_has_to_ask_for_the_cpu(tmp_path):
 def test_a_state_that_was_settled_wrongly_before_is_an_error(tmp_path):
     result = launch(tmp_path, STATE_FIRST, cpu_wanted=False)
     assert result.returncode != 0
-    assert "Accelerate was set up for 1 processes before, but there are 2." in result.stderr
+    assert "Accelerate's state was created for 1 processes, but there are 2." in result.stderr

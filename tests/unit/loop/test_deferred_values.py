@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from neuron_accel.backends.base import Backend
-from neuron_accel.loop.deferred_values import look, progress_bar
+from neuron_accel.loop.deferred_values import call_after_step, progress_bar
 
 
 class Lazy:
@@ -32,18 +32,18 @@ class Eager:
 
 def test_eager_devices_act_at_once():
     seen = []
-    look({"loss": torch.tensor(2.0, requires_grad=True), "epoch": 1}, Eager(), seen.append)
+    call_after_step({"loss": torch.tensor(2.0, requires_grad=True), "epoch": 1}, Eager(), seen.append)
     (values,) = seen
     assert (values["loss"].item(), values["loss"].requires_grad, values["epoch"]) == (2.0, False, 1)
 
 
 def test_lazy_devices_act_after_the_step_in_order_and_see_what_was_there():
     device, seen, total = Lazy(), [], torch.tensor(1.0)
-    look("before", device, seen.append)
-    look(total, device, seen.append)
+    call_after_step("before", device, seen.append)
+    call_after_step(total, device, seen.append)
     total += 1
-    look("after", device, seen.append)
-    look("elsewhere", device, seen.append, here=False)
+    call_after_step("after", device, seen.append)
+    call_after_step("elsewhere", device, seen.append, here=False)
     assert seen == ["before"]
     device.step()
     assert [v if isinstance(v, str) else v.item() for v in seen] == ["before", 1.0, "after"]

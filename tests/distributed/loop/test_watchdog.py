@@ -9,7 +9,7 @@ import time
 import pytest
 
 from neuron_accel.errors import ConfigurationError
-from neuron_accel.loop.waiting import VARIABLE, seconds_before_warning
+from neuron_accel.loop.watchdog import VARIABLE, seconds_before_warning
 from neuron_accel.testing import run_ranks
 
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
@@ -55,35 +55,36 @@ def line_of(function, text):
     return [first + i for i, line in enumerate(lines) if text in line]
 
 
-def test_the_file_and_line_of_both_are_said_and_waiting_goes_on(tmp_path, capfd):
+def test_the_file_and_line_of_both_ranks_are_reported_and_the_call_completes(tmp_path, capfd):
     run_ranks(only_main_saves, 2, str(tmp_path), env={VARIABLE: str(DELAY_S)})
     said = "".join(capfd.readouterr())
     waits = line_of(only_main_saves, "save_pretrained")[0]
     elsewhere = line_of(only_main_saves, "time.sleep")[0]
     assert re.search(
-        rf"rank 0 of 2 waits for others, for \d+ s now, in `save_pretrained` at \S*test_waiting.py:{waits}\.", said
+        rf"rank 0 of 2 has waited for other ranks for \d+ s, in `save_pretrained` at \S*test_watchdog.py:{waits}\.",
+        said,
     )
-    assert re.search(rf"Rank 1 is at \S*test_waiting.py:{elsewhere}\.", said)
+    assert re.search(rf"Rank 1 is at \S*test_watchdog.py:{elsewhere}\.", said)
     assert "Every rank has to call `save_pretrained`" in said
-    assert said.count("waits for others") <= 2
+    assert said.count("has waited for other ranks") <= 2
     assert (tmp_path / "config.json").exists()
 
 
-def test_two_different_calls_are_both_named(capfd):
+def test_two_different_calls_are_both_reported(capfd):
     run_ranks(one_is_in_another_call, 2, env={VARIABLE: str(DELAY_S)})
     said = "".join(capfd.readouterr())
-    place = r"at \S*test_waiting.py:\d+\."
+    place = r"at \S*test_watchdog.py:\d+\."
     in_gather, in_barrier = f"in `gather` {place}", f"in `wait_for_everyone` {place}"
-    both = [(0, in_gather, 1, in_barrier), (1, in_barrier, 0, in_gather)]  # whoever asks last says it
+    both = [(0, in_gather, 1, in_barrier), (1, in_barrier, 0, in_gather)]  # the rank that asks last reports
     assert any(
-        re.search(rf"rank {one} of 2 waits .*{here}\n.*Rank {other} is {there}", said)
+        re.search(rf"rank {one} of 2 has waited .*{here}\n.*Rank {other} is {there}", said)
         for one, here, other, there in both
     )
 
 
-def test_nothing_is_said_where_all_are_in_the_same_call(tmp_path, capfd):
+def test_nothing_is_reported_if_all_ranks_are_in_the_same_call(tmp_path, capfd):
     run_ranks(all_are_slow, 2, str(tmp_path), env={VARIABLE: str(DELAY_S)})
-    assert "waits for others" not in "".join(capfd.readouterr())
+    assert "waited for other ranks" not in "".join(capfd.readouterr())
 
 
 def test_the_delay_is_a_number_of_seconds():

@@ -1,7 +1,8 @@
-"""Collective calls of a loop that only some ranks make: said, with file and line, while the others wait.
+"""A watchdog that reports collective calls which only some ranks have made, with file and line of every rank.
 
-What the loop calls is only noted; a thread beside it looks now and then whether a call has lasted long. Then ranks ask
-each other, over a board beside all collectives, where they are. Where all are in the same call it is only slow.
+A call is recorded when it begins. A thread checks how long the current call has lasted; after a while, ranks exchange
+the calls that they are in over a board, which is independent of collectives. If all are in the same call, it is only
+slow, and nothing is printed.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 VARIABLE = "NEURON_ACCEL_WAIT_WARNING_S"
 DEFAULT_S = 10.0
-THREAD_NAME = "neuron_accel-waiting"
-"""Of a thread that lives until `end_training`."""
+THREAD_NAME = "neuron_accel-watchdog"
+"""Name of the watchdog's thread, which lives until `end_training`."""
 _ANSWER_S = 2.0
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = (str(Path(torch.__file__).parents[1]) + os.sep, str(Path(os.__file__).parent) + os.sep, "<")
-"""Where packages are installed, and Python itself."""
+"""Prefixes of file names of installed packages and of Python itself."""
 
 
 def collective(method: F) -> F:
-    """Marks a method of an accelerator that every rank has to call."""
+    """Decorates a method of an accelerator that every rank has to call, so that the watchdog records its calls."""
 
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,13 +53,13 @@ def collective(method: F) -> F:
 
 
 class Answer(NamedTuple):
-    """Where a rank is.
+    """What a rank is doing.
 
     Args:
-        question: what it answers.
-        number: of collective calls of the loop that it has begun.
-        call: the one it is in; empty if it is in none.
-        place: file and line of the loop.
+        question: the question that this answers.
+        number: number of collective calls that the rank has begun.
+        call: the call that it is in; empty if it is in none.
+        place: file and line of the training script that it is at.
     """
 
     question: str
@@ -71,10 +72,10 @@ class Answer(NamedTuple):
 
 
 def seconds_before_warning(environ: Mapping[str, str] = os.environ) -> float:
-    """How long a collective call may last before ranks ask each other; 0: they never do.
+    """Returns how long a collective call may last before it is reported, in seconds; 0 disables the watchdog.
 
     Raises:
-        ConfigurationError: if the variable is not a number of at least 0.
+        ConfigurationError: if the environment variable is not a number of at least 0.
     """
     text = environ.get(VARIABLE, "").strip() or str(DEFAULT_S)
     try:
@@ -83,18 +84,18 @@ def seconds_before_warning(environ: Mapping[str, str] = os.environ) -> float:
         value = -1.0
     if not 0 <= value < float("inf"):
         raise ConfigurationError(
-            f"{VARIABLE}={text} is not a number of seconds.", where=VARIABLE, fix="give 0 for never"
+            f"{VARIABLE}={text} is not a number of seconds.", where=VARIABLE, fix="set it to 0 to disable the warning"
         )
     return value
 
 
-class Waiting:
-    """One rank's calls, and the thread that watches them.
+class CollectiveWatchdog:
+    """Records the collective calls of one rank; a thread reports calls that other ranks have not made.
 
     Args:
-        backend: of the run, on more than one rank.
-        name: the same on every rank, and of no other run.
-        delay_s: after how many seconds of a call ranks ask each other.
+        backend: of a run on more than one rank.
+        name: identifies the run on the board; the same on every rank.
+        delay_s: seconds that a call may last before ranks compare their calls.
     """
 
     def __init__(self, backend: Backend, name: str, delay_s: float) -> None:
@@ -111,7 +112,7 @@ class Waiting:
 
     @contextmanager
     def calling(self, name: str) -> Iterator[None]:
-        """The loop is in a collective call; of calls in each other the outermost counts."""
+        """A context manager for a collective call of this name; of nested calls the outermost is recorded."""
         self._depth += 1
         if self._depth == 1:
             self._loop, self._since, self._pause = threading.get_ident(), time.monotonic(), self._delay
@@ -125,14 +126,14 @@ class Waiting:
                 self._call = ""
 
     def stop(self) -> None:
-        """The rank no longer answers; other ranks are notified."""
+        """Ends the thread, and records on the board that this rank has ended."""
         if self._ended.is_set():
             return
         self._ended.set()
         atexit.unregister(self.stop)
         try:
             self._board.put(f"{self._name}/ended/{self._rank}", b"1")
-        except Exception:  # the board has gone before: no rank is left to tell
+        except Exception:  # the board is gone, so the other ranks have ended
             return
         finally:
             if threading.current_thread() is not self._thread:
@@ -147,7 +148,7 @@ class Waiting:
                 if self._call and time.monotonic() - self._since > self._pause:
                     self._pause *= 4
                     self._ask(tick)
-        except Exception:  # the board is gone, and with it the run
+        except Exception:  # the board is gone, so the run has ended
             return
 
     def _answer(self) -> None:
@@ -171,7 +172,7 @@ class Waiting:
                     answers[rank] = answer
         mine = answers.get(self._rank)
         if mine is None or not mine.call or self._number != number:
-            return  # the others came, or another rank asks, and says it
+            return  # the call is complete, or another rank asks and reports
         here = [rank for rank, answer in answers.items() if (answer.number, answer.call) == (mine.number, mine.call)]
         if len(here) < self._size and here[0] == self._rank:
             print(self._said(mine, here, answers), file=sys.stderr, flush=True)
@@ -179,8 +180,8 @@ class Waiting:
     def _said(self, mine: Answer, here: list[int], answers: dict[int, Answer]) -> str:
         waited = time.monotonic() - self._since
         lines = [
-            f"neuron_accel: {_ranks(here)} of {self._size} {'waits' if len(here) == 1 else 'wait'} for others, "
-            f"for {waited:.0f} s now, {mine}."
+            f"neuron_accel: {_ranks(here)} of {self._size} {'has' if len(here) == 1 else 'have'} waited for other "
+            f"ranks for {waited:.0f} s, {mine}."
         ]
         for rank in range(self._size):
             if rank in here:
@@ -188,18 +189,19 @@ class Waiting:
             if rank in answers:
                 where = str(answers[rank])
             elif self._board.get(f"{self._name}/ended/{rank}") is not None:
-                where = "no more: it has ended, or called `end_training`"
+                where = "not running any more: it has ended, or called `end_training`"
             else:
-                where = "at an unknown place: it does not answer"
+                where = "at an unknown line: it does not answer"
             lines.append(f"  Rank {rank} is {where}.")
         lines.append(
             f"  Every rank has to call `{mine.call}`: look for `if accelerator.is_main_process`, or a loop that ends "
-            f"earlier on one rank. Waiting goes on ({VARIABLE}=0 turns this off)."
+            f"earlier on one rank. The ranks keep waiting ({VARIABLE}=0 disables this warning)."
         )
         return "\n".join(lines)
 
     def _place(self) -> str:
-        """``train.py:31``: where the loop is, outside of this package and its libraries."""
+        """File and line of the training script, such as ``train.py:31``: the innermost frame outside this package and
+        installed ones."""
         frame: FrameType | None = sys._current_frames().get(self._loop)
         place = "an unknown place"
         while frame is not None:
@@ -212,17 +214,20 @@ class Waiting:
         return place
 
 
-def watch(run: Run, owner: Any, environ: Mapping[str, str] = os.environ) -> Waiting | None:
-    """Lets ``run.calling`` note calls, as long as ``owner`` lives; None on one rank, and where it is turned off.
-    Collective."""
-    mine = (seconds_before_warning(environ), f"waiting/{time.time_ns()}")
+def watch(run: Run, owner: Any, environ: Mapping[str, str] = os.environ) -> CollectiveWatchdog | None:
+    """Starts a watchdog that records the calls of ``run.calling`` until ``owner`` is deleted. Collective.
+
+    Returns:
+        the watchdog; None on one rank, or if the environment disables it.
+    """
+    mine = (seconds_before_warning(environ), f"watchdog/{time.time_ns()}")
     seconds, name = run.backend.broadcast_object(mine, run.world)
     if run.world.size == 1 or not seconds:
         return None
-    waiting = Waiting(run.backend, name, seconds)
-    run.calling = waiting.calling
-    weakref.finalize(owner, waiting.stop)
-    return waiting
+    watchdog = CollectiveWatchdog(run.backend, name, seconds)
+    run.calling = watchdog.calling
+    weakref.finalize(owner, watchdog.stop)
+    return watchdog
 
 
 def _ranks(ranks: list[int]) -> str:
