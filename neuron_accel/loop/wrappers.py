@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuron_accel.engine.optim.lazy_hyperparameters import as_device_data
 from neuron_accel.errors import ParameterError, UsageError
@@ -61,6 +63,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def _take_part(self) -> None:
         run = self._run
         self.zero_grads = ZeroedGradients(run.backend, lambda: self.gradient_state.num_steps > 1)
+        self._reads = ValueReads(run.backend)
         self._stepping = run.join.register("an optimizer step", self._step_along, settles=True)
         self._zeroing = run.join.register("zeroing gradients", self.optimizer.zero_grad)
 
@@ -84,7 +87,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         if closure is not None or self._may_step():
             for before_step in self._run.hooks["before_step"]:
                 before_step(self.optimizer, self._run)
-            with as_device_data(self.optimizer, self._run.backend):
+            with as_device_data(self.optimizer, self._run.backend), self._reads.update():
                 self._update(closure)
             for after_step in self._run.hooks["after_step"]:
                 after_step(self.optimizer, self._run)
@@ -143,7 +146,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy keeps its optimizer, without references to other objects of the run."""
-        left_out = dict.fromkeys(("_peers", "_gradients_complete", "zero_grads", "_stepping", "_zeroing"))
+        left_out = dict.fromkeys(("_peers", "_gradients_complete", "zero_grads", "_reads", "_stepping", "_zeroing"))
         return _State({**super().__getstate__(), **left_out})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -397,3 +400,53 @@ def check_every_parameter_is_held(
                 "optimizer before the first step, or freeze them with requires_grad_(False)",
             )
     return unheld
+
+
+# ---- Values that an optimizer reads, on a device that compiles -------------------------------------------------------
+class ValueReads:
+    """Executes what has collected before an optimizer reads a value of it, as Adafactor reads norms and LBFGS losses.
+
+    A value that is read executes what it is computed from, reduction of gradients included, as a graph of this rank by
+    itself. The same graph is to run on every rank at the same point, and ranks that are threads of one process meet in
+    its collectives only if one of them compiles it for all.
+
+    Args:
+        backend: of the run.
+    """
+
+    # The first update creates state and the second uses it; an optimizer that reads no values in these is not watched
+    # any more, because watching costs host time for each operation.
+    WATCHED = 2
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self._updates, self._reads = backend, 0, False
+
+    def update(self) -> AbstractContextManager[Any]:
+        """The context of one update. Does nothing on eager devices."""
+        if not self._backend.is_lazy or (self._updates >= self.WATCHED and not self._reads):
+            return nullcontext()
+        self._updates += 1
+        return _ExecutesFirst(self)
+
+    def execute(self, tensor: torch.Tensor) -> None:
+        """Before ``tensor`` is read."""
+        self._reads = True
+        if self._backend.collects([tensor]):
+            self._backend.step_boundary()
+
+
+class _ExecutesFirst(TorchDispatchMode):
+    """Looks for reads among the operations inside.
+
+    Args:
+        reads: receives each tensor that is about to be read.
+    """
+
+    def __init__(self, reads: ValueReads) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self._reads.execute(args[0])
+        return func(*args, **(kwargs or {}))

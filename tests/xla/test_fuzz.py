@@ -20,8 +20,10 @@ def test_a_random_program_trains_like_one_process(seed):
     [
         Case(backend="xla", optimizer="Adagrad", drop_last=True, samples=8, size=2),
         Case(backend="xla", composition="pp2", model="blocks", drop_last=True, samples=8, size=2),
+        Case(backend="xla", optimizer="Adafactor", drop_last=True, samples=8, size=2),
+        Case(backend="xla", optimizer="LBFGS", loop="closure", drop_last=True, samples=8, size=2),
     ],
-    ids=["state from the start", "loss inside a pipeline"],
+    ids=["state from the start", "loss inside a pipeline", "norms are read", "losses are read"],
 )
 def test_what_seeds_have_found(case):
     verdict = judge(case, seconds=110)

@@ -54,3 +54,47 @@ def copies_its_model():
 
 def test_a_prepared_model_can_be_copied():
     assert run_ranks(copies_its_model, 2, backend="xla")[0] == ["module.weight", "module.bias"]
+
+
+class ReadsLater(torch.optim.SGD):
+    """Reads nothing in its first update, and a gradient in each later one."""
+
+    updates = 0
+
+    def step(self, closure=None):
+        self.updates += 1
+        if self.updates > 1:
+            for group in self.param_groups:
+                group["lr"] = 0.1 / (1.0 + float(group["params"][0].grad.abs().max()))
+        return super().step(closure)
+
+
+def trains_on_rank(kind):
+    from neuron_accel import NeuronAccelerator
+    from neuron_accel.loop.wrappers import _ExecutesFirst
+
+    accelerator = NeuronAccelerator(config={"backend": "xla"})
+    with one_at_a_time():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(model, kind(model.parameters(), lr=0.1))
+    for i in range(4):
+        accelerator.backward(model(torch.full((3, 4), 1.0 + i, device=accelerator.device)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return isinstance(optimizer._reads.update(), _ExecutesFirst), accelerator.get_state_dict(model)
+
+
+def test_an_optimizer_may_read_values_and_one_that_reads_none_is_not_watched():
+    for kind, expected in ((torch.optim.SGD, False), (ReadsLater, True)):
+        (watched, weights), (other, _) = run_ranks(trains_on_rank, 2, kind, backend="xla", timeout=110)
+        assert watched == other == expected
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = kind(model.parameters(), lr=0.1)
+        for i in range(4):
+            optimizer.zero_grad()
+            model(torch.full((3, 4), 1.0 + i)).square().mean().backward()
+            optimizer.step()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(weights[name], value)
