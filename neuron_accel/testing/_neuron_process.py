@@ -29,9 +29,10 @@ def main(folder: str) -> NoReturn:
     os.close(waiting)
     faulthandler.unregister(STACK_SIGNAL)  # the ranks', which have their own
     signal.signal(STACK_SIGNAL, lambda *_: _signal(ranks, STACK_SIGNAL))
-    _await_reports(task, Path(folder), ranks)
+    late = _await_reports(task, Path(folder), ranks)
     os.close(go)
-    os._exit(_await_ends(ranks))
+    _signal(late, signal.SIGKILL)  # they wait for one that failed, and would not end by themselves
+    os._exit(_await_ends([pid for pid in ranks if pid not in late]))
 
 
 def _fork(task: XlaTask, folder: str, rank: int, waiting: int, go: int) -> int:
@@ -80,8 +81,9 @@ def _report(task: XlaTask, folder: Path, rank: int) -> None:
         os._exit(1)  # at once, so that the others notice
 
 
-def _await_reports(task: XlaTask, folder: Path, ranks: list[int]) -> None:
-    """Returns once every rank has reported or ended, or ``task.grace`` seconds after the first failure."""
+def _await_reports(task: XlaTask, folder: Path, ranks: list[int]) -> list[int]:
+    """Returns once every rank has reported or ended, or ``task.grace`` seconds after the first failure: those that have
+    not."""
     ended: set[int] = set()
     failed_at = None
     while True:
@@ -89,9 +91,9 @@ def _await_reports(task: XlaTask, folder: Path, ranks: list[int]) -> None:
             if pid not in ended and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 ended.add(pid)
                 failed_at = failed_at or time.monotonic()
-        done = [pid in ended or (folder / f"report{rank}").exists() for rank, pid in enumerate(ranks)]
-        if all(done) or (failed_at is not None and time.monotonic() - failed_at > task.grace):
-            return
+        late = [pid for rank, pid in enumerate(ranks) if pid not in ended and not (folder / f"report{rank}").exists()]
+        if not late or (failed_at is not None and time.monotonic() - failed_at > task.grace):
+            return late
         time.sleep(0.01)
 
 
