@@ -1,1 +1,1 @@
-"""The command ``neuron-accel``. Its modules are light: torch is imported by the functions that need it."""
+"""The command ``neuron-accel``. Importing its modules is cheap: only functions that need torch import it."""

@@ -1,12 +1,14 @@
 """One rank of a launch: ``python .../_rank.py LAUNCHER_PID script|module TARGET [ARGUMENT ...]``.
 
-Runs the target as Python itself would run it, with three things added. The rank dies with its launcher, however that
-dies. Beside the error file, the launcher finds how it ended: an exception with its exact time, so that the rank that
-failed first can be told from those that failed because of it, or that it came to the end. A crash in native code prints
-the Python stack.
+Runs the target as Python itself would, with three additions:
 
-It imports only the standard library, and is run as a file: what the target must be the first to import or to configure
-stays untouched, this package included.
+- The rank is killed when its launcher ends, for any reason.
+- Beside the error file the rank records how it ended: an exception with its exact time, so that the launcher can
+  distinguish the rank that failed first from those that failed as a consequence, or that it reached the end.
+- A crash in native code prints the Python stack.
+
+This module imports the standard library only, and is run as a file, so that the target is the first to import and
+configure any other package, this one included.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def die_with(launcher_pid: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
         threading.Thread(target=_watch, args=(launcher_pid,), daemon=True).start()
-    if os.getppid() != launcher_pid:  # it ended before the kernel was asked
+    if os.getppid() != launcher_pid:  # it ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -60,13 +62,13 @@ def run_script(path: str) -> None:
 
 
 def run_module(name: str) -> None:
-    """Executes an importable module, or a package's ``__main__``, as ``__main__``."""
+    """Executes a module, or the ``__main__`` of a package, as ``__main__``."""
     _look_first_in(os.getcwd())
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
     if spec is None or not isinstance(spec.loader, importlib.abc.InspectLoader):
-        sys.exit(f"neuron-accel: {name} is not a module that can be run")
+        sys.exit(f"neuron-accel: {name} is not a module that can be executed")
     code = spec.loader.get_code(spec.name)
     if code is None:
         sys.exit(f"neuron-accel: {name} is not written in Python")
@@ -75,13 +77,13 @@ def run_module(name: str) -> None:
 
 
 def _look_first_in(folder: str) -> None:
-    """Puts the folder that Python would have put there in the place of this file's."""
+    """Replaces this file's folder in ``sys.path[0]`` by the one that Python would put there."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
 
 
 def _run_as_main(code: types.CodeType, **attributes: object) -> None:
-    """The module stays in place afterwards, unlike with runpy: threads and exit handlers need it."""
+    """Executes code as ``__main__``. Unlike with runpy, the module remains, for threads and exit handlers."""
     main = types.ModuleType("__main__")
     main.__dict__.update(attributes, __builtins__=builtins)
     sys.modules["__main__"] = main
@@ -89,12 +91,12 @@ def _run_as_main(code: types.CodeType, **attributes: object) -> None:
 
 
 def write_error_file(error: BaseException, stack: types.TracebackType | None) -> None:
-    """Writes what torch's elastic agent reads when a rank fails, plus the time as a float under ``time``."""
+    """Writes the error file that torch's elastic agent reads when a rank fails, with the time as a float added."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     now = time.time()
-    if isinstance(error, SyntaxError):  # whose own first line is that of the file
+    if isinstance(error, SyntaxError):  # its formatted text begins with the line of the file
         summary = f"{type(error).__name__}: {error}"
     else:
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()
@@ -108,13 +110,13 @@ def write_error_file(error: BaseException, stack: types.TracebackType | None) ->
 
 
 def note_start() -> None:
-    """Leaves its process id beside the error file."""
+    """Records the process id of this rank beside the error file."""
     _leave(STARTED_FILE, {"pid": os.getpid()})
 
 
 def note_success(leaving: SystemExit | None = None) -> None:
-    """Leaves beside the error file that this rank ended with success, when, and by which ``sys.exit``: if another fails
-    afterwards, it may have waited for this one. A rank that leaves by ``os._exit`` leaves no such note."""
+    """Records beside the error file when this rank ended with success, and at which ``sys.exit``: a rank that fails
+    later may have waited for it. A rank that ends by ``os._exit`` does not call this."""
     note: dict[str, object] = {"time": time.time()}
     if leaving is not None:
         frames = traceback.extract_tb(targets_part(leaving.__traceback__))

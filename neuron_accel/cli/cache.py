@@ -1,4 +1,4 @@
-"""``neuron-accel cache``: what the compile cache holds, and evicting what is not needed."""
+"""``neuron-accel cache``: lists the compile cache and evicts entries."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ entries. Its location is set by --cache-dir, NEURON_CC_FLAGS (--cache_dir) or NE
 /var/tmp/neuron-compile-cache.
 
   list    every entry, least recently used first
-  stats   sizes, versions, jobs that use it
+  stats   number and size of entries, compiler versions, running jobs
   prune   evict entries unused for --ttl, then the least recently used until --max-size remains
 
 list and stats also read a cache on S3 (pip install 'neuron-accel[s3]'), or at any address that fsspec can read.
-S3 records when an entry was written, but not when or by which job it was used: prune refuses to run there, and prints
-a lifecycle rule with which S3 expires entries.
+S3 records when an entry was written, but not when or by which job it was used: prune does not run there, and prints a
+lifecycle rule with which S3 expires entries.
 
 prune keeps entries in use: those that are locked, being compiled or open, or were used by a running job that
 `neuron-accel launch` started. It may run during training, for example from cron.
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 OPTIONS = {"CompileCache.max_size": "--max-size", "CompileCache.ttl": "--ttl", "CompileCache.location": "--cache-dir"}
-"""What the errors of :class:`CompileCache` call its arguments, and what they are called on the command line."""
+"""Arguments of :class:`CompileCache` in its error messages, and the options that they correspond to."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,7 +93,9 @@ def _report(args: argparse.Namespace) -> tuple[Any, str]:
 def _check_options(args: argparse.Namespace) -> None:
     given = [f"--{name.replace('_', '-')}" for name in ("max_size", "ttl", "dry_run") if getattr(args, name)]
     if args.action != "prune" and given:
-        raise ConfigurationError(f"{given[0]} is an option of prune.", where=f"neuron-accel cache {args.action}")
+        raise ConfigurationError(
+            f"{given[0]} has no effect here.", where=f"neuron-accel cache {args.action}", why="it is an option of prune"
+        )
     if args.action == "prune" and args.max_size is None and args.ttl is None:
         raise ConfigurationError(
             "prune needs a limit.",
@@ -107,7 +109,7 @@ def _list(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
     jobs, opened, now = running_jobs(folder), open_files(folder), time.time()
     report = [{**_plain(entry), "in_use": in_use(entry, jobs, opened)} for entry in entries(folder)]
     if not report:
-        return report, f"{folder} holds no entry"
+        return report, f"{folder} contains no entries"
     headers = ("entry", "compiler", "size", "last used", "state", "in use")
     rows = [
         [
@@ -143,7 +145,7 @@ def _stats(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
 
 
 def _totals(found: Sequence[Entry | RemoteEntry]) -> tuple[dict[str, Any], Pairs, Pairs]:
-    """What all entries are together; and as text: how many and how large, and by compiler version."""
+    """The number and size of all entries: as data, as text, and as text by compiler version."""
     compilers = {
         version: {
             "entries": sum(entry.compiler == version for entry in found),
@@ -162,7 +164,7 @@ def _totals(found: Sequence[Entry | RemoteEntry]) -> tuple[dict[str, Any], Pairs
     return totals, counts, rows
 
 
-# ---- at an address ---------------------------------------------------------------------------------------------------
+# ---- on S3 and at other URLs -----------------------------------------------------------------------------------------
 def _list_remote(url: str, args: argparse.Namespace) -> tuple[Any, str]:
     found, now = remote_entries(url), time.time()
     report = [
@@ -187,7 +189,7 @@ def _list_remote(url: str, args: argparse.Namespace) -> tuple[Any, str]:
         for entry in found
     ]
     text = format_table(("entry", "compiler", "size", "written", "state"), rows, table_width())
-    return report, text if found else f"{url} holds no entry"
+    return report, text if found else f"{url} contains no entries"
 
 
 def _stats_remote(url: str, args: argparse.Namespace) -> tuple[Any, str]:
@@ -199,7 +201,7 @@ def _stats_remote(url: str, args: argparse.Namespace) -> tuple[Any, str]:
         *counts,
         ("oldest", f"written {format_duration(now - found[0].last_written)} ago" if found else "-"),
         *versions,
-        ("jobs", "not known: they register in folders only"),
+        ("jobs", "unknown: jobs register in folders only"),
     ]
     return report, format_pairs(pairs, indent="")
 
@@ -229,7 +231,7 @@ def _describe(done: Eviction, limits: CompileCache, dry_run: bool) -> str:
         lines.append(format_table((would, "size", "because of"), rows, table_width()))
     if done.kept:
         rows = [[entry.name, format_size(entry.size), reason] for entry, reason in done.kept]
-        lines += [format_table(("stays", "size", "because it is"), rows, table_width())]
+        lines += [format_table(("kept", "size", "because it is"), rows, table_width())]
     freed = sum(entry.size for entry, _ in done.evicted)
     lines.append(f"{len(done.evicted)} entries, {format_size(freed)} {would}; {format_size(done.left)} remain")
     if limits.max_bytes is not None and done.left > limits.max_bytes:

@@ -1,4 +1,4 @@
-"""``neuron-accel precompile --check``: reads the graphs of a few training steps on this machine, without the device."""
+"""``neuron-accel precompile --check``: checks the graphs of a few training steps on CPU, without a Neuron device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from neuron_accel.neuron.instances import find_instance
 
 STEPS = 3
 TIMEOUT_S = 1800.0
-_TRIAL, _STEPS_VARIABLE = {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}, "NEURON_ACCEL_PRECOMPILE_STEPS"  # a run that ends early
+_TRIAL, _STEPS_VARIABLE = {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}, "NEURON_ACCEL_PRECOMPILE_STEPS"
 _LAUNCHERS = ("torchrun", "neuron-accel", "accelerate", "python", "python3")
 
 
@@ -31,15 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument(
         "--check",
         action="store_true",
-        help="run a few steps on CPU ranks of torch_xla, compile nothing for Trainium, and report what the compiler or "
-        "the instance will object to",
+        help="run a few steps on CPU ranks of torch_xla, without compiling for Trainium, and report what the compiler "
+        "or the instance will reject",
     )
     check.add_argument("--instance", metavar="TYPE", help="instance type to check for, such as trn1.32xlarge")
     check.add_argument("--lnc", type=int, choices=(1, 2), help="physical cores per logical core (trn2, trn3)")
     check.add_argument("--steps", type=int, metavar="N", help=f"optimizer steps to run (default: {STEPS})")
     check.add_argument("--json", action="store_true", help="print the report as JSON")
     check.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help=f"end ranks after so long (default: {TIMEOUT_S:g})"
+        "--timeout", type=float, metavar="SECONDS", help=f"time after which ranks are killed (default: {TIMEOUT_S:g})"
     )
 
 
@@ -54,7 +54,7 @@ def refuse_without_check(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCommand:
-    """What a launcher would run, and on how many ranks."""
+    """The script or module that a launcher would run, its arguments, and the number of ranks."""
 
     target: str
     arguments: tuple[str, ...]
@@ -63,18 +63,21 @@ class TrainingCommand:
 
 
 def run(args: argparse.Namespace, script: Sequence[str]) -> int:
-    """Returns 1 if there are errors.
+    """Runs the training command for a few steps and prints a report on its graphs.
 
     Args:
         args: the parsed command line.
         script: the training command.
+
+    Returns:
+        the exit code: 1 if the report contains errors or the run failed, else 0.
     """
     steps, timeout = args.steps or STEPS, args.timeout or TIMEOUT_S
     if steps < 1 or timeout <= 0:
         raise ConfigurationError(
             f"{steps} steps in {timeout:g} seconds are not possible.",
             where="--steps, --timeout",
-            fix="give at least one step; from the third on a graph should be one that was seen before",
+            fix="pass at least one step; 3 are needed to find graphs that are compiled again",
         )
     instance = find_instance(args.instance, "--instance") if args.instance else None
     command = parse_command(script)
@@ -92,7 +95,7 @@ def run(args: argparse.Namespace, script: Sequence[str]) -> int:
         if instance is not None:
             variables["NEURON_ACCEL_INSTANCE"] = instance.name
         try:
-            with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):  # what ranks print
+            with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):  # the output of the ranks
                 run_ranks(
                     run_script,
                     command.ranks,
@@ -114,24 +117,24 @@ def run(args: argparse.Namespace, script: Sequence[str]) -> int:
             return 1
     print(json.dumps(report.to_json(), indent=2) if args.json else show(report))
     if failure is not None:
-        print(f"neuron-accel: the run failed, and later graphs are missing above:\n{failure}", file=sys.stderr)
+        print(f"neuron-accel: the run failed; graphs after the failure are missing above:\n{failure}", file=sys.stderr)
     return 1 if report.errors or failure is not None else 0
 
 
 # ---- The command that would be launched ------------------------------------------------------------------------------
 def parse_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> TrainingCommand:
-    """What a command line of ``neuron-accel launch``, ``torchrun``, ``accelerate launch`` or ``python`` runs.
+    """Parses a command line of ``neuron-accel launch``, ``torchrun``, ``accelerate launch`` or ``python``.
 
     Raises:
-        ConfigurationError: if it is another one, or does not say how many ranks.
+        ConfigurationError: if it is another command, or the number of ranks is not a number.
     """
     names = [os.path.basename(word) for word in words]
     if not words or names[0] not in _LAUNCHERS:
         raise ConfigurationError(
-            f"{shlex.join(words) or 'nothing'} is not a command whose ranks can be run here.",
+            f"{shlex.join(words) or 'nothing'} is not a supported training command.",
             where="the command after --",
-            why="ranks are threads of one process here, which runs the training script itself",
-            fix="give neuron-accel launch --nproc-per-node N train.py ..., or torchrun",
+            why="--check runs the training script itself, with ranks as threads of one process",
+            fix="pass neuron-accel launch --nproc-per-node N train.py ..., or torchrun",
         )
     rest = list(words[2:] if names[0] in ("neuron-accel", "accelerate") else words[1:])
     if names[0] == "neuron-accel":
@@ -154,7 +157,7 @@ def parse_command(words: Sequence[str], environ: Mapping[str, str] = os.environ)
         if "=" not in word and word not in flags and rest:
             options.append(rest.pop(0))
     known, _ = others.parse_known_args(options)
-    nodes = "1" if names[0] == "accelerate" else known.nnodes  # whose number of processes counts all machines
+    nodes = "1" if names[0] == "accelerate" else known.nnodes  # its number of processes is that of all machines
     return _command(*_target(rest), known.nproc_per_node, nodes)
 
 
@@ -162,7 +165,7 @@ def _target(words: list[str]) -> tuple[str, list[str], bool]:
     module = bool(words) and words[0] in ("-m", "--module")
     rest = words[1:] if module else words
     if not rest:
-        raise ConfigurationError("The command names no script.", where="the command after --")
+        raise ConfigurationError("The training command contains no script.", where="the command after --")
     return rest[0], rest[1:], module
 
 
@@ -171,10 +174,10 @@ def _command(
 ) -> TrainingCommand:
     if not str(per_node).isdecimal() or not str(nodes).isdecimal() or int(per_node) * int(nodes) < 1:
         raise ConfigurationError(
-            f"{per_node} ranks on each of {nodes} machines is not a number.",
+            f"The number of ranks is not known: {per_node} on each of {nodes} machines.",
             where="the command after --",
-            why="graphs depend on how many ranks there are",
-            fix="give numbers: --nproc-per-node 32",
+            why="graphs depend on the number of ranks",
+            fix="pass numbers: --nproc-per-node 32",
         )
     return TrainingCommand(
         target=target, arguments=tuple(arguments), module=bool(module), ranks=int(per_node) * int(nodes)
@@ -202,7 +205,7 @@ def show(report: GraphReport) -> str:
     if report.instance:
         lines.append(f"\na core has {report.instance.core_bytes(report.lnc) / 2**30:g} GiB")
     if not report.findings:
-        return "\n".join([*lines, "", "no findings: nothing that the check knows of is in the way"])
+        return "\n".join([*lines, "", "no findings"])
     cells = [
         [str(i), f.level, f.code, f.graph, show_ranks(f.ranks), _op(f), _short(f.source)]
         for i, f in enumerate(report.findings, start=1)
@@ -225,7 +228,7 @@ def _op(finding: Finding) -> str:
 
 
 def _short(source: str) -> str:
-    """Relative to where we are, if it is below; else the last three parts."""
+    """A path relative to the current folder, if it is below it; else its last three parts."""
     path = Path(source)
     if source and path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))

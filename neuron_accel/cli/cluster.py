@@ -1,7 +1,7 @@
-"""Which machine of a launch this is, from what a cluster's scheduler sets. Pure.
+"""The machines of a launch, from the environment variables of a cluster's scheduler. Pure functions.
 
-Schedulers start one process on each machine (a task, a pod, a container) and tell it by variables which one it is. Each
-function here reads those of one of them; what the user says with an option goes before.
+Schedulers start one process on each machine (a task, a pod, a container) and set environment variables with its index.
+Each function reads the variables of one scheduler. Options of the command line take precedence over them.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from dataclasses import dataclass
 from neuron_accel.errors import ConfigurationError
 
 JOB_PORTS = 1000
-"""Jobs that share a machine meet at different ports: the first one plus the job's number, modulo this."""
+"""Number of rendezvous ports: a job uses the first port plus its number modulo this, so that two jobs on a machine
+rarely use the same one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """The machines of a launch, as a scheduler tells them.
+    """The machines of a launch, according to a scheduler.
 
     Args:
-        count: how many; None where the scheduler does not say it.
-        rank: which one this is, from 0.
-        address: of machine 0; None where the scheduler does not say it.
-        port: where they meet; None for the default.
-        source: whose variables these are, and which.
+        count: number of machines; None if the scheduler does not set it.
+        rank: index of this machine, from 0.
+        address: address of machine 0; None if the scheduler does not set it.
+        port: port of the rendezvous; None for the default.
+        source: the scheduler and its variables, for messages.
     """
 
     count: int | None
@@ -37,14 +38,17 @@ class Machines:
 
 
 def find_machines(environ: Mapping[str, str], first_port: int) -> Machines | None:
-    """What the scheduler says; None without one, or if it runs several independent processes for all it says.
+    """Finds the machines of a launch in the variables of SageMaker, Kubernetes, Slurm or MPI.
 
     Args:
         environ: environment variables.
-        first_port: from which ports are counted where a scheduler numbers its jobs.
+        first_port: port to which the number of a Slurm job is added.
+
+    Returns:
+        the machines; None without a scheduler, or if its variables do not describe several machines.
 
     Raises:
-        ConfigurationError: for variables that cannot be, or a scheduler that starts several processes on a machine.
+        ConfigurationError: if a variable has an invalid value, or the scheduler starts several processes on a machine.
     """
     for find in (_sagemaker, _operator, lambda environ: _slurm(environ, first_port), _mpi, _indexed_job):
         found = find(environ)
@@ -54,7 +58,7 @@ def find_machines(environ: Mapping[str, str], first_port: int) -> Machines | Non
 
 
 def _sagemaker(environ: Mapping[str, str]) -> Machines | None:
-    """SageMaker: all hosts as JSON, and the name of this one."""
+    """SageMaker: SM_HOSTS is a JSON list of all hosts, SM_CURRENT_HOST the name of this one."""
     text, own = environ.get("SM_HOSTS", "").strip(), environ.get("SM_CURRENT_HOST", "").strip()
     if not text or not own:
         return None
@@ -64,10 +68,10 @@ def _sagemaker(environ: Mapping[str, str]) -> Machines | None:
         hosts = None
     if not isinstance(hosts, list) or own not in hosts:
         raise ConfigurationError(
-            f"SM_HOSTS={text} does not name this host, {own}.",
+            f"SM_HOSTS={text} does not contain this host, {own}.",
             where="environment variables SM_HOSTS and SM_CURRENT_HOST",
-            why="SageMaker sets them to a list of host names in JSON and to one of those",
-            fix="unset both, or give --nnodes, --node-rank and --master-addr",
+            why="SageMaker sets them to a JSON list of host names and to one of these names",
+            fix="unset both, or pass --nnodes, --node-rank and --master-addr",
         )
     hosts = sorted(map(str, hosts), key=lambda name: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", name)])
     source = "SageMaker (SM_HOSTS, SM_CURRENT_HOST)"
@@ -75,8 +79,8 @@ def _sagemaker(environ: Mapping[str, str]) -> Machines | None:
 
 
 def _operator(environ: Mapping[str, str]) -> Machines | None:
-    """PyTorchJob and TrainJob of Kubeflow: torchrun's options as PET_ variables, or ranks that are pods."""
-    if "KUBERNETES_SERVICE_HOST" not in environ or "LOCAL_RANK" in environ:  # a rank has a LOCAL_RANK, a pod has none
+    """PyTorchJob and TrainJob of Kubeflow: torchrun's options as PET_ variables, or WORLD_SIZE and RANK of pods."""
+    if "KUBERNETES_SERVICE_HOST" not in environ or "LOCAL_RANK" in environ:  # LOCAL_RANK is set for ranks, not for pods
         return None
     for count, rank, prefix in (("PET_NNODES", "PET_NODE_RANK", "PET_"), ("WORLD_SIZE", "RANK", "")):
         if environ.get(count, "").strip() and environ.get(rank, "").strip():
@@ -91,7 +95,7 @@ def _operator(environ: Mapping[str, str]) -> Machines | None:
 
 
 def _slurm(environ: Mapping[str, str], first_port: int) -> Machines | None:
-    """A step of Slurm (srun) with one task on each machine. The batch script itself runs on the first one only."""
+    """A Slurm step (srun) with one task on each machine; not the batch script, which runs on the first machine only."""
     count, nodes = _number(environ, "SLURM_STEP_NUM_NODES"), environ.get("SLURM_STEP_NODELIST", "")
     nodes = nodes or environ.get("SLURM_JOB_NODELIST", "")
     if count <= 1 or not nodes:
@@ -107,19 +111,21 @@ def _slurm(environ: Mapping[str, str], first_port: int) -> Machines | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first machine of a list as Slurm writes it: ``trn[07-09,12],head`` begins with ``trn07``."""
+    """The first host of a Slurm node list: ``trn07`` for ``trn[07-09,12],head``."""
     found = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\])?([^,\[]*)", nodes.strip())
     return "".join(part or "" for part in found.groups()) if found else nodes
 
 
 def _mpi(environ: Mapping[str, str]) -> Machines | None:
-    """Open MPI, and those that start ranks through Hydra (MPICH, Intel MPI): one process on each machine."""
+    """Open MPI, MPICH and Intel MPI, with one process on each machine."""
     kinds = (
         ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         ("MPI", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
     )
     for name, count, rank, local in kinds:
-        if _number(environ, count) > 1 and rank in environ and local in environ:  # srun sets PMI's first two, too
+        if (
+            _number(environ, count) > 1 and rank in environ and local in environ
+        ):  # srun sets PMI_SIZE and PMI_RANK as well
             _check_one_each(name, _number(environ, local), 1, "mpirun --map-by ppr:1:node, or -ppn 1")
             return Machines(
                 count=_number(environ, count),
@@ -132,7 +138,7 @@ def _mpi(environ: Mapping[str, str]) -> Machines | None:
 
 
 def _indexed_job(environ: Mapping[str, str]) -> Machines | None:
-    """An Indexed Job of Kubernetes: pods know their index, and not how many they are."""
+    """An Indexed Job of Kubernetes, which sets the index of a pod but not the number of pods."""
     if not environ.get("JOB_COMPLETION_INDEX", "").strip():
         return None
     return Machines(
@@ -147,10 +153,10 @@ def _indexed_job(environ: Mapping[str, str]) -> Machines | None:
 def _check_one_each(name: str, processes: int, expected: int, fix: str) -> None:
     if processes != expected:
         raise ConfigurationError(
-            f"{name} starts several launchers on a machine.",
+            f"{name} starts several launchers on one machine.",
             where="neuron-accel launch",
             why="one launcher starts all ranks of its machine (--nproc-per-node)",
-            fix=f"start one on each machine: {fix}",
+            fix=f"start one launcher on each machine: {fix}",
         )
 
 
@@ -160,8 +166,8 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         raise ConfigurationError(
             f"{name}={text} is not a number.",
             where=f"environment variable {name}",
-            why="machines of a launch are found from it",
-            fix="unset it, or give --nnodes, --node-rank and --master-addr",
+            why="the machines of a launch are determined from it",
+            fix="unset it, or pass --nnodes, --node-rank and --master-addr",
         )
     return int(text or 0)
 

@@ -1,4 +1,4 @@
-"""``neuron-accel consolidate``: from a sharded checkpoint to a standard folder."""
+"""``neuron-accel consolidate``: writes the model of a sharded checkpoint as a standard folder."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint_dir", type=Path, help="the checkpoint, or its tensor_parallel_shards folder")
-    parser.add_argument("output_dir", type=Path, help="a folder without weights; made if it does not exist")
+    parser.add_argument("output_dir", type=Path, help="a folder without weights; created if it does not exist")
     parser.add_argument(
         "-f",
         "--format",
         choices=("safetensors", "pytorch"),
         default="safetensors",
-        help="of the weights: safetensors, or pytorch for files of torch.save (default safetensors)",
+        help="file format of the weights; pytorch: as torch.save writes (default: safetensors)",
     )
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights (default 5GB)")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest size of a file (default: 5GB)")
     parser.add_argument(
         "--replica",
         type=int,
         default=0,
         metavar="N",
-        help="whose copy, where replicas train apart (local SGD); default 0, the first",
+        help="replica to write, for replicas that differ, as with local SGD (default: 0)",
     )
-    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
+    parser.add_argument("--no-verify", action="store_true", help="do not check checksums first")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
 

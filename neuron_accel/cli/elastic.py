@@ -1,4 +1,4 @@
-"""Runs a :class:`~neuron_accel.cli.launch_plan.LaunchPlan` on torch's elastic agent, which is what torchrun runs on."""
+"""Runs a :class:`~neuron_accel.cli.launch_plan.LaunchPlan` on torch's elastic agent, as torchrun does."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, LaunchPlan
 from neuron_accel.errors import CommunicationError
 
 ERROR_FILE = "error.json"
-DEPARTED_SECONDS = 5.0
+SILENT_EXIT_SECONDS = 5.0
 TERMINAL = ""
-"""The elastic agent's word for a stream that is not redirected."""
+"""The value by which the elastic agent denotes a stream that is not redirected."""
 
 
 class RankLogs(LogsSpecs):
-    """Says where the output of each rank goes: ``ROOT/rank_N/{stdout,stderr}.log``, or straight to the terminal.
+    """Redirects the output of each rank to ``ROOT/rank_N/{stdout,stderr}.log``, to the terminal, or to both.
 
     Args:
-        root: the folder for logs; made if it is missing.
-        tee: whether to show the output of the ranks after the first, too.
-        keep_first: whether the first rank of this machine has logs as well. It writes straight to the terminal
-            otherwise, so that progress bars work.
+        root: the folder for logs; created if it is missing.
+        tee: whether to show the output of the other ranks in the terminal as well.
+        keep_first: whether to write logs of the first rank of this machine too. If not, it writes to the terminal only
+            and without redirection, so that progress bars work.
     """
 
     def __init__(self, root: Path, *, tee: bool, keep_first: bool) -> None:
@@ -60,7 +60,11 @@ class RankLogs(LogsSpecs):
         return str(self.root)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Called by the agent at every start with the environment of each local rank; makes the folders."""
+        """Creates the folders of the ranks; called by the agent at every (re)start.
+
+        Args:
+            envs: environment of each rank, by local rank.
+        """
         destination = LogsDest()
         for local_rank, env in envs.items():
             attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -89,21 +93,21 @@ class RankLogs(LogsSpecs):
         return path if path.exists() else None
 
 
-class Departures:
-    """While active, says which rank of this machine is gone without having failed or reached the end of the script, if
-    the launch goes on: the other ranks may wait for it, and not all of them notice.
+class SilentExits:
+    """A context manager that reports ranks of this machine which ended without an error and without reaching the end of
+    the script, while the launch continues: the other ranks may wait for them.
 
     Args:
-        logs: where the ranks leave notes.
-        after: seconds from when it is gone until it is said.
+        logs: the folders in which the ranks record their start and end.
+        after: seconds after its end when a rank is reported.
     """
 
-    def __init__(self, logs: RankLogs, *, after: float = DEPARTED_SECONDS) -> None:
+    def __init__(self, logs: RankLogs, *, after: float = SILENT_EXIT_SECONDS) -> None:
         self._logs, self._after = logs, after
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="neuron_accel_departures")
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="neuron_accel_silent_exits")
 
-    def __enter__(self) -> Departures:
+    def __enter__(self) -> SilentExits:
         self._thread.start()
         return self
 
@@ -120,8 +124,8 @@ class Departures:
                 elif folder in gone and time.monotonic() - gone[folder] > self._after:
                     gone[folder] = math.inf
                     print(
-                        f"neuron-accel: rank {rank} on {socket.gethostname()} is gone without having reached the end "
-                        "of the script, as os._exit does; the others may wait for it",
+                        f"neuron-accel: rank {rank} on {socket.gethostname()} ended before the end of the script "
+                        "without an error, as with os._exit; the other ranks may wait for it",
                         file=sys.stderr,
                         flush=True,
                     )
@@ -140,7 +144,7 @@ def _is_gone(folder: Path) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a launch ended: by a signal to the launcher, with failed ranks, or well (neither)."""
+    """How a launch ended: by a signal to the launcher, with failed ranks, or successfully (neither)."""
 
     signal: int | None = None
     failures: Sequence[RankFailure] = ()
@@ -152,7 +156,7 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
     """Starts the ranks of this machine and waits for them.
 
     Raises:
-        CommunicationError: the machines of the launch did not find each other.
+        CommunicationError: if the rendezvous of the machines failed.
     """
     os.environ.update({setting.name: setting.value for setting in plan.settings})
     _silence_agent()
@@ -161,21 +165,21 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
     launch = elastic_launch(_config(plan, logs), sys.executable)
     keep = plan.request.log_dir is not None
     try:
-        with Escalation(grace=plan.request.grace), _heartbeat(plan), Departures(logs):
+        with Escalation(grace=plan.request.grace), _heartbeat(plan), SilentExits(logs):
             launch(*plan.command(os.getpid()))
         return Outcome()
     except SignalException as ended:
-        signal_ranks(signal.SIGKILL)  # those that a second signal left behind
+        signal_ranks(signal.SIGKILL)  # those that a second signal has not ended
         return Outcome(signal=int(ended.sigval))
     except ChildFailedError as error:
         keep = True
         return Outcome(failures=_failures(error, logs), successes=_successes(error, logs), log_dir=log_dir)
     except (RendezvousError, DistError, TimeoutError) as error:
         raise CommunicationError(
-            f"The ranks could not meet at {plan.endpoint}: {str(error).splitlines()[0]}",
-            where=f"rendezvous of {plan.request.nnodes} machine(s)",
-            fix="Check that every machine was started, with the same --nnodes, --master-addr and --master-port and a "
-            "--node-rank of its own, and that machine 0 can be reached on that port.",
+            f"The rendezvous at {plan.endpoint} failed: {str(error).splitlines()[0]}",
+            where=f"launch on {plan.request.nnodes} machine(s)",
+            fix="check that a launcher runs on every machine, with the same --nnodes, --master-addr and --master-port "
+            "and its own --node-rank, and that machine 0 can be reached at this port",
         ) from error
     finally:
         if not keep:
@@ -210,7 +214,7 @@ def _config(plan: LaunchPlan, logs: RankLogs) -> LaunchConfig:
 
 
 def _silence_agent() -> None:
-    """The agent narrates through several loggers what this launcher says once; LOGLEVEL brings it back."""
+    """Disables the agent's logging, which repeats the messages of this launcher, unless LOGLEVEL is set."""
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
 
@@ -233,7 +237,7 @@ def _failures(error: ChildFailedError, logs: RankLogs) -> list[RankFailure]:
 
 
 def _successes(error: ChildFailedError, logs: RankLogs) -> list[RankSuccess]:
-    """The ranks of this machine that ended with exit code 0, with the notes that they left."""
+    """The ranks of this machine that ended with exit code 0, with what they recorded at their end."""
     host, found = socket.gethostname(), []
     for rank, folder in logs.folders.items():
         if rank not in error.failures:
@@ -243,7 +247,7 @@ def _successes(error: ChildFailedError, logs: RankLogs) -> list[RankSuccess]:
 
 
 def _note(path: Path) -> dict[str, Any]:
-    """What a rank wrote down; nothing if it did not, or not completely."""
+    """The content of a file that a rank has written; empty if it is missing or incomplete."""
     with contextlib.suppress(OSError, ValueError):
         return dict(json.loads(path.read_text()))
     return {}

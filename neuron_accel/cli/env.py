@@ -1,4 +1,4 @@
-"""``neuron-accel env``: what to paste into a bug report."""
+"""``neuron-accel env``: prints versions, hardware and settings, for bug reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from neuron_accel.backends.select import Machine, choose, neuron_flavour
+from neuron_accel.backends.select import Machine, choose, hardware_root, neuron_flavour
 from neuron_accel.cli.host import count_cores, count_neuron_devices, memory_bytes
 from neuron_accel.cli.network import collect_network, format_network
 from neuron_accel.cli.terminal import format_pairs
@@ -20,20 +20,20 @@ from neuron_accel.engine.plan.registry import Registry
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.instances import detect_instance
 
-SUMMARY = "show what to paste into a bug report"
+SUMMARY = "show versions, hardware and settings, for bug reports"
 DESCRIPTION = """\
-Show versions, hardware, the backend that would be chosen and why, the environment variables that matter,
-and the plugins installed. Values that look like secrets are left out. The exit code is 1 if no backend can be used.
+Show versions, hardware, the backend that would be chosen and why, environment variables that affect training,
+and the installed plugins. Values that look like secrets are left out. The exit code is 1 if no backend can be used.
 
---network also checks what training on several machines needs of this one: EFA devices, libfabric, interfaces, limits.
-The exit code is 1 if something is missing.
+--network also checks whether this machine is set up for training on several machines: EFA devices, libfabric, network
+interfaces and limits. The exit code is 1 if a check fails.
 """
 EXAMPLES = """\
 examples:
-  neuron-accel env                              for people
-  neuron-accel env --json                       for programs
-  srun --ntasks-per-node 1 neuron-accel env --network    on every machine, before training on all
-  NEURON_ACCEL_BACKEND=xla neuron-accel env     what would be chosen with this variable
+  neuron-accel env                              print text
+  neuron-accel env --json                       print JSON
+  srun --ntasks-per-node 1 neuron-accel env --network    check every machine of a Slurm job
+  NEURON_ACCEL_BACKEND=xla neuron-accel env     the backend that this variable selects
 """
 
 DISTRIBUTIONS = (
@@ -58,20 +58,20 @@ URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--network", action="store_true", help="check what several machines need of this one")
+    parser.add_argument("--network", action="store_true", help="check the setup for training on several machines")
 
 
 def run(args: argparse.Namespace) -> int:
     report = collect(os.environ)
     if args.network:
-        report["network"] = collect_network(os.environ, detect_instance())
+        report["network"] = collect_network(os.environ, detect_instance(), hardware_root())
     print(json.dumps(report, indent=2) if args.json else format_report(report))
-    lacks = [check["name"] for check in report.get("network", ()) if check["ok"] is False]
-    return 1 if lacks or "error" in report["backend"] else 0
+    failed = [check["name"] for check in report.get("network", ()) if check["ok"] is False]
+    return 1 if failed or "error" in report["backend"] else 0
 
 
 def collect(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The report as plain data."""
+    """Returns the report as dicts, lists and strings."""
     probes = Machine()
     return {
         "versions": versions(),
@@ -80,7 +80,7 @@ def collect(environment: Mapping[str, str]) -> dict[str, Any]:
             "platform": platform.platform(),
             "cores": count_cores(),
             "memory_gib": round(memory_bytes() / 2**30, 1),
-            "neuron_devices": count_neuron_devices(),
+            "neuron_devices": count_neuron_devices(hardware_root() / "dev"),
             "cuda_devices": _cuda_devices(),
         },
         "backend": _backend(environment, probes),
@@ -93,7 +93,7 @@ def collect(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions by distribution, None where one is missing; nothing is imported."""
+    """Installed versions by distribution, None for those that are not installed. Imports none of them."""
     found: dict[str, str | None] = {}
     for name in DISTRIBUTIONS:
         try:
@@ -109,18 +109,18 @@ def versions() -> dict[str, str | None]:
 
 
 def describe_torch_neuronx(version: str, entry_point_groups: set[str]) -> str:
-    """The version, and which of the packages of this name it is."""
+    """The version of torch-neuronx, with which of the packages of this name it is."""
     flavour = neuron_flavour(version, entry_point_groups)
     meaning = {
         "native": "native device (TorchNeuron)",
-        "xla": "XLA flavour",
+        "xla": "XLA",
         None: "a placeholder without content: install the real one from the AWS Neuron package index",
     }
     return f"{version} ({meaning[flavour]})"
 
 
 def relevant_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables that change how training runs; a name that suggests a secret appears without its value."""
+    """Environment variables that affect training; the value is left out if the name suggests a secret."""
     return {
         name: "(set; not shown)" if SECRET.search(name) else URL_CREDENTIALS.sub("***@", _printable(value))
         for name, value in sorted(environment.items())
@@ -129,7 +129,7 @@ def relevant_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _printable(value: str) -> str:
-    """Undecodable bytes, which Python keeps as surrogates, as ``\\xff``."""
+    """Replaces undecodable bytes, which Python keeps as surrogates, by escapes such as ``\\xff``."""
     return os.fsencode(value).decode(errors="backslashreplace")
 
 

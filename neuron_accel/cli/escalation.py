@@ -1,8 +1,8 @@
-"""Makes sure that a signal to the launcher ends its ranks.
+"""Ensures that a signal to the launcher ends its ranks.
 
-The elastic agent passes SIGINT and SIGTERM on. A rank that waits inside a collective does not see an interrupt until
-that returns, which may be never; so a thread of the launcher, woken by the signal itself whatever handler is installed,
-becomes firmer with time, and at once when a second signal arrives.
+The elastic agent passes SIGINT and SIGTERM on to the ranks. A rank that is inside a collective does not handle an
+interrupt until the collective returns, which may never happen. So a thread of the launcher, which the signal wakes
+through ``signal.set_wakeup_fd``, sends SIGTERM and SIGKILL after some time, and SIGKILL at once on a second signal.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Escalation:
-    """While active: a first signal gives the ranks ``grace`` seconds to end, a second one none.
+    """A context manager in which a first signal gives the ranks ``grace`` seconds to end, and a second one kills them.
 
-    Before there are ranks, an interrupt ends this process at once: it may be waiting for other machines inside native
-    code, where Python's own handler would not run. The elastic agent replaces the handlers when it starts ranks.
+    Before ranks are started, an interrupt ends this process at once: it may be waiting for other machines in native
+    code, where Python's handlers do not run. The elastic agent replaces the handlers when it starts ranks.
 
-    An interrupt that has not ended a rank after :data:`INTERRUPT_SECONDS` is followed by SIGTERM, which ends it unless
-    the script handles SIGTERM itself.
+    SIGTERM follows :data:`INTERRUPT_SECONDS` after an interrupt; it ends a rank unless the script handles SIGTERM.
 
     Args:
         grace: seconds from the first signal until the ranks are killed.
@@ -62,7 +61,7 @@ class Escalation:
         if first is None:
             return
         name = signal.Signals(first).name
-        print(f"neuron-accel: {name}: ending the ranks (once more to kill them)", file=sys.stderr, flush=True)
+        print(f"neuron-accel: {name}: ending the ranks (send it again to kill them)", file=sys.stderr, flush=True)
         deadline = time.monotonic() + self._grace
         if first == signal.SIGINT and self._grace > INTERRUPT_SECONDS:
             if self._wait(time.monotonic() + INTERRUPT_SECONDS):
@@ -83,7 +82,7 @@ class Escalation:
         return False
 
     def _next_signal(self, timeout: float | None) -> int | None:
-        """The next handled signal; None at the end of the launch."""
+        """The next signal of :data:`HANDLED`; None at the end of the launch."""
         while True:
             data = self._reader.recv(1)
             if not data:
@@ -93,7 +92,7 @@ class Escalation:
 
 
 def signal_ranks(number: int) -> None:
-    """Sends a signal to every child of this process, and to what that child started if it leads a process group."""
+    """Sends a signal to every child of this process, or to its process group if it leads one."""
     for child in psutil.Process().children():
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(child.pid) == child.pid:

@@ -1,4 +1,4 @@
-"""Which rank failed first, how, and what to tell the user."""
+"""Finds the rank that failed first and describes its failure."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ TOGETHER_SECONDS = 1.0
 HINTS: dict[int, str] = {
     signal.SIGKILL: "often the system running out of memory: see `dmesg`, or use fewer ranks or a smaller model",
     signal.SIGSEGV: "a crash in native code; the Python stack is in the rank's output",
-    signal.SIGABRT: "native code gave up; its message and the Python stack are in the rank's output",
-    signal.SIGBUS: "often a full /dev/shm: give it more room, or use fewer data loading workers",
+    signal.SIGABRT: "native code aborted; its message and the Python stack are in the rank's output",
+    signal.SIGBUS: "often a full /dev/shm: enlarge it, or use fewer data loading workers",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
-    """A rank that ended with anything but success.
+    """A rank that failed.
 
     Args:
         rank: its global rank.
         exit_code: its exit code, or minus the signal that ended it.
         noticed: when the launcher noticed, in seconds since the epoch (whole seconds).
-        summary: the exception as one line, where the rank lived to write it down.
-        raised: when it was raised, in seconds since the epoch.
-        stderr: the file with its error output; None where that went to the terminal.
+        summary: the exception as one line; None if the rank ended without recording one.
+        raised: when the exception was raised, in seconds since the epoch.
+        stderr: the file with its error output; None if that went to the terminal.
     """
 
     rank: int
@@ -40,11 +40,12 @@ class RankFailure:
 
     @property
     def shell_code(self) -> int:
-        """The exit code as a shell gives it: 128 + n for a process ended by signal n."""
+        """The exit code as in a shell: 128 + n for a process ended by signal n."""
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code
 
     @property
     def how(self) -> str:
+        """The signal or exit code, and the exception, as text."""
         if self.exit_code < 0:
             return f"ended by {signal_name(-self.exit_code)}"
         return f"exit code {self.exit_code}" + (f", {self.summary}" if self.summary else "")
@@ -52,14 +53,14 @@ class RankFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSuccess:
-    """A rank that ended with exit code 0 while others went on, or failed.
+    """A rank that ended with exit code 0 in a launch that failed.
 
     Args:
         rank: its global rank.
         host: the name of its machine.
-        ended: when it came to the end of the script or left by ``sys.exit``, in seconds since the epoch; None: it did
-            neither, so it left by ``os._exit`` or from native code.
-        left_at: file and line of the ``sys.exit`` that it left by.
+        ended: when it reached the end of the script or called ``sys.exit``, in seconds since the epoch; None: it did
+            neither, and ended by ``os._exit`` or in native code.
+        left_at: file and line of the ``sys.exit``; None without one.
     """
 
     rank: int
@@ -69,9 +70,9 @@ class RankSuccess:
 
     @property
     def left(self) -> str | None:
-        """How it left before the end of the script, if it did."""
+        """How it ended before the end of the script, as text; None if it reached the end."""
         if self.ended is None:
-            return "exit code 0 without reaching the end of the script, as os._exit(0) does"
+            return "exit code 0 without reaching the end of the script, as with os._exit(0)"
         return f"sys.exit at {self.left_at} (exit code 0)" if self.left_at is not None else None
 
 
@@ -83,12 +84,15 @@ def signal_name(number: int) -> str:
 
 
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
-    """The failure that the others follow from, as far as can be told.
+    """Returns the failure that most likely caused the others.
 
-    ``failures`` is in the order in which the launcher noticed. When a rank dies, its peers soon fail too (their
-    connections close), and the launcher ends the rest with SIGTERM. So, among the ranks noticed together first: one
-    that died without a word comes before one that still wrote down its exception, since that is what its peers do; of
-    those with an exception the earliest; one ended by SIGTERM only where there is no other.
+    When a rank ends, the ranks that communicate with it fail soon after, as their connections close, and the launcher
+    ends the rest with SIGTERM. So, of the failures noticed within :data:`TOGETHER_SECONDS` of the first: one without a
+    recorded exception is preferred, since ranks whose connections closed record one; else the one with the earliest
+    exception; a rank ended by SIGTERM only if there is no other.
+
+    Args:
+        failures: in the order in which the launcher noticed them.
     """
     earliest = min(failure.noticed for failure in failures)
     together = [failure for failure in failures if failure.noticed <= earliest + TOGETHER_SECONDS]
@@ -99,19 +103,20 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def describe(failures: Sequence[RankFailure], successes: Sequence[RankSuccess] = ()) -> str:
-    """The last thing that a failed launch prints. A rank that left before the first failure and the end of the script
-    is named before it: the others may have waited for it."""
+    """The message at the end of a failed launch.
+
+    It begins with the ranks that had ended with exit code 0 in the middle of the script before the first failure, since
+    the others may have waited for them.
+    """
     first = first_failure(failures)
     until = first.raised or first.noticed + TOGETHER_SECONDS
     before = sorted((one for one in successes if (one.ended or 0.0) <= until), key=lambda one: one.ended or 0.0)
     lines = [
-        f"rank {one.rank} on {one.host} left before the others were done: {one.left}"
-        for one in before
-        if one.left is not None
+        f"rank {one.rank} on {one.host} ended before the others: {one.left}" for one in before if one.left is not None
     ]
     lines.append(f"rank {first.rank} failed first: {first.how}")
     if ended := [str(one.rank) for one in before if one.left is None]:
-        lines.append(f"  at the end of the script before that, with exit code 0: rank {', '.join(ended)}")
+        lines.append(f"  ranks that had reached the end of the script before, with exit code 0: {', '.join(ended)}")
     hint = HINTS.get(-first.exit_code)
     if hint:
         lines.append(f"  {hint}")
@@ -120,7 +125,7 @@ def describe(failures: Sequence[RankFailure], successes: Sequence[RankSuccess] =
     else:
         shown = last_lines(first.stderr)
         lines.append(
-            f"  its output is in {first.stderr.parent}" + ("; the end of it:" if shown else "; no error output")
+            f"  its output is in {first.stderr.parent}" + ("; its last lines:" if shown else "; no error output")
         )
         lines.extend(f"  | {line}" for line in shown)
     others = [failure for failure in failures if failure is not first]
@@ -129,12 +134,12 @@ def describe(failures: Sequence[RankFailure], successes: Sequence[RankSuccess] =
         f"  then rank {failure.rank}: {failure.how}" for failure in others if failure.exit_code != -signal.SIGTERM
     )
     if ended:
-        lines.append(f"  ended because of it: rank {', '.join(ended)}")
+        lines.append(f"  ended as a consequence: rank {', '.join(ended)}")
     return "\n".join(lines)
 
 
 def last_lines(path: Path, number: int = LINES_SHOWN) -> list[str]:
-    """The last ``number`` lines of a file that may be missing."""
+    """The last ``number`` lines of a file; none if it is missing."""
     try:
         return path.read_text(errors="replace").splitlines()[-number:]
     except OSError:

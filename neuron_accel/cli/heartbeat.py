@@ -1,9 +1,10 @@
-"""Notices that another machine of a launch is gone, also where it vanished without closing its connections.
+"""Detects that another machine of a launch is lost, also if its connections were not closed.
 
-The launcher of machine 0 listens at the port after the one where ranks meet; those of the others stay connected to it.
-Both sides say something every second. One that has said nothing for long enough, or whose connection ends before it
-took leave, is given up: the ranks here are ended, which would otherwise wait for its ranks until a collective runs out
-of time. Losing the chance to listen or to connect loses no more than this.
+The launcher of machine 0 listens at the port after that of the rendezvous, and the launchers of the others stay
+connected to it. Both sides send a heartbeat every second. If no heartbeat arrives for some time, or a connection ends
+without a message that the launch is over, the machine is considered lost, and the ranks of this machine are ended; they
+would otherwise wait in a collective until it times out. If the port cannot be used, the launch continues without
+heartbeats.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ PAUSE_S = 1.0
 
 
 class Heartbeat:
-    """While active, watches the other machines.
+    """A context manager in which lost machines are detected, and the ranks of this machine ended.
 
     Args:
-        node_rank: which machine this is.
-        address: of machine 0, and the port.
-        lost_after: seconds of silence after which a machine is considered lost; 0 disables the check.
-        grace: seconds that ranks have to end before they are killed.
+        node_rank: index of this machine.
+        address: address of machine 0, and the port.
+        lost_after: seconds without a heartbeat after which a machine is considered lost; 0 disables the check.
+        grace: seconds from SIGTERM until ranks are killed.
     """
 
     def __init__(self, node_rank: int, address: tuple[str, int], *, lost_after: float, grace: float) -> None:
@@ -85,7 +86,7 @@ class Heartbeat:
             return
 
     def _watch(self, connection: socket.socket, machine: int) -> None:
-        """Until this launch is over, or the machine."""
+        """Exchanges heartbeats with a machine until the launch is over or the machine is lost."""
         connection.settimeout(PAUSE_S)
         heard = time.monotonic()
         try:
@@ -97,25 +98,25 @@ class Heartbeat:
                     if LEAVE in words:
                         return
                     if not words:
-                        self._give_up(machine, "ended without closing its connection")
+                        self._end_ranks(machine, "ended without closing its connection")
                         return
                     heard = time.monotonic()
                     self._over.wait(max(0.0, PAUSE_S - (heard - sent)))
                 except TimeoutError:
                     pass
                 if time.monotonic() - heard > self._lost_after:
-                    self._give_up(machine, f"did not answer for {self._lost_after:g} s")
+                    self._end_ranks(machine, f"sent no heartbeat for {self._lost_after:g} s")
                     return
             connection.sendall(LEAVE)
         except OSError:
             if not self._over.is_set():
-                self._give_up(machine, "broke its connection")
+                self._end_ranks(machine, "reset its connection")
 
-    def _give_up(self, machine: int, how: str) -> None:
+    def _end_ranks(self, machine: int, how: str) -> None:
         if self._lost.is_set() or self._over.is_set():
             return
         self._lost.set()
-        say(f"machine {machine} {how}; ending the ranks of this one")
+        say(f"machine {machine} {how} and is considered lost; ending the ranks of this machine")
         signal_ranks(signal.SIGTERM)
         if not self._over.wait(self._grace):
             signal_ranks(signal.SIGKILL)

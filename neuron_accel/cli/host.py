@@ -1,4 +1,4 @@
-"""What the launcher and ``env`` need to know about this machine, beyond what decides the backend."""
+"""Properties of this machine that the launcher and ``neuron-accel env`` use."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Host:
 
     Args:
         cores: CPU cores that this process may run on.
-        loopback: name of the loopback network interface, if there is one.
+        loopback: name of the loopback network interface; None if there is none.
         torch_xla: whether torch_xla is installed.
-        neuron: whether it has Neuron devices.
-        instance: the type of Trainium instance that it is, if it is one that is known.
-        product: what it says it is; None where it does not say it.
-        kernel: major and minor version of Linux; None elsewhere.
-        name: its host name.
-        mounts: where file systems are mounted, and their types.
+        neuron: whether the machine has Neuron devices.
+        instance: type of the Trainium instance; None if it is not recognised.
+        product: the product name in its firmware (DMI); None if there is none.
+        kernel: major and minor version of Linux; None on other systems.
+        name: host name.
+        mounts: mount point and type of every file system.
     """
 
     cores: int
@@ -37,36 +37,36 @@ class Host:
 
 
 def count_cores() -> int:
-    """Cores that this process may use, which taskset, Slurm and containers can make fewer than there are."""
+    """Number of CPU cores that this process may use, which taskset, Slurm or a container may limit."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def memory_bytes() -> int:
-    """The machine's memory; a container's limit is not looked at."""
+    """Memory of the machine in bytes, regardless of the limit of a container."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def kernel_version(release: str) -> tuple[int, int] | None:
-    """Major and minor version from a release of Linux such as ``5.10.224-212.876.amzn2.x86_64``."""
+    """Major and minor version of a Linux release such as ``5.10.224-212.876.amzn2.x86_64``."""
     found = re.match(r"(\d+)\.(\d+)", release)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def find_loopback() -> str | None:
+    """Name of the loopback network interface, or None."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def count_neuron_devices(devices: Path = Path("/dev")) -> int:
-    """Neuron devices (chips, each with several cores) whose driver files are in ``devices``."""
+    """Number of Neuron devices (chips, each with several cores) in the folder ``devices``."""
     return sum(path.name.removeprefix("neuron").isdigit() for path in devices.glob("neuron*"))
 
 
 def read_mounts(root: Path = Path("/")) -> tuple[tuple[str, str], ...]:
-    """Where file systems are mounted and their types, in the order of ``root/proc/mounts``; none where that is
-    missing."""
+    """Mount point and type of every file system, in the order of ``root/proc/mounts``; empty if that is missing."""
     try:
         lines = (root / "proc" / "mounts").read_text(errors="replace").splitlines()
     except OSError:

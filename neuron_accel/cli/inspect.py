@@ -1,4 +1,4 @@
-"""``neuron-accel inspect``: what a checkpoint holds."""
+"""``neuron-accel inspect``: shows the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Reads headers only, and needs no torch. In a terminal, tables are wrapped to its
 EXAMPLES = """\
 examples:
   neuron-accel inspect checkpoint              the model's weights
-  neuron-accel inspect checkpoint --all        and the optimizer's state
-  neuron-accel inspect checkpoint --json       everything, for programs
+  neuron-accel inspect checkpoint --all        also the optimizer's state
+  neuron-accel inspect checkpoint --json       everything, as JSON
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint_dir", type=Path, help="the checkpoint, or its tensor_parallel_shards folder")
-    parser.add_argument("--all", action="store_true", help="list the optimizer's state, too")
+    parser.add_argument("--all", action="store_true", help="also list the optimizer's state")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -46,7 +46,7 @@ def format_report(report: dict[str, Any], *, everything: bool = False) -> str:
         ("plugins", ", ".join(report["plugins"]) or "-"),
         ("models", ", ".join(model["class"] for model in report["models"] if model) or "-"),
         ("optimizers", ", ".join(report["optimizers"]) or "-"),
-        *([("replicas", f"{report['replicas']}; of the first is shown")] if report["replicas"] > 1 else []),
+        *([("replicas", f"{report['replicas']}; the first is shown")] if report["replicas"] > 1 else []),
         ("files", f"{len(report['files'])}, {_size(total)}"),
     ]
     sections = [format_pairs(pairs, indent="")]

@@ -39,22 +39,22 @@ AUTO = "auto"
 
 SUMMARY = "start a training script on several ranks"
 DESCRIPTION = """\
-Start a training script on several ranks, with torchrun's machinery underneath.
+Start a training script on several ranks, with the elastic agent of torchrun.
 
 The exit code is that of the rank that failed first (128 + n if signal n ended it). SIGINT and SIGTERM
-are passed on to the ranks, and no rank outlives the launcher.
+are passed on to the ranks, and all ranks end with the launcher.
 
-Several machines are found by themselves where Slurm (srun), SageMaker, PyTorchJob and TrainJob on Kubernetes or MPI
-start one launcher on each: their number, which one this is, and the address of machine 0. Options replace what was
-found; --nnodes 1 means this machine alone. In an Indexed Job of Kubernetes give --nnodes and --master-addr.
+If Slurm (srun), SageMaker, MPI, or PyTorchJob or TrainJob on Kubernetes start one launcher on each machine, the number
+of machines, the index of this machine and the address of machine 0 are detected. Options override the detected values;
+--nnodes 1 launches on this machine only. In an Indexed Job of Kubernetes, pass --nnodes and --master-addr.
 """
 EXAMPLES = """\
 examples:
-  four ranks on this machine, on its accelerators if it has any, else on the CPU:
+  four ranks on this machine, on its accelerators, or on the CPU if it has none:
     neuron-accel launch --nproc-per-node 4 train.py --epochs 3
-  the same on the CPU in any case, with the output of every rank shown and kept:
+  the same on the CPU, with the output of every rank shown and kept in files:
     neuron-accel launch --nproc-per-node 4 --cpu --tee --log-dir logs train.py
-  what would be run, and with which environment:
+  print the command and the environment without launching:
     neuron-accel launch --nproc-per-node 4 --dry-run train.py
   a module instead of a file:
     neuron-accel launch --nproc-per-node 2 --module my_package.train
@@ -62,7 +62,7 @@ examples:
     neuron-accel launch --nnodes 2 --nproc-per-node 32 --instance trn1.32xlarge --slurm train.sbatch train.py
   the machines of a Slurm step, one task on each:
     srun --nodes 2 --ntasks-per-node 1 neuron-accel launch --nproc-per-node 32 train.py
-  two machines; run it on both, with --node-rank 1 on the second:
+  two machines; run this on both, with --node-rank 1 on the second:
     neuron-accel launch --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --nproc-per-node 32 train.py
 """
 
@@ -77,9 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks on this machine, or auto: one per accelerator core, else one per CPU core (default: 1)",
     )
-    _option(ranks, "--nnodes", type=int, metavar="N", help="number of machines (default: the cluster's, else 1)")
-    _option(ranks, "--node-rank", type=int, metavar="R", help="which machine this is, from 0 (default: likewise)")
-    _option(ranks, "--master-addr", metavar="A", help="address of machine 0 (default: likewise)")
+    _option(ranks, "--nnodes", type=int, metavar="N", help="number of machines (default: detected, else 1)")
+    _option(ranks, "--node-rank", type=int, metavar="R", help="index of this machine, from 0 (default: detected)")
+    _option(ranks, "--master-addr", metavar="A", help="address of machine 0 (default: detected)")
     _option(
         ranks,
         "--master-port",
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ranks,
         "--socket-interface",
         metavar="NAME",
-        help="network interface over which machines meet, such as eth0 (default: found)",
+        help="network interface for the rendezvous of several machines, such as eth0 (default: detected)",
     )
     _option(
         ranks,
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="consider a machine lost after SECONDS of silence (default: 30; 0: never)",
+        help="consider a machine lost after SECONDS without a heartbeat (default: 30; 0: never)",
     )
     _option(
         ranks, "--max-restarts", type=int, default=0, metavar="N", help="restart all ranks at most N times (default: 0)"
@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _option(neuron, "--retry-failed-compilation", action="store_true", help="retry cached failures")
     _option(neuron, "--compiler-flags", metavar="TEXT", default="", help="compiler flags, added to NEURON_CC_FLAGS")
     _option(
-        neuron, "--slurm", metavar="PLACE", help="write Slurm batch files to this file or folder, and do not launch"
+        neuron, "--slurm", metavar="PLACE", help="write Slurm batch files to this file or folder instead of launching"
     )
     output = parser.add_argument_group("output")
     output.add_argument("--tee", action="store_true", help="show every rank's output, prefixed with the rank")
@@ -129,10 +129,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="time from a signal until ranks that are still running are killed (default: 30)",
+        help="time from a signal until ranks are killed (default: 30)",
     )
     _option(parser, "--dry-run", action="store_true", help="print the launch settings without launching")
-    parser.add_argument("--module", "-m", action="store_true", help="the script is the name of a module")
+    parser.add_argument("--module", "-m", action="store_true", help="the script is a module name")
     parser.add_argument("script", help="the training script")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
@@ -147,7 +147,7 @@ def _count(text: str) -> int | str:
 
 
 def _option(parser: argparse._ActionsContainer, name: str, **kwargs: Any) -> None:
-    """Adds an option that may also be spelt with underscores, as torchrun's are."""
+    """Adds an option that can also be spelt with underscores, as those of torchrun."""
     parser.add_argument(*dict.fromkeys([name, "--" + name[2:].replace("-", "_")]), **kwargs)
 
 
@@ -183,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _machines(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
-    """What the request says of machines: options, and for those left out what the cluster's scheduler says."""
+    """The fields of a request about machines: from options, or else detected from the cluster's scheduler."""
     given = {
         "nnodes": args.nnodes,
         "node_rank": args.node_rank,
@@ -198,8 +198,8 @@ def _machines(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str,
         if found is not None and found.count is None:
             return {**given, "alone": found.source}
         return given
-    told = {"nnodes": found.count, "node_rank": found.rank, "master_addr": found.address, "master_port": found.port}
-    filled = {name: value for name, value in told.items() if value is not None and name not in given}
+    detected = {"nnodes": found.count, "node_rank": found.rank, "master_addr": found.address, "master_port": found.port}
+    filled = {name: value for name, value in detected.items() if value is not None and name not in given}
     return {**given, **filled, "found": f"according to {found.source}" if filled else ""}
 
 
@@ -209,9 +209,9 @@ def _cache(args: argparse.Namespace) -> CompileCache:
 
 
 def _write_batch_files(place: str, plan: LaunchPlan, args: argparse.Namespace) -> None:
-    from neuron_accel.cli.slurm import describe_batch_files, own_root, write_batch_files
+    from neuron_accel.cli.slurm import cache_per_host, describe_batch_files, write_batch_files
 
-    args.cache_dir = own_root(args.cache_dir)
+    args.cache_dir = cache_per_host(args.cache_dir)
     files = describe_batch_files(place, plan, _options_of(args), args.cache_dir)
     if args.dry_run:
         print("\n".join(f"# would be written to {file.path}\n{file.text}" for file in files))
@@ -225,11 +225,11 @@ def _write_batch_files(place: str, plan: LaunchPlan, args: argparse.Namespace) -
         first = shlex.quote(str(files[0].path))
         print(f"to compile first: job=$(sbatch --parsable {first}) && sbatch --dependency=afterok:$job {training}")
         if args.cache_dir and HOST in args.cache_dir:
-            print(f"each machine has a cache of its own, {args.cache_dir}: name the same ones for both (--nodelist)")
+            print(f"each machine has its own cache, {args.cache_dir}: run both jobs on the same machines (--nodelist)")
 
 
 def _options_of(args: argparse.Namespace) -> list[str]:
-    """The command line again, without what differs between machines."""
+    """The options and the script as words of a command line, without options that differ between machines."""
     words = ["--nproc-per-node", str(args.nproc_per_node), "--grace", f"{args.grace:g}"]
     words += ["--heartbeat", f"{args.heartbeat:g}"]
     for name in ("socket_interface", "instance", "lnc", "cache_dir", "compiler_flags", "log_dir"):
@@ -244,17 +244,18 @@ def _options_of(args: argparse.Namespace) -> list[str]:
 
 
 def prepare(request: LaunchRequest, *, meets: bool = True) -> LaunchPlan:
-    """Decides how to launch on this machine, in this environment.
+    """Plans a launch on this machine, in this environment.
 
     Args:
-        meets: whether the request says already where several machines meet.
+        request: what to launch.
+        meets: whether the request has to contain the address of machine 0 if there are several machines.
 
     Raises:
-        ConfigurationError: the request cannot be launched.
+        ConfigurationError: if the request cannot be launched.
     """
     if not meets:
         request = dataclasses.replace(request, master_addr=request.master_addr or "the first machine of the job")
-    check_request(request)  # before torch is imported, so that a wrong path is answered at once
+    check_request(request)  # before torch is imported, so that a wrong path is reported at once
     probes = Machine()
     decision = choose(None, os.environ, probes, cpu=request.cpu)
     instance = detect_instance()
@@ -278,8 +279,9 @@ def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:
     """Runs the ranks of this machine and returns the exit code for the shell.
 
     Raises:
-        ConfigurationError: the port asked for is taken, or the folder for logs cannot be written.
-        CommunicationError: the machines of the launch did not find each other.
+        ConfigurationError: if the port or the network interface cannot be used, or the folder for logs or the compile
+            cache cannot be written.
+        CommunicationError: if the rendezvous of the machines failed.
     """
     _check_port(plan)
     _check_interface(plan)
@@ -301,7 +303,7 @@ def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:
 
 
 def _using_cache(plan: LaunchPlan) -> contextlib.AbstractContextManager[None]:
-    """Keeps evictions of the compile cache from what this job uses.
+    """A context manager in which ``neuron-accel cache prune`` keeps the compiled graphs that this job uses.
 
     Raises:
         ConfigurationError: if the cache cannot be written.
@@ -316,7 +318,7 @@ def _using_cache(plan: LaunchPlan) -> contextlib.AbstractContextManager[None]:
 
 
 def _check_port(plan: LaunchPlan) -> None:
-    """Machine 0 will listen on the port: better to hear now that something else does."""
+    """Checks that machine 0 can listen on the port, before ranks are started."""
     if not plan.is_static or plan.request.node_rank != 0:
         return
     _, _, port = plan.endpoint.rpartition(":")
@@ -330,40 +332,39 @@ def _check_port(plan: LaunchPlan) -> None:
             raise ConfigurationError(
                 f"Port {port} of this machine cannot be used: {os.strerror(error.errno)}.",
                 where="--master-port",
-                why="The ranks meet there.",
-                fix="Give another port"
-                + ("." if plan.request.nnodes > 1 else ", or none: on one machine a free one is taken."),
+                why="it is the port of the rendezvous of all ranks",
+                fix="pass another port" + ("" if plan.request.nnodes > 1 else ", or none to use a free one"),
             ) from error
 
 
 def _check_interface(plan: LaunchPlan) -> None:
-    """With a wrong name ranks would fail one by one, far from here."""
+    """Checks the name of the network interface, with which ranks would fail later."""
     known = [name for _, name in socket.if_nameindex()]
     for name in (plan.request.socket_interface or "").split(","):
         if name and name not in known:
             raise ConfigurationError(
                 f"This machine has no network interface {name!r}.",
                 where="--socket-interface",
-                why="it is the one over which machines meet",
-                fix=f"name one of {', '.join(known)}, or leave it out",
+                why="it is the interface for the rendezvous of the machines",
+                fix=f"pass one of {', '.join(known)}, or leave it out",
             )
 
 
 def _note_unknown_address(plan: LaunchPlan) -> None:
-    """No error: in a cluster that is still coming up a name can get its address later."""
+    """Prints a note if the address of machine 0 cannot be resolved; it may become resolvable while a cluster starts."""
     if plan.request.nnodes == 1 or not plan.request.master_addr:
         return
     try:
         socket.getaddrinfo(plan.request.master_addr, None)
     except (OSError, UnicodeError) as error:
         _say(
-            f"{plan.request.master_addr} (--master-addr) has no address here ({error}); if that is no slip, it has "
-            f"{RENDEZVOUS_SECONDS // 60} minutes to get one"
+            f"{plan.request.master_addr} (--master-addr) cannot be resolved ({error}); retrying for "
+            f"{RENDEZVOUS_SECONDS // 60} minutes"
         )
 
 
 def _check_log_dir(plan: LaunchPlan) -> None:
-    """Better now than from within the agent that starts the ranks."""
+    """Checks that the folder for logs can be written, before ranks are started."""
     if not plan.request.log_dir:
         return
     try:
@@ -374,8 +375,8 @@ def _check_log_dir(plan: LaunchPlan) -> None:
         raise ConfigurationError(
             f"{plan.request.log_dir} cannot be written: {os.strerror(error.errno) if error.errno else error}.",
             where="--log-dir",
-            why="Each rank gets a folder of its own below it.",
-            fix="Name a folder that may be written to; it is made if it does not exist.",
+            why="the output of each rank is written to a folder in it",
+            fix="pass a folder that can be written; it is created if it does not exist",
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""What a launch will do, decided before anything starts: a pure function of the request and the machine."""
+"""The plan of a launch: a pure function of the request, the machine and the environment."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ from neuron_accel.neuron.environment import (
 from neuron_accel.neuron.instances import Instance, find_instance
 from neuron_accel.neuron.variables import Setting, review
 
-# ---- What a launch will do, decided before anything starts: a pure function of the request, the machine and the ------
-# environment, so that ``--dry-run`` prints exactly what a launch would do.
+# ---- The plan of a launch; ``--dry-run`` prints it -------------------------------------------------------------------
 DEFAULT_MASTER_PORT = 29500
 RENDEZVOUS_SECONDS = 900
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """What the user asked for; one field an option of ``neuron-accel launch``.
+    """The options of ``neuron-accel launch``, one field each, and two further fields.
 
-    Besides, ``found`` says how the machines of the launch are known if no option says it, and ``alone`` of what this
-    one is a member, of which no option says how many there are.
+    ``found`` names the scheduler in whose variables the machines were found; empty if options define them. ``alone``
+    names the scheduler of which this machine is a member if the number of machines is not known.
     """
 
     target: str
@@ -79,22 +78,24 @@ class LaunchPlan:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks on all machines."""
         return self.request.nproc_per_node * self.request.nnodes
 
     @property
     def is_static(self) -> bool:
-        """Whether the rendezvous is at an address that the user named; otherwise a free local port is taken."""
+        """Whether the rendezvous is at a given address or port; otherwise a free local port is used."""
         return self.request.nnodes > 1 or self.request.master_port is not None
 
     @property
     def endpoint(self) -> str:
+        """Address and port of the rendezvous."""
         if not self.is_static:
             return "127.0.0.1:0"
         return f"{self.request.master_addr or '127.0.0.1'}:{self.request.master_port or DEFAULT_MASTER_PORT}"
 
     @property
     def heartbeat_port(self) -> int:
-        """Of machine 0; the one after that where ranks meet."""
+        """Port of machine 0 for heartbeats; the one after that of the rendezvous."""
         return int(self.endpoint.rpartition(":")[2]) + 1
 
     def command(self, launcher_pid: int | str) -> list[str]:
@@ -104,6 +105,7 @@ class LaunchPlan:
         return [*rank, self.request.target, *self.request.arguments]
 
     def explain(self) -> str:
+        """The plan as text: settings with reasons, rendezvous, output and notes."""
         request = self.request
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         where = "this machine" if request.nnodes == 1 else f"{request.nnodes} machines, this is {request.node_rank}"
@@ -112,11 +114,11 @@ class LaunchPlan:
             pairs.append((f"machine {request.node_rank} of {request.nnodes}", request.found))
         if self.is_static:
             if request.nnodes > 1 and request.heartbeat:
-                beats = (
-                    f"a machine that says nothing for {request.heartbeat:g} s at port {self.heartbeat_port} is given up"
-                )
+                beats = f"at port {self.heartbeat_port}; without one for {request.heartbeat:g} s a machine is lost"
                 pairs.append((f"heartbeat {request.heartbeat:g}", beats))
-            waits = f"waits {RENDEZVOUS_SECONDS // 60} minutes for all machines" if request.nnodes > 1 else "as asked"
+            waits = (
+                f"waits {RENDEZVOUS_SECONDS // 60} minutes for all machines" if request.nnodes > 1 else "as requested"
+            )
             pairs.append((f"rendezvous {self.endpoint}", waits))
         pairs.append(("output", _explain_output(request)))
         pairs += [("note", remark) for remark in self.remarks]
@@ -124,19 +126,21 @@ class LaunchPlan:
 
 
 def plan_launch(request: LaunchRequest, host: Host, decision: Decision, environment: Mapping[str, str]) -> LaunchPlan:
-    """Decides how to launch.
+    """Plans a launch.
 
     Args:
-        request: what the user asked for.
+        request: what to launch.
         host: this machine.
         decision: the backend that the ranks will choose.
-        environment: the environment variables that the ranks inherit; what it sets is left alone.
+        environment: the environment variables that the ranks inherit. Variables in it are not changed, except by
+            options that the user passed.
 
     Raises:
-        ConfigurationError: the request cannot be launched.
+        ConfigurationError: if the request cannot be launched.
+        PlanError: if the instance cannot run this number of ranks.
     """
     check_request(request)
-    noted = remarks(request, host, decision, environment)  # first: it refuses variables that cannot be
+    noted = remarks(request, host, decision, environment)  # first, since it raises an error for invalid variables
     settings = [
         setting
         for setting in (
@@ -169,7 +173,7 @@ def _threads(request: LaunchRequest, host: Host) -> Setting:
 def _use_cpu(request: LaunchRequest, decision: Decision) -> Setting | None:
     if decision.device != "cpu":
         return None
-    why = "--cpu" if request.cpu else "no accelerator; without this, ranks of Accelerate would each train alone"
+    why = "--cpu" if request.cpu else "no accelerator; without it, each rank of Accelerate trains by itself"
     return Setting(name="ACCELERATE_USE_CPU", value="true", why=why, binding=request.cpu)
 
 
@@ -183,21 +187,21 @@ def _loopback(request: LaunchRequest, host: Host, decision: Decision) -> Setting
 def _interface(request: LaunchRequest) -> Setting | None:
     if request.socket_interface is None:
         return None
-    why = "machines meet over the interface that was asked for"
+    why = "--socket-interface"
     return Setting(name="GLOO_SOCKET_IFNAME", value=request.socket_interface, why=why, binding=True)
 
 
 def _nccl_interface(request: LaunchRequest, decision: Decision) -> Setting | None:
     if request.socket_interface is None or decision.device != "cuda":
         return None
-    why = "the same for nccl"
+    why = "--socket-interface"
     return Setting(name="NCCL_SOCKET_IFNAME", value=request.socket_interface, why=why, binding=True)
 
 
 def _own_store(request: LaunchRequest) -> Setting | None:
     if not request.max_restarts:
         return None
-    why = "ranks that are started again must not find the addresses of those before"
+    why = "restarted ranks must not read the addresses of the ranks before them from the store"
     return Setting(name="TORCH_DISABLE_SHARE_RDZV_TCP_STORE", value="1", why=why)
 
 
@@ -220,7 +224,11 @@ def _explain_output(request: LaunchRequest) -> str:
 
 
 def check_request(request: LaunchRequest) -> None:
-    """Raises :class:`ConfigurationError` for a request that cannot be launched."""
+    """Checks the parts of a request that do not depend on the machine.
+
+    Raises:
+        ConfigurationError: if the request cannot be launched.
+    """
     _check_ranks(request)
     if request.module:
         _check_module(request.target)
@@ -230,84 +238,90 @@ def check_request(request: LaunchRequest) -> None:
         raise ConfigurationError(
             f"{request.log_dir} is a file.",
             where="--log-dir",
-            why="Each rank gets a folder of its own below it.",
-            fix="Name a folder; it is made if it does not exist.",
+            why="the output of each rank is written to a folder in it",
+            fix="pass a folder; it is created if it does not exist",
         )
 
 
 def _check_ranks(request: LaunchRequest) -> None:
     if request.nproc_per_node < 1:
         raise ConfigurationError(
-            f"{request.nproc_per_node} ranks cannot train anything.",
+            f"--nproc-per-node is {request.nproc_per_node}; expected at least 1.",
             where="--nproc-per-node",
-            fix="Give the number of ranks on this machine: 1 or more, at most one for each accelerator core.",
+            fix="pass the number of ranks on this machine, at most one per accelerator core",
         )
     if request.nnodes < 1:
         raise ConfigurationError(
-            f"{request.nnodes} machines cannot train anything.", where="--nnodes", fix="Give 1 or more."
+            f"--nnodes is {request.nnodes}; expected at least 1.", where="--nnodes", fix="pass the number of machines"
         )
     if not 0 <= request.node_rank < request.nnodes:
         raise ConfigurationError(
-            f"Machine {request.node_rank} does not exist among {request.nnodes}.",
+            f"--node-rank is {request.node_rank}, but there are {request.nnodes} machines.",
             where="--node-rank",
-            why="Machines are counted from 0.",
-            fix=f"Give a number from 0 to {request.nnodes - 1}; a different one on every machine.",
+            why="machines are numbered from 0",
+            fix=f"pass a number from 0 to {request.nnodes - 1}, a different one on every machine",
         )
     if request.nnodes > 1 and not request.master_addr:
         raise ConfigurationError(
-            f"{request.nnodes} machines need to know where to meet.",
+            f"{request.nnodes} machines need the address of machine 0.",
             where="--master-addr",
-            fix="Give the address of machine 0, the same on all of them.",
+            why="the rendezvous of all ranks is on machine 0",
+            fix="pass its address, the same on all machines",
         )
     if request.socket_interface is not None and (request.nnodes == 1 or not request.socket_interface.strip()):
         raise ConfigurationError(
-            f"The interface {request.socket_interface!r} "
-            + ("names none." if not request.socket_interface.strip() else "does nothing on one machine."),
+            "--socket-interface is empty."
+            if not request.socket_interface.strip()
+            else f"--socket-interface {request.socket_interface} has no effect on one machine.",
             where="--socket-interface",
-            why="it is the network interface over which several machines meet",
-            fix="Name one, such as eth0, with --nnodes; or leave it out.",
+            why="it is the network interface for the rendezvous of several machines",
+            fix="pass an interface, such as eth0, together with --nnodes; or leave it out",
         )
     if request.master_port is not None and not 0 < request.master_port < 65536:
         raise ConfigurationError(
             f"{request.master_port} is not a port.",
             where="--master-port",
-            fix="Give a number from 1 to 65535, or leave it out on one machine: a free port is taken then.",
+            fix="pass a number from 1 to 65535, or leave it out on one machine to use a free port",
         )
     if request.master_port == 65535 and request.nnodes > 1 and request.heartbeat:
         raise ConfigurationError(
-            "Port 65535 is the last one.",
+            "Port 65535 is the last port.",
             where="--master-port",
-            why="machines tell each other that they are there at the port after it",
-            fix="Give a smaller number, or --heartbeat 0.",
+            why="heartbeats use the port after it",
+            fix="pass a smaller number, or --heartbeat 0",
         )
     if request.max_restarts < 0:
         raise ConfigurationError(
-            f"Ranks cannot be restarted {request.max_restarts} times.", where="--max-restarts", fix="Give 0 or more."
+            f"--max-restarts is {request.max_restarts}; expected at least 0.",
+            where="--max-restarts",
+            fix="pass 0 or more",
         )
     if not (request.heartbeat == 0 or 3 <= request.heartbeat < math.inf):
         raise ConfigurationError(
-            f"A machine cannot be considered lost after {request.heartbeat:g} seconds.",
+            f"--heartbeat is {request.heartbeat:g}; expected at least 3 seconds, or 0.",
             where="--heartbeat",
             why="machines send a heartbeat every second",
-            fix="Give 3 or more seconds, or 0 to disable the check.",
+            fix="pass 3 or more seconds, or 0 to disable the check",
         )
     if not 0 <= request.grace < math.inf:
         raise ConfigurationError(
-            f"Ranks cannot be given {request.grace} seconds to end.", where="--grace", fix="Give 0 or more seconds."
+            f"--grace is {request.grace:g}; expected a finite number of at least 0 seconds.",
+            where="--grace",
+            fix="pass 0 or more",
         )
 
 
 def _check_script(target: str) -> None:
-    if os.path.isfile(target):  # unlike Path, also where the name is too long to be one
+    if os.path.isfile(target):  # unlike Path.is_file, also for a name that is too long
         return
     what = "is a folder" if os.path.isdir(target) else "does not exist"
     folder = Path(target).parent if os.path.isdir(os.path.dirname(target)) else Path()
     nearby = [str(folder / file.name) if folder != Path() else file.name for file in folder.glob("*.py")]
-    fix = did_you_mean(target, nearby) if len(nearby) <= 20 else "Check the path."
+    fix = did_you_mean(target, nearby) if len(nearby) <= 20 else "check the path"
     if not nearby:
-        fix = "Check the path; for a module that Python can import give --module."
+        fix = "check the path; for an importable module pass --module"
     raise ConfigurationError(
-        f"{target or 'The script'} {what}.", where=f"script to launch, looked up from {os.getcwd()}", fix=fix
+        f"{target or 'The script'} {what}.", where=f"the script to launch, relative to {os.getcwd()}", fix=fix
     )
 
 
@@ -318,24 +332,24 @@ def _check_module(target: str) -> None:
             f"{target!r} is not a valid module name.",
             where="--module",
             why="a module name consists of identifiers separated by dots, starting with the top-level package",
-            fix="Write my_package.train for my_package/train.py, or leave --module out to give a file.",
+            fix="pass my_package.train for my_package/train.py, or leave --module out to pass a file",
         )
-    with contextlib.suppress(ValueError):  # of this program's own __main__
+    with contextlib.suppress(ValueError):  # raised for __main__
         if PathFinder.find_spec(package, [os.getcwd()]) or importlib.util.find_spec(package):
             return
     raise ConfigurationError(
         f"There is no module {package!r}.",
         where="--module",
-        fix="Install it, or run from the folder that contains it; for a file leave --module out.",
+        fix="install it, or run from the folder that contains it; for a file leave --module out",
     )
 
 
-# ---- What a launch sets and checks because ranks run on Trainium, or are planned for it. Pure ------------------------
+# ---- Settings and checks for ranks that run on Trainium, or are planned for it ---------------------------------------
 def instance_of(request: LaunchRequest, host: Host, environment: Mapping[str, str]) -> Instance | None:
-    """The instance that is asked for, or that this machine is.
+    """The instance of ``--instance`` or the environment, else that of this machine; None if it is not recognised.
 
     Raises:
-        ConfigurationError: if it is none that the table knows.
+        ConfigurationError: if the given instance type is not known.
     """
     if request.instance is not None:
         return find_instance(request.instance, "--instance")
@@ -346,7 +360,7 @@ def instance_of(request: LaunchRequest, host: Host, environment: Mapping[str, st
 
 
 def most_ranks(request: LaunchRequest, host: Host, decision: Decision, environment: Mapping[str, str]) -> int:
-    """One rank for each logical core of the Trainium instance, GPU, or CPU core that there is.
+    """The number of ranks of ``--nproc-per-node auto``: logical cores of the Trainium instance, GPUs, or CPU cores.
 
     Raises:
         ConfigurationError: if the number of cores is not known.
@@ -356,9 +370,10 @@ def most_ranks(request: LaunchRequest, host: Host, decision: Decision, environme
         return instance.cores(request.lnc) // instance.hosts
     if runs_on_neuron(host, decision):
         raise ConfigurationError(
-            "This instance is not known, nor how many cores it has.",
+            "The number of cores of this instance is not known.",
             where="--nproc-per-node auto",
-            fix="give the number of ranks, or name the --instance",
+            why="the instance is not recognised",
+            fix="pass the number of ranks, or --instance",
         )
     if decision.device == "cuda":
         import torch
@@ -368,24 +383,25 @@ def most_ranks(request: LaunchRequest, host: Host, decision: Decision, environme
 
 
 def runs_on_neuron(host: Host, decision: Decision) -> bool:
+    """Whether ranks will run on Neuron devices."""
     return decision.device == "neuron" or (decision.device == "xla" and host.neuron)
 
 
 def neuron_settings(
     request: LaunchRequest, host: Host, decision: Decision, environment: Mapping[str, str]
 ) -> tuple[Setting, ...]:
-    """Variables for Neuron's runtime, network, compiler and compile cache.
+    """Environment variables for the Neuron runtime, network, compiler and compile cache.
 
     Raises:
-        PlanError: if the instance cannot run so many ranks; the nearest number is named.
-        ConfigurationError: for options that contradict the environment, or that do nothing here.
+        PlanError: if the instance cannot run this number of ranks.
+        ConfigurationError: if an option contradicts the environment, or has no effect.
     """
     instance = instance_of(request, host, environment)
     if instance is not None:
         _check_ranks_of_instance(request, instance)
     found = []
     if instance is not None and (request.instance or environment.get(INSTANCE_VARIABLE)):
-        why = "the plan is checked against what it can do"
+        why = "the plan is checked for this instance"
         found.append(Setting(name=INSTANCE_VARIABLE, value=instance.name, why=why, binding=bool(request.instance)))
     native = decision.device == "neuron"
     if not runs_on_neuron(host, decision):
@@ -406,17 +422,17 @@ def neuron_settings(
 
 
 def remarks(request: LaunchRequest, host: Host, decision: Decision, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What is worth saying about the machine, and about variables that are set already.
+    """Notes on the machine, and on environment variables that are set already.
 
     Raises:
-        ConfigurationError: for a value that no version understands.
+        ConfigurationError: if a variable has an invalid value.
     """
     compiles = decision.device == "xla"
     said = []
     if request.alone:
         said.append(
-            f"this is one machine of {request.alone}, and trains alone: give --nnodes and --master-addr (or "
-            "MASTER_ADDR) for one training over all of them"
+            f"this machine is part of {request.alone}, but trains by itself: pass --nnodes and --master-addr (or set "
+            "MASTER_ADDR) to train on all machines together"
         )
     if runs_on_neuron(host, decision):
         way = "xla" if compiles else "native"
@@ -432,25 +448,27 @@ def remarks(request: LaunchRequest, host: Host, decision: Decision, environment:
 
 def _remark_on_instance(request: LaunchRequest, host: Host, environment: Mapping[str, str]) -> list[str]:
     instance = instance_of(request, host, environment)
-    says = f"says that it is {host.product!r}" if host.product else "does not say what it is"
+    product = (
+        f"the product name of this machine is {host.product!r}" if host.product else "this machine has no product name"
+    )
     if instance is None:
         return [
-            f"instance not recognised: this machine {says}; numbers of ranks and groups are not checked, and logical "
-            "cores are left to the runtime; name --instance"
+            f"instance not recognised: {product}; the numbers of ranks and groups are not checked, and logical cores "
+            "are not configured; pass --instance"
         ]
     is_variant = instance.name == host.instance and host.product not in (None, instance.name)
-    return [f"this machine {says}, and is taken for a {instance.name}; --instance names another"] if is_variant else []
+    return [f"{product}; assuming a {instance.name}, pass --instance for another"] if is_variant else []
 
 
 def _options(request: LaunchRequest, lnc: int | None) -> CompilerOptions:
     extra = (request.compiler_flags,) if request.compiler_flags else ()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is odd about flags is among the remarks
+        warnings.simplefilter("ignore")  # flags are checked in `remarks`
         return CompilerOptions(extra=extra, lnc=lnc)  # type: ignore[arg-type]
 
 
 def _compiled_lnc(request: LaunchRequest, instance: Instance | None) -> int | None:
-    """The logical configuration that the compiler receives; None where there is no choice, or it is not known."""
+    """The logical core configuration for the compiler; None if the instance has only one, or is not recognised."""
     if instance is None:
         return request.lnc
     return instance.logical(request.lnc) if len(instance.lnc) > 1 else None
@@ -462,28 +480,28 @@ def _check_ranks_of_instance(request: LaunchRequest, instance: Instance) -> None
     full = instance.cores(request.lnc) // instance.hosts
     if request.nnodes > 1 and request.nproc_per_node != full:
         raise ConfigurationError(
-            f"{request.nproc_per_node} ranks on each of {request.nnodes} {instance.name} cannot form groups.",
+            f"{request.nproc_per_node} ranks on each of {request.nnodes} {instance.name} are not possible.",
             where="--nproc-per-node",
-            why="with several machines each runs one rank on every core",
-            fix=f"give {full}, or one machine",
+            why="with several machines, every core has to run a rank",
+            fix=f"pass {full}, or use one machine",
         )
 
 
 def _refuse_without_neuron(request: LaunchRequest, decision: Decision) -> None:
     if request.lnc is not None and not request.instance:
         raise ConfigurationError(
-            "--lnc does nothing here.",
+            "--lnc has no effect here.",
             where=f"device {decision.device}: {decision.reason}",
-            why="logical cores are Trainium's",
-            fix="drop it, or name the --instance to plan for",
+            why="only Trainium has logical cores",
+            fix="leave it out, or pass the --instance to plan for",
         )
     if decision.device == "xla" or request.instance:  # planned for another machine
         return
     for option, value in (("--compiler-flags", request.compiler_flags), ("--cache-dir", request.cache.location)):
         if value:
             raise ConfigurationError(
-                f"{option} does nothing here.",
+                f"{option} has no effect here.",
                 where=f"device {decision.device}: {decision.reason}",
                 why="nothing is compiled on this device",
-                fix="drop it, or choose the xla backend",
+                fix="leave it out, or choose the xla backend",
             )

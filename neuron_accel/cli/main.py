@@ -1,4 +1,4 @@
-"""Entry point of ``neuron-accel``: parses, dispatches, and prints the project's errors without a traceback."""
+"""Entry point of ``neuron-accel``: runs a command, and prints errors of this library without a traceback."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ COMMANDS = {
 EPILOG = """\
 examples:
   neuron-accel launch --nproc-per-node 4 train.py --epochs 3    train on four ranks of this machine
-  neuron-accel test                                             does this installation work?
-  neuron-accel env                                              what to paste into a bug report
-  neuron-accel plugins                                          which strategies are installed
-  neuron-accel new-plugin stripes                               write a package with a strategy of your own
-  neuron-accel schedule --stages 4 --microbatches 8             what a pipeline schedule looks like
+  neuron-accel test                                             check this installation
+  neuron-accel env                                              print versions and settings for a bug report
+  neuron-accel plugins                                          list the installed strategies
+  neuron-accel new-plugin stripes                               create a package with a strategy of your own
+  neuron-accel schedule --stages 4 --microbatches 8             draw a pipeline schedule
 """
 
 
@@ -69,14 +69,19 @@ def build_parser() -> argparse.ArgumentParser:
 def _version() -> str:
     try:
         return metadata.version("neuron-accel")
-    except metadata.PackageNotFoundError:  # a copy of the source that was not installed
+    except metadata.PackageNotFoundError:  # a source tree that is not installed
         return "of unknown version"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code: 0 fine, 1 failed, 2 wrong usage, 128 + n ended by signal n.
+    """Runs the command line.
 
-    ``launch`` returns the exit code of the rank that failed first.
+    Args:
+        argv: the words of the command line; None: ``sys.argv[1:]``.
+
+    Returns:
+        the exit code: 0 for success, 1 if a check failed, 2 for wrong usage or an error of this library, 128 + n if
+        ended by signal n. ``launch`` returns the exit code of the rank that failed first.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser()
@@ -93,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `neuron-accel env | head` closed our output; nothing is left to say
+    except BrokenPipeError:  # the reader has closed the pipe, as in `neuron-accel env | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

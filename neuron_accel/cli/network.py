@@ -1,7 +1,7 @@
-"""``neuron-accel env --network``: whether this machine can train with others, before several are started.
+"""``neuron-accel env --network``: checks whether this machine is set up for training on several machines.
 
-Collectives between Trainium instances go over the Elastic Fabric Adapter (EFA). What can be seen of it from one machine
-is checked here; what cannot, the security group, is said.
+Collectives between Trainium instances use the Elastic Fabric Adapter (EFA). The checks cover what can be determined on
+one machine; the security group, which cannot, is listed as unknown.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from neuron_accel.neuron.environment import ROOT_PORT
 from neuron_accel.neuron.instances import Instance
 
 SECONDS = 20.0
-"""How long ``fi_info`` may take."""
+"""Time limit of ``fi_info``."""
 FI_INFO = "opt/amazon/efa/bin/fi_info"
-"""Where AWS's installer puts it, below the root."""
+"""Path to which AWS's installer writes ``fi_info``, relative to the root."""
 SECURITY_GROUP = (
-    "EFA needs a security group that allows all traffic from and to itself, in both directions, and machines in one "
-    "subnet; neither can be seen from here. fi_pingpong -p efa between two machines shows it."
+    "EFA requires a security group that allows all traffic from and to itself, in both directions, and machines in one "
+    "subnet. This cannot be checked on one machine; test it with fi_pingpong -p efa between two machines."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What one look found.
+    """The result of one check.
 
     Args:
-        name: of what was looked at.
-        ok: whether it will do; None where that cannot be said.
-        found: what there is.
-        fix: what to do; empty where there is nothing to do.
+        name: what was checked.
+        ok: whether the check passed; None if that cannot be determined.
+        found: what was found.
+        fix: how to fix it; empty if there is nothing to fix.
     """
 
     name: str
@@ -47,13 +47,16 @@ class Check:
 def collect_network(
     environ: Mapping[str, str], instance: Instance | None, root: Path = Path("/"), fi_info: str | None = None
 ) -> list[dict[str, Any]]:
-    """The checks as plain data.
+    """Runs all checks.
 
     Args:
         environ: environment variables.
-        instance: what this machine is, where that is known.
-        root: below which the files of the system are.
-        fi_info: libfabric's command; by default that of the PATH, else that of AWS's installer below ``root``.
+        instance: the type of this instance; None if it is not known.
+        root: the folder that contains the system's ``sys``, ``proc`` and ``opt``.
+        fi_info: libfabric's ``fi_info``; None: the one on the PATH, else that of AWS's installer below ``root``.
+
+    Returns:
+        the fields of a :class:`Check` for each check, as dicts.
     """
     command = fi_info or shutil.which("fi_info", path=environ.get("PATH", "")) or str(root / FI_INFO)
     checks = [
@@ -69,25 +72,25 @@ def collect_network(
 
 
 def _devices(root: Path, instance: Instance | None) -> Check:
-    """EFA devices are InfiniBand devices whose driver is efa."""
+    """Checks the number and state of EFA devices: InfiniBand devices whose driver is efa."""
     folder = root / "sys" / "class" / "infiniband"
     found = sorted(path for path in folder.glob("*") if (path / "device" / "driver").resolve().name == "efa")
     down = [path.name for path in found if "ACTIVE" not in _read(path / "ports" / "1" / "state")]
     expected = instance.efa_interfaces if instance is not None else None
-    text = f"{len(found)} EFA devices" + (f" of {expected} of a {instance.name}" if expected and instance else "")
+    text = f"{len(found)} EFA devices" + (f"; a {instance.name} has {expected}" if expected and instance else "")
     if not found:
         fix = "attach EFA network interfaces to the instance, and install AWS's EFA driver (in a container: give it "
         return Check(name="EFA devices", ok=False, found=text, fix=fix + "the devices /dev/infiniband/uverbs*)")
     if down:
-        fix = "bring them up: ip link, and the instance's network interfaces"
+        fix = "activate them: see ip link, and the network interfaces of the instance"
         return Check(name="EFA devices", ok=False, found=f"{text}, not active: {', '.join(down)}", fix=fix)
-    fix = "attach all of them: with fewer, groups between machines are slow or cannot be formed"
+    fix = "attach all of them: with fewer, collectives between machines are slower or fail"
     enough = expected is None or len(found) >= expected
     return Check(name="EFA devices", ok=enough, found=text, fix="" if enough else fix)
 
 
 def _provider(command: str) -> Check:
-    """Whether libfabric finds its provider for EFA, which is what the runtime asks it for."""
+    """Checks that libfabric finds its EFA provider, which the Neuron runtime uses."""
     name = "libfabric (fi_info -p efa)"
     try:
         done = subprocess.run([command, "-p", "efa"], capture_output=True, text=True, timeout=SECONDS)
@@ -104,29 +107,29 @@ def _provider(command: str) -> Check:
 
 
 def _variables(environ: Mapping[str, str]) -> Check:
-    """Variables that keep the launcher's own settings from being made."""
+    """Checks for environment variables that override settings of the launcher."""
     wanted = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
     other = [f"{name}={environ[name]}" for name, value in wanted.items() if environ.get(name, value).strip() != value]
     if other:
-        fix = "unset them: neuron-accel launch sets what several machines need"
+        fix = "unset them: neuron-accel launch sets the values that EFA requires"
         return Check(name="variables", ok=False, found=", ".join(other), fix=fix)
-    return Check(name="variables", ok=True, found="none that stand in the way")
+    return Check(name="variables", ok=True, found="no conflicting settings")
 
 
 def _interfaces(root: Path) -> Check:
-    """Where machines meet is an ordinary network interface."""
+    """Checks for an ordinary network interface, which the rendezvous of the ranks uses."""
     folder = root / "sys" / "class" / "net"
     up = [path.name for path in sorted(folder.glob("*")) if path.name != "lo" and _read(path / "operstate") != "down"]
     virtual = [name for name in up if name.startswith(("docker", "veth", "br-", "cni", "virbr"))]
     real = [name for name in up if name not in virtual]
     fix = ""
     if virtual and real:
-        fix = f"if machines do not find each other, give --socket-interface {real[0]}"
+        fix = f"if the rendezvous fails, pass --socket-interface {real[0]}"
     return Check(name="network interfaces", ok=bool(real), found=", ".join(up) or "none but lo", fix=fix)
 
 
 def _locked_memory() -> Check:
-    """EFA registers memory, which is locked."""
+    """Checks the limit on locked memory: EFA registers memory, which locks it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Check(name="locked memory", ok=True, found="unlimited")
@@ -135,20 +138,22 @@ def _locked_memory() -> Check:
 
 
 def _root_port(root: Path) -> Check:
-    """The port where the runtime's ranks meet must not be given to a connection that comes first."""
-    name, folder = "port of the runtime", root / "proc" / "sys" / "net" / "ipv4"
+    """Checks that the kernel does not assign the port at which the runtime's ranks meet to another connection."""
+    name, folder = "runtime port", root / "proc" / "sys" / "net" / "ipv4"
     low, _, high = _read(folder / "ip_local_port_range").partition("\t")
     if not (low.isdecimal() and high.isdecimal()):
-        return Check(name=name, ok=None, found=f"{ROOT_PORT}; the range of local ports cannot be read")
+        return Check(name=name, ok=None, found=f"{ROOT_PORT}; the range of ephemeral ports cannot be read")
     reserved = _read(folder / "ip_local_reserved_ports")
-    if int(low) <= ROOT_PORT <= int(high) and not _names(reserved, ROOT_PORT):
+    if int(low) <= ROOT_PORT <= int(high) and not _contains(reserved, ROOT_PORT):
         fix = f"reserve it: sysctl net.ipv4.ip_local_reserved_ports={ROOT_PORT}"
-        return Check(name=name, ok=False, found=f"{ROOT_PORT} is among the local ports {low} to {high}", fix=fix)
-    return Check(name=name, ok=True, found=f"{ROOT_PORT} is not given to others")
+        return Check(
+            name=name, ok=False, found=f"{ROOT_PORT} is in the range of ephemeral ports, {low} to {high}", fix=fix
+        )
+    return Check(name=name, ok=True, found=f"{ROOT_PORT} is not assigned to other connections")
 
 
-def _names(ranges: str, port: int) -> bool:
-    """Whether a list as ``46820,62182-62190`` names a port."""
+def _contains(ranges: str, port: int) -> bool:
+    """Whether ``ranges``, such as ``46820,62182-62190``, contain a port."""
     pairs = [part.partition("-") for part in ranges.split(",") if part]
     return any(int(first) <= port <= int(last or first) for first, _, last in pairs)
 
@@ -161,7 +166,7 @@ def _read(path: Path) -> str:
 
 
 def format_network(checks: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Pairs of a name and what was found, with what to do below it."""
+    """The name of each check, and its result with the fix, as text."""
     marks = {True: "ok", False: "not ok", None: "?"}
     return [
         (check["name"], f"{marks[check['ok']]}: {check['found']}" + (f"; {check['fix']}" if check["fix"] else ""))

@@ -1,4 +1,4 @@
-"""``neuron-accel new-plugin``: a package with a strategy of one's own, to begin with."""
+"""``neuron-accel new-plugin``: creates a package with a strategy plugin, as a starting point."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from neuron_accel.errors import UsageError
 SUMMARY = "create a package with a strategy plugin"
 DESCRIPTION = """\
 Create a package with a strategy plugin: pyproject.toml with its entry point, a plugin with an option and hooks, and
-tests that run the conformance kit. It can be installed and passes its tests; replace its behaviour with yours. The
-page "Writing a plugin" of the documentation explains every part.
+tests that run the conformance kit. The package can be installed, and its tests pass; replace its behaviour with yours.
+The page "Writing a plugin" of the documentation explains every part.
 """
 EXAMPLES = """\
 examples:
@@ -32,13 +32,13 @@ FILES = {
     "src/{package}/plugin.py": "plugin.py",
     "tests/test_{name}.py": "test_plugin.py",
 }
-"""Path in the new package to the template of its content."""
+"""Paths in the new package, and the templates of their contents."""
 
 PREFIX = "neuron-accel-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", help="the plugin's name in configuration files: small letters, digits, underscores")
+    parser.add_argument("name", help="the plugin's name in configuration files: lowercase letters, digits, underscores")
     parser.add_argument(
         "--output", type=Path, default=Path(), metavar="FOLDER", help="parent folder (default: the current one)"
     )
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     folder = write(args.name, args.output)
-    print(f"{folder}: a package with the plugin {plugin_name(args.name)!r}. What next:")
+    print(f"{folder}: a package with the plugin {plugin_name(args.name)!r}. Next steps:")
     print(f"  cd {folder}")
     print("  pip install -e '.[test]'")
     print("  pytest")
@@ -54,40 +54,40 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plugin_name(name: str) -> str:
-    """The plugin's name from the argument ``name``.
+    """Returns the plugin's name for the argument ``name``, which may be the name of a distribution.
 
     Raises:
-        UsageError: if it is not a valid name of a package and class, or is taken.
+        UsageError: if it is not a valid name of a package and class, or another plugin has it.
     """
     result = name.removeprefix(PREFIX).replace("-", "_")
     if keyword.iskeyword(result):
         raise UsageError(
             f"{name!r} is not a valid name for a plugin.",
-            why=f"{result!r} is a keyword of Python, and a package and a class get this name",
+            why=f"{result!r} is a keyword of Python, and the name of the package and the class is derived from it",
             fix=f"choose another name, such as {result}_plugin",
         )
     if not re.fullmatch(r"[a-z][a-z0-9_]*", result):
         raise UsageError(
             f"{name!r} is not a valid name for a plugin.",
             why="the name is used for the package, the class and the key in configuration files",
-            fix="use small letters, digits and underscores, with a letter first",
+            fix="use lowercase letters, digits and underscores, with a letter first",
         )
     taken = [entry for entry in Registry.from_environment().entries() if entry.name == result]
     if taken:
         raise UsageError(
-            f"There is a plugin {result!r} already.",
+            f"A plugin {result!r} exists already.",
             where=taken[0].source,
-            why="names of plugins are unique",
+            why="names of plugins must be unique",
             fix="choose another name",
         )
     return result
 
 
 def write(name: str, output: Path) -> Path:
-    """Writes the package; returns its folder.
+    """Writes the package below ``output`` and returns its folder.
 
     Raises:
-        UsageError: if the name is not possible, or the folder is there already.
+        UsageError: if the name is not valid, or the folder exists already.
     """
     name = plugin_name(name)
     values = {

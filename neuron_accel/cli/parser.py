@@ -1,7 +1,7 @@
-"""Parsing the command line: help that fits the terminal, and wrong usage answered where it was made.
+"""Parsing the command line: help that fits the terminal, and error messages with the most similar option.
 
-What argparse does for a misspelt option of a subcommand is to print the usage of the whole program. Here the subcommand
-answers, with its own usage and the nearest name.
+For an unknown option of a subcommand argparse prints the usage of the whole program; :class:`Parser` prints that of the
+subcommand.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from neuron_accel.errors import NeuronAccelError
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Wraps what stands before and after the options to the width of the terminal, keeping paragraphs, indented lines,
-    and the two columns of examples. An option is listed by the first of its spellings of each length."""
+    """Wraps the description and the examples to the width of the terminal. It keeps paragraphs, indented lines, and the
+    two columns of examples, and leaves out spellings of options with underscores."""
 
     def __init__(self, prog: str, **kwargs: Any) -> None:
         super().__init__(prog, **{"width": terminal_width() - 1, "max_help_position": 30, **kwargs})
 
     def add_argument(self, action: argparse.Action) -> None:
         super().add_argument(action)
-        for command in self._iter_indented_subactions(action):  # argparse forgets that they are indented
+        for command in self._iter_indented_subactions(action):  # argparse ignores their indentation
             length = len(self._format_action_invocation(command)) + self._current_indent
             self._action_max_length = max(self._action_max_length, length)
 
@@ -43,8 +43,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def _filled(text: str, width: int) -> Iterator[str]:
-    """The lines of a text that was wrapped for another width. Lines that are indented, or come before such ones, stay
-    lines of their own."""
+    """Rewraps a text to ``width``. Paragraphs that contain an indented line are wrapped line by line."""
     for paragraph in re.split(r"\n\s*\n", text.strip("\n")):
         lines = paragraph.split("\n")
         if any(line.startswith(" ") for line in lines):
@@ -56,7 +55,7 @@ def _filled(text: str, width: int) -> Iterator[str]:
 
 
 def _line(line: str, width: int) -> Iterator[str]:
-    """A line, or where it is too long: its columns below each other, and a command over several lines."""
+    """Wraps one line: its columns below each other, and a command continued with backslashes."""
     if len(line) <= width:
         yield line
         return
@@ -80,7 +79,7 @@ def _line(line: str, width: int) -> Iterator[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors name the option that was meant, after its own usage."""
+    """An ArgumentParser whose error messages begin with its own usage and suggest the most similar option."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": HelpFormatter, "allow_abbrev": False, **kwargs})
@@ -97,7 +96,7 @@ class Parser(argparse.ArgumentParser):
         return namespace, left
 
     def error(self, message: str) -> NoReturn:
-        if "required" in message:  # perhaps because of an unknown option
+        if "required" in message:  # which may follow from an unknown option
             known = self._option_string_actions
             words = self._words[: self._words.index("--")] if "--" in self._words else self._words
             unknown = [w for w in words if re.match(r"--?[A-Za-z]", w) and w.partition("=")[0] not in known]
@@ -124,11 +123,11 @@ def no_command(word: str, commands: Mapping[str, Any]) -> str:
 
 @contextmanager
 def naming_options(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors raised inside name options of the command line, instead of arguments in Python.
+    """A context manager in which error messages name options of the command line instead of arguments in Python.
 
     Args:
-        names: argument in Python to option: ``{"virtual_stages": "--virtual-stages"}``. ``name=value`` becomes
-            ``--name value``.
+        names: option by argument, such as ``{"virtual_stages": "--virtual-stages"}``. In messages ``name=value``
+            becomes ``--name value``.
     """
     try:
         yield
@@ -143,7 +142,7 @@ def _with_options(text: str | None, names: Mapping[str, str]) -> str | None:
         if text is not None:
             word = rf"(?<![\w.-]){re.escape(name)}"
             text = re.sub(rf"{word}=[\"']?([\w.-]+)[\"']?", rf"{option} \1", text)
-            # Names without a dot or underscore are words of sentences, too.
+            # A name without a dot or underscore may be an ordinary word of the message.
             alone = rf"{word}(?![\w-])" if re.search(r"[_.]", name) else rf"^{re.escape(name)}(?= is |$)"
             text = re.sub(alone, option, text)
     return text

@@ -1,4 +1,4 @@
-"""``neuron-accel plugins``: which strategies are installed, from where, and what they do."""
+"""``neuron-accel plugins``: lists the installed strategies."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SUMMARY = "list the installed strategies"
 DESCRIPTION = """\
 List every installed strategy, built in or from another distribution: its phase, the axes it can add to the mesh, the
 responsibilities it claims, its requirements, and the version of the plugin contract that it was written for. A plugin
-that cannot be loaded is listed with the reason, and the exit code is 1; so are conflicts between distributions about a
-name or a default responsibility. NEURON_ACCEL_DISABLE_PLUGINS, names separated by commas, disables plugins.
+that cannot be loaded is listed with the reason, and the exit code is 1; likewise conflicts between distributions about
+a name or a default responsibility. NEURON_ACCEL_DISABLE_PLUGINS disables plugins, by names separated by commas.
 """
 EXAMPLES = """\
 examples:
-  neuron-accel plugins            for people
-  neuron-accel plugins --json     for programs
+  neuron-accel plugins            print a table
+  neuron-accel plugins --json     print JSON
 """
 
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(entry: PluginEntry) -> dict[str, Any]:
-    """What is known about a plugin as plain data; ``error`` says why it cannot be loaded, if so."""
+    """Describes a plugin as a dict; ``error`` is the reason why it cannot be loaded, or None."""
     known: dict[str, Any] = {
         "name": entry.name,
         "version": entry.version,
@@ -56,7 +56,7 @@ def describe(entry: PluginEntry) -> dict[str, Any]:
         axes = _axes(cls)
     except NeuronAccelError as error:
         return {**known, "error": str(error)}
-    except Exception as error:  # of code that is not ours
+    except Exception as error:  # raised by the code of the plugin
         return {**known, "error": f"{type(error).__name__}: {error}\n  where: {entry.value} of {entry.source}"}
     spec = cls.spec
     return {
@@ -73,10 +73,10 @@ def describe(entry: PluginEntry) -> dict[str, Any]:
 
 
 def _axes(cls: type[StrategyPlugin]) -> list[str] | None:
-    """The axes that a plugin can add to the mesh; None if its options have no defaults to construct it with.
+    """The axes that a plugin can add to the mesh; None if an option has no default.
 
-    Some axes exist only if an option is larger than its default, perhaps in a companion. So each integer option is also
-    tried with its default plus one.
+    Some axes, also those of companions, exist only if an option is larger than its default. So each integer option is
+    also tried with its default plus one.
     """
     fields = [field for field in dataclasses.fields(cls) if field.init]
     if any(f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING for f in fields):
@@ -85,7 +85,7 @@ def _axes(cls: type[StrategyPlugin]) -> list[str] | None:
     names = [axis.name for axis in _all_axes(by_default)]
     for field in fields:
         if type(field.default) is int:
-            with contextlib.suppress(Exception):  # may be refused; errors of the defaults were reported
+            with contextlib.suppress(Exception):  # an invalid value; errors with the defaults are reported above
                 larger = dataclasses.replace(by_default, **{field.name: field.default + 1})
                 names += [axis.name for axis in _all_axes(larger)]
     return list(dict.fromkeys(names))
@@ -99,7 +99,7 @@ HEADERS = ("name", "version", "distribution", "contract", "phase", "axes", "clai
 
 
 def format_plugins(plugins: list[dict[str, Any]], problems: Sequence[str] = (), width: int | None = None) -> str:
-    """A table, or where that is wider than ``width`` columns, a paragraph for each plugin."""
+    """Formats plugins as a table, or as a paragraph each if the table is wider than ``width`` columns."""
     if not plugins:
         return "no plugin is installed"
     rows = [[_cell(plugin, header) for header in HEADERS] for plugin in plugins]

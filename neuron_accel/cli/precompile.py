@@ -32,11 +32,11 @@ graphs (all results are zero), collects the graphs, and compiles them. The run e
 and so does every loop over a prepared loader. Saving, loading, logging and checks of values are skipped; scripts can
 test accelerator.is_precompiling.
 
-Everything that a graph depends on must be as in training: batch size, sequence length, number of machines and ranks,
-versions, compiler flags.
+The graphs are those of training only if batch size, sequence length, number of machines and ranks, versions and
+compiler flags are the same.
 
-The tool and the ranks need the same compile cache. --cache-dir of a `neuron-accel launch` after -- is the tool's, too;
-with other commands give it here or set NEURON_COMPILE_CACHE_URL. --command clean and clear-locks work on that cache.
+The tool and the ranks need the same compile cache. The tool uses the --cache-dir of a `neuron-accel launch` after --;
+for other commands pass it here or set NEURON_COMPILE_CACHE_URL. --command clean and clear-locks work on this cache.
 """
 EXAMPLES = """\
 examples:
@@ -57,7 +57,7 @@ _NEEDS_SCRIPT = (None, "collect", "analyze")
 
 @dataclass(frozen=True, kw_only=True)
 class PrecompilePlan:
-    """What will be run: the words of the command line, what is set for it, and the compile cache that it works on."""
+    """What will be run: the words of the command line, environment variables, and the compile cache."""
 
     words: tuple[str, ...]
     settings: tuple[Setting, ...]
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Becomes the tool: its exit code and signals are ours. With ``--check`` nothing of Neuron's is run."""
+    """Replaces this process by the tool, with its exit code and signals; with ``--check``, checks graphs instead."""
     if args.check:
         return check_graphs.run(args, _script(args))
     check_graphs.refuse_without_check(args)
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"neuron-accel: {plan.explain()}", flush=True)
     if args.dry_run:
         if tool is None:
-            print(f"{TOOL}, which comes with torch-neuronx, is not on the PATH of this machine")
+            print(f"{TOOL}, which is part of torch-neuronx, is not on the PATH of this machine")
         return 0
     _check_command(args)
     environ = {**os.environ, **{setting.name: setting.value for setting in plan.settings}}
@@ -119,37 +119,37 @@ def plan_precompile(
     mounts: Sequence[tuple[str, str]] = (),
     host: str = "",
 ) -> PrecompilePlan:
-    """Decides what to run.
+    """Plans what to run.
 
     Args:
         args: the parsed command line.
         environ: environment variables.
-        tool: where neuron_parallel_compile is; None if it is missing.
+        tool: path of neuron_parallel_compile; None if it is not installed.
         mounts, host: see :func:`~neuron_accel.neuron.cache.remark_on_place`.
 
     Raises:
-        ConfigurationError: if it is missing and something is to be run, or the command line makes no sense.
+        ConfigurationError: if the tool is missing and not ``--dry-run``, or options are invalid or contradictory.
     """
     script = _script(args)
     if args.max_steps < 1 or args.max_retries < 0:
         raise ConfigurationError(
             f"{args.max_steps} steps and {args.max_retries} retries are not possible.",
             where="--max-steps, --max-retries",
-            fix="give at least one step, 10 to 15 with a learning rate schedule; and 0 or more retries",
+            fix="pass at least one step (10 to 15 with a learning rate schedule), and 0 or more retries",
         )
     analysis = [
         *(["--analyze-output", args.analyze_output] if args.analyze_output else []),
         *(["--analyze-verbosity", str(args.analyze_verbosity)] if args.analyze_verbosity else []),
     ]
     if analysis and args.phase != "analyze":
-        raise ConfigurationError(f"{analysis[0]} has no effect here.", where=analysis[0], fix="give --command analyze")
+        raise ConfigurationError(f"{analysis[0]} has no effect here.", where=analysis[0], fix="add --command analyze")
     if tool is None and not args.dry_run:
         raise ConfigurationError(
             f"{TOOL} is not on the PATH.",
             where="neuron-accel precompile",
-            why="it comes with torch-neuronx for torch 2.9, the XLA path, which the public package index does not have",
-            fix="install torch-neuronx from the Neuron package index; on the native device graphs are compiled as they "
-            "are met, and there is nothing to precompile",
+            why="it is part of torch-neuronx for torch 2.9 (the XLA path), which is not on the public package index",
+            fix="install torch-neuronx from the Neuron package index; on the native device graphs are compiled when "
+            "they are first executed, and cannot be precompiled",
         )
     command = ["--command", args.phase] if args.phase else []
     cache = _cache(args, script)
@@ -166,10 +166,10 @@ def plan_precompile(
 
 
 def _cache(args: argparse.Namespace, script: Sequence[str]) -> CompileCache:
-    """The cache that the tool is to fill: the one that the ranks will look into.
+    """The compile cache of the tool, which is that of the ranks.
 
     Raises:
-        ConfigurationError: if two are named.
+        ConfigurationError: if the tool and the ranks have different ones.
     """
     inner = _launched_with(script)
     here, there = args.cache_dir, getattr(inner, "cache_dir", None)
@@ -178,10 +178,10 @@ def _cache(args: argparse.Namespace, script: Sequence[str]) -> CompileCache:
         caches = [CompileCache(location=place, retry_failed_compilation=retry) for place in (here or there, there)]
     if here and there and caches[0].location != caches[1].location:
         raise ConfigurationError(
-            f"There are two compile caches, {here} and {there}.",
+            f"The compile caches differ: {here} and {there}.",
             where="--cache-dir of precompile, and of the launch command",
-            why="ranks look for compiled graphs in the second, and the tool puts them into the first",
-            fix="give both the same, or the launch command alone",
+            why="the tool writes compiled graphs to the first, and ranks read them from the second",
+            fix="pass the same to both, or to the launch command only",
         )
     return caches[0]
 
@@ -201,7 +201,7 @@ def _script(args: argparse.Namespace) -> list[str]:
         raise ConfigurationError(
             "There is no training command to collect graphs from.",
             where="neuron-accel precompile",
-            fix="give the training command after --: neuron-accel precompile -- torchrun train.py",
+            fix="pass the training command after --: neuron-accel precompile -- torchrun train.py",
         )
     if script and args.phase not in _NEEDS_SCRIPT:
         raise ConfigurationError(
@@ -214,20 +214,20 @@ def _script(args: argparse.Namespace) -> list[str]:
             f"{script[0]} is a script, not a command.",
             where="the command after --",
             why="graphs depend on the number of ranks, which a launcher sets",
-            fix=f"give the full command: neuron-accel launch --nproc-per-node N {shlex.join(script)}",
+            fix=f"pass the full command: neuron-accel launch --nproc-per-node N {shlex.join(script)}",
         )
     return list(script)
 
 
 def _check_command(args: argparse.Namespace) -> None:
-    """The tool would say that it is missing only among its own output, and compile nothing."""
+    """Checks that the training command exists; without it the tool would compile nothing."""
     script = _script(args)
     if script and shutil.which(script[0]) is None:
         raise ConfigurationError(
             f"There is no command {script[0]!r}.",
             where="the command after --",
-            why="it is neither on the PATH nor a file that may be executed",
-            fix="give the training command as in a shell: neuron-accel launch ..., torchrun ..., ./run.sh",
+            why="it is neither on the PATH nor an executable file",
+            fix="pass the training command as in a shell: neuron-accel launch ..., torchrun ..., ./run.sh",
         )
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SUMMARY = "reshard a checkpoint for another mesh, including the optimizer"
 DESCRIPTION = """\
 Write a checkpoint as the ranks of another mesh would have saved it, so that each rank reads only its own files. This
-is optional, since any mesh can load any checkpoint. Needs no accelerator and a few megabytes of memory.
+is optional, since a checkpoint can be loaded on any mesh. Needs no accelerator and a few megabytes of memory.
 
 Tensor and pipeline parallelism need the model's config.json in the checkpoint, which `save_state` writes for models of
 transformers: it determines how the model is sharded. Other models cannot be resharded along these axes.
@@ -105,7 +105,7 @@ def model_of(folder: Path) -> nn.Module:
 
 
 def layouts_of(model: nn.Module, degree: int) -> dict[str, Layout]:
-    """The layouts of a model's parameters under tensor parallelism, by FQN."""
+    """The layouts of the parameters that tensor parallelism shards, by FQN."""
     from neuron_accel.models.architecture import architecture_of, join
     from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards
 
@@ -118,7 +118,7 @@ def layouts_of(model: nn.Module, degree: int) -> dict[str, Layout]:
 
 
 def stages_of(model: nn.Module, degree: int, virtual_stages: int) -> dict[str, int]:
-    """The rank along the pipeline that holds each parameter and buffer of a model, by FQN."""
+    """The position along the pipeline of the rank that holds each parameter and buffer, by FQN."""
     from neuron_accel.strategies.pipeline.cuts import cut
 
     stack, starts = cut(model, degree * virtual_stages, None)

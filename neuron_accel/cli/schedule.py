@@ -1,4 +1,4 @@
-"""``neuron-accel schedule``: what a pipeline schedule looks like, before anything is trained with it."""
+"""``neuron-accel schedule``: draws a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from neuron_accel.strategies.pipeline.schedules import SCHEDULES, Kind, make_sch
 
 SUMMARY = "draw a pipeline schedule"
 DESCRIPTION = """\
-Draw a pipeline schedule as a Gantt chart, with the fraction of time that is lost to the bubble and the number of
-micro-batches whose activations a rank keeps. Transfers take no time in the picture.
+Draw a pipeline schedule as a Gantt chart, with its bubble (the fraction of time in which a rank is idle) and the number
+of micro-batches whose activations a rank keeps. Transfers are drawn as taking no time.
 """
 EXAMPLES = """\
 examples:
@@ -26,7 +26,7 @@ examples:
 """
 
 
-MOST_COMPUTATIONS = 200_000
+MAX_COMPUTATIONS = 200_000
 _OPTIONS = {
     "num_microbatches": "--microbatches",
     "microbatches": "--microbatches",
@@ -34,7 +34,7 @@ _OPTIONS = {
     "stages": "--stages",
     "schedule": "--schedule",
 }
-"""What functions call their arguments, and what they are called here."""
+"""Arguments of functions in error messages, and the options that they correspond to."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="duration of a backward pass in forward passes (default: 2)",
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write an SVG picture to this file, too")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the chart as SVG to this file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,14 +68,14 @@ def _timeline(args: argparse.Namespace) -> Timeline:
         raise ConfigurationError(
             f"A backward pass cannot take {args.backward_cost:g} forward passes.",
             where="--backward-cost",
-            fix="give a number above 0; 2 is usual",
+            fix="pass a number above 0; 2 is usual",
         )
     computations = max(1, args.stages) * max(1, args.microbatches) * max(1, args.virtual_stages)
-    if computations > MOST_COMPUTATIONS:
+    if computations > MAX_COMPUTATIONS:
         raise ConfigurationError(
             f"{computations} forward passes are too many to draw.",
             where="--stages, --microbatches, --virtual-stages",
-            fix=f"give numbers whose product is at most {MOST_COMPUTATIONS}",
+            fix=f"pass numbers whose product is at most {MAX_COMPUTATIONS}",
         )
     with naming_options(_OPTIONS):
         schedule = make_schedule(
@@ -94,5 +94,5 @@ def _write(path: Path, picture: str) -> None:
         raise ConfigurationError(
             f"{path} cannot be written: {error.strerror or error}.",
             where="--svg",
-            fix="name a file in a folder that exists and may be written to",
+            fix="pass a file in an existing folder that can be written",
         ) from error

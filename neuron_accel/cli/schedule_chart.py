@@ -1,4 +1,4 @@
-"""When each action of a pipeline schedule happens, as a chart for the terminal and as SVG. Without torch."""
+"""Timelines of pipeline schedules, and charts of them for the terminal and as SVG. Without torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from xml.sax.saxutils import escape
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.strategies.pipeline.schedules import Action, Kind, Schedule, needs
 
-# ---- When each action of a schedule happens, if computing takes this long and transfers take no time. Without torch
+# ---- Timelines: when each action of a schedule happens, with transfers that take no time -----------------------------
 UNIT_COSTS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
-"""A backward pass takes about twice as long as a forward pass: it makes gradients of inputs and of weights."""
+"""Relative durations. A backward pass takes about twice as long as a forward pass, as it computes the gradients of
+inputs and of weights."""
 
 
 @dataclass(frozen=True)
-class Span:
-    """An action on a rank, from ``start`` to ``end``, in the units of the costs."""
+class TimedAction:
+    """A computation on a rank from ``start`` to ``end``, in units of the costs."""
 
     rank: int
     action: Action
@@ -28,44 +29,46 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a schedule looks like in time.
+    """A schedule with the time of each computation.
 
     Args:
         schedule: the schedule.
-        spans: its computations, by rank and time.
+        spans: its computations, sorted by rank and time.
     """
 
     schedule: Schedule
-    spans: tuple[Span, ...]
+    spans: tuple[TimedAction, ...]
 
     @property
     def duration(self) -> float:
+        """When the last computation ends."""
         return max(span.end for span in self.spans)
 
     def busy(self, rank: int) -> float:
-        """How long a rank computes."""
+        """For how long a rank computes."""
         return sum(span.end - span.start for span in self.spans if span.rank == rank)
 
     @property
     def bubble(self) -> float:
-        """How long the busiest rank does not compute."""
+        """For how long the rank that computes longest is idle."""
         return self.duration - max(self.busy(rank) for rank in range(self.schedule.ranks))
 
     @property
     def bubble_share(self) -> float:
-        """The fraction of time, 0 to 1, in which the busiest rank does not compute."""
+        """The fraction of time, from 0 to 1, in which the rank that computes longest is idle."""
         return self.bubble / self.duration
 
 
 def make_timeline(schedule: Schedule, costs: Mapping[Kind, float] | None = None) -> Timeline:
-    """Plays a schedule through.
+    """Simulates a schedule: each rank computes its actions in order, each as soon as its inputs are available.
 
     Args:
         schedule: the schedule.
         costs: duration of each kind of computation; :data:`UNIT_COSTS` by default.
 
     Raises:
-        ConfigurationError: if one takes no time, or forever.
+        ConfigurationError: if a cost is not a finite number above 0.
+        ValueError: if the schedule deadlocks.
     """
     costs = {**UNIT_COSTS, **(costs or {})}
     for kind, cost in costs.items():
@@ -73,12 +76,12 @@ def make_timeline(schedule: Schedule, costs: Mapping[Kind, float] | None = None)
             raise ConfigurationError(
                 f"A {COLOURS[kind][1]} pass cannot take {cost:g} forward passes.",
                 where="costs",
-                fix="give a number above 0; 2 is usual for a backward pass",
+                fix="pass a number above 0; 2 is usual for a backward pass",
             )
     lists = [schedule.compute(rank) for rank in range(schedule.ranks)]
     ends: dict[Action, float] = {}
     free, position = [0.0] * schedule.ranks, [0] * schedule.ranks
-    spans: list[Span] = []
+    spans: list[TimedAction] = []
     while any(p < len(actions) for p, actions in zip(position, lists, strict=True)):
         before = len(spans)
         for rank, actions in enumerate(lists):
@@ -89,15 +92,15 @@ def make_timeline(schedule: Schedule, costs: Mapping[Kind, float] | None = None)
                     break
                 start = max([free[rank], *(ends[needed] for needed in inputs)])
                 ends[action] = free[rank] = start + costs[action.kind]
-                spans.append(Span(rank, action, start, free[rank]))
+                spans.append(TimedAction(rank, action, start, free[rank]))
                 position[rank] += 1
         if len(spans) == before:
-            raise ValueError("the schedule waits for itself")
+            raise ValueError("the schedule deadlocks: an action waits for a later one")
     return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.rank, span.start))))
 
 
 def in_flight(schedule: Schedule, rank: int) -> int:
-    """The largest number of forward passes whose activations a rank keeps at a time, over all its stages."""
+    """The largest number of forward passes whose activations a rank keeps at the same time, over all its stages."""
     kept = most = 0
     ends = {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}
     for action in schedule.compute(rank):
@@ -106,20 +109,20 @@ def in_flight(schedule: Schedule, rank: int) -> int:
     return most
 
 
-# ---- Pictures of schedules: a Gantt chart for the terminal, and one as SVG. Without torch ----------------------------
+# ---- Charts: a Gantt chart for the terminal, and one as SVG ----------------------------------------------------------
 COLOURS = {
     Kind.FORWARD: ("#4c78a8", "forward"),
     Kind.BACKWARD: ("#f58518", "backward"),
     Kind.BACKWARD_INPUT: ("#eeca3b", "backward, activations"),
     Kind.BACKWARD_WEIGHT: ("#72b7b2", "backward, weights"),
 }
-"""Fill colour and name of each kind of computation; told apart by lightness, too."""
+"""Fill colour and name of each kind of computation. The colours also differ in lightness."""
 
 _CELL, _ROW, _LEFT, _TOP = 26, 30, 64, 44
 
 
 def summary(timeline: Timeline) -> str:
-    """One line with what a schedule costs."""
+    """One line with the number of stages and micro-batches, the bubble, and the micro-batches in flight."""
     schedule = timeline.schedule
     most = max(in_flight(schedule, rank) for rank in range(schedule.ranks))
     virtual = f" x {schedule.virtual_stages} virtual" if schedule.virtual_stages > 1 else ""
@@ -129,18 +132,20 @@ def summary(timeline: Timeline) -> str:
     )
 
 
-MOST_BANDS = 12
+MAX_BANDS = 12
 
 
 def text(timeline: Timeline, width: int = 10_000) -> str:
-    """A Gantt chart of characters, one line a rank. ``F3`` is the forward pass of micro-batch 3, ``B`` a backward pass,
-    ``I`` and ``W`` its two halves; where ranks have several stages, their number on the rank follows (``F3.1``). Dots
+    """Draws a Gantt chart of characters, with one line per rank.
+
+    ``F3`` is the forward pass of micro-batch 3, ``B`` a backward pass, ``I`` and ``W`` the computation of the gradients
+    of inputs and of weights; with several stages per rank, the index of the stage on its rank follows (``F3.1``). Dots
     are idle time.
 
     Args:
         timeline: what to draw.
-        width: columns that there are. Where labels do not fit, computations are letters without numbers; where those do
-            not fit either, the chart goes on below.
+        width: number of columns. If labels do not fit, computations are letters without numbers; if these do not fit
+            either, the chart continues below, or is left out.
     """
     schedule = timeline.schedule
     unit = min(span.end - span.start for span in timeline.spans)
@@ -152,9 +157,9 @@ def text(timeline: Timeline, width: int = 10_000) -> str:
             rows = [_row(timeline, rank, cell, unit, labelled=True) for rank in range(schedule.ranks)]
             return "\n".join(f"rank {rank}".ljust(left) + row.rstrip() for rank, row in enumerate(rows))
     columns = _at(timeline.duration, 1 / unit)
-    advice = "for a picture with the numbers of micro-batches use --svg"
-    if columns > MOST_BANDS * room:
-        return textwrap.fill(f"{columns} columns are too many to draw here; {advice}", width, break_on_hyphens=False)
+    advice = "use --svg for a chart with the numbers of micro-batches"
+    if columns > MAX_BANDS * room:
+        return textwrap.fill(f"{columns} columns are too many to draw; {advice}", width, break_on_hyphens=False)
     rows = [_row(timeline, rank, 1, unit, labelled=False) for rank in range(schedule.ranks)]
     lines = []
     for begin in range(0, columns, room):
@@ -166,7 +171,8 @@ def text(timeline: Timeline, width: int = 10_000) -> str:
 
 
 def _row(timeline: Timeline, rank: int, cell: int, unit: float, *, labelled: bool) -> str:
-    """One rank's line. A computation has as many characters as it takes time, and the shortest ``cell``."""
+    """The line of one rank. The width of a computation is proportional to its duration; the shortest has ``cell``
+    characters."""
     scale = cell / unit
     row = [character for _ in range(_at(timeline.duration, scale) // cell + 1) for character in "." + " " * (cell - 1)]
     for span in _of(timeline, rank):
@@ -182,12 +188,12 @@ def _row(timeline: Timeline, rank: int, cell: int, unit: float, *, labelled: boo
 
 
 def _at(time: float, scale: float) -> int:
-    """The column at which a time is drawn; two times at least ``1 / scale`` apart have different ones."""
+    """The column at which a time is drawn; times at least ``1 / scale`` apart are drawn in different columns."""
     return math.floor(time * scale + 0.5 + 1e-6)
 
 
 def svg(timeline: Timeline) -> str:
-    """The same as a picture: one row a rank, time to the right, numbers are micro-batches."""
+    """Draws a Gantt chart as SVG, with one row per rank and the numbers of micro-batches."""
     schedule = timeline.schedule
     unit = min(span.end - span.start for span in timeline.spans)
     scale = _CELL / unit
@@ -210,7 +216,7 @@ def svg(timeline: Timeline) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _box(span: Span, schedule: Schedule, y: float, scale: float) -> str:
+def _box(span: TimedAction, schedule: Schedule, y: float, scale: float) -> str:
     x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
     colour, name = COLOURS[span.action.kind]
     # Later stages of a rank are paler.
@@ -235,10 +241,10 @@ def _legend(timeline: Timeline, y: float) -> list[str]:
     return parts
 
 
-def _of(timeline: Timeline, rank: int) -> list[Span]:
+def _of(timeline: Timeline, rank: int) -> list[TimedAction]:
     return [span for span in timeline.spans if span.rank == rank]
 
 
-def _label(span: Span, schedule: Schedule) -> str:
+def _label(span: TimedAction, schedule: Schedule) -> str:
     chunk = f".{span.action.stage // schedule.ranks}" if schedule.virtual_stages > 1 else ""
     return f"{span.action.kind.value}{span.action.microbatch}{chunk}"

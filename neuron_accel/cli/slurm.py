@@ -1,4 +1,4 @@
-"""Batch files for Slurm: one task for each machine, which starts the ranks there."""
+"""Batch files for Slurm, with one task per machine, which starts the ranks of that machine."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ TEMPLATE = """\
 #SBATCH --exclusive
 #SBATCH --output=%x-%j.out
 # {purpose}
-# Submit it from the folder that the script is to run in: sbatch {file}
+# Submit it from the working directory of the script: sbatch {file}
 
 set -euo pipefail
 
-# the first machine of the job is where all meet; not a pipe into head, whose early end can fail the job
+# the rendezvous is on the first machine of the job; no pipe into head, whose early exit can fail the job
 read -r master < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-# a port of its own for every job, should two share a machine
+# different ports for jobs that share a machine
 port=$(({port} + SLURM_JOB_ID % {ports}))
 
 # --kill-on-bad-exit: when one machine fails, the others end too
@@ -41,22 +41,22 @@ TASK = 'exec {start} --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" "$@"'
 LAUNCH = "neuron-accel launch"
 
 LAST_PORT = 65535 - (JOB_PORTS - 1) - 2
-"""Of those that ``--master-port`` may name: jobs add up to 999, and the heartbeat and Neuron's runtime take the two
-after."""
+"""Largest ``--master-port``: a job adds up to 999 to it, and the heartbeat and the Neuron runtime use the next two
+ports."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFile:
-    """A batch file, and what it is for."""
+    """A batch file and its purpose."""
 
     path: Path
     text: str
     purpose: str
 
 
-def own_root(cache: str | None) -> str | None:
-    """The compile cache of each machine of a job: a separate folder below ``cache``, since all of them usually share
-    the file system that a job is submitted from, and cannot share a cache there."""
+def cache_per_host(cache: str | None) -> str | None:
+    """Returns the location of the compile cache; ``{host}`` is added to a folder, so that each machine of a job has its
+    own. Machines usually share the file system from which a job is submitted, but cannot share a cache on it."""
     if not cache or is_s3(cache) or HOST in cache:
         return cache
     return os.path.join(cache, HOST)
@@ -65,35 +65,34 @@ def own_root(cache: str | None) -> str | None:
 def describe_batch_files(
     place: str, plan: LaunchPlan, options: Sequence[str], cache: str | None = None
 ) -> list[BatchFile]:
-    """The batch file of a training and, where graphs are compiled ahead, that of its compile job.
+    """Returns the batch file of a training run and, if graphs can be precompiled, that of its compile job.
 
     Args:
-        place: where the training's goes, or a folder for both (``run.slurm`` and ``compile.slurm``).
+        place: path of the batch file for training, or a folder for both (``run.slurm`` and ``compile.slurm``).
         plan: the launch.
-        options: of ``neuron-accel launch`` but for those that say which machine it is; then the script and its
-            arguments.
-        cache: the compile cache, for the tool that compiles; as among the options.
+        options: options of ``neuron-accel launch`` that are the same on all machines, the script, and its arguments.
+        cache: the ``--cache-dir`` among the options, for the tool that compiles.
 
     Returns:
-        In the order in which to submit them; the training's last.
+        the files in the order in which to submit them; that for training is the last.
 
     Raises:
-        ConfigurationError: for no place, or a port that leaves none for every job.
+        ConfigurationError: if ``place`` is empty, or the port is larger than :data:`LAST_PORT`.
     """
     port = plan.request.master_port or DEFAULT_MASTER_PORT
     if not place:
-        raise ConfigurationError("No file is named.", where="--slurm", fix="name a file or a folder")
+        raise ConfigurationError("The path is empty.", where="--slurm", fix="pass a file or a folder")
     if port > LAST_PORT:
         raise ConfigurationError(
             f"Port {port} is too high.",
             where="--master-port",
-            why="each adds up to 999 to it, by its number, so that two jobs on a machine do not meet",
-            fix=f"give at most {LAST_PORT}, or leave it out",
+            why="each job adds up to 999 to it, so that jobs on the same machine use different ports",
+            fix=f"pass at most {LAST_PORT}, or leave it out",
         )
     training, compilation = _paths(Path(place))
     kinds = [(training, LAUNCH, f"Trains {plan.request.target}.")]
     if plan.device != "neuron":
-        purpose = f"Compiles the graphs of {plan.request.target} into the compile cache; on as many machines as train."
+        purpose = f"Compiles the graphs of {plan.request.target} into the compile cache, on all machines of training."
         precompile = f"neuron-accel precompile{f' --cache-dir={_quoted(cache)}' if cache else ''} -- {LAUNCH}"
         kinds.insert(0, (compilation, precompile, purpose))
     files = []
@@ -113,7 +112,7 @@ def describe_batch_files(
 
 
 def _quoted(text: str) -> str:
-    """For the shell; braces without a comma mean themselves there."""
+    """Quotes a word for the shell; braces without a comma need no quotes."""
     return text if re.fullmatch(r"[\w./:@%+={}-]+", text) else shlex.quote(text)
 
 
@@ -124,10 +123,10 @@ def _paths(path: Path) -> tuple[Path, Path]:
 
 
 def write_batch_files(files: Sequence[BatchFile]) -> None:
-    """Writes them, over earlier batch files only.
+    """Writes batch files; existing ones are overwritten.
 
     Raises:
-        ConfigurationError: if one cannot be written, or is something else.
+        ConfigurationError: if a file cannot be written, or exists and is not a batch file of this command.
     """
     for file in files:
         _check_place(file.path)
@@ -137,22 +136,22 @@ def write_batch_files(files: Sequence[BatchFile]) -> None:
             file.path.chmod(0o755)
         except OSError as error:
             raise ConfigurationError(
-                f"{file.path} cannot be written: {error.strerror}.", where="--slurm", fix="name another file"
+                f"{file.path} cannot be written: {error.strerror}.", where="--slurm", fix="pass another file"
             ) from None
 
 
 def _check_place(path: Path) -> None:
-    """A slip of the keyboard (``--slurm train.py``) must not cost a script."""
+    """Checks that no other file is overwritten, as with ``--slurm train.py`` by mistake."""
     beginning = TEMPLATE.partition("{")[0]
     try:
         with path.open(errors="replace") as file:
             found = file.read(len(beginning))
-    except OSError:  # there is none, or nothing can be written there either
+    except OSError:  # it does not exist, or writing will fail as well
         return
     if found and found != beginning:
         raise ConfigurationError(
             f"{path} exists, and was not written by this command.",
             where="--slurm",
             why="it would be overwritten",
-            fix="name another file, or remove it",
+            fix="pass another file, or remove it",
         )

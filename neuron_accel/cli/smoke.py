@@ -1,7 +1,8 @@
-"""What each rank of ``neuron-accel test`` runs: ``python -m neuron_accel.cli.smoke RESULT_FILE SECONDS``.
+"""The script that each rank of ``neuron-accel test`` runs: ``python -m neuron_accel.cli.smoke RESULT_FILE SECONDS``.
 
-Every collective is compared with its definition, then tiny models train three steps through ``NeuronAccelerator`` and
-are compared with a plain loop in one process. Rank 0 prints a line for each check and writes the failures to the file.
+It compares every collective with its definition, then trains tiny models for three steps through ``NeuronAccelerator``
+and compares them with a plain loop in one process. Rank 0 prints a line for each check and writes the names of failed
+checks to the file.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Comparison = Callable[[Backend, Group], tuple[Any, Any]]
 
 
 def sent(rank: int, group: Group, device: torch.device) -> torch.Tensor:
-    """What a rank contributes to a collective; every rank can tell what the others do. Small integers, so sums are
+    """The tensor that a rank contributes to a collective, of shape ``[4 * group.size]``. Small integers, whose sums are
     exact."""
     return (torch.arange(4.0 * group.size) + 100 * rank).to(device)
 
@@ -91,14 +92,14 @@ COLLECTIVES: dict[str, Comparison] = {
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Whether nested lists of tensors and values are equal, bit by bit."""
+    """Whether nested lists of tensors and values are exactly equal."""
     if isinstance(expected, list):
         return len(found) == len(expected) and all(map(same, found, expected))
     return torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
 
 
 class Perceptron(nn.Module):
-    """A model of a user's own: ``forward`` returns the loss."""
+    """A model whose ``forward`` returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +143,7 @@ def tokens(size: int) -> list[dict[str, torch.Tensor]]:
 
 
 def trainings(ranks: int) -> dict[str, Callable[[], None]]:
-    """What to train, by description: what this installation and this number of ranks allow."""
+    """The trainings to run, by name; that of a Llama needs transformers and an even number of ranks."""
     found: dict[str, Callable[[], None]] = {
         "training, data parallel": functools.partial(train, Perceptron, numbers(2 * ranks), []),
         "training, ZeRO-1": functools.partial(train, Perceptron, numbers(2 * ranks), ["zero1"]),
@@ -156,15 +157,15 @@ def trainings(ranks: int) -> dict[str, Callable[[], None]]:
 
 
 def train(model_fn: Callable[[], nn.Module], batches: list[dict[str, torch.Tensor]], plugins: list[Any]) -> None:
-    """Raises AssertionError, on rank 0, if training on all ranks differs from training in one process."""
+    """Trains on all ranks; raises AssertionError, on rank 0, if the result differs from training in one process."""
     training = Training(max_norm=1.0)
     trace = train_on_rank(model_fn, batches, {"plugins": plugins}, training)
     if trace is not None:
         compare(train_alone(model_fn, batches, training), trace)
 
 
-class Report:
-    """Prints a line for each check, on rank 0, and remembers what failed."""
+class Checks:
+    """Runs checks on all ranks, prints a line for each on rank 0, and records failures."""
 
     def __init__(self, backend: Backend, group: Group) -> None:
         self.backend, self.group = backend, group
@@ -172,7 +173,12 @@ class Report:
         self.failures: list[str] = []
 
     def check(self, name: str, verdict: Callable[[], str | None]) -> None:
-        """Runs a check on all ranks; ``verdict`` returns what is wrong on this one. Collective."""
+        """Runs a check on all ranks. Collective.
+
+        Args:
+            name: what is checked.
+            verdict: runs the check on this rank; returns None, or a description of the error.
+        """
         start = time.monotonic()
         problems = self.backend.all_gather_object(verdict(), self.group)
         wrong = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
@@ -185,15 +191,15 @@ class Report:
 
 
 def main(result_file: str, seconds: str) -> None:
-    faulthandler.dump_traceback_later(float(seconds), exit=True)  # a hang shows where
+    faulthandler.dump_traceback_later(float(seconds), exit=True)  # prints the stack of a hang
     run = NeuronAccelerator().run
-    report = Report(run.backend, run.world)
+    checks = Checks(run.backend, run.world)
     for name, comparison in COLLECTIVES.items():
-        report.check(name, functools.partial(_verdict_of_collective, comparison, run.backend, run.world))
+        checks.check(name, functools.partial(_verdict_of_collective, comparison, run.backend, run.world))
     for name, training in trainings(run.backend.world_size).items():
-        report.check(name, functools.partial(_verdict_of_training, training))
+        checks.check(name, functools.partial(_verdict_of_training, training))
     if run.backend.rank == 0:
-        Path(result_file).write_text(json.dumps({"passed": report.passed, "failed": report.failures}))
+        Path(result_file).write_text(json.dumps({"passed": checks.passed, "failed": checks.failures}))
     faulthandler.cancel_dump_traceback_later()
 
 

@@ -1,4 +1,4 @@
-"""``neuron-accel test``: does this installation train correctly on several ranks?"""
+"""``neuron-accel test``: checks that this installation trains correctly on several ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ is among them if transformers is installed and the number of ranks is even.
 """
 EXAMPLES = """\
 examples:
-  neuron-accel test                            two ranks, on the accelerators if there are any
+  neuron-accel test                            two ranks, on accelerators if there are any, else on the CPU
   neuron-accel test --nproc-per-node 4 --cpu   four ranks on the CPU
 """
 
@@ -32,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cpu", action="store_true", help="use the CPU even if there are accelerators")
     parser.add_argument(
-        "--timeout", type=float, default=120.0, metavar="SECONDS", help="give up after so long (default: 120)"
+        "--timeout", type=float, default=120.0, metavar="SECONDS", help="time limit of the test (default: 120)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     if not 0 < args.timeout < math.inf:
         raise ConfigurationError(
-            f"The test cannot be given up after {args.timeout:g} seconds.", where="--timeout", fix="give more than 0"
+            f"The time limit is {args.timeout:g} seconds.", where="--timeout", fix="pass a finite number above 0"
         )
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="neuron_accel_") as folder:

@@ -14,8 +14,8 @@ from typing import Any, TextIO
 
 # ---- Plain text tables -----------------------------------------------------------------------------------------------
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
-    """Columns as wide as their widest cell, two spaces apart; the last column is left ragged. Where that is wider than
-    ``width``, the cells of the widest columns are wrapped."""
+    """Formats a table with aligned columns, two spaces apart. If it is wider than ``width``, the cells of its widest
+    columns are wrapped."""
     lines = [list(headers), ["-" * len(header) for header in headers], *[list(row) for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
     least = [min(full, max(len(header), 8)) for full, header in zip(widths, headers, strict=True)]
@@ -34,7 +34,7 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: i
 
 
 def _wrap_cell(text: str, width: int) -> list[str]:
-    """Lines of at most ``width`` characters, broken after a space or a separator of names if there is one."""
+    """Lines of at most ``width`` characters, broken after a space or one of ``./+;,_-`` if possible."""
     lines = [""]
     for word in re.split(r"(?<=[\s./+;,_-])", text):
         if lines[-1] and len(lines[-1]) + len(word.rstrip()) > width:
@@ -46,7 +46,7 @@ def _wrap_cell(text: str, width: int) -> list[str]:
 
 
 def format_pairs(pairs: Sequence[tuple[str, str]], indent: str = "  ", width: int | None = None) -> str:
-    """``name  value`` lines with aligned values, which are wrapped to ``width`` columns."""
+    """Formats lines of ``name  value`` with aligned values, which are wrapped to ``width`` columns."""
     longest = max((len(name) for name, _ in pairs), default=0)
     lines = [(f"{indent}{name.ljust(longest)}  ", value) for name, value in pairs]
     if width is None:
@@ -58,12 +58,12 @@ def format_pairs(pairs: Sequence[tuple[str, str]], indent: str = "  ", width: in
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, or what COLUMNS says; 80 where there is none."""
+    """Number of columns, from COLUMNS or the terminal; 80 without either, and at least 40."""
     return max(40, shutil.get_terminal_size().columns)
 
 
 def table_width() -> int | None:
-    """The width to fit a table into; None where standard output is not a terminal: programs get every value in full."""
+    """The width of tables: that of the terminal, or None if standard output is not a terminal."""
     return terminal_width() if sys.stdout.isatty() else None
 
 
@@ -73,11 +73,11 @@ _INTERVAL = 0.1
 
 
 class Bar:
-    """Shows how many bytes of how many are done, and how fast. A context manager.
+    """A progress bar for bytes, with their rate. A context manager.
 
     Args:
-        stream: where to; nothing is shown if it is not a terminal.
-        hidden: whether to show nothing at all.
+        stream: where to write the bar; nothing is written if it is not a terminal.
+        hidden: whether to show no bar.
     """
 
     def __init__(self, stream: TextIO, hidden: bool = False) -> None:
@@ -93,6 +93,7 @@ class Bar:
             self._stream.flush()
 
     def show(self, done: int, total: int) -> None:
+        """Draws the bar for ``done`` of ``total`` bytes, at most ten times a second."""
         now = time.monotonic()
         if self._hidden or (now - self._shown < _INTERVAL and done < total):
             return

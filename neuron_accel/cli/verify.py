@@ -19,7 +19,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint_dir", type=Path, help="the checkpoint, or its tensor_parallel_shards folder")
-    parser.add_argument("-v", "--verbose", action="store_true", help="name every file")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print the name of every file")
 
 
 def run(args: argparse.Namespace) -> int:

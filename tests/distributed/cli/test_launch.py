@@ -134,7 +134,7 @@ dist.all_reduce(torch.ones(1))
     assert code == 1, err
     first, second = err[err.index("neuron-accel: ") :].splitlines()[:2]
     host = re.escape(socket.gethostname())
-    assert re.match(rf"neuron-accel: rank 1 on {host} left before the others were done: {how}", first)
+    assert re.match(rf"neuron-accel: rank 1 on {host} ended before the others: {how}", first)
     assert second.startswith("rank 0 failed first: exit code 1, ")
 
 
@@ -147,7 +147,7 @@ time.sleep(0 if rank == 2 else 10)  # 2 reaches the end, which is no departure
     code, _, err = start("--nproc-per-node", "3", "--quiet", script(body)).finish()
     assert code == 0, err
     (line,) = err.splitlines()
-    assert re.match(r"neuron-accel: rank 1 on \S+ is gone without having reached the end of the script", line)
+    assert re.match(r"neuron-accel: rank 1 on \S+ ended before the end of the script without an error", line)
 
 
 def test_the_traceback_of_a_rank_whose_output_is_not_shown_is_shown(start, script):

@@ -31,10 +31,10 @@ def test_commands_of_launchers_are_understood(words, expected):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("./run.sh", "not a command whose ranks can be run here"),
-        ("torchrun --nproc-per-node auto train.py", "auto ranks on each of 1 machines is not a number"),
-        ("neuron-accel launch --nproc-per-node auto train.py", "is not a number"),
-        ("torchrun --nproc-per-node 2", "names no script"),
+        ("./run.sh", "not a supported training command"),
+        ("torchrun --nproc-per-node auto train.py", "number of ranks is not known: auto on each of 1 machines"),
+        ("neuron-accel launch --nproc-per-node auto train.py", "number of ranks is not known"),
+        ("torchrun --nproc-per-node 2", "contains no script"),
     ],
 )
 def test_others_are_refused_with_the_reason(words, message):

@@ -39,7 +39,7 @@ def test_every_example_in_the_help_parses(name):
 def test_an_error_of_the_project_is_printed_without_a_traceback(capsys):
     assert main(["launch", "--nproc-per-node", "0", "train.py"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("neuron-accel: error: 0 ranks")
+    assert error.startswith("neuron-accel: error: --nproc-per-node is 0; expected at least 1.")
     assert "where: --nproc-per-node" in error
     assert "Traceback" not in error
 

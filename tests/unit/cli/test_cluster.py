@@ -64,11 +64,11 @@ def test_one_machine_is_not_mistaken_for_several(environ):
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "64"}, "Slurm starts several launchers on a machine"),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "64"}, "Slurm starts several launchers on one machine"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "32"}, "Open MPI starts several launchers"),
         ({**HYDRA, "MPI_LOCALNRANKS": "2"}, "MPI starts several launchers"),
-        ({**SAGEMAKER, "SM_CURRENT_HOST": "algo-7"}, "does not name this host, algo-7"),
-        ({**SAGEMAKER, "SM_HOSTS": "algo-1,algo-2"}, "does not name this host"),
+        ({**SAGEMAKER, "SM_CURRENT_HOST": "algo-7"}, "does not contain this host, algo-7"),
+        ({**SAGEMAKER, "SM_HOSTS": "algo-1,algo-2"}, "does not contain this host"),
         ({**TORCHRUN, "PET_NNODES": "1:4"}, "PET_NNODES=1:4 is not a number"),
     ],
 )
@@ -137,8 +137,8 @@ def test_pods_of_an_indexed_job_are_told_apart_by_their_index(planned):
     assert "rendezvous job-0.job:29500" in text
     alone = planned(INDEXED)
     assert "on this machine" in alone
-    assert "trains alone: give --nnodes and --master-addr" in alone
+    assert "trains by itself: pass --nnodes and --master-addr" in alone
 
 
 def test_an_address_that_no_scheduler_says_is_asked_for(planned):
-    assert "2 machines need to know where to meet" in planned(OPEN_MPI)
+    assert "2 machines need the address of machine 0" in planned(OPEN_MPI)

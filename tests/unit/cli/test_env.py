@@ -63,7 +63,7 @@ def test_variables_are_the_relevant_ones_without_secrets():
     ("version", "groups", "words"),
     [
         ("1.0", set(), "placeholder"),
-        ("2.9.0.2.15.32035", set(), "XLA flavour"),
+        ("2.9.0.2.15.32035", set(), "(XLA)"),
         ("2.13.3.0", {"torch.backends"}, "native"),
     ],
 )

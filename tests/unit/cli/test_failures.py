@@ -1,4 +1,4 @@
-"""Which rank is said to have failed first, and in which words."""
+"""The rank that is reported as the first failure, and the text of the report."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ def test_the_report_shows_how_where_and_what_followed(tmp_path):
     assert "  | line 999" in lines
     assert sum(line.startswith("  | ") for line in lines) == LINES_SHOWN
     assert "  then rank 0: exit code 1, RuntimeError: Connection closed by peer" in lines
-    assert lines[-1] == "  ended because of it: rank 1"
+    assert lines[-1] == "  ended as a consequence: rank 1"
 
 
-def test_a_rank_that_left_is_named_before_the_one_that_waited_for_it():
+def test_a_rank_that_ended_early_is_reported_before_the_one_that_failed():
     left = RankSuccess(rank=1, host="a", ended=99.0, left_at="train.py, line 7")
     done = RankSuccess(rank=2, host="a", ended=99.5)
     later = RankSuccess(rank=3, host="a", ended=99.97, left_at="train.py, line 7")
     silent = RankSuccess(rank=4, host="a")
     lines = describe([RAISED_LATER], [later, done, left, silent]).splitlines()
-    assert lines[0].startswith("rank 4 on a left before the others were done: exit code 0 without reaching the end")
-    assert lines[1] == "rank 1 on a left before the others were done: sys.exit at train.py, line 7 (exit code 0)"
+    assert lines[0].startswith("rank 4 on a ended before the others: exit code 0 without reaching the end")
+    assert lines[1] == "rank 1 on a ended before the others: sys.exit at train.py, line 7 (exit code 0)"
     assert lines[2].startswith("rank 0 failed first: exit code 1, RuntimeError")
-    assert lines[3] == "  at the end of the script before that, with exit code 0: rank 2"
+    assert lines[3] == "  ranks that had reached the end of the script before, with exit code 0: 2"
     assert "rank 3" not in "\n".join(lines)
 
 

@@ -70,8 +70,8 @@ def test_machines_of_an_unknown_kind_meet_over_efa_and_are_named(script):
     }
     assert found["NEURON_RT_EXEC_TIMEOUT"] == "600"
     text = plan(script, UNKNOWN, XLA, nproc_per_node=32).explain()
-    assert "instance not recognised: this machine says that it is 'trn9.48xlarge'" in text
-    assert "name --instance" in text
+    assert "instance not recognised: the product name of this machine is 'trn9.48xlarge'" in text
+    assert "pass --instance" in text
     assert "not recognised" not in plan(script, UNKNOWN, XLA, nproc_per_node=32, instance="trn1.32xlarge").explain()
     assert "not recognised" not in plan(script, LAPTOP, CPU).explain()
 
@@ -83,7 +83,7 @@ def test_an_unknown_kind_takes_the_logical_cores_that_are_asked_for(script):
 
 def test_a_variant_of_a_known_kind_is_said(script):
     host = dataclasses.replace(TRN2, instance="trn3.48xlarge", product="trn3sn.48xlarge")
-    assert "and is taken for a trn3.48xlarge" in plan(script, host, XLA, nproc_per_node=64).explain()
+    assert "assuming a trn3.48xlarge" in plan(script, host, XLA, nproc_per_node=64).explain()
     same = dataclasses.replace(TRN2, product="trn2.48xlarge")
     assert "taken for" not in plan(script, same, XLA, nproc_per_node=64).explain()
 
@@ -169,7 +169,7 @@ def test_a_rehearsal_on_a_laptop_keeps_the_limits_of_the_instance(script):
             XLA,
             {},
             {"nproc_per_node": 16, "nnodes": 2, "master_addr": "a"},
-            ["16 ranks on each of 2 trn1.32xlarge", "give 32"],
+            ["16 ranks on each of 2 trn1.32xlarge", "pass 32"],
         ),
         (TRN1, XLA, {}, {"nproc_per_node": 32, "lnc": 2}, ["does not exist on trn1.32xlarge"]),
         (TRN1, XLA, {"NEURON_CC_FLAGS": "-O2"}, {"compiler_flags": "-O1", "nproc_per_node": 32}, ["-O2 and -O1"]),
@@ -184,9 +184,9 @@ def test_a_rehearsal_on_a_laptop_keeps_the_limits_of_the_instance(script):
         (TRN1, XLA, {"NEURON_RT_VISIBLE_CORES": "0-3"}, {"nproc_per_node": 8}, ["4 cores are visible to 8 ranks"]),
         (TRN1, XLA, {"NEURON_RT_EXEC_TIMEOUT": "soon"}, {"nproc_per_node": 32}, ["NEURON_RT_EXEC_TIMEOUT=soon"]),
         (TRN2, NEURON, {}, {"nproc_per_node": 64, "compiler_flags": "-O1"}, ["-O1 does nothing on the native"]),
-        (LAPTOP, CPU, {}, {"compiler_flags": "-O1"}, ["--compiler-flags does nothing here"]),
-        (LAPTOP, CPU, {}, {"cache": CompileCache(location="/x")}, ["--cache-dir does nothing here"]),
-        (LAPTOP, CPU, {}, {"lnc": 2}, ["--lnc does nothing here"]),
+        (LAPTOP, CPU, {}, {"compiler_flags": "-O1"}, ["--compiler-flags has no effect here"]),
+        (LAPTOP, CPU, {}, {"cache": CompileCache(location="/x")}, ["--cache-dir has no effect here"]),
+        (LAPTOP, CPU, {}, {"lnc": 2}, ["--lnc has no effect here"]),
     ],
 )
 def test_what_cannot_be_is_refused(script, host, decision, environment, options, words):
@@ -348,7 +348,7 @@ def test_a_batch_file_takes_the_place_of_an_earlier_one_and_of_nothing_else(scri
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--slurm", ""], "No file is named"),
+        (["--slurm", ""], "The path is empty"),
         (["--slurm", "x.sbatch", "--master-port", "64535"], "Port 64535 is too high"),
         (["--slurm", "x.sbatch", "--instance", "trn9"], "not a known Trainium instance"),
     ],

@@ -180,7 +180,7 @@ def test_logs_need_a_folder_that_can_be_made(script, folder):
 @pytest.mark.parametrize(("address", "said"), [("127.0.0.1", False), ("x" * 64 + ".example", True)])
 def test_a_name_without_an_address_is_waited_for_and_said(script, address, said, capsys):
     _note_unknown_address(plan_launch(LaunchRequest(target=script, nnodes=2, master_addr=address), HOST, CPU, {}))
-    assert ("(--master-addr) has no address here" in capsys.readouterr().err) is said
+    assert ("(--master-addr) cannot be resolved" in capsys.readouterr().err) is said
 
 
 def test_logs_cannot_go_into_a_file(script):

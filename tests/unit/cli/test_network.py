@@ -1,4 +1,4 @@
-"""What ``neuron-accel env --network`` sees of a machine, below a fake root."""
+"""``neuron-accel env --network`` on a machine whose ``sys``, ``proc`` and ``opt`` are below a temporary folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FI_INFO = "#!/bin/sh\nprintf 'provider: efa\\n    fabric: efa\\nprovider: efa\\n
 
 @pytest.fixture
 def root(tmp_path):
-    """A machine with eight EFA devices, as a trn1.32xlarge has them, and all that they need."""
+    """The files of a trn1.32xlarge with its eight EFA devices, on which every check passes."""
     drivers = tmp_path / "sys" / "bus" / "drivers"
     for driver in ("efa", "mlx5_core"):
         (drivers / driver).mkdir(parents=True)
@@ -48,12 +48,12 @@ def checks(root, environ=None, instance=TRN1, **options):
     return {check["name"]: check for check in found}
 
 
-def test_a_machine_that_is_ready(root):
+def test_all_checks_pass_on_a_machine_that_is_set_up(root):
     found = checks(root)
     assert found["EFA devices"] == {
         "name": "EFA devices",
         "ok": True,
-        "found": "8 EFA devices of 8 of a trn1.32xlarge",
+        "found": "8 EFA devices; a trn1.32xlarge has 8",
         "fix": "",
     }
     assert found["libfabric (fi_info -p efa)"]["found"] == "2 endpoints of provider efa"
@@ -64,14 +64,14 @@ def test_a_machine_that_is_ready(root):
     assert "all traffic from and to itself" in found["security group"]["found"]
 
 
-def test_devices_that_are_missing_or_down(root, tmp_path):
+def test_missing_and_inactive_devices_fail_the_check(root, tmp_path):
     devices = root / "sys" / "class" / "infiniband"
     write(devices / "rdmap3s0" / "ports" / "1" / "state", "1: DOWN\n")
     assert "not active: rdmap3s0" in checks(root)["EFA devices"]["found"]
     (devices / "rdmap3s0").rename(root / "gone")
     few = checks(root)["EFA devices"]
     assert few["ok"] is False
-    assert few["found"] == "7 EFA devices of 8 of a trn1.32xlarge"
+    assert few["found"] == "7 EFA devices; a trn1.32xlarge has 8"
     assert checks(root, instance=None)["EFA devices"]["ok"] is True
     none = checks(tmp_path / "elsewhere")["EFA devices"]
     assert none["ok"] is False
@@ -86,7 +86,7 @@ def test_devices_that_are_missing_or_down(root, tmp_path):
         (None, "cannot be run"),
     ],
 )
-def test_a_libfabric_without_efa(root, script, words):
+def test_libfabric_without_its_efa_provider_fails_the_check(root, script, words):
     path = root / "opt/amazon/efa/bin/fi_info"
     path.unlink()
     if script:
@@ -98,7 +98,7 @@ def test_a_libfabric_without_efa(root, script, words):
     assert found["fix"]
 
 
-def test_variables_that_stand_in_the_way(root):
+def test_variables_that_override_the_launcher_fail_the_check(root):
     found = checks(root, {"PATH": "", "FI_PROVIDER": "tcp", "FI_EFA_USE_DEVICE_RDMA": "1"})["variables"]
     assert (found["ok"], found["found"]) == (False, "FI_PROVIDER=tcp")
 
@@ -114,14 +114,27 @@ def test_variables_that_stand_in_the_way(root):
         ("", "", None),
     ],
 )
-def test_the_port_of_the_runtime(root, ports, reserved, ok):
+def test_the_runtime_port_must_not_be_an_ephemeral_port_unless_it_is_reserved(root, ports, reserved, ok):
     folder = root / "proc/sys/net/ipv4"
     write(folder / "ip_local_port_range", f"{ports}\n")
     write(folder / "ip_local_reserved_ports", f"{reserved}\n")
-    assert checks(root)["port of the runtime"]["ok"] is ok
+    assert checks(root)["runtime port"]["ok"] is ok
 
 
-def test_the_report_has_it_when_asked_for(capsys):
+def test_env_checks_the_machine_below_the_hardware_root(root, capsys, monkeypatch):
+    """NEURON_ACCEL_HARDWARE_ROOT selects the files of the checks, the Neuron devices and the instance type."""
+    write(root / "sys/devices/virtual/dmi/id/product_name", "trn1.32xlarge\n")
+    write(root / "dev/neuron0", "")
+    monkeypatch.setenv("NEURON_ACCEL_HARDWARE_ROOT", str(root))
+    main(["env", "--json", "--network"])
+    report = json.loads(capsys.readouterr().out)
+    found = {check["name"]: check["found"] for check in report["network"]}
+    assert found["EFA devices"] == "8 EFA devices; a trn1.32xlarge has 8"
+    assert found["network interfaces"] == "docker0, eth0"
+    assert report["system"]["neuron_devices"] == 1
+
+
+def test_env_runs_the_checks_with_the_option_only(capsys):
     codes = {option: main(["env", "--json", *option]) for option in ((), ("--network",))}
     text = capsys.readouterr().out
     plain, asked = (json.loads(part + "}") for part in text.strip().removesuffix("}").split("\n}\n"))
