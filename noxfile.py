@@ -121,6 +121,14 @@ def families(session: nox.Session) -> None:
 
 
 @nox.session
+def families_graphs(session: nox.Session) -> None:
+    """The graphs of a step of every causal family on XLA, checked for Trainium; writes docs/supported_models.md."""
+    install(session, ".[xla,test]")
+    sweep = ["python", "-m", "tests.sweeps.families", "--layouts", "graphs of zero1"]
+    session.run(*sweep, *(session.posargs or ["--write", "docs/supported_models.md"]))
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Random training programs against one process: nox -s fuzz -- --cases 100 --first 1000 [--seed 17 --shrink]"""
     on_xla = any(argument.endswith("xla") for argument in session.posargs)

@@ -1,4 +1,5 @@
-"""Every causal family of transformers, tiny, sharded over ranks against one process; writes the tables of families.
+"""Every causal family of transformers, tiny, sharded over ranks against one process, and the graphs of its step on XLA;
+writes the tables of families.
 
 python -m tests.sweeps.families [--write docs/supported_models.md] [--layouts tp2 tp2+sp] [family ...]
 """
@@ -17,7 +18,7 @@ import torch
 
 from neuron_accel.models import architecture_of
 from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards
-from neuron_accel.testing import run_ranks
+from neuron_accel.testing import check_graphs, run_ranks
 from neuron_accel.testing.parity import Tolerance, Trace, Training, compare, train_alone, train_on_rank
 from tests.sweeps.tiny import VOCABULARY, causal_families, tiny_model
 
@@ -29,6 +30,8 @@ LAYOUTS = {
     "tp2 x dp2 + zero1": (4, [{"model_parallelism": {"tensor_parallel_size": 2}}, "zero1"]),
     "pp2": (2, [{"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2}}]),
 }
+GRAPHS = {"graphs of zero1": (2, ["zero1"])}
+"""Layouts whose graphs are checked instead, on XLA ranks."""
 TOLERANCE = Tolerance(gradient=2e-4, weight=2e-4)
 ROUNDING = 1e-6
 """Gradients of this size are noise: losses are about 5."""
@@ -53,7 +56,7 @@ def check(model_type: str, layouts: list[str]) -> dict[str, str]:
     size = sum(parameter.numel() for parameter in model.parameters())
     if size > TOO_LARGE:
         return dict.fromkeys(layouts, f"not built tiny: {size:,} parameters")
-    if not any(layout.startswith("pp") for layout in layouts):
+    if all(layout.startswith("tp") for layout in layouts):
         try:
             plan_shards(architecture_of(model), 2)
         except Exception as error:
@@ -63,7 +66,10 @@ def check(model_type: str, layouts: list[str]) -> dict[str, str]:
         reference = run_ranks(train_alone, 1, build, batches(), Training(), timeout=60)[0]
     except Exception as error:
         return dict.fromkeys(layouts, f"does not train tiny in one process: {_last_line(error)}")
-    return {layout: _compare(build, layout, reference) for layout in layouts}
+    return {
+        layout: _findings(model_type, layout) if layout in GRAPHS else _compare(build, layout, reference)
+        for layout in layouts
+    }
 
 
 def _build(model_type: str) -> torch.nn.Module:
@@ -89,6 +95,37 @@ def _compare(build: Any, layout: str, reference: Any) -> str:
     return "ok"
 
 
+def _build_static(model_type: str) -> torch.nn.Module:
+    """As above; a mixture of experts computes them with operators and shapes that XLA can compile (docs/xla.md)."""
+    model = _build(model_type)
+    if getattr(model.config, "_experts_implementation", None) is not None and model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")
+    return model
+
+
+def _findings(model_type: str, layout: str) -> str:
+    """What a check of the graphs of three steps finds. Reading the loss after each step is the sweep's own doing."""
+    build = functools.partial(_build_static, model_type)
+    ranks, plugins = GRAPHS[layout]
+    configuration = {"plugins": plugins, "backend": "xla"}
+    try:
+        report = check_graphs(
+            train_on_rank,
+            ranks,
+            build,
+            batches(),
+            configuration,
+            Training(),
+            gradients=False,
+            instance="trn1.2xlarge",
+            timeout=120,
+        )
+    except Exception as error:
+        return _last_line(error)
+    found = [f"{finding.code}: {finding.what}" for finding in report.findings if finding.code != "host-read"]
+    return "; ".join(dict.fromkeys(found))[:300] or "ok"
+
+
 def _without_zeros(trace: Trace, reference: Trace) -> Trace:
     """``trace`` without the gradients that are zero but for rounding, those of a key's bias say, and without what an
     optimizer makes of them."""
@@ -109,7 +146,8 @@ HEAD = f"""\
 # Supported models
 
 Causal language models of transformers, each built tiny from its configuration class and trained for {STEPS} steps in
-one process and sharded: losses, gradients and weights must agree to rounding. Written by `nox -s families`.
+one process and sharded: losses, gradients and weights must agree to rounding. For graphs, three steps run on XLA ranks,
+and what they execute is checked as by `neuron-accel precompile --check`. Written by `nox -s families families_graphs`.
 """
 
 
@@ -150,7 +188,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*")
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["tp2", "tp2+sp"])
+    parser.add_argument("--layouts", nargs="+", choices=[*LAYOUTS, *GRAPHS], default=["tp2", "tp2+sp"])
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
