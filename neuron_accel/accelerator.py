@@ -47,6 +47,7 @@ from neuron_accel.loop.arguments import (  # noqa: E402
     known_names_only,
     merged_options,
     timeout_of,
+    warn_of_unused_precision,
     with_ddp_options,
 )
 from neuron_accel.loop.deferred_values import call_after_step, numbers, progress_bar  # noqa: E402
@@ -193,6 +194,7 @@ class NeuronAccelerator(Accelerator):
         self.is_precompiling = is_precompiling()
         was_connected = torch.distributed.is_available() and torch.distributed.is_initialized()
         super().__init__(**options)
+        warn_of_unused_precision(self.mixed_precision, self.device.type)
         if self.is_precompiling:
             wanted = precompile_plugins(wanted, self.gradient_accumulation_steps, os.environ)
         ranks = connect(decision, timeout=timeout_of(handlers), adopts=not was_connected)
@@ -407,7 +409,7 @@ class NeuronAccelerator(Accelerator):
             UsageError: if another accelerator has prepared the model for training and plugins have sharded it.
         """
         if _owner_of(model) is self and (known := self.run.prepared(model)) is not None:
-            return cast(ModelT, known.module)
+            return cast(ModelT, known.module) if model is known.original else model
         if not evaluation_mode:
             self._check_new(model)
         if getattr(model, "_is_accelerate_prepared", False):

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -235,6 +236,16 @@ def check_precision(wanted: str | None) -> None:
             why="all accelerators of a process share Accelerate's state, which includes the precision",
             fix=f"leave mixed_precision out here, or pass the same to both; to change from {settled!r} to {wanted!r}, "
             "start a new process, or restart the notebook's kernel",
+        )
+
+
+def warn_of_unused_precision(precision: str, device_type: str) -> None:
+    """Warns that Accelerate ignores ``mixed_precision="fp16"`` on the CPU. On other devices it has an effect."""
+    if precision == "fp16" and device_type == "cpu":
+        warnings.warn(
+            "mixed_precision='fp16' has no effect on the CPU, where Accelerate leaves it out: models train in the "
+            "dtype of their parameters. mixed_precision='bf16' has one.",
+            stacklevel=3,
         )
 
 

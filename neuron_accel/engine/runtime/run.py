@@ -201,8 +201,9 @@ class Run:
         return self._state.setdefault(plugin.spec.name, {})
 
     def prepared(self, model: nn.Module) -> PreparedModel | None:
-        """The record of a model, by the object the user passed or the one that trains."""
-        return next((m for m in self.models if model is m.module or model is m.original), None)
+        """The record of a model, by the object the user passed, the one that trains, or the latter compiled."""
+        inner = getattr(model, "_orig_mod", model)
+        return next((m for m in self.models if m.module is model or m.original is model or m.module is inner), None)
 
     def find_parameter(self, parameter: torch.Tensor) -> ParameterRecord | None:
         """The record of a parameter of any prepared model, or of one that only an optimizer holds."""

@@ -49,13 +49,19 @@ class ReplicaCheck(StrategyPlugin):
         """Compares replicas before the next forward when due."""
         state = run.state(self)
 
+        def compare() -> None:
+            state["checked"][id(model)] = state["due"]
+            check_replicas(model, run, state["steps"])
+
+        comparing = run.join.register("a comparison of replicas", compare)
+
         def look(module: nn.Module, _: Any) -> None:
             if state["due"] > state["checked"].get(id(model), -1) and module.training:
-                state["checked"][id(model)] = state["due"]
-                check_replicas(model, run, state["steps"])
+                comparing()
+                compare()
 
         state.setdefault("due", 0), state.setdefault("steps", 0), state.setdefault("checked", {})
-        state.setdefault("handles", []).append(model.module.register_forward_pre_hook(look))
+        state.setdefault("handles", []).append(model.module.register_forward_pre_hook(torch.compiler.disable(look)))
 
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
         """Counts steps until replicas are compared."""

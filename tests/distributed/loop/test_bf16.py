@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -71,3 +73,21 @@ def test_a_plain_optimizer_keeps_bf16_parameters_equal_on_all_ranks():
     assert results[0][2] == {torch.bfloat16}
     for name, value in results[0][1].items():
         assert torch.equal(value, results[1][1][name])
+
+
+def warned(precision):
+    from neuron_accel import NeuronAccelerator
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator = NeuronAccelerator(mixed_precision=precision)
+    net = accelerator.prepare(torch.nn.Linear(4, 4))
+    said = [str(w.message) for w in caught if "mixed_precision" in str(w.message)]
+    return said, accelerator.scaler, net(torch.full((1, 4), 1 / 3)).dtype
+
+
+def test_fp16_which_accelerate_leaves_out_on_the_cpu_is_warned_of():
+    said, scaler, dtype = run_ranks(warned, 1, "fp16")[0]
+    assert (len(said), scaler, dtype) == (1, None, torch.float32)
+    assert "has no effect on the CPU" in said[0]
+    assert run_ranks(warned, 1, "bf16")[0][0] == []

@@ -78,3 +78,33 @@ def test_a_model_that_is_compiled_before_it_is_prepared_is_refused():
         assert isinstance(error, UsageError)
         assert "compiled by torch.compile before it was prepared" in error.what
         assert "dynamo_plugin" in error.fix
+
+
+def methods_on_rank(plugins: tuple[Any, ...]) -> tuple[bool, ...]:
+    """What methods of the accelerator do with the compiled model that they do with the prepared one."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(plugins=plugins)
+    torch.manual_seed(0)
+    model = tiny_llama()
+    model, optimizer = accelerator.prepare(model, TRAINING.optimizer(model.parameters()))
+    compiled = torch.compile(model, backend="eager")
+    record = accelerator.run.prepared(model)
+    assert record is not None
+    batch = {name: value[accelerator.process_index :][:2] for name, value in token_batches(1)[0].items()}
+    with accelerator.no_sync(compiled):
+        found = [not record.sync_enabled]
+    with accelerator.join_uneven_inputs([compiled], even_batches=False):
+        found.append(accelerator.run.join.is_uneven)
+        accelerator.backward(loss_of(compiled(**batch)))
+        optimizer.step()
+    gradients, expected = accelerator.get_gradients(compiled), accelerator.get_gradients(model)
+    found.append(bool(gradients) and all(torch.equal(gradients[name], expected[name]) for name in expected))
+    weights, expected = accelerator.get_state_dict(compiled), accelerator.get_state_dict(model)
+    found.append(list(weights) == list(expected) and all(map(torch.equal, weights.values(), expected.values())))
+    found.append(accelerator.prepare(compiled) is compiled)
+    return tuple(found)
+
+
+def test_methods_take_the_compiled_model_for_the_prepared_one():
+    assert run_ranks(methods_on_rank, 2, COMPOSITIONS["zero1"].built_in(), timeout=110) == [(True,) * 5] * 2

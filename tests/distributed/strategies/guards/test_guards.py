@@ -132,6 +132,30 @@ def test_a_weight_that_differs_is_named(plugins, ranks):
         assert f"norm.weight: rank {others} against rank 1" in text
 
 
+def train_unevenly(compiles):
+    """Rank 0 has three batches and rank 1 one. Returns when replicas were compared last, and the number of steps."""
+    from neuron_accel import NeuronAccelerator
+
+    check = ReplicaCheck(every=1)
+    accelerator = NeuronAccelerator(plugins=[check])
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    used = torch.compile(model, backend="eager") if compiles else model
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for _ in range(1 if accelerator.process_index else 3):
+            accelerator.backward(used(torch.ones(3, 4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    state = accelerator.run.state(check)
+    return list(state["checked"].values()), state["steps"]
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_ranks_without_data_compare_their_weights_with_the_others(compiles):
+    assert run_ranks(train_unevenly, 2, compiles, timeout=110) == [([2], 3)] * 2
+
+
 def test_without_the_check_only_a_save_finds_it():
     with pytest.raises(RanksError) as caught:
         run_ranks(train, 2, [], [], fault="a weight that differs", timeout=50)
