@@ -133,6 +133,17 @@ class Case:
         by_hand_at: after this step state dicts are taken, and loaded after the next one.
         save_at: after this step the state is saved, and loaded when the epoch is over.
         samples: in the data; ``size``: of a batch.
+        half: mixed precision in fp16. On the CPU it has no effect, as in Accelerate.
+        uneven: ranks have different numbers of batches, in ``join_uneven_inputs``. Only what holds after the loop is
+            recorded: ranks without data record nothing.
+        compiled: with ``"after"`` the prepared model is compiled by ``torch.compile``, with ``"prepare"`` ``prepare``
+            compiles it.
+        dropout: of which ranks draw the masks that one process draws: data-parallel ranks, and tensor-parallel ones
+            outside the layers that are sharded.
+        own_masks: dropout that one process cannot draw: inside tensor-parallel layers, with sequence and pipeline
+            parallelism (a stage, and a part of a sequence, has random numbers of its own), and on XLA devices. There is
+            no reference for it. What is checked: nothing raises, ranks agree about values and replicated weights, and
+            everything has the right shape and is finite.
     """
 
     seed: int = 0
@@ -177,6 +188,10 @@ class Case:
     edits: str = ""
     hook: bool = False
     lr_by_hand: bool = False
+    half: bool = False
+    uneven: bool = False
+    compiled: str = ""
+    own_masks: bool = False
     fault: str = ""
 
     @property
@@ -200,6 +215,8 @@ class Case:
             if name == "zero1" and self.clip == "plugin":
                 options["max_norm"] = 0.5
             plugins.append({name: options} if options else name)
+        if self.own_masks and "replica_check" not in str(plugins):
+            plugins.append({"replica_check": {"every": 1}})
         return plugins + ([self.fault] if self.fault else [])
 
     @property
@@ -210,12 +227,28 @@ class Case:
             options["gradient_accumulation_steps"] = self.accumulation
         if self.autocast:
             options["mixed_precision"] = "bf16"
+        if self.half:
+            options["mixed_precision"] = "fp16"
         if self.scheduler_by_epoch:
             options["step_scheduler_with_optimizer"] = False
         loader = {"dispatched": {"dispatch_batches": True}, "split": {"split_batches": True}}.get(self.loader)
         if loader:
             options["dataloader"] = loader
         return options
+
+    @property
+    def arguments(self) -> str:
+        """Of the accelerator, beside the configuration; as text."""
+        if self.half:
+            return "{'kwargs_handlers': [GradScalerKwargs(init_scale=1024.0)]}"  # so that no step is skipped
+        return "{'dynamo_backend': 'eager'}" if self.compiled == "prepare" else "{}"
+
+    @property
+    def precision(self) -> str:
+        """The dtype whose rounding is to be expected."""
+        if self.autocast or (self.half and self.backend != "gloo"):
+            return "bfloat16" if self.autocast else "float16"
+        return self.dtype
 
     def describe(self) -> str:
         """Everything in which the case differs from the simplest one."""
@@ -370,6 +403,7 @@ def draw(seed: int, *, composition: str | None = None, backend: str = "gloo") ->
             fields["evaluate"] = False
     if backend == "gloo" and plain and sometimes(0.3):
         _with_complex(fields, mesh)
+    _draw_later(fields, mesh, random.Random(f"{seed}, later"))
     if backend == "xla":
         fields.update(_for_xla(fields, mesh))
     return Case(**fields)
@@ -382,6 +416,57 @@ def _with_complex(fields: dict[str, Any], mesh: Composition) -> None:
     without = not any(fields.get(other) for other in ("autocast", "edits", "penalty", "recompute", "dropout"))
     if fields["model"] == "mlp" and mesh.holders == 1 and fields.get("dtype", "float32") == "float32":
         fields["model"] = "complex" if treats_them and without else "mlp"
+
+
+def _draw_later(fields: dict[str, Any], mesh: Composition, r: random.Random) -> None:
+    """Features that were added later, from random numbers of their own: seeds that draw none of them mean what they
+    meant before."""
+    xla, whole = fields["backend"] == "xla", mesh.holders == 1
+    model, staged = fields["model"], "pp2" in fields["composition"]
+    draws = {name: r.random() for name in ("half", "uneven", "compiled", "masks")}
+    plain = fields["loop"] == "plain"
+    if draws["half"] < 0.03 and not fields.get("autocast") and fields.get("dtype", "float32") == "float32":
+        fields["half"] = True
+    if draws["uneven"] < 0.08 and plain and not xla and mesh.data_ranks > 1:
+        _make_uneven(fields, mesh, r)
+    if (
+        draws["compiled"] < 0.06
+        and not fields.get("half")
+        and not xla
+        and whole
+        and fields["loop"] in ("plain", "two optimizers", "teacher")
+    ):
+        fields["compiled"] = r.choice(("after", "after", "prepare"))
+    if fields.get("compiled"):
+        fields["average"] = ""  # its copy has the names of the compiled model
+    if draws["masks"] < 0.15 and fields["loop"] in ("plain", "closure", "two optimizers") and not fields.get("uneven"):
+        masked = model in DROPPING or model in ("blocks", "blocks-tied", *TEXT)
+        exact = not xla and not staged and "sp" not in fields["composition"] and model in ("blocks", "blocks-tied")
+        if (xla or not whole) and masked:
+            fields["dropout" if exact and r.random() < 0.75 else "own_masks"] = True
+
+
+def _make_uneven(fields: dict[str, Any], mesh: Composition, r: random.Random) -> None:
+    """A loop that ranks may leave at different times: without what counts steps or reads values in the loop, and
+    without buffers that change with every micro-batch."""
+    if "batch" in fields["model"] or fields["model"] in ("counting", "spectral_norm", "sometimes"):
+        fields["model"] = "mlp"
+        fields["frozen"] = ()
+    without = ("unfreeze_at", "freeze_at", "by_hand_at", "save_at", "by_hand", "dropout", "edits", "average")
+    for name in (*without, "add_group", "lr_by_hand", "scheduler_unprepared"):
+        fields[name] = type(fields.get(name, False))()
+    if fields["scheduler"] == "ReduceLROnPlateau":
+        fields["scheduler"] = "StepLR"
+    if fields.get("loader") in ("stream", "dispatched"):
+        fields["loader"] = "map"
+    fields["uneven"], fields["drop_last"] = True, False
+    size, ranks = fields["size"], mesh.data_ranks
+    if fields.get("loader") == "split":
+        fields["samples"] = size * r.randint(1, 4) + r.randint(1, max(size // ranks, 1))
+        return
+    batches = ranks * r.randint(0, 3) + r.randint(1, ranks - 1)
+    ragged = 0 if "pp2" in fields["composition"] else r.randint(0, size - 1)
+    fields["samples"] = size * batches - ragged
 
 
 def _for_xla(fields: dict[str, Any], mesh: Composition) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from tests.distributed import models
+from tests.fuzz.plain import Process
 
 CLASSES, WIDTH, VOCABULARY, LENGTH, IMAGE = 4, 8, 32, 8, 6
 
@@ -230,9 +231,11 @@ class Complex(Classifier):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int = 8, heads: int = 2) -> None:
+    def __init__(self, width: int = 8, heads: int = 2, dropout: float = 0.0, inside: bool = False) -> None:
         super().__init__()
         self.heads = heads
+        self.dropout = nn.Dropout(dropout)
+        self.inner_dropout = nn.Dropout(dropout if inside else 0.0)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
@@ -241,8 +244,8 @@ class Block(nn.Module):
         y = self.norm1(x)
         q, k, v = (layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
-        x = x + self.out(y)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        x = x + self.dropout(self.out(y))
+        return x + self.dropout(self.down(self.inner_dropout(F.gelu(self.up(self.norm2(x))))))
 
 
 class Blocks(Classifier):
@@ -258,10 +261,10 @@ class Blocks(Classifier):
         "blocks.*.down": "rowwise",
     }
 
-    def __init__(self, tied: bool = False) -> None:
+    def __init__(self, tied: bool = False, dropout: float = 0.0, inside: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(dropout=dropout, inside=inside) for _ in range(3))
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, VOCABULARY, bias=False)
         if tied:
@@ -282,17 +285,21 @@ TINY = {
 }
 
 
-def llama(*, tied: bool = False) -> nn.Module:
+def llama(*, tied: bool = False, dropout: float = 0.0, inside: bool = True) -> nn.Module:
+    """A tiny Llama. The only dropout it has is that of attention weights."""
     from transformers import LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    sizes["attention_dropout"] = dropout if inside else 0.0
     return LlamaForCausalLM(models.llama_config(**TINY, **sizes, tie_word_embeddings=tied))
 
 
-def gpt2(*, tied: bool = True) -> nn.Module:
+def gpt2(*, tied: bool = True, dropout: float = 0.0, inside: bool = False) -> nn.Module:
     from transformers import GPT2LMHeadModel
 
-    return GPT2LMHeadModel(models.gpt2_config(**TINY, n_positions=32, n_embd=16, tie_word_embeddings=tied))
+    sizes = {"n_positions": 32, "n_embd": 16, "resid_pdrop": dropout, "embd_pdrop": dropout}
+    sizes["attn_pdrop"] = dropout if inside else 0.0
+    return GPT2LMHeadModel(models.gpt2_config(**TINY, **sizes, tie_word_embeddings=tied))
 
 
 class Generator(nn.Module):
@@ -399,6 +406,12 @@ class Backwards(Sampler):
 def as_lists(samples: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     """A ``collate_fn`` that also gives something that is no tensor."""
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def compiled(model: nn.Module, accelerator: Any) -> nn.Module:
+    """A prepared model compiled by ``torch.compile`` with a backend that leaves graphs as they are. One process, which
+    ranks are compared with, trains it as it is."""
+    return model if isinstance(accelerator, Process) else torch.compile(model, backend="eager")
 
 
 def quiet() -> None:

@@ -21,7 +21,7 @@ class Process:
 
     Args:
         ranks: number of data-parallel ranks whose training this is to equal.
-        options: those of the accelerator.
+        options: those of the accelerator; ``scales``: whether fp16 has an effect on its device.
         noise: relative size of what is added to weights when they are prepared, to see what rounding does.
     """
 
@@ -31,11 +31,13 @@ class Process:
     def __init__(self, ranks: int, options: dict[str, Any], noise: float = 0.0) -> None:
         self.ranks, self.noise = ranks, noise
         self.steps_per_update = options.get("gradient_accumulation_steps", 1)
-        self.autocasts = options.get("mixed_precision") == "bf16"
+        names = {"bf16": torch.bfloat16, "fp16": torch.float16 if options.get("scales") else None}
+        self.autocasts = names.get(options.get("mixed_precision"))
         self.splits = options.get("split_batches", False)
         self.dispatches = options.get("dispatch_batches")
         self.scheduler_follows = options.get("step_scheduler_with_optimizer", True)
         self.sync_gradients, self.step, self.items = True, 0, 0.0
+        self.uneven = self.stepped = False
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Scheduler] = []
@@ -79,7 +81,7 @@ class Process:
             inner = model.forward
 
             def forward(*args: Any, **kwargs: Any) -> Any:
-                with torch.autocast("cpu", torch.bfloat16):
+                with torch.autocast("cpu", self.autocasts):
                     return _in_fp32(inner(*args, **kwargs))
 
             model.forward = forward
@@ -91,8 +93,17 @@ class Process:
 
     # ---- a step ------------------------------------------------------------------------------------------------------
     @contextmanager
+    def join_uneven_inputs(self, models: Any, even_batches: bool) -> Iterator[None]:
+        """Loaders yield the batches of ranks one after another, and say which is the last of a step."""
+        self.uneven = True
+        yield
+        self.uneven = False
+
+    @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        if any(loader.at_end for loader in self.loaders if loader.active):
+        if self.uneven:
+            pass
+        elif any(loader.at_end for loader in self.loaders if loader.active):
             self.step, self.sync_gradients = 0, True
         else:
             self.step += 1
@@ -104,11 +115,11 @@ class Process:
         yield
 
     def autocast(self) -> Any:
-        return torch.autocast("cpu", torch.bfloat16) if self.autocasts else nullcontext()
+        return torch.autocast("cpu", self.autocasts) if self.autocasts else nullcontext()
 
     def backward(self, loss: torch.Tensor, *, num_items: Any = None, **kwargs: Any) -> None:
         if num_items is None:
-            (loss / self.steps_per_update).backward(**kwargs)
+            (loss / self.steps_per_update / (self.ranks if self.uneven else 1)).backward(**kwargs)
         else:
             self.items += float(num_items)
             (loss * float(num_items)).backward(**kwargs)
@@ -184,10 +195,13 @@ class Optimizer:
         if self._process.sync_gradients:
             self._process.settle()
             self.optimizer.step(closure)
+            self._process.stepped = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._process.sync_gradients:
+        """With uneven inputs some batches of a step are another rank's first ones; programs zero before each."""
+        if self._process.stepped if self._process.uneven else self._process.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
+            self._process.stepped = False
 
 
 class Scheduler:
@@ -227,6 +241,9 @@ class Loader:
         return self.loader.generator
 
     def __iter__(self) -> Iterator[Any]:
+        if self._process.uneven:
+            yield from self._one_after_another()
+            return
         skip, self._skip = self._skip, 0
         generator = self._generator()
         if generator is not None and self._rng is not None:
@@ -263,6 +280,23 @@ class Loader:
                 batch = _joined([batch, first])
             yield _cut(batch, filled), real
 
+    def _one_after_another(self) -> Iterator[Any]:
+        """The batches of every rank by themselves. A step consists of as many of each rank as are accumulated, or of
+        those that it has left."""
+        given, process = list(self.loader), self._process
+        if process.splits:
+            share = (self.loader.batch_size or self.loader.batch_sampler.batch_size) // process.ranks
+            cut = [_sliced(batch, r * share, (r + 1) * share) for batch in given for r in range(process.ranks)]
+            by_rank = [[b for b in cut[r :: process.ranks] if _rows(b)] for r in range(process.ranks)]
+        else:
+            by_rank = [given[r :: process.ranks] for r in range(process.ranks)]
+        together = process.steps_per_update
+        for start in range(0, max(map(len, by_rank)), together):
+            batches = [batch for mine in by_rank for batch in mine[start : start + together]]
+            for index, batch in enumerate(batches):
+                process.sync_gradients = index == len(batches) - 1
+                yield batch
+
     @property
     def _dispatched(self) -> bool:
         """Whether one process reads for all, which fills up to equal numbers of rows only."""
@@ -284,15 +318,19 @@ def _joined(batches: list[Any]) -> Any:
 
 
 def _cut(batch: Any, rows: int) -> Any:
+    return _sliced(batch, 0, rows)
+
+
+def _sliced(batch: Any, start: int, end: int) -> Any:
     if isinstance(batch, dict):
-        return {name: value[:rows] for name, value in batch.items()}
-    return [value[:rows] for value in batch]
+        return {name: value[start:end] for name, value in batch.items()}
+    return [value[start:end] for value in batch]
 
 
 def _in_fp32(output: Any) -> Any:
     """What a model gives back under autocast, in fp32, as from a prepared one."""
     if isinstance(output, torch.Tensor):
-        return output.float() if output.dtype == torch.bfloat16 else output
+        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
     for name, value in list(output.items()):
         if isinstance(value, torch.Tensor):
             output[name] = _in_fp32(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from tests.fuzz.case import IMAGES, OPTIMIZERS, PARAMETRIZED, SCHEDULERS, TEXT, TOKENS, Case, words_of
+from tests.fuzz.case import IMAGES, OPTIMIZERS, PARAMETRIZED, SCHEDULERS, SHARDED, TEXT, TOKENS, Case, words_of
 
 HEAD = '''"""{describe}
 
@@ -16,6 +16,7 @@ import copy
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import GradScalerKwargs
 from torch import nn
 from torch.optim.lr_scheduler import *
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
@@ -25,6 +26,7 @@ from tests.fuzz import parts
 
 RANKS, PLUGINS, BACKEND = {ranks}, {plugins!r}, {backend!r}
 OPTIONS = {options!r}
+ARGUMENTS = {arguments}
 
 '''
 TAIL = """
@@ -65,6 +67,7 @@ def render(case: Case) -> str:
         plugins=case.plugins,
         backend=case.backend,
         options=case.options,
+        arguments=case.arguments,
     )
     return head + "\n" + "\n".join(out.lines) + "\n" + TAIL
 
@@ -75,8 +78,10 @@ def _model(case: Case) -> str:
     arguments = []
     if name in ("mlp", "conv") and variant:
         arguments.append(f"norm={variant!r}")
-    if case.dropout:
+    if case.dropout or case.own_masks:
         arguments.append("dropout=0.2")
+    if case.own_masks and case.model in SHARDED:
+        arguments.append("inside=True")
     if name in ("gru", "lstm"):
         arguments.append(repr(name.upper()))
     if case.model in PARAMETRIZED:
@@ -150,8 +155,9 @@ def _prepare(case: Case, out: Lines, *names: str) -> None:
 def _clip(case: Case, out: Lines, model: str = "model") -> None:
     norm = {"norm": "0.5", "inf": "0.1, float('inf')"}.get(case.clip)
     if norm:
+        clipped = f"accelerator.clip_grad_norm_({model}.parameters(), {norm})"
         with out.under("if accelerator.sync_gradients:"):
-            out(f'record.value("norm", accelerator.clip_grad_norm_({model}.parameters(), {norm}))')
+            out(clipped if case.uneven else f'record.value("norm", {clipped})')
     elif case.clip == "value":
         out(f"accelerator.clip_grad_value_({model}.parameters(), 0.02)")
     elif case.clip == "plugin":
@@ -159,7 +165,7 @@ def _clip(case: Case, out: Lines, model: str = "model") -> None:
 
 
 def _gradients(case: Case, out: Lines, model: str = "model") -> None:
-    if case.backend == "gloo":
+    if case.backend == "gloo" and not case.uneven:
         with out.under("if accelerator.sync_gradients:"):
             out(f"record.gradients(accelerator, {model})")
 
@@ -223,6 +229,8 @@ def _prepare_all(case: Case, out: Lines) -> None:
     names += ["scheduler"] if case.scheduler and not case.scheduler_unprepared else []
     names += ["held_out"] if case.evaluate else []
     _prepare(case, out, *names)
+    if case.compiled == "after":
+        out("model = parts.compiled(model, accelerator)")
     if case.average == "averaged":
         out("average = torch.optim.swa_utils.AveragedModel(accelerator.unwrap_model(model))")
     elif case.average:
@@ -239,7 +247,7 @@ def _logits(case: Case, model: str = "model", batch: str = "batch") -> str:
 
 def _loss(case: Case, out: Lines) -> None:
     text = case.model in TEXT
-    if case.dropout:
+    if case.dropout or (case.own_masks and case.backend == "gloo"):
         out("torch.manual_seed(1000 + micro)")
     if case.loss_inside and case.loop != "teacher":
         out("loss = model(**batch).loss" if text else 'loss = model(batch["x"], batch["y"])')
@@ -262,6 +270,8 @@ def _backward(case: Case, out: Lines) -> None:
             else 'items = (batch["y"] != -100).sum()'
         )
         out("accelerator.backward(loss, num_items=items)")
+        if case.uneven:
+            return
         out('total = accelerator.reduce(items.float(), "sum")')
         out('record.value("loss", accelerator.reduce(loss.detach().float() * items, "sum") / total)')
         return
@@ -270,7 +280,8 @@ def _backward(case: Case, out: Lines) -> None:
         out(f"accelerator.backward({scaled}, retain_graph=True)", f"accelerator.backward(0.5 * {scaled})")
     else:
         out(f"accelerator.backward({scaled})")
-    out('record.value("loss", accelerator.reduce(loss.detach(), "mean"))')
+    if not case.uneven:
+        out('record.value("loss", accelerator.reduce(loss.detach(), "mean"))')
 
 
 def _edit(case: Case, out: Lines) -> None:
@@ -309,7 +320,8 @@ def _update(case: Case, out: Lines) -> None:
             out(f"scheduler.step({metric})")
     if not case.zero_first:
         _zero(case, out)
-    out("record.rates(optimizer)")
+    if not case.uneven:
+        out("record.rates(optimizer)")
 
 
 def _zero(case: Case, out: Lines) -> None:
@@ -338,7 +350,8 @@ def _plain(case: Case, out: Lines) -> None:
     if case.save_at:
         out("saved = False")
     with out.under(f"for epoch in range({case.epochs}):"):
-        with out.under("for batch in loader:"):
+        joined = "with accelerator.join_uneven_inputs([model], even_batches=False):"
+        with out.under(joined) if case.uneven else nullcontext(), out.under("for batch in loader:"):
             if case.loader == "tensors":
                 out('batch = dict(zip(("x", "y"), batch, strict=True))')
             out("micro += 1")
@@ -356,11 +369,16 @@ def _plain(case: Case, out: Lines) -> None:
                     out("continue")
             else:
                 _step_body(case, out)
+                if case.uneven:  # one process sees the batches of ranks one after another
+                    with out.under("if not accelerator.sync_gradients:"):
+                        out("continue")
             out("step += 1")
             _events(case, out)
         if case.scheduler and case.scheduler_by_epoch:
             metric = "float(epoch)" if case.scheduler == "ReduceLROnPlateau" else ""
             out(f"scheduler.step({metric})", "record.rates(optimizer)")
+        if case.uneven:
+            out("record.rates(optimizer)")
         if case.save_at:
             with out.under("if epoch == 0 and saved:"):
                 out("accelerator.load_state(record.folder)")
