@@ -351,19 +351,6 @@ def run_in_threads(rank: Callable[[int], None], meeting: Meeting) -> None:
     pjrt._run_thread_per_device(0, 1, begin, initialize)
 
 
-def become_neuron_process() -> None:
-    """Makes this process a rank of Neuron's, whose environment it has: what importing torch_xla does, for one that has
-    imported it already, before it was forked to become a rank."""
-    from torch_xla import runtime
-    from torch_xla._internal import neuron
-    from torch_xla.experimental import plugins
-
-    plugins.use_dynamic_plugins()
-    neuron.set_envvar_defaults()
-    neuron.configure_pjrt_environment()
-    runtime._maybe_select_default_device()
-
-
 class _Room:
     """Where some of the ranks exchange values.
 

@@ -1,6 +1,6 @@
-"""What is particular to AWS Trainium: instances, compiler flags, the compile cache, the environment.
+"""Support for AWS Trainium: instances, compiler flags, the compile cache, environment variables, checks of graphs.
 
-Nothing here imports torch, torch_xla or the Neuron packages: it is text, numbers and files, and works on any machine.
+These modules import neither torch nor torch_xla nor the Neuron packages, and work on any machine.
 """
 
 from neuron_accel.neuron.cache import CompileCache

@@ -1,8 +1,8 @@
-"""The persistent compile cache: where it is and how it behaves.
+"""The persistent compile cache: its location and options.
 
-On the XLA path the compiler's wrapper keeps it in a folder or at an S3 address, below ``neuronxcc-VERSION``, with a
-folder ``MODULE_<hash of the graph>+<hash of the flags>`` for each graph. Since June 2023 it evicts nothing; see
-:mod:`neuron_accel.neuron.cache_store` for that. The native device keeps compiled programs in a folder of its own.
+On the XLA path the compiler's wrapper keeps the cache in a folder or on S3. For each graph it contains a folder
+``neuronxcc-VERSION/MODULE_<hash of the graph>+<hash of the flags>``. Since June 2023 the wrapper evicts nothing;
+:mod:`neuron_accel.neuron.cache_store` does. The native device keeps compiled programs in another folder.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ NATIVE_VARIABLE = "TORCH_NEURONX_NEFF_CACHE_DIR"
 NATIVE_OFF_VARIABLE = "TORCH_NEURONX_NEFF_DISABLE_CACHE"
 
 HOST = "{host}"
-"""In a location: the name of the machine."""
+"""Placeholder in a location for the name of the machine."""
 
 NETWORK_FILE_SYSTEMS = (
     *("nfs", "nfs4", "efs", "lustre", "cifs", "smb3", "ceph", "glusterfs", "beegfs", "gpfs", "wekafs"),
     *("fuse.glusterfs", "fuse.sshfs", "fuse.s3fs", "fuse.mount-s3"),
 )
-"""Types of file systems that several machines mount, as /proc/mounts names them. EFS is nfs4 there, FSx lustre."""
+"""Types of network file systems in /proc/mounts. EFS has type nfs4, FSx for Lustre lustre."""
 
 _S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?\Z")
 
@@ -44,17 +44,20 @@ class CompileCache:
     """The compile cache of a run.
 
     Args:
-        location: a folder, which may begin with ``~``, or ``s3://bucket/prefix``; None: what the environment says, or
-            the default. ``{host}`` in it is replaced by this machine's name, so that machines which share a file system
-            have a folder each.
-        no_cache: compile everything anew, and keep nothing.
-        retry_failed_compilation: compile again what failed before; without, the failure itself is remembered.
-        log_level: how much the cache tells.
-        max_size: what `prune` leaves at most: bytes, or text such as ``"200GB"`` or ``"50GiB"``.
-        ttl: what `prune` leaves at most this long unused: seconds, or text such as ``"30d"`` or ``"12h"``.
+        location: a folder, which may begin with ``~``, or ``s3://bucket/prefix``; None: that of the environment, or the
+            default. ``{host}`` is replaced by the name of this machine, so that machines that share a file system use
+            different folders.
+        no_cache: whether to disable the cache.
+        retry_failed_compilation: whether to compile graphs again that failed to compile before. If False, a failure is
+            cached.
+        log_level: log level of the cache.
+        max_size: largest size that ``neuron-accel cache prune`` leaves: bytes, or text such as ``"200GB"`` or
+            ``"50GiB"``.
+        ttl: time after which ``neuron-accel cache prune`` evicts an unused entry: seconds, or text such as ``"30d"`` or
+            ``"12h"``.
 
     Raises:
-        ConfigurationError: for a location or limit that cannot be.
+        ConfigurationError: if the location or a limit is not valid, or options contradict each other.
     """
 
     location: str | None = None
@@ -73,27 +76,29 @@ class CompileCache:
             raise ConfigurationError(
                 "no_cache and retry_failed_compilation contradict each other.",
                 where="CompileCache",
-                why="without a cache no failure is remembered",
-                fix="drop one of them",
+                why="without a cache no failure is cached",
+                fix="leave one of them out",
             )
         if self.log_level not in (None, *flags.VALUES["--log_level"]):
             raise ConfigurationError(
                 f"log_level is {self.log_level!r}.",
                 where="CompileCache",
-                fix=f"give {', '.join(flags.VALUES['--log_level'])}",
+                fix=f"pass one of {', '.join(flags.VALUES['--log_level'])}",
             )
-        self.max_bytes, self.ttl_seconds  # noqa: B018  a malformed limit is refused here, not when it is needed
+        self.max_bytes, self.ttl_seconds  # noqa: B018  raises an error for a malformed limit
 
     @property
     def max_bytes(self) -> int | None:
+        """``max_size`` in bytes."""
         return None if self.max_size is None else parse_size(self.max_size, "CompileCache.max_size")
 
     @property
     def ttl_seconds(self) -> float | None:
+        """``ttl`` in seconds."""
         return None if self.ttl is None else parse_duration(self.ttl, "CompileCache.ttl")
 
     def flags(self) -> tuple[Flag, ...]:
-        """The options of the XLA path, for NEURON_CC_FLAGS."""
+        """The options as flags for NEURON_CC_FLAGS (XLA path)."""
         texts = {
             "--cache_dir": self.location,
             "--no_cache": self.no_cache,
@@ -107,13 +112,13 @@ class CompileCache:
         )
 
     def environment(self, *, native: bool = False) -> dict[str, str]:
-        """Variables beside NEURON_CC_FLAGS.
+        """The options as environment variables other than NEURON_CC_FLAGS.
 
         Args:
-            native: for the native device instead of the XLA path.
+            native: True for the native device, False for the XLA path.
 
         Raises:
-            ConfigurationError: for what the native device's cache cannot do.
+            ConfigurationError: if the cache of the native device does not support an option.
         """
         if not native:
             return {} if self.location is None else {URL_VARIABLE: self.location}
@@ -121,22 +126,29 @@ class CompileCache:
             raise ConfigurationError(
                 f"{self.location} cannot be the cache of the native device.",
                 where="CompileCache.location",
-                why="it is a folder there",
-                fix="name a folder on a file system that all machines share",
+                why="the native device supports folders only",
+                fix="pass a folder on a file system that all machines share",
             )
         for name in ("retry_failed_compilation", "log_level"):
             if getattr(self, name):
                 raise ConfigurationError(
-                    f"{name} does nothing on the native device.",
+                    f"{name} has no effect on the native device.",
                     where="CompileCache",
-                    why="it is an option of the XLA path's cache",
+                    why="it is an option of the cache of the XLA path",
                     fix="leave it out",
                 )
         found = {} if self.location is None else {NATIVE_VARIABLE: self.location}
         return {**found, **({NATIVE_OFF_VARIABLE: "1"} if self.no_cache else {})}
 
     def check_writable(self, environ: Mapping[str, str]) -> None:
-        """Raises :class:`ConfigurationError` if nothing can be written to where the cache is."""
+        """Checks that the cache can be written, unless it is disabled or on S3.
+
+        Args:
+            environ: environment variables.
+
+        Raises:
+            ConfigurationError: if it cannot be written.
+        """
         place = self.location or location_of(environ)
         off = self.no_cache or any(flag.name == "--no_cache" for flag in flags.parse(environ.get(VARIABLE, "")))
         if off or is_s3(place):
@@ -150,17 +162,17 @@ class CompileCache:
             raise ConfigurationError(
                 f"The compile cache cannot be written: {error.strerror or error}.",
                 where=str(folder),
-                why="every start would compile everything again, for minutes to hours",
-                fix=f"make it writable, or name another place ({URL_VARIABLE}, --cache-dir)",
+                why="every run would compile all graphs again, which takes minutes to hours",
+                fix=f"make it writable, or set another location ({URL_VARIABLE}, --cache-dir)",
             ) from None
 
 
 def shared_by_machines(location: str, mounts: Iterable[tuple[str, str]]) -> str | None:
-    """The type of the network file system that a folder is on; None where it is on another.
+    """The type of the network file system that contains a folder; None if its file system is local.
 
     Args:
         location: a folder, which need not exist.
-        mounts: where file systems are mounted, and their types.
+        mounts: mount point and type of every file system.
     """
     if is_s3(location):
         return None
@@ -171,50 +183,55 @@ def shared_by_machines(location: str, mounts: Iterable[tuple[str, str]]) -> str 
 
 
 def remark_on_place(location: str, mounts: Iterable[tuple[str, str]], host: str) -> str | None:
-    """What to know about a cache in a folder that several machines may share; None where there is nothing.
+    """A warning if the cache is on a network file system, without the name of the machine in its path; else None.
 
     Args:
-        location: of the cache of the XLA path.
+        location: location of the cache of the XLA path.
         mounts: as for :func:`shared_by_machines`.
-        host: this machine's name.
+        host: name of this machine.
     """
     kind = shared_by_machines(location, mounts)
     if kind is None or host in Path(location).parts:
         return None
     return (
         f"the compile cache {location} is on {kind}: machines that share one corrupt it (KeyError, truncated files); "
-        f"give each its own with --cache-dir '{os.path.join(location, HOST)}', or use s3://bucket/prefix"
+        f"use one for each machine with --cache-dir '{os.path.join(location, HOST)}', or use s3://bucket/prefix"
     )
 
 
 def is_s3(location: str) -> bool:
+    """Whether ``location`` is an S3 address."""
     return location.startswith("s3://")
 
 
 def check_location(location: str, where: str) -> None:
-    """Raises :class:`ConfigurationError` unless ``location`` names a folder or an S3 address."""
+    """Checks that ``location`` is a folder or a valid S3 address.
+
+    Raises:
+        ConfigurationError: if it is neither.
+    """
     scheme, separator, _ = location.partition("://")
     if not location.strip():
-        raise ConfigurationError("The location of the compile cache is empty.", where=where, fix="name a folder")
+        raise ConfigurationError("The location of the compile cache is empty.", where=where, fix="pass a folder")
     if is_s3(location) and not _S3.match(location):
         raise ConfigurationError(
             f"{location!r} is not a valid S3 address.",
             where=where,
-            why="the name of a bucket has 3 to 63 small letters, digits, dots and hyphens",
-            fix="write s3://bucket/prefix",
+            why="the name of a bucket consists of 3 to 63 lowercase letters, digits, dots and hyphens",
+            fix="pass s3://bucket/prefix",
         )
     if separator and scheme != "s3":
         raise ConfigurationError(
-            f"The compile cache cannot be at {location!r}.", where=where, fix="name a folder, or s3://bucket/prefix"
+            f"The compile cache cannot be at {location!r}.", where=where, fix="pass a folder, or s3://bucket/prefix"
         )
 
 
 def location_of(environ: Mapping[str, str]) -> str:
-    """Where the XLA path's cache is: ``--cache_dir`` in NEURON_CC_FLAGS, else NEURON_COMPILE_CACHE_URL, else the
+    """The location of the XLA path's cache: ``--cache_dir`` in NEURON_CC_FLAGS, else NEURON_COMPILE_CACHE_URL, else the
     default.
 
     Raises:
-        ConfigurationError: if NEURON_CC_FLAGS is malformed, or the place can be none.
+        ConfigurationError: if NEURON_CC_FLAGS is malformed, or the location is not valid.
     """
     for flag in flags.parse(environ.get(VARIABLE, "")):
         if flag.name == "--cache_dir":

@@ -1,8 +1,9 @@
-"""The entries of a compile cache at an address, such as S3: what there is. Nothing is ever changed there.
+"""Lists the entries of a compile cache on S3 or at another URL. The cache is never changed.
 
-An eviction could not keep the promises of :mod:`neuron_accel.neuron.cache_store`. A store of objects knows when one was
-written, not when it was last read. It has no lock that is released when a job dies, so it is unknown whose entry is
-being compiled. And objects go one by one, with no way to rename a full entry: a job may find half of one.
+Evicting entries safely, as :mod:`neuron_accel.neuron.cache_store` does in a folder, is not possible on an object store.
+It records when an object was written, but not when it was last read. It has no locks that are released when a job dies,
+so entries that are being compiled are not known. And objects are deleted one by one, so that a job may read part of an
+entry.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ DAY = 86400.0
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteEntry:
-    """One compiled graph, or one that failed to compile or is being compiled.
+    """A graph that was compiled, failed to compile, or is being compiled.
 
     Args:
-        path: its address.
-        compiler: the version that compiled it.
+        path: its URL.
+        compiler: version of the compiler.
         size: bytes of its objects.
-        last_written: seconds since the epoch.
-        state: "done", "failed" (the failure itself is remembered) or "incomplete".
+        last_written: when an object was last written, in seconds since the epoch.
+        state: "done", "failed" (a cached failure) or "incomplete".
     """
 
     path: str
@@ -47,16 +48,15 @@ class RemoteEntry:
 
 
 def is_remote(location: str) -> bool:
-    """Whether ``location`` is an address, not a folder of this machine."""
+    """Whether ``location`` is a URL, not a folder."""
     return "://" in location
 
 
 def remote_entries(url: str) -> list[RemoteEntry]:
-    """All entries at ``url``, which fsspec can read; the one that was written first comes first.
+    """Lists all entries at ``url``, read with fsspec, in the order in which they were written.
 
     Raises:
-        ConfigurationError: if there is no cache, it may not be read, or the package that reads such addresses is not
-            installed.
+        ConfigurationError: if there is no cache, access is denied, or the package for such URLs is not installed.
     """
     if is_s3(url):
         check_location(url, "--cache-dir, NEURON_CC_FLAGS or NEURON_COMPILE_CACHE_URL")
@@ -72,12 +72,14 @@ def _open(url: str) -> tuple[Any, str]:
         import fsspec
 
         return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # a package is missing, or such addresses are unknown
+    except (ImportError, ValueError) as error:  # a package is missing, or the protocol is unknown
         raise ConfigurationError(
-            f"Addresses like {url} cannot be read here: {error}.",
+            f"{url} cannot be read: {error}.",
             where="neuron-accel cache",
-            why="they are read through fsspec, which has a package for each kind of store",
-            fix=f"pip install '{EXTRA}'" if is_s3(url) else "install the package that it names, or name another place",
+            why="URLs are read with fsspec, which needs a package for each protocol",
+            fix=f"pip install '{EXTRA}'"
+            if is_s3(url)
+            else "install the package that it names, or pass another location",
         ) from None
 
 
@@ -102,13 +104,13 @@ def _read(store: Any, folder: str) -> Iterator[RemoteEntry]:
 
 
 def _written(store: Any, path: str, info: Mapping[str, Any]) -> float:
-    """Seconds since the epoch. A listing of S3 says it already; other stores are asked."""
+    """When an object was written, in seconds since the epoch: from the listing (S3), or asked of the store."""
     return (info.get("LastModified") or store.modified(path)).timestamp()
 
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Says what keeps ``url`` from being read. Each store has exceptions of its own, hence any of them."""
+    """A context manager that turns any exception into a ConfigurationError, since each store has its own classes."""
     try:
         yield
     except ConfigurationError:
@@ -117,50 +119,47 @@ def explained(url: str) -> Iterator[None]:
         raise ConfigurationError(
             f"There is no compile cache at {url}.",
             where="--cache-dir, NEURON_CC_FLAGS or NEURON_COMPILE_CACHE_URL",
-            why=f"nothing is there, or the bucket does not exist ({error})",
-            fix="name the address that jobs use; the first one writes there",
+            why=f"there are no objects, or the bucket does not exist ({error})",
+            fix="pass the URL that jobs use; the first job creates the cache",
         ) from None
     except PermissionError as error:
         raise ConfigurationError(
-            f"The compile cache at {url} may not be read: {str(error).rstrip('.')}.",
+            f"Access to the compile cache at {url} was denied: {str(error).rstrip('.')}.",
             where=url,
-            why="the credentials were refused: these are not allowed to list it, are wrong, or have expired",
-            fix="use some that may" + _CREDENTIALS if is_s3(url) else "use credentials that may list it",
+            why="the credentials do not permit listing it, are wrong, or have expired",
+            fix="use credentials that permit listing it" + (_CREDENTIALS if is_s3(url) else ""),
         ) from None
     except Exception as error:
         raise ConfigurationError(
-            f"The compile cache at {url} cannot be read: {str(error).rstrip('.') or 'it does not say why'}.",
+            f"The compile cache at {url} cannot be read: {str(error).rstrip('.') or 'no reason given'}.",
             where=url,
-            why=f"{type(error).__module__}.{type(error).__qualname__}, from what reads such addresses",
-            fix="give credentials, region and network" + _CREDENTIALS
-            if is_s3(url)
-            else "check credentials and network",
+            why=f"fsspec raised {type(error).__module__}.{type(error).__qualname__}",
+            fix="check credentials, region and network" + (_CREDENTIALS if is_s3(url) else ""),
         ) from error
 
 
 _CREDENTIALS = (
     " (s3:ListBucket on the bucket is enough): AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the "
-    "instance's role; `aws sts get-caller-identity` shows whose are used"
+    "instance's role; `aws sts get-caller-identity` prints the identity in use"
 )
 
 
-# ---- evicting, which is the store's to do ----------------------------------------------------------------------------
+# ---- evicting, by a lifecycle rule of the store ----------------------------------------------------------------------
 def refusal_to_prune(url: str, ttl_seconds: float | None) -> UsageError:
-    """Why nothing is evicted at ``url``, and what does it instead.
+    """The error for an attempt to evict entries at ``url``, with a lifecycle rule for S3 as the fix.
 
     Args:
-        ttl_seconds: how long entries were to stay; the rule that is proposed keeps them as long, in whole days.
+        url: location of the cache.
+        ttl_seconds: time after which the rule expires an entry, rounded up to days; None: 30 days.
 
     Raises:
-        ConfigurationError: if it begins like an S3 address but is not valid.
+        ConfigurationError: if ``url`` begins with ``s3://`` but is not a valid S3 address.
     """
-    instead = "let the store do it, with a lifecycle rule (which knows no limit to the size)"
+    instead = "use a lifecycle rule of the store (which cannot limit the size)"
     if is_s3(url):
         check_location(url, "--cache-dir")
         instead += _lifecycle(url, 30 if ttl_seconds is None else max(1, math.ceil(ttl_seconds / DAY)))
-    return UsageError(
-        f"The cache at {url} is not pruned from here.", where="neuron-accel cache prune", why=_WHY, fix=instead
-    )
+    return UsageError(f"The cache at {url} cannot be pruned.", where="neuron-accel cache prune", why=_WHY, fix=instead)
 
 
 def _lifecycle(url: str, days: int) -> str:
@@ -175,13 +174,13 @@ def _lifecycle(url: str, days: int) -> str:
     put += ["--lifecycle-configuration", json.dumps({"Rules": [rule]})]
     get = ["aws", "s3api", "get-bucket-lifecycle-configuration", "--bucket", bucket]
     return (
-        f". One that expires graphs {days} d after they were compiled, used since or not; a job that needs one then "
-        f"compiles it again:\n    {shlex.join(put)}\n  It takes the place of all rules that the bucket has: if\n"
-        f"    {shlex.join(get)}\n  shows some, add this one to them"
+        f". This one expires graphs {days} d after they were compiled, whether used since or not; a job that needs one "
+        f"then compiles it again:\n    {shlex.join(put)}\n  It replaces all rules of the bucket: if\n"
+        f"    {shlex.join(get)}\n  prints any, add this rule to them"
     )
 
 
 _WHY = (
-    "entries in use could not be spared: it knows when objects were written, not when they were last read, has no lock "
-    "that is released when a job dies, and deletes object by object, so that a job might find half an entry"
+    "entries in use are not known: the store records when objects were written, not when they were last read, has no "
+    "locks that are released when a job dies, and deletes object by object, so that a job may read part of an entry"
 )

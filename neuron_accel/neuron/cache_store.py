@@ -1,13 +1,13 @@
-"""The entries of a compile cache in a folder: what there is, what is in use, and evicting what is not needed.
+"""Lists the entries of a compile cache in a folder, and evicts entries that are not in use.
 
-Safe beside running jobs. An entry is left alone while its lock is held, while it is begun or being compiled, while a
-process of this machine has one of its files open, and while a job that registered itself (:func:`register_job`, which
-``neuron-accel launch`` does) runs that began before the entry was last used. What is evicted is renamed first, which no
-reader can see half of, looked at once more, and put back if a job came meanwhile. Two evictions never run at a time.
-The folders of compiler versions stay, even empty: a job may be about to make an entry in one.
+Eviction is safe while jobs run. An entry is kept while its lock is held, while it is being compiled, while a process of
+this machine has one of its files open, and while a registered job runs that began before the entry was last used
+(:func:`register_job`; ``neuron-accel launch`` registers its jobs). An entry is renamed before it is deleted, which is
+atomic for readers, checked again, and moved back if a job has used it in the meantime. Only one eviction runs at a
+time. Empty folders of compiler versions are kept, since a job may be about to create an entry in one.
 
-When an entry was last used is the latest time that one of its files was read or written, as far as the file system
-knows: Linux notes reading once a day by default (relatime), and never on file systems mounted with noatime.
+An entry was last used when one of its files was last read or written, according to the file system: by default
+(relatime) Linux records a read once a day, and with noatime never.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from pathlib import Path
 from neuron_accel.errors import ConfigurationError, UsageError
 
 OWN_FOLDER = ".neuron_accel"
-"""Of this project, in a cache: registered jobs, the lock of evictions, and what is on its way out."""
+"""Folder of this project in a cache: registered jobs, the lock of evictions, and entries that are being deleted."""
 
 BEGUN_SECONDS = 600.0
-"""How long an entry without a lock and a result counts as begun: a job makes the folder first and its lock a moment
-later, and the clocks of machines that share a cache differ a little."""
+"""Time for which an entry without a lock and a result is considered new: a job creates the folder before its lock, and
+the clocks of machines that share a cache differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One compiled graph, or one that failed to compile or is being compiled.
+    """A graph that was compiled, failed to compile, or is being compiled.
 
     Args:
         path: its folder.
-        compiler: the version that compiled it.
+        compiler: version of the compiler.
         size: bytes of its files.
-        last_used: seconds since the epoch.
-        state: "done", "failed" (the failure itself is remembered) or "incomplete".
+        last_used: when it was last used, in seconds since the epoch.
+        state: "done", "failed" (a cached failure) or "incomplete".
         locks: its lock files.
     """
 
@@ -61,17 +61,17 @@ class Entry:
 
 
 def open_folder(location: str) -> Path:
-    """The folder of the cache.
+    """Returns the folder of the cache as a path.
 
     Raises:
-        ConfigurationError: if there is none, or it may not be read.
+        ConfigurationError: if it does not exist or cannot be read.
     """
     folder = Path(location)
     if not location or not os.path.isdir(folder):
         raise ConfigurationError(
             f"There is no compile cache in {location}.",
             where="--cache-dir, NEURON_CC_FLAGS or NEURON_COMPILE_CACHE_URL",
-            fix="name the folder that jobs use; it is made by the first one",
+            fix="pass the folder that jobs use; the first job creates it",
         )
     try:
         os.listdir(folder)
@@ -79,13 +79,13 @@ def open_folder(location: str) -> Path:
         raise ConfigurationError(
             f"The compile cache cannot be read: {error.strerror}.",
             where=location,
-            fix="run this as a user who may read there",
+            fix="run this as a user with read permission",
         ) from None
     return folder
 
 
 def entries(folder: Path) -> list[Entry]:
-    """All entries, least recently used first. One that vanishes meanwhile is left out."""
+    """Lists all entries, least recently used first. Entries that are deleted in the meantime are left out."""
     found = []
     for path in folder.glob("neuronxcc-*/MODULE_*"):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -111,13 +111,13 @@ def _read(path: Path) -> Entry:
     )
 
 
-# ---- who uses what ---------------------------------------------------------------------------------------------------
+# ---- entries in use --------------------------------------------------------------------------------------------------
 @contextmanager
 def register_job(folder: Path) -> Iterator[None]:
-    """While inside, entries used since now are left alone by every eviction, on any machine that shares the folder.
+    """A context manager during which evictions on any machine that shares the folder keep entries used since it began.
 
-    The lock is held by the kernel and released when a job dies. A folder that cannot be written to
-    needs no registration: nothing can be evicted there either.
+    It holds a file lock, which the kernel releases if the job dies. For a folder that cannot be written it does
+    nothing, since nothing can be evicted from it.
     """
     own = folder / OWN_FOLDER / "jobs"
     path = own / f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.json"
@@ -138,10 +138,10 @@ def register_job(folder: Path) -> Iterator[None]:
 
 
 def running_jobs(folder: Path) -> list[dict]:
-    """The registered jobs that run: ``{"began": seconds, "host": ..., "pid": ...}`` each.
+    """Lists the registered jobs that run: ``{"began": seconds, "host": ..., "pid": ...}`` each.
 
-    When one began is the time of its file: the clock that dates what it uses. That of a process is another one, a few
-    milliseconds ahead, or any time on a file system of another machine.
+    ``began`` is the modification time of the job's file, since the clock of the file system, by which the use of
+    entries is measured, may differ from that of the process.
     """
     found = []
     for path in sorted((folder / OWN_FOLDER / "jobs").glob("*.json")):
@@ -152,7 +152,7 @@ def running_jobs(folder: Path) -> list[dict]:
 
 
 def _is_held(file) -> bool:
-    """Whether another process holds the file's lock: flock's, or the older one of lockf."""
+    """Whether another process holds a lock on the file, by flock or by lockf."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(file, fcntl.LOCK_UN)
@@ -164,7 +164,7 @@ def _is_held(file) -> bool:
 
 
 def open_files(folder: Path) -> set[Path]:
-    """Files below ``folder`` that processes of this machine have open or mapped, as far as this user may look."""
+    """Files below ``folder`` that processes of this machine have open or mapped, as far as this user can see them."""
     root = os.path.realpath(folder) + os.sep
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
@@ -178,7 +178,13 @@ def open_files(folder: Path) -> set[Path]:
 
 
 def in_use(entry: Entry, jobs: Iterable[dict], opened: Iterable[Path]) -> str | None:
-    """Why ``entry`` has to stay, or None."""
+    """Why ``entry`` is in use, as text; None if it is not.
+
+    Args:
+        entry: the entry.
+        jobs: of :func:`running_jobs`.
+        opened: of :func:`open_files`.
+    """
     for lock in entry.locks:
         with contextlib.suppress(OSError), lock.open() as file:
             if _is_held(file):
@@ -186,7 +192,7 @@ def in_use(entry: Entry, jobs: Iterable[dict], opened: Iterable[Path]) -> str | 
     if entry.state == "incomplete" and entry.locks:
         return "being compiled"
     if entry.state == "incomplete" and time.time() - entry.last_used < BEGUN_SECONDS:
-        return "begun just now"
+        return "just created"
     real = Path(os.path.realpath(entry.path))
     if any(real in path.parents for path in opened):
         return "open"
@@ -199,12 +205,12 @@ def in_use(entry: Entry, jobs: Iterable[dict], opened: Iterable[Path]) -> str | 
 # ---- evicting --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Eviction:
-    """What an eviction did, or would do.
+    """The result of an eviction, or of a dry run.
 
     Args:
-        evicted: entries that went, least recently used first, each with the reason.
-        kept: entries that had to stay although a limit would have them go, each with the reason.
-        left: bytes of the entries that remain.
+        evicted: evicted entries, least recently used first, each with the limit that it exceeded.
+        kept: entries that exceed a limit but are in use, each with its use.
+        left: bytes of the remaining entries.
     """
 
     evicted: tuple[tuple[Entry, str], ...]
@@ -222,9 +228,16 @@ def prune(
 ) -> Eviction:
     """Evicts entries that were not used for ``ttl_seconds``, then the least recently used until ``max_bytes`` remain.
 
+    Args:
+        folder: the cache.
+        max_bytes: largest size of the cache; None: no limit.
+        ttl_seconds: time after which an unused entry is evicted; None: never.
+        dry_run: whether to evict nothing.
+        now: the current time in seconds since the epoch; None: that of the system.
+
     Raises:
-        UsageError: if another eviction is under way.
-        ConfigurationError: if the folder cannot be written to.
+        UsageError: if another eviction is running.
+        ConfigurationError: if the folder cannot be written.
     """
     now = time.time() if now is None else now
     with contextlib.nullcontext() if dry_run else _alone(folder):
@@ -235,7 +248,7 @@ def prune(
         left = sum(entry.size for entry in waiting)
         evicted: list[tuple[Entry, str]] = []
         kept: list[tuple[Entry, str]] = []
-        # What has to stay counts against the limit, so that others go in its place: hence more than one round.
+        # Entries in use count towards the size, so that others are evicted instead: hence several rounds.
         while due := _due(waiting, left, max_bytes, ttl_seconds, now):
             waiting = waiting[len(due) :]
             needed = {entry: in_use(entry, jobs, opened) for entry in due}
@@ -246,12 +259,12 @@ def prune(
                     evicted.append((entry, reason))
                     left -= entry.size
                 else:
-                    kept.append((entry, needed[entry] or "used just now"))
+                    kept.append((entry, needed[entry] or "just used"))
         return Eviction(evicted=tuple(evicted), kept=tuple(kept), left=left)
 
 
 def _due(waiting: list[Entry], left: int, max_bytes: int | None, ttl: float | None, now: float) -> dict[Entry, str]:
-    """The entries beyond a limit, each with the limit: the first ones of ``waiting``, which are the oldest."""
+    """The entries at the beginning of ``waiting`` that exceed a limit, with the limit."""
     due = {}
     for entry in waiting:
         reason = _reason(entry, left, max_bytes, ttl, now)
@@ -264,7 +277,7 @@ def _due(waiting: list[Entry], left: int, max_bytes: int | None, ttl: float | No
 
 def _reason(entry: Entry, left: int, max_bytes: int | None, ttl: float | None, now: float) -> str | None:
     if ttl is not None and now - entry.last_used > ttl:
-        return "time to live"
+        return "ttl"
     return "size" if max_bytes is not None and left > max_bytes else None
 
 
@@ -278,22 +291,22 @@ def _alone(folder: Path) -> Iterator[None]:
         raise ConfigurationError(
             f"The compile cache cannot be changed: {error.strerror}.",
             where=str(folder),
-            fix="run this as a user who may write there",
+            fix="run this as a user with write permission",
         ) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(
-                "Another eviction of this cache is under way.", where=str(folder), fix="wait until it is done"
+                "Another eviction of this cache is running.", where=str(folder), fix="wait until it has finished"
             ) from None
         yield
 
 
 def _evict(chosen: list[Entry], folder: Path) -> set[Entry]:
-    """Those that are gone: not the ones that a job came to use meanwhile, or that had gone before.
+    """Deletes entries, except those that a job has used in the meantime; returns the deleted ones.
 
-    All are renamed before any is looked at again: looking for open files reads about every process.
+    All are renamed before any is checked again, since finding open files reads /proc of every process.
     """
     trash = folder / OWN_FOLDER / "trash"
     trash.mkdir(parents=True, exist_ok=True)
@@ -306,7 +319,7 @@ def _evict(chosen: list[Entry], folder: Path) -> set[Entry]:
         again = _read(path)
         arrived = again.last_used > entry.last_used or len(again.locks) > len(entry.locks)
         if arrived or in_use(again, (), opened):
-            with contextlib.suppress(OSError):  # another job has replaced it
+            with contextlib.suppress(OSError):  # another job has created it again
                 path.rename(entry.path)
                 continue
         shutil.rmtree(path, ignore_errors=True)
@@ -315,5 +328,5 @@ def _evict(chosen: list[Entry], folder: Path) -> set[Entry]:
 
 
 def _empty_trash(folder: Path) -> None:
-    """What an eviction that was interrupted left behind."""
+    """Deletes entries that an interrupted eviction has renamed but not deleted."""
     shutil.rmtree(folder / OWN_FOLDER / "trash", ignore_errors=True)

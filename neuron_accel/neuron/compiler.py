@@ -1,4 +1,4 @@
-"""Options of the Neuron compiler, typed."""
+"""Options of the Neuron compiler as a dataclass."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ _SWITCHES = {
 
 @dataclass(frozen=True, kw_only=True)
 class CompilerOptions:
-    """Options of the compiler. None leaves an option to the compiler.
+    """Options of the Neuron compiler. None is the compiler's default.
 
     Args:
-        model_type: what the graph is; ``"transformer"`` for language models.
+        model_type: kind of model; ``"transformer"`` for language models.
         distribution_strategy: ``"llm-training"`` for sharded training of language models; ``"generic"`` is the
             compiler's default.
-        auto_cast: what the compiler computes in a smaller dtype of its own accord. ``"none"`` is what fp32 and autocast
-            need: torch decides then. It is the compiler's default since SDK 2.27; earlier ones cast matrix products.
-        auto_cast_type: which dtype that is.
-        optlevel: 1 compiles fastest, 3 longest; the compiler's default is 2.
-        lnc: physical cores in a logical one (Trn2, Trn3); what NEURON_LOGICAL_NC_CONFIG says at run time.
-        target: the family of instances to compile for, where that is not the machine itself.
-        enable_mixed_precision_accumulation: keep intermediate sums in fp32.
-        enable_saturate_infinity: replace infinities by the largest number.
-        extra: further options, as text: ``("--tensorizer-options=...",)``. Of those that the compiler's reference does
-            not list a warning tells.
+        auto_cast: operations that the compiler computes in a smaller dtype (``"none"``, ``"matmult"``, ``"all"``). With
+            ``"none"``, which fp32 and autocast need, dtypes are those of torch. It is the compiler's default since SDK
+            2.27; earlier versions cast matrix products.
+        auto_cast_type: the smaller dtype.
+        optlevel: optimization level from 1 (fastest compilation) to 3; the compiler's default is 2.
+        lnc: number of physical cores in a logical core (Trn2, Trn3), as NEURON_LOGICAL_NC_CONFIG at run time.
+        target: instance family to compile for, if it is not that of this machine.
+        enable_mixed_precision_accumulation: whether to keep intermediate sums in fp32.
+        enable_saturate_infinity: whether to replace infinities by the largest finite number.
+        extra: further options, as text: ``("--tensorizer-options=...",)``. An option that may be misspelt causes a
+            warning.
 
     Raises:
-        ConfigurationError: for values that no compiler takes.
+        ConfigurationError: if a value is not one of those listed, or options contradict each other.
 
     Example::
 
@@ -76,19 +77,19 @@ class CompilerOptions:
                     f"{field} is {value!r}.",
                     where="CompilerOptions",
                     why=f"it becomes {option}, which takes {', '.join(VALUES[option])}",
-                    fix="give one of them, or None for the compiler's default",
+                    fix="pass one of them, or None for the compiler's default",
                 )
         for field in _SWITCHES:
             if getattr(self, field) not in (None, True, False):
                 raise ConfigurationError(
-                    f"{field} is {getattr(self, field)!r}.", where="CompilerOptions", fix="give True or False"
+                    f"{field} is {getattr(self, field)!r}.", where="CompilerOptions", fix="pass True, False or None"
                 )
         if self.auto_cast == "none" and self.auto_cast_type is not None:
             raise ConfigurationError(
                 f"auto_cast='none' and auto_cast_type={self.auto_cast_type!r} contradict each other.",
                 where="CompilerOptions",
                 why="nothing is cast, so there is no dtype to cast to",
-                fix="drop auto_cast_type, or cast 'matmult' or 'all'",
+                fix="leave auto_cast_type out, or set auto_cast to 'matmult' or 'all'",
             )
         object.__setattr__(self, "extra", tuple(self.extra))
         self.flags()
@@ -98,12 +99,12 @@ class CompilerOptions:
 
     @classmethod
     def for_training(cls, *, mixed_precision: str = "no", lnc: int | None = None, **options: object) -> CompilerOptions:
-        """What training a language model wants: dtypes are torch's to decide, sums are fp32 where operands are bf16.
+        """Options for training language models: no automatic casts, and under bf16 sums in fp32.
 
         Args:
-            mixed_precision: "no" or "bf16", as Accelerate's.
+            mixed_precision: "no" or "bf16", as in Accelerate.
             lnc: see the class.
-            options: further fields, which replace these.
+            options: further fields, which override these.
         """
         chosen: dict[str, object] = {
             "model_type": "transformer",
@@ -115,7 +116,7 @@ class CompilerOptions:
         return cls(**{**chosen, **options})  # type: ignore[arg-type]
 
     def flags(self) -> tuple[Flag, ...]:
-        """The options that are set.
+        """The options that are set, as flags.
 
         Raises:
             ConfigurationError: if ``extra`` is malformed or contradicts a field.
@@ -137,14 +138,14 @@ class CompilerOptions:
         return flags.combine(own, extra, where="CompilerOptions", other="CompilerOptions.extra")
 
     def merge(self, environ: Mapping[str, str], others: tuple[Flag, ...] = ()) -> str:
-        """``NEURON_CC_FLAGS`` with what is set there already, which stays in front.
+        """Returns the text for ``NEURON_CC_FLAGS``: the flags in the environment, followed by these options.
 
         Args:
             environ: environment variables.
-            others: further options, those of a :class:`~neuron_accel.neuron.CompileCache`.
+            others: further flags, those of a :class:`~neuron_accel.neuron.CompileCache`.
 
         Raises:
-            ConfigurationError: if the variable is malformed or contradicts these options; both are named.
+            ConfigurationError: if the variable is malformed, or contradicts these options.
         """
         users = flags.parse(environ.get(VARIABLE, ""))
         for name in flags.CACHE_OPTIONS:
@@ -153,8 +154,8 @@ class CompilerOptions:
                 raise ConfigurationError(
                     f"{mine[0].text} is an option of the compile cache.",
                     where="CompilerOptions.extra",
-                    why="a CompileCache is given, too",
-                    fix="say it there",
+                    why="a CompileCache is given as well",
+                    fix="pass it to the CompileCache",
                 )
         merged = flags.combine(users, [*self.flags(), *others], where=f"the variable {VARIABLE}", other="your options")
         self._check_lnc(environ, merged)
@@ -168,10 +169,10 @@ class CompilerOptions:
             raise ConfigurationError(
                 f"{compiled.text} and NEURON_LOGICAL_NC_CONFIG={running} contradict each other.",
                 where=f"{VARIABLE}; NEURON_LOGICAL_NC_CONFIG",
-                why="a graph runs on the logical cores that it was compiled for",
-                fix="give both the same number, or leave both out",
+                why="a graph runs only on the logical cores that it was compiled for",
+                fix="set both to the same number, or leave both out",
             )
 
     def replace(self, **changes: object) -> CompilerOptions:
-        """A copy with other values."""
+        """Returns a copy with changed fields."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What the ranks' environment has to say on a kind of instance, and why."""
+"""Environment variables of the ranks for an instance type, with reasons, and the instance that a run is planned for."""
 
 from __future__ import annotations
 
@@ -20,23 +20,28 @@ if TYPE_CHECKING:
 
 
 FORK_SAFE_KERNEL = (5, 15)
-"""From this kernel on EFA is safe beside fork without being told."""
+"""The first kernel on which EFA supports fork without FI_EFA_FORK_SAFE."""
 
 INSTANCE_VARIABLE = "NEURON_ACCEL_INSTANCE"
-"""Names the instance to plan for, on machines that do not say what they are."""
+"""Variable with the instance type to plan for; overrides the detected one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeOptions:
-    """What the Neuron runtime of a run is to do.
+    """Options of the Neuron runtime.
 
     Args:
-        lnc: physical cores in a logical one; None for the instance's default. Trn1 has no choice.
-        stochastic_rounding: round fp32 to bf16 stochastically, for training in bf16 throughout. Not with fp32 master
-            weights or autocast, whose fp32 weights lose nothing.
-        rounding_seed: makes it reproducible.
-        exec_timeout: seconds that an execution may take before the runtime gives up; None leaves it alone.
-        socket_interface: network interface that ranks meet over, where the runtime finds the wrong one (containers).
+        lnc: number of physical cores in a logical core; None: the instance's default. Always 1 on Trn1.
+        stochastic_rounding: whether to round fp32 to bf16 stochastically, for training with bf16 weights. Not useful
+            with fp32 master weights or autocast, whose weights are fp32.
+        rounding_seed: seed of stochastic rounding.
+        exec_timeout: time limit of an execution, in seconds; None: the runtime's default.
+        socket_interface: network interface for the rendezvous of ranks, if the runtime detects the wrong one (in
+            containers).
+
+    Raises:
+        ConfigurationError: if ``rounding_seed`` is given without ``stochastic_rounding``, or ``exec_timeout`` is less
+            than 1.
     """
 
     lnc: Literal[1, 2] | None = None
@@ -48,44 +53,44 @@ class RuntimeOptions:
     def __post_init__(self) -> None:
         if self.rounding_seed is not None and not self.stochastic_rounding:
             raise ConfigurationError(
-                "rounding_seed does nothing without stochastic_rounding.", where="RuntimeOptions", fix="drop it"
+                "rounding_seed has no effect without stochastic_rounding.", where="RuntimeOptions", fix="leave it out"
             )
         if self.exec_timeout is not None and self.exec_timeout < 1:
             raise ConfigurationError(
-                f"exec_timeout is {self.exec_timeout}.", where="RuntimeOptions", fix="give seconds"
+                f"exec_timeout is {self.exec_timeout}.", where="RuntimeOptions", fix="pass at least 1 second"
             )
 
     def settings(
         self, instance: Instance | None, *, nnodes: int, native: bool, kernel: tuple[int, int] | None = None
     ) -> list[Setting]:
-        """The variables that the run-time and the network need.
+        """The environment variables for the runtime and the network.
 
         Args:
-            instance: what every machine of the run is; None where that is not known.
+            instance: instance type of every machine; None if it is not known.
             nnodes: number of machines.
-            native: whether the run goes through the native device.
-            kernel: major and minor version of Linux; None where it is not known.
+            native: True for the native device, False for the XLA path.
+            kernel: major and minor version of Linux; None if it is not known.
 
         Raises:
-            ConfigurationError: if the instance does not know the logical configuration.
+            ConfigurationError: if the instance does not support ``lnc``.
         """
         found = self._logical_cores(instance)
         if nnodes > 1:
             found += self._network(kernel)
         if self.stochastic_rounding:
-            why = "bf16 throughout: what is rounded away would be lost"
+            why = "bf16 weights: small updates are not always rounded away"
             found.append(Setting(name="NEURON_RT_STOCHASTIC_ROUNDING_EN", value="1", why=why))
         if self.rounding_seed is not None:
             name = "NEURON_RT_STOCHASTIC_ROUNDING_SEED"
-            found.append(Setting(name=name, value=str(self.rounding_seed), why="asked for"))
+            found.append(Setting(name=name, value=str(self.rounding_seed), why="rounding_seed"))
         if self.exec_timeout is not None:
-            why = "seconds; a first execution waits for ranks that still load"
+            why = "seconds; the first execution waits for ranks that still load their graph"
             found.append(Setting(name="NEURON_RT_EXEC_TIMEOUT", value=str(self.exec_timeout), why=why))
         if not native:
-            why = "softmax as one operation, as the SDK's Llama scripts do"
+            why = "softmax as one operation, as in the Llama scripts of the SDK"
             found.append(Setting(name="NEURON_FUSE_SOFTMAX", value="1", why=why))
         if instance is None or instance.chips > 1:
-            why = "many processes; glibc's default arenas exhaust host memory"
+            why = "with many processes, glibc's default arenas exhaust host memory"
             found.append(Setting(name="MALLOC_ARENA_MAX", value="64", why=why))
         return found
 
@@ -93,84 +98,89 @@ class RuntimeOptions:
         lnc = self.lnc if instance is None else instance.logical(self.lnc)
         if lnc is None or (instance is not None and len(instance.lnc) == 1):
             return []
-        why = "asked for" if instance is None else f"{instance.name} has {instance.cores(lnc)} logical cores of {lnc}"
+        why = "--lnc" if instance is None else f"{instance.name} has {instance.cores(lnc)} logical cores of {lnc}"
         return [Setting(name="NEURON_LOGICAL_NC_CONFIG", value=str(lnc), why=why)]
 
     def _network(self, kernel: tuple[int, int] | None) -> list[Setting]:
         found = [
-            Setting(name="FI_PROVIDER", value="efa", why="groups between instances go over EFA"),
-            Setting(
-                name="FI_EFA_USE_DEVICE_RDMA", value="1", why="straight to device memory, which the runtime requires"
-            ),
+            Setting(name="FI_PROVIDER", value="efa", why="groups across instances use EFA"),
+            Setting(name="FI_EFA_USE_DEVICE_RDMA", value="1", why="RDMA to device memory, which the runtime requires"),
         ]
         if kernel is not None and kernel < FORK_SAFE_KERNEL:
             why = f"Linux {kernel[0]}.{kernel[1]} is older than 5.15"
             found.append(Setting(name="FI_EFA_FORK_SAFE", value="1", why=why))
         if self.socket_interface:
-            why = "the interface that was asked for"
+            why = "--socket-interface"
             found.append(Setting(name="CCOM_SOCKET_IFNAME", value=self.socket_interface, why=why, binding=True))
         return found
 
 
 ROOT_PORT = 62182
-"""Where torch_xla lets the ranks of Neuron's runtime meet unless NEURON_RT_ROOT_COMM_ID says otherwise."""
+"""Port at which ranks of the Neuron runtime meet on the XLA path, unless NEURON_RT_ROOT_COMM_ID sets another."""
 
 
 def root_address(environ: Mapping[str, str], *, address: str | None, port: int | None) -> Setting | None:
-    """Where the runtime's ranks meet (XLA path), if that has to differ between jobs on one machine; None where the
-    default will do. The native device takes a free port.
+    """The address at which the runtime's ranks meet (XLA path), which has to differ between jobs on one machine.
 
     Args:
         environ: environment variables.
-        address: of machine 0; None: there is one machine.
-        port: of the rendezvous, if one was named. The one after it is the heartbeat's.
+        address: address of machine 0; None if there is one machine.
+        port: port of the rendezvous, if one was given. The heartbeat uses the next port, and the runtime the one after.
+
+    Returns:
+        the variable; None if the default can be used. The native device uses a free port.
 
     Raises:
-        ConfigurationError: if there is no port after those two.
+        ConfigurationError: if ``port`` is larger than 65533.
     """
     visible = environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
     if port is None and (not visible or address is not None):
         return None
     if port is not None and port + 2 > 65535:
         raise ConfigurationError(
-            f"Port {port} leaves none for Neuron's runtime.",
+            f"Port {port} leaves no port for the Neuron runtime.",
             where="--master-port",
-            why="the heartbeat takes the port after it, and the runtime's ranks meet at the next",
-            fix="give a number up to 65533",
+            why="the heartbeat uses the port after it, and the runtime the next one",
+            fix="pass a number up to 65533",
         )
     taken = port + 2 if port is not None else ROOT_PORT + visible_cores(visible)[0]
     host = address or "127.0.0.1"
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    why = f"own port for each job on a machine; reserve it (sysctl net.ipv4.ip_local_reserved_ports={taken})"
+    why = f"each job on a machine needs its own port; reserve it (sysctl net.ipv4.ip_local_reserved_ports={taken})"
     return Setting(name="NEURON_RT_ROOT_COMM_ID", value=f"{host}:{taken}", why=why)
 
 
 def compile_settings(
     options: CompilerOptions, cache: CompileCache, environ: Mapping[str, str], *, native: bool
 ) -> list[Setting]:
-    """The variables that tell compiler and compile cache what to do; those that nothing changes are left out.
+    """The environment variables for the compiler and the compile cache; those that do not change are left out.
+
+    Args:
+        options: compiler options.
+        cache: the compile cache.
+        environ: environment variables.
+        native: True for the native device, False for the XLA path.
 
     Raises:
-        ConfigurationError: for options that contradict the environment (both are named), or that the native device has
-            no use for.
+        ConfigurationError: if options contradict the environment, or have no effect on the native device.
     """
     _check_place(cache, environ, NATIVE_VARIABLE if native else URL_VARIABLE)
     found = [
-        Setting(name=name, value=value, why="the compile cache that was asked for", binding=True)
+        Setting(name=name, value=value, why="--cache-dir and options of the compile cache", binding=True)
         for name, value in cache.environment(native=native).items()
     ]
     if native:
         if options.flags():
             raise ConfigurationError(
-                f"{options.flags()[0].text} does nothing on the native device.",
+                f"{options.flags()[0].text} has no effect on the native device.",
                 where="compiler options",
-                why=f"{VARIABLE} is read by the XLA path",
-                fix="leave it out, or give options to torch.compile",
+                why=f"only the XLA path reads {VARIABLE}",
+                fix="leave it out, or pass options to torch.compile",
             )
         return found
     merged = options.merge(environ, cache.flags())
     if merged and merged != environ.get(VARIABLE, ""):
-        why = "yours and what was asked for" if environ.get(VARIABLE, "").strip() else "what was asked for"
+        why = "from the environment, with options added" if environ.get(VARIABLE, "").strip() else "from options"
         found.append(Setting(name=VARIABLE, value=merged, why=why, binding=True))
     return found
 
@@ -181,14 +191,21 @@ def _check_place(cache: CompileCache, environ: Mapping[str, str], variable: str)
         raise ConfigurationError(
             f"{variable}={named} and the cache at {cache.location} contradict each other.",
             where=f"environment variable {variable}; CompileCache.location (--cache-dir)",
-            why="graphs would be compiled again that are in the other one",
-            fix="name one place",
+            why="graphs in one of them would be compiled again",
+            fix="set only one of them",
         )
 
 
 def check_visible_cores(environ: Mapping[str, str], ranks: int) -> None:
-    """Raises :class:`ConfigurationError` if NEURON_RT_VISIBLE_CORES does not name one core for each rank of this
-    machine, or begins where such a group cannot."""
+    """Checks NEURON_RT_VISIBLE_CORES, if it is set.
+
+    Args:
+        environ: environment variables.
+        ranks: number of ranks on this machine.
+
+    Raises:
+        ConfigurationError: if it does not contain one core per rank, or does not begin at a multiple of their number.
+    """
     value = environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
     if not value:
         return
@@ -198,8 +215,8 @@ def check_visible_cores(environ: Mapping[str, str], ranks: int) -> None:
         raise ConfigurationError(
             f"{len(cores)} cores are visible to {ranks} ranks.",
             where=where,
-            why="every rank takes one of them",
-            fix=f"name {ranks} cores, or unset it",
+            why="every rank uses one core",
+            fix=f"set it to {ranks} cores, or unset it",
         )
     if cores[0] % ranks:
         raise ConfigurationError(
@@ -210,15 +227,25 @@ def check_visible_cores(environ: Mapping[str, str], ranks: int) -> None:
         )
 
 
-# ---- What the planner receives about the machines of a run -----------------------------------------------------------
+# ---- The hardware that a run is planned for --------------------------------------------------------------------------
 def hardware_of_run(
     environ: Mapping[str, str], decision: Decision, product_name: Path | None = None
 ) -> Hardware | None:
-    """The limits of the instance that NEURON_ACCEL_INSTANCE names, on any device, so that a plan can be tried before
-    one is rented; else, on a Neuron device, of the instance that this is. None where there are none to keep.
+    """The hardware limits that the plan of a run is checked against.
+
+    They are those of the instance in NEURON_ACCEL_INSTANCE, on any device, so that a plan can be checked before an
+    instance is rented; without it, on a Neuron device, those of the instance that this machine is.
+
+    Args:
+        environ: environment variables.
+        decision: the chosen backend.
+        product_name: the file with the product name of this machine, for tests.
+
+    Returns:
+        the limits; None if there are none.
 
     Raises:
-        ConfigurationError: for an instance or a logical configuration that does not exist.
+        ConfigurationError: if the instance is not known, or does not support NEURON_LOGICAL_NC_CONFIG.
     """
     named = environ.get(INSTANCE_VARIABLE, "").strip()
     instance: Instance | None = None
@@ -234,6 +261,6 @@ def _lnc(environ: Mapping[str, str]) -> int | None:
     text = environ.get(name, "").strip()
     if text and not text.isdecimal():
         raise ConfigurationError(
-            f"{name}={text} is not a number.", where=f"environment variable {name}", fix="give 1 or 2"
+            f"{name}={text} is not a number.", where=f"environment variable {name}", fix="set it to 1 or 2"
         )
     return int(text) if text else None

@@ -1,10 +1,10 @@
-"""The text of ``NEURON_CC_FLAGS``: reading it, writing it, and merging two of them.
+"""Parsing, merging and writing the text of ``NEURON_CC_FLAGS``.
 
-It carries options of the compiler (neuronx-cc) and of the wrapper around it that keeps the compile cache. Sources: the
-SDK's neuronx-cc command line reference (SDK 2.32) and its page on the persistent cache.
+It contains options of the compiler (neuronx-cc) and of the wrapper around it that keeps the compile cache. Sources: the
+neuronx-cc command line reference of SDK 2.32 and the SDK's page on the persistent cache.
 
-The compiler knows more options than its reference lists, and every release adds some. So an option or a value that is
-not listed is passed on, with a remark (:func:`remarks`); an error is what no version can read.
+The compiler has options that its reference does not list, and releases add some. So unlisted options and values are
+passed on, with a remark (:func:`remarks`); those that no version accepts are errors.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "--verbose": ("debug", "info", "warning", "error", "critical"),
     "--log_level": ("INFO", "WARNING", "ERROR"),
 }
-"""What the reference lists as values of an option."""
+"""Values of options according to the reference."""
 
 CLOSED = ("--optlevel", "--lnc", "--log_level")
-"""Options that have had no other values in any release; elsewhere the SDK's own pages use values that the reference
-does not list (``--auto-cast=matmul``, ``--distribution-strategy=NEMO``)."""
+"""Options without other values in any release. For other options, pages of the SDK use values that the reference does
+not list (``--auto-cast=matmul``, ``--distribution-strategy=NEMO``)."""
 
 WITH_TEXT = ("--cache_dir", "--logfile", "--output", "--implicit-integer-downcast", "--tensorizer-options")
 SWITCHES = (
@@ -47,7 +47,7 @@ SWITCHES = (
     "--retry_failed_compilation",
 )
 CACHE_OPTIONS = ("--cache_dir", "--no_cache", "--retry_failed_compilation", "--log_level")
-"""For the wrapper: they never reach the compiler and do not belong to the cache's key."""
+"""Options of the wrapper, which are not passed to the compiler and are not part of the cache's key."""
 
 ALIASES = {"-O": "--optlevel", "-lnc": "--lnc", "--logical-nc-config": "--lnc"}
 REMOVED = {
@@ -67,8 +67,8 @@ class Flag:
 
     Args:
         name: its long name.
-        value: what follows it; None for a switch.
-        text: as it was written.
+        value: its value; None for a switch.
+        text: the flag as it was written.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Flag:
 
     @property
     def written(self) -> str:
-        """In the form that every version of the tools reads."""
+        """The flag in the form that every version of the tools accepts."""
         if self.name not in _KNOWN:
             return " ".join(map(shlex.quote, shlex.split(self.text)))
         if self.name == "--optlevel":
@@ -88,23 +88,30 @@ class Flag:
 
     @property
     def meaning(self) -> str | None:
-        """Its value, where a switch and the same switch with ``=true`` are alike."""
+        """Its value, where ``=true`` after a switch is the same as none."""
         is_on = self.name in SWITCHES and self.value is not None and self.value.lower() in _TRUE
         return None if is_on else self.value
 
 
 def parse(text: str, where: str = VARIABLE) -> tuple[Flag, ...]:
-    """The options in ``text``. Of an option that is repeated the last one counts, as for the compiler. Options that are
-    not known here are kept as they are.
+    """Parses options. Of repeated options the last one counts, as for the compiler; unknown ones are kept.
+
+    Args:
+        text: the options.
+        where: where they are from, for error messages.
 
     Raises:
-        ConfigurationError: if it is not a list of options, or one of them is not valid.
+        ConfigurationError: if ``text`` is not a list of options, or one of them is not valid.
     """
     return combine(_read(text, where), where=where)
 
 
 def remarks(text: str, where: str = VARIABLE) -> list[str]:
-    """What is odd about the options in ``text``, and may be a slip: unlisted names and values, repetitions.
+    """Returns warnings about possible mistakes: unlisted names and values, and repetitions.
+
+    Args:
+        text: the options.
+        where: where they are from, for error messages.
 
     Raises:
         ConfigurationError: as for :func:`parse`.
@@ -115,7 +122,7 @@ def remarks(text: str, where: str = VARIABLE) -> list[str]:
         names = (flag.name, *_excluded_by(flag.name)) if flag.name not in REPEATABLE else ()
         later = next((other for other in reversed(flags[position + 1 :]) if other.name in names), flag)
         if (later.name, later.meaning) != (flag.name, flag.meaning):
-            found.append(f"{flag.text} is replaced by {later.text} to its right")
+            found.append(f"{flag.text} is overridden by {later.text} after it")
     return list(dict.fromkeys(found))
 
 
@@ -128,16 +135,16 @@ def _oddity(flag: Flag) -> str | None:
         is_listed = value in VALUES[name] or (name == "--verbose" and str(value).isdecimal())
         return None if is_listed else f"{flag.text}: listed values are {', '.join(VALUES[name])}"
     near = difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.9) if name not in _KNOWN else []
-    return f"{flag.text} is passed on as it is; did you mean {near[0]}?" if near else None
+    return f"{flag.text} is passed on unchanged; did you mean {near[0]}?" if near else None
 
 
 def _read(text: str, where: str) -> list[Flag]:
-    """All options, in the order in which they are written."""
+    """All options, in order."""
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise ConfigurationError(
-            f"{text!r} cannot be read: {error}.", where=where, why="it is split as a shell would", fix="close the quote"
+            f"{text!r} cannot be parsed: {error}.", where=where, why="it is split as by a shell", fix="close the quote"
         ) from None
     flags = []
     while words:
@@ -146,13 +153,13 @@ def _read(text: str, where: str) -> list[Flag]:
 
 
 def _next(words: list[str], where: str) -> Flag:
-    """Takes the first option, and its value, off ``words``."""
+    """Removes the first option, with its value, from ``words`` and returns it."""
     word = words.pop(0)
     if not word.startswith("-") or word in ("-", "--"):
         raise ConfigurationError(
             f"{word!r} is not an option.",
             where=where,
-            why="options begin with a dash, and what comes before this one takes no value",
+            why="options begin with a dash, and the option before it takes no value",
             fix=f"write --{word.lstrip('-')}, quote a value with spaces, or leave it out",
         )
     name, assigned, value = word.partition("=")
@@ -174,13 +181,13 @@ def _check(flag: Flag, where: str) -> None:
     name, value = flag.name, flag.value
     if name in REMOVED:
         raise ConfigurationError(
-            f"{flag.text} does nothing.",
+            f"{flag.text} has no effect.",
             where=where,
-            why=f"torch-neuronx dropped {name} in 1.13.1.1.8.0 (June 2023)",
-            fix=f"leave it out, and run `{REMOVED[name]}` when it suits you",
+            why=f"torch-neuronx removed {name} in 1.13.1.1.8.0 (June 2023)",
+            fix=f"leave it out, and run `{REMOVED[name]}`",
         )
     if name in SWITCHES and name in CACHE_OPTIONS and value is not None:
-        raise ConfigurationError(f"{name} takes no value, but has {value!r}.", where=where, fix=f"write {name}")
+        raise ConfigurationError(f"{name} takes no value, but got {value!r}.", where=where, fix=f"write {name}")
     if (name in VALUES or name in WITH_TEXT) and not value:
         possible = f": {', '.join(VALUES[name])}" if name in VALUES else ""
         raise ConfigurationError(f"{flag.text} has no value.", where=where, fix=f"write {name}=VALUE{possible}")
@@ -188,21 +195,21 @@ def _check(flag: Flag, where: str) -> None:
         raise ConfigurationError(
             f"{flag.text}: {value!r} is not a valid value of {name}.",
             where=where,
-            fix=f"give {', '.join(VALUES[name])}",
+            fix=f"pass one of {', '.join(VALUES[name])}",
         )
 
 
 def combine(*sources: Iterable[Flag], where: str, other: str | None = None) -> tuple[Flag, ...]:
-    """One list without repetitions.
+    """Combines lists of options into one without repetitions.
 
     Args:
-        sources: lists of options. Within one the last of several with the same name counts; a later list may repeat an
-            earlier one, but not contradict it.
-        where: what the first list is, for messages.
-        other: what the others are.
+        sources: lists of options. Within a list the last of repeated options counts; a later list may repeat options of
+            an earlier one, but not contradict them.
+        where: where the first list is from, for error messages.
+        other: where the other lists are from.
 
     Raises:
-        ConfigurationError: naming both, if options of two lists contradict each other.
+        ConfigurationError: if options of two lists contradict each other.
     """
     merged: list[Flag] = []
     origins: dict[str, str] = {}
@@ -223,7 +230,7 @@ def combine(*sources: Iterable[Flag], where: str, other: str | None = None) -> t
 
 
 def _last_of_each(flags: Iterable[Flag]) -> list[Flag]:
-    """Without those that one to their right replaces."""
+    """The options that no later one overrides."""
     kept: list[Flag] = []
     for flag in flags:
         replaced = (flag.name, *_excluded_by(flag.name)) if flag.name not in REPEATABLE else ()
@@ -241,11 +248,11 @@ def _contradiction(first: Flag, first_from: str, second: Flag, second_from: str)
     return ConfigurationError(
         f"{first.text} and {second.text} contradict each other.",
         where=both,
-        why="the compiler would follow one of them only",
-        fix=f"drop {first.text} from {first_from}, or {second.text} from {second_from}",
+        why="only one of them would have an effect",
+        fix=f"remove {first.text} from {first_from}, or {second.text} from {second_from}",
     )
 
 
 def write(flags: Iterable[Flag]) -> str:
-    """The text that :func:`parse` reads."""
+    """The options as text, which :func:`parse` accepts."""
     return " ".join(flag.written for flag in flags)

@@ -1,6 +1,6 @@
-"""Checks what ranks have recorded of their graphs: each graph, and how they differ from rank to rank and step to step.
+"""Checks recorded graphs: each graph by itself, and differences between ranks and between steps.
 
-:mod:`neuron_accel.backends.graph_recorder` writes the folder that is read here.
+The graphs are recorded by :mod:`neuron_accel.backends.graph_recorder`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from neuron_accel.neuron.instances import Instance
 
 @dataclass(frozen=True)
 class Execution:
-    """One time that a rank executed what it had collected.
+    """One execution of recorded operations on a rank.
 
     Args:
-        graph: its hash; None if this rank had nothing where another one had something.
-        ranks: those that execute the same.
-        apart: graphs compiled so far that no step asked for.
+        graph: hash of the graph; None if this rank had recorded no operations, while another one had.
+        ranks: the ranks that have to execute the same graph.
+        apart: number of graphs compiled so far outside of step boundaries.
     """
 
     graph: str | None
@@ -37,13 +37,14 @@ class Execution:
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph, and who executed it.
+    """A graph and its executions.
 
     Args:
-        number: in the order of first executions, from 1.
+        number: number in the order of first executions, from 1.
         name: its hash.
-        ranks: that executed it.
-        runs: executions on each of them.
+        module: the graph.
+        ranks: the ranks that executed it.
+        runs: number of executions on each of them.
     """
 
     number: int
@@ -54,28 +55,30 @@ class Graph:
 
     @property
     def instructions(self) -> int:
-        """Operations of HLO; those that the compiler generates for the device are many more."""
+        """Number of HLO instructions; the compiler generates many device instructions from each."""
         return sum(1 for _ in self.module.instructions)
 
     @property
     def collectives(self) -> int:
+        """Number of collectives."""
         return sum(1 for _, one in self.module.instructions if one.opcode in COLLECTIVES)
 
     @cached_property
     def memory(self) -> LiveBytes:
+        """An estimate of the memory that the graph needs."""
         return live_bytes(self.module)
 
 
 @dataclass(frozen=True)
 class GraphReport:
-    """What was executed, and what is to be said about it.
+    """The recorded graphs of a run and the findings about them.
 
     Args:
-        ranks: how many there were.
-        graphs: that steps executed, in the order of first executions.
-        findings: errors first.
-        instance: that was checked for; None for none.
-        lnc: its logical cores.
+        ranks: number of ranks.
+        graphs: the executed graphs, in the order of first executions.
+        findings: errors, then warnings.
+        instance: the instance whose limits were checked; None: no limits were checked.
+        lnc: number of physical cores in a logical core.
     """
 
     ranks: int
@@ -86,10 +89,11 @@ class GraphReport:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
+        """The findings of level "error"."""
         return tuple(finding for finding in self.findings if finding.level == "error")
 
     def to_json(self) -> dict[str, Any]:
-        """As data, for other programs."""
+        """The report as dicts and lists that can be written as JSON."""
         graphs = [
             {
                 "graph": graph.number,
@@ -114,15 +118,15 @@ class GraphReport:
 
 
 def check_recorded(folder: Path, *, instance: Instance | None = None, lnc: int | None = None) -> GraphReport:
-    """Checks the graphs that ranks on the CPU have left in a folder.
+    """Checks the graphs that CPU ranks have recorded in a folder.
 
     Args:
-        folder: what :mod:`neuron_accel.backends.graph_recorder` has written.
-        instance: whose groups, rings and memory the graphs must fit; None to leave that unchecked.
-        lnc: physical cores in a logical one; by default the instance's own default.
+        folder: the folder that :mod:`neuron_accel.backends.graph_recorder` has written.
+        instance: the instance whose limits of groups, rings and memory are checked; None: not checked.
+        lnc: number of physical cores in a logical core; None: the instance's default.
 
     Raises:
-        UsageError: if nothing was recorded there.
+        UsageError: if the folder contains no graphs.
     """
     runs = {int(path.stem[4:]): _executions(path) for path in sorted(folder.glob("rank*.jsonl"))}
     if not any(runs.values()):
@@ -130,7 +134,7 @@ def check_recorded(folder: Path, *, instance: Instance | None = None, lnc: int |
             "No graph was recorded.",
             where=str(folder),
             why="no rank executed a step on XLA",
-            fix="train with NeuronAccelerator, at least one step: the script's own output says how far it got",
+            fix="run at least one step with NeuronAccelerator; see the output of the script",
         )
     names = list(dict.fromkeys(e.graph for run in runs.values() for e in run if e.graph))
     modules = {name: read_module(folder / "graphs" / f"{name}.pb") for name in names}
@@ -161,18 +165,18 @@ def _graph(number: int, name: str, module: Module, runs: dict[int, list[Executio
     return Graph(number, name, module, tuple(r for r, count in times.items() if count), max(times.values()))
 
 
-# ---- From rank to rank -----------------------------------------------------------------------------------------------
+# ---- Differences between ranks ---------------------------------------------------------------------------------------
 def _between_ranks(runs: dict[int, list[Execution]], graphs: dict[str, Graph]) -> Iterator[Finding]:
-    """Ranks that are to execute the same, and do not: the first time for each set of them."""
+    """The first difference between ranks that have to execute the same graph, for each set of such ranks."""
     for ranks in dict.fromkeys(e.ranks for run in runs.values() for e in run):
         rows = {rank: [e.graph for e in runs.get(rank, []) if e.ranks == ranks] for rank in ranks}
         for names in itertools.zip_longest(*rows.values()):
             there = {name for name in names if name}
             if len(there) < 2 and (None not in names or not any(graphs[name].collectives for name in there)):
-                continue  # what only some of them compute, and nobody waits for, does no harm
+                continue  # a graph without collectives may differ between ranks
             one, other = list(dict.fromkeys(names))[:2]
             apart = tuple(rank for rank, name in zip(rows, names, strict=True) if name != one)
-            what = f"ranks {show_ranks(apart)} execute another graph than rank {next(iter(rows))}"
+            what = f"ranks {show_ranks(apart)} execute a different graph from rank {next(iter(rows))}"
             place: Instruction | None = None
             if one and other:
                 difference, place = _difference(graphs[one].module, graphs[other].module)
@@ -183,7 +187,7 @@ def _between_ranks(runs: dict[int, list[Execution]], graphs: dict[str, Graph]) -
                 level="error",
                 code="ranks",
                 what=what,
-                fix="collectives meet in equal graphs only: make what differs between ranks a tensor on the device",
+                fix="collectives require equal graphs on all ranks: make the value that differs a tensor on the device",
                 op=place.name if place else "",
                 source=source_of(place) if place else "",
                 graph=", ".join(str(graphs[name].number) for name in (one, other) if name),
@@ -193,7 +197,7 @@ def _between_ranks(runs: dict[int, list[Execution]], graphs: dict[str, Graph]) -
 
 
 def _difference(one: Module, other: Module) -> tuple[str, Instruction | None]:
-    """The first thing that is different, in words, and where."""
+    """The first difference between two graphs, as text, and its instruction."""
     pairs = zip(one.instructions, other.instructions, strict=False)
     for ((_, a), (_, b)), row, other_row in zip(pairs, one.form, other.form, strict=False):
         if row == other_row:
@@ -212,14 +216,14 @@ def _difference(one: Module, other: Module) -> tuple[str, Instruction | None]:
 _COMPUTES = {"dot", "convolution"}
 
 
-# ---- From step to step -----------------------------------------------------------------------------------------------
+# ---- Differences between steps ---------------------------------------------------------------------------------------
 def _between_steps(graphs: Sequence[Graph]) -> Iterator[Finding]:
-    """Graphs that repeat an earlier one but for a constant or a size: the next value will be compiled again."""
+    """Graphs that differ from an earlier one in constants or shapes only, so that each new value is compiled again."""
     seen: dict[tuple[str, ...], Graph] = {}
     for graph in graphs:
         kind = tuple(one.opcode for _, one in graph.module.instructions)
         if not _COMPUTES & {*kind}:
-            continue  # moves something: parameters that are gathered to be saved have sizes of their own
+            continue  # only moves data, as when parameters of different sizes are gathered to be saved
         earlier = seen.setdefault(kind, graph)
         if earlier is graph or not {*earlier.ranks} & {*graph.ranks}:
             continue
@@ -232,8 +236,8 @@ def _between_steps(graphs: Sequence[Graph]) -> Iterator[Finding]:
             yield Finding(
                 level="warning",
                 code="recompile",
-                what=f"the same graph was compiled for {b.shape} and for {a.shape}: each new size is compiled again",
-                fix="pad batches to one size or a few, and drop or fill the last one",
+                what=f"the same graph was compiled for {b.shape} and for {a.shape}: each new shape is compiled again",
+                fix="pad batches to one or a few sizes, and drop or fill the last batch",
                 op=b.name,
                 source=source_of(b),
                 count=len(shapes),
@@ -255,7 +259,7 @@ def _value_in_graph(what: str, place: Instruction, count: int, both: str, graph:
     return Finding(
         level="error",
         code="constant",
-        what=f"the same graph was compiled for {what}: a Python number that changes is compiled again each time",
+        what=f"the same graph was compiled for {what}: each new value of a Python number is compiled again",
         fix="make it a tensor on the device: backend.number(value), index_select instead of a slice",
         op=place.name,
         source=source_of(place) or _read_at(graph.module, place),
@@ -266,7 +270,7 @@ def _value_in_graph(what: str, place: Instruction, count: int, both: str, graph:
 
 
 def _read_at(module: Module, value: Instruction) -> str:
-    """Where the code is that reads a value of unknown origin first, or what is made of it."""
+    """Source of the first instruction that depends on ``value`` and whose source is known."""
     reached = {value.id}
     for _, one in module.instructions:  # in the order of dependency
         if reached.isdisjoint(one.operands):
@@ -278,7 +282,7 @@ def _read_at(module: Module, value: Instruction) -> str:
 
 
 def _apart(folder: Path, runs: dict[int, list[Execution]]) -> Iterator[Finding]:
-    """Graphs that were compiled although no step was complete: a value was read."""
+    """Graphs that were compiled outside of step boundaries, because a value was read."""
     first_steps = [min((e.apart for e in run[1:]), default=0) for run in runs.values() if run]
     counted = max((run[-1].apart for run in runs.values() if run), default=0) - min(first_steps, default=0)
     if counted <= 0:
@@ -289,8 +293,8 @@ def _apart(folder: Path, runs: dict[int, list[Execution]]) -> Iterator[Finding]:
     yield Finding(
         level="warning",
         code="host-read",
-        what=f"{counted} graphs were compiled between steps: values were read while they were being computed",
-        fix="read values after the step, all at once (accelerator.log, accelerator.gather)",
+        what=f"{counted} graphs were compiled between steps, because values were read on the host",
+        fix="read values after the step, together (accelerator.log, accelerator.gather)",
         source=named[0] if named else "",
         count=counted,
     )
@@ -304,7 +308,7 @@ def _made_at(module: Module) -> str:
 
 
 def show_ranks(ranks: Sequence[int]) -> str:
-    """``0-3, 8``."""
+    """Formats ranks as ranges, such as ``0-3, 8``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

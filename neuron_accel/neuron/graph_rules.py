@@ -1,7 +1,7 @@
-"""What the Neuron compiler and runtime will object to in a graph, before either has seen it.
+"""Rules by which the Neuron compiler or runtime rejects a graph, checked without them.
 
-The rules are those of the compiler's public list of error codes (compiler/error-codes of the Neuron SDK's
-documentation, release 2.32), as far as a graph shows them, and what an instance cannot do
+The rules are from the compiler's public list of error codes (compiler/error-codes of the Neuron SDK's documentation,
+release 2.32), as far as they can be checked on a graph, and the limits of an instance
 (:class:`~neuron_accel.engine.plan.hardware.Hardware`). A graph without findings may still fail to compile.
 """
 
@@ -32,26 +32,27 @@ _KNOWN_CALLS = frozenset(
     }
 )
 _NO_FLOAT64 = "no code is generated for f64"
-_ROUNDED = "float64 is float32 on Neuron devices: what needs 64 bits loses them"
+_ROUNDED = "float64 becomes float32 on Neuron devices, with less precision"
 _NO_SUCH_FLOATS = frozenset({"f8e4m3fnuz", "f8e4m3b11fnuz", "f8e5m2fnuz"})
 _NO_SUCH_TYPES = frozenset({"f64", "s1", "s2", "s4", "u1", "u2", "u4", "f4e2m1fn", "f8e8m0fnu", "f8e3m4"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something in a graph that will fail, or is not as wanted.
+    """A problem in a graph.
 
     Args:
-        level: ``error``: it does not compile, or does not run, or computes something else. ``warning``: it costs.
-        code: the compiler's (``NCC_EVRF061``), or a word of this check's: groups, ring, partitions, memory, ranks,
-            constant, recompile, host-read.
-        what: a sentence.
-        fix: what to do about it.
-        op: the first instruction that it is about; empty where it is about the graph.
-        source: ``file:line`` of the script or library that the instruction comes from, where that is known.
-        count: instructions of this kind.
-        graph: which graph.
-        ranks: whose.
+        level: ``error`` if the graph does not compile, does not run or computes wrong results; ``warning`` if it is
+            slower than necessary.
+        code: an error code of the compiler (``NCC_EVRF061``), or one of groups, ring, partitions, ranks, constant,
+            recompile, host-read, float64.
+        what: description, as a sentence.
+        fix: how to fix it.
+        op: name of the first instruction with the problem; empty for one of the full graph.
+        source: ``file:line`` of the code that the instruction is from; empty if it is not known.
+        count: number of instructions with the problem.
+        graph: number of the graph.
+        ranks: the ranks that execute the graph.
     """
 
     level: Level
@@ -65,7 +66,7 @@ class Finding:
     ranks: tuple[int, ...] = ()
 
 
-# ---- Rules for one instruction: (what it is in, the instruction, its module) -> findings -----------------------------
+# ---- Rules for one instruction: (module, computation, instruction) -> findings ---------------------------------------
 Rule: TypeAlias = Callable[[Module, Computation, Instruction], Iterator[Finding]]
 
 
@@ -116,7 +117,7 @@ def _scatters(module: Module, computation: Computation, one: Instruction) -> Ite
         return
     target = computation.by_id[one.operands[0]].shape
     integer = [a.dtype for a in target.arrays if a.dtype in _INTEGERS | {"pred", "s8", "u8", "s16", "u16"}]
-    if integer and module.reduces_by(one) not in ("", "parameter"):  # which only overwrites
+    if integer and module.reduces_by(one) not in ("", "parameter"):  # a scatter that overwrites is supported
         code = "NCC_EVRF060" if integer[0] in _INTEGERS else "NCC_EVRF016"
         what = f"a scatter that adds up {integer[0]} is computed in float32"
         yield _error(code, what, "scatter floats (index_add, scatter_add, bincount), and convert the result", one)
@@ -137,10 +138,10 @@ def _indices(module: Module, computation: Computation, one: Instruction) -> Iter
 
 def _operators(module: Module, computation: Computation, one: Instruction) -> Iterator[Finding]:
     if one.opcode == "triangular-solve":
-        fix = "compute an inverse and a product, or do it on the host"
+        fix = "compute an inverse and a product, or compute it on the host"
         yield _error("NCC_EVRF001", "triangular-solve is not supported", fix, one)
     if one.opcode in ("sort", "cholesky", "fft"):
-        fix = "use topk for sort; else do it on the host, outside of the step"
+        fix = "use topk instead of sort, or compute it on the host, outside of the step"
         what = f"{one.opcode} is not among the operators that are documented as supported"
         yield _warning("NCC_EVRF001", what, fix, one)
     if one.opcode in ("topk", "custom-call") and one.target in ("", "TopK", "AwsNeuronTopK"):
@@ -148,8 +149,8 @@ def _operators(module: Module, computation: Computation, one: Instruction) -> It
         if integer:
             yield _error("NCC_EVRF013", f"topk of {_first(integer)} is not supported", "convert to float32", one)
     elif one.opcode == "custom-call" and one.target not in _KNOWN_CALLS:
-        fix = "leave out what it comes from; kernels have the targets that Neuron's own packages give them"
-        yield _error("NCC_EHCA005", f"the compiler knows no custom call {one.target!r}", fix, one)
+        fix = "leave out the operation that it is from; custom calls must be kernels of the Neuron packages"
+        yield _error("NCC_EHCA005", f"custom call {one.target!r} is not supported", fix, one)
     if one.opcode == "rng-bit-generator" and one.algorithm != 0:
         name = RNG_ALGORITHMS.get(one.algorithm, str(one.algorithm))
         yield _error("NCC_EVRF006", f"random numbers by {name}", "use torch's own random functions", one)
@@ -157,7 +158,7 @@ def _operators(module: Module, computation: Computation, one: Instruction) -> It
 
 def _windows(module: Module, computation: Computation, one: Instruction) -> Iterator[Finding]:
     strides, dilations, bases = (tuple(w[i] for w in one.window) for i in range(3))
-    fix = "use dilation 1, or up-sample and down-sample in steps of their own"
+    fix = "use dilation 1, or separate operations for up-sampling and down-sampling"
     if one.opcode == "convolution" and max(bases, default=1) > 1:
         if max(dilations) > 1:
             yield _error("NCC_EVRF010", "a convolution dilates its input and its kernel", fix, one)
@@ -179,8 +180,8 @@ def _constants(module: Module, computation: Computation, one: Instruction) -> It
         what = "an unsigned 64-bit constant does not fit into 32 bits"
         yield _error("NCC_ESFH002", what, "use smaller constants, or uint32", one)
     if one.literal_bytes >= _LARGE_CONSTANT:
-        what = f"a constant of {one.literal_bytes:,} bytes is part of the graph, and of its hash"
-        yield _warning("constant", what, "make a buffer of it, moved to the device before the step", one)
+        what = f"a constant of {one.literal_bytes:,} bytes is part of the graph and of its hash"
+        yield _warning("constant", what, "make it a buffer, which is moved to the device before the step", one)
 
 
 RULES: tuple[Rule, ...] = (
@@ -196,15 +197,15 @@ def check_module(
     world_size: int | None = None,
     for_neuron: bool = True,
 ) -> list[Finding]:
-    """What will be objected to in a graph; equal findings about several instructions are counted together.
+    """Checks a graph; equal findings about several instructions are merged, with their number.
 
     Args:
-        module: the graph, before anything has optimized it.
-        hardware: what forms its groups and rings; None to leave them unchecked.
-        core_bytes: device memory of one rank; None to leave it unchecked.
-        world_size: number of ranks; needed for collectives that name no groups.
-        for_neuron: whether torch_xla made it for a Neuron device. For those it makes float32 of float64, so that in a
-            graph for another device that is no error, and only inputs that are no Python numbers are named.
+        module: the graph, before optimization.
+        hardware: limits of groups and rings; None: not checked.
+        core_bytes: device memory of one rank, in bytes; None: not checked.
+        world_size: number of ranks; needed for collectives without groups.
+        for_neuron: whether torch_xla traced the graph for a Neuron device, for which it converts float64 to float32. In
+            a graph for another device float64 is not an error, and a warning only for inputs that are tensors.
     """
     found: dict[tuple[str, str, str], Finding] = {}
     for computation, instruction in module.instructions:
@@ -227,7 +228,7 @@ def check_module(
 
 # ---- Rules for a graph on an instance --------------------------------------------------------------------------------
 def partitions(module: Module, world_size: int | None = None) -> dict[tuple[tuple[int, ...], ...], Instruction]:
-    """The ways in which a graph divides the ranks into groups or rings, with the first collective of each."""
+    """The partitions of the ranks into groups or rings in a graph, with the first collective that uses each."""
     ways: dict[tuple[tuple[int, ...], ...], Instruction] = {}
     everyone = ((*range(world_size),),) if world_size else ()
     for _, one in module.instructions:
@@ -238,7 +239,7 @@ def partitions(module: Module, world_size: int | None = None) -> dict[tuple[tupl
 
 
 def _rings(pairs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks that reach each other through pairs."""
+    """The connected components of ranks under (source, target) pairs."""
     group_of: dict[int, set[int]] = {}
     for source, target in pairs:
         joined = group_of.get(source, {source}) | group_of.get(target, {target})
@@ -260,10 +261,10 @@ def _hardware_findings(module: Module, hardware: Hardware, world_size: int | Non
                 fix = "choose degrees by which such groups are formed (docs/compilation.md, planning for an instance)"
                 yield _error("groups", f"groups that {hardware.name} cannot form: {problem}", fix, one)
     if hardware.partitions is not None and len(ways) > hardware.partitions:
-        what = f"the ranks are divided in {len(ways)} ways; {hardware.name} allows {hardware.partitions} in a graph"
-        yield Finding(
-            level="error", code="partitions", what=what, fix="leave out plugins that bring groups of their own"
+        what = (
+            f"the ranks are partitioned into groups in {len(ways)} ways; {hardware.name} supports {hardware.partitions}"
         )
+        yield Finding(level="error", code="partitions", what=what, fix="leave out plugins that add groups")
 
 
 def _memory_findings(module: Module, core_bytes: int) -> Iterator[Finding]:
@@ -271,7 +272,7 @@ def _memory_findings(module: Module, core_bytes: int) -> Iterator[Finding]:
     if need.peak <= 0.9 * core_bytes:
         return
     level: Level = "error" if need.peak > core_bytes else "warning"
-    of = f"{need.peak / 2**30:.2f} GiB are live at once, of {core_bytes / 2**30:.0f} GiB of a core"
+    of = f"{need.peak / 2**30:.2f} GiB are live at once, and a core has {core_bytes / 2**30:.0f} GiB"
     largest = "; ".join(f"{i.name} {i.shape}" for i, _ in need.largest[:2])
     what = f"{of} ({need.inputs / 2**30:.2f} GiB of inputs; then {largest})"
     fix = "checkpoint activations, raise the tensor-parallel degree, use ZeRO-1, or a smaller batch"
@@ -280,7 +281,7 @@ def _memory_findings(module: Module, core_bytes: int) -> Iterator[Finding]:
 
 # ---- Findings --------------------------------------------------------------------------------------------------------
 def _read(computation: Computation, one: Instruction) -> set[str]:
-    """dtypes of what an instruction reads."""
+    """The dtypes of the operands of an instruction."""
     return {array.dtype for operand in computation.operands(one) for array in operand.shape.arrays}
 
 
@@ -301,7 +302,7 @@ def _finding(level: Level, code: str, what: str, fix: str, one: Instruction) -> 
 
 
 def source_of(one: Instruction) -> str:
-    """``file:line`` of the innermost code that is neither torch's nor this package's; else of the innermost."""
+    """``file:line`` of the innermost frame outside of torch, this package and installed ones, if there is one."""
     places = one.frames or ((one.source,) if one.source else ())
     own = [p for p in places if not any(f"/{part}/" in p for part in ("torch", "torch_xla", "neuron_accel"))]
     return next((p for p in own if "/site-packages/" not in p and "/lib/python" not in p), (own or [*places, ""])[0])

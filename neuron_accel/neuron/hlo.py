@@ -1,9 +1,8 @@
-"""Reads compiled-to-be graphs: serialized ``HloModuleProto``s, as torch_xla and XLA's own dumps write them.
+"""Reads graphs before compilation: serialized ``HloModuleProto`` messages, as torch_xla and XLA's dumps write them.
 
-The messages are decoded here, without protobuf: its package would not help, because nobody publishes the generated
-classes of XLA's protos without an XLA runtime beside them, and a dozen of their fields are all that is needed. Numbers
-of fields are those of ``xla/service/hlo.proto`` and ``xla/xla_data.proto``, which do not change; unknown ones are
-skipped, as protobuf does.
+The messages are decoded without the protobuf package, since the classes generated from XLA's protos are not available
+without an XLA runtime, and few of their fields are needed. The numbers of fields are from ``xla/service/hlo.proto`` and
+``xla/xla_data.proto``, and do not change; unknown fields are skipped, as in protobuf.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ _BYTES = {
 RNG_ALGORITHMS = {0: "RNG_DEFAULT", 1: "RNG_THREE_FRY", 2: "RNG_PHILOX"}
 _LITERAL_FORMATS = {4: "i", 5: "q", 6: "I", 7: "Q", 8: "f", 9: "d"}
 _NAMES_AND_EDGES = frozenset({1, 2, 3, 7, 8, 35, 36, 37, 38})
-"""Fields of an instruction that are read by themselves, or depend on how parts of a module happen to be numbered."""
+"""Fields of an instruction that are compared separately, or depend on the numbering of the parts of a module."""
 _MOST_LITERAL = 64
-"""Bytes of a constant that are kept; longer ones are known by their size and a checksum."""
+"""Largest constant, in bytes, whose value is kept; for larger ones a checksum is."""
 
 
-# ---- What a module is made of ----------------------------------------------------------------------------------------
+# ---- Modules, computations, instructions and shapes ------------------------------------------------------------------
 @dataclass(frozen=True)
 class Shape:
-    """Of an array, or of a tuple of shapes.
+    """The shape and dtype of an array, or a tuple of shapes.
 
     Args:
-        dtype: XLA's name: ``f32``, ``bf16``, ``s64``, ``pred``; ``tuple``.
-        dims: sizes; upper bounds of those that are dynamic.
-        is_dynamic: whether a dim has no fixed size.
-        elements: of a tuple.
+        dtype: XLA's name: ``f32``, ``bf16``, ``s64``, ``pred``; ``tuple`` for a tuple.
+        dims: sizes of the dims; upper bounds for dynamic ones.
+        is_dynamic: whether a dim has a dynamic size.
+        elements: the shapes in a tuple.
     """
 
     dtype: str
@@ -59,14 +58,14 @@ class Shape:
 
     @cached_property
     def arrays(self) -> tuple[Shape, ...]:
-        """The arrays in it: itself, or those of a tuple at any depth."""
+        """All arrays: the shape itself, or those in a tuple at any depth."""
         if self.dtype != "tuple":
             return (self,)
         return tuple(array for element in self.elements for array in element.arrays)
 
     @property
     def bytes(self) -> int:
-        """What it occupies, without padding."""
+        """Size in bytes, without padding."""
         if self.dtype == "tuple":
             return sum(element.bytes for element in self.elements)
         return math.prod(self.dims) * _BYTES.get(self.dtype, 1)
@@ -79,29 +78,29 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One operation.
+    """One instruction.
 
     Args:
-        name: unique in its module: ``all-reduce.7``.
+        name: its name, unique in its module, such as ``all-reduce.7``.
         opcode: XLA's name of the operation.
-        shape: of its result.
-        id: unique in its module.
-        operands: ids.
-        called: ids of the computations it calls.
-        replica_groups: of a collective; empty where it has none, or all ranks are one group.
-        pairs: (source, target) of a collective-permute.
-        target: of a custom call.
-        parameter: its number, of a parameter.
-        index: of a get-tuple-element.
-        literal: a constant's value as it is stored; of longer ones a checksum.
-        literal_bytes: of a constant.
-        algorithm: number of a random number generator's algorithm.
-        index_dims: of a gather or scatter: the operand's dims that its indices count along.
-        window: of a convolution or reduce-window: (stride, window dilation, base dilation) for each dim.
-        attributes: a checksum of all that it has besides operands, shape and names.
-        op_name: what the framework calls it: ``aten__mul``.
-        source: ``file:line`` of the code that it comes from; empty where that was not recorded.
-        frames: the same of that code's callers, innermost first.
+        shape: shape of its result.
+        id: its number, unique in its module.
+        operands: ids of the operands.
+        called: ids of the computations that it calls.
+        replica_groups: groups of a collective; empty if it has none, or all ranks are one group.
+        pairs: (source, target) pairs of a collective-permute.
+        target: name of a custom call.
+        parameter: number of a parameter.
+        index: index of a get-tuple-element.
+        literal: value of a constant as text; for larger ones a checksum.
+        literal_bytes: size of a constant in bytes.
+        algorithm: number of the algorithm of a random number generator.
+        index_dims: dims of the operand that the indices of a gather or scatter refer to.
+        window: (stride, window dilation, base dilation) of each dim of a convolution or reduce-window.
+        attributes: a checksum of all fields besides operands, shape and names.
+        op_name: the framework's name, such as ``aten__mul``.
+        source: ``file:line`` of the code that it is from; empty if it was not recorded.
+        frames: ``file:line`` of the stack frames of this code, innermost first.
     """
 
     name: str
@@ -128,10 +127,13 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
-    """A sequence of instructions, operands before what uses them.
+    """A sequence of instructions, in topological order.
 
     Args:
-        root: id of the instruction whose result is the computation's.
+        name: its name.
+        id: its number.
+        instructions: the instructions.
+        root: id of the instruction whose result is that of the computation.
     """
 
     name: str
@@ -149,11 +151,14 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """A graph that is compiled as one.
+    """A graph that is compiled as one unit.
 
     Args:
-        aliases: number of an entry parameter to the path of the output that takes its memory.
-        donors: numbers of entry parameters whose memory any result may take.
+        name: its name.
+        computations: the computations.
+        entry_id: id of the entry computation.
+        aliases: path of the output that uses the memory of an entry parameter, by the number of the parameter.
+        donors: numbers of entry parameters whose memory any result may use.
     """
 
     name: str
@@ -172,13 +177,13 @@ class Module:
 
     @property
     def instructions(self) -> Iterator[tuple[Computation, Instruction]]:
-        """All of them, with the computation that each is in."""
+        """All instructions, each with its computation."""
         for computation in self.computations:
             for instruction in computation.instructions:
                 yield computation, instruction
 
     def reduces_by(self, instruction: Instruction) -> str:
-        """The operation of the computation that a reduction or collective calls (``add``, ``maximum``), or ``""``."""
+        """Opcode of the root of the computation that a reduction or collective calls (``add``), or ``""``."""
         for number in instruction.called:
             called = self.by_id.get(number)
             if called is not None and called.root in called.by_id:
@@ -187,7 +192,7 @@ class Module:
 
     @cached_property
     def form(self) -> tuple[tuple[Any, ...], ...]:
-        """What the compiler sees, without the numbers that parts happen to have: equal forms are equal graphs."""
+        """The content of the module without the numbering of its parts: modules with equal forms are equal graphs."""
         rows: list[tuple[Any, ...]] = []
         for computation in self.computations:
             place = {instruction.id: index for index, instruction in enumerate(computation.instructions)}
@@ -203,16 +208,16 @@ class Module:
 
 # ---- Reading ---------------------------------------------------------------------------------------------------------
 def read_module(path: Path) -> Module:
-    """The module in a file: an ``HloModuleProto``, or the ``HloProto`` around one that XLA's dumps have.
+    """Reads a module from a file with an ``HloModuleProto``, or an ``HloProto`` that contains one, as in XLA's dumps.
 
     Raises:
-        UsageError: if it is neither.
+        UsageError: if the file contains neither.
     """
     return parse_module(path.read_bytes(), str(path))
 
 
 def parse_module(data: bytes, where: str = "HloModuleProto") -> Module:
-    """See :func:`read_module`."""
+    """Decodes a module; see :func:`read_module`."""
     try:
         message = _Message(data)
         module = message if message.all(3) else _Message(message.bytes(1))
@@ -221,8 +226,8 @@ def parse_module(data: bytes, where: str = "HloModuleProto") -> Module:
         raise UsageError(
             "This is not a serialized HLO module.",
             where=where,
-            why=f"it cannot be decoded as one ({type(error).__name__}: {error})",
-            fix="give files that torch_xla or XLA wrote (--xla_dump_hlo_as_proto)",
+            why=f"it cannot be decoded ({type(error).__name__}: {error})",
+            fix="pass a file that torch_xla or XLA has written (--xla_dump_hlo_as_proto)",
         ) from error
 
 
@@ -296,7 +301,7 @@ def _groups(message: _Message) -> tuple[tuple[int, ...], ...]:
 
 
 def _iota_groups(message: _Message) -> tuple[tuple[int, ...], ...]:
-    """Groups as a transposition of a range: count, size, the dims that the range is viewed in, and their new order."""
+    """Groups as a reshaped and transposed range: number of groups, their size, the dims, and their permutation."""
     count, size = message.number(1), message.number(2)
     dims, order = message.numbers(3) or [count * size], message.numbers(4)
     order = order or list(range(len(dims)))
@@ -309,7 +314,7 @@ def _iota_groups(message: _Message) -> tuple[tuple[int, ...], ...]:
 
 
 def _literal(data: bytes) -> str:
-    """A constant as text: numbers where there are few, and else something that tells different ones apart."""
+    """A constant as text: its numbers if it is small, else a checksum."""
     message = _Message(data)
     if len(data) <= _MOST_LITERAL:
         for number, code in _LITERAL_FORMATS.items():
@@ -325,7 +330,7 @@ def _listed(values: list[Any]) -> str:
 
 
 class _Frames:
-    """The stack frames of a module's code."""
+    """The table of stack frames of a module."""
 
     def __init__(self, message: _Message) -> None:
         self._files = [part.decode() for part in message.all(1)]
@@ -333,7 +338,7 @@ class _Frames:
         self._frames = [(_Message(part).number(1), _Message(part).number(2)) for part in message.all(4)]
 
     def of(self, number: int) -> tuple[str, ...]:
-        """``file:line`` of a frame and of its callers."""
+        """``file:line`` of a frame and of its callers, innermost first."""
         found: list[str] = []
         while 0 < number <= len(self._frames) and len(found) < 64:
             place, number = self._frames[number - 1]
@@ -344,7 +349,7 @@ class _Frames:
 
 # ---- Protocol buffers ------------------------------------------------------------------------------------------------
 class _Message:
-    """The fields of one message, undecoded."""
+    """The undecoded fields of one message."""
 
     def __init__(self, data: bytes) -> None:
         self._fields: dict[int, list[Any]] = {}
@@ -377,7 +382,7 @@ class _Message:
         return self.bytes(number).decode()
 
     def checksum(self, without: frozenset[int]) -> str:
-        """Of all fields but some; empty if there are no others."""
+        """A checksum of all fields except some; empty if there are no others."""
         rest = sorted((number, values) for number, values in self._fields.items() if number not in without)
         return hashlib.sha256(repr(rest).encode()).hexdigest()[:16] if rest else ""
 
@@ -386,7 +391,7 @@ class _Message:
         return _signed(values[-1]) if values else 0
 
     def numbers(self, number: int) -> list[int]:
-        """Of a repeated field, packed or not."""
+        """The integers of a repeated field, packed or not."""
         found: list[int] = []
         for value in self.all(number):
             if isinstance(value, int):
@@ -399,7 +404,7 @@ class _Message:
         return found
 
     def decoded(self, number: int, code: str) -> list[Any]:
-        """Of a repeated field of numbers, ``code`` as in :mod:`struct`: varints, or packed floats."""
+        """The numbers of a repeated field: varints or packed floats, with ``code`` as in :mod:`struct`."""
         if code not in "fd":
             bits = 64 if code in "qQ" else 32
             wrap: Callable[[int], int] = (lambda value: value) if code in "qi" else (lambda value: value % (1 << bits))
@@ -422,5 +427,5 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def _signed(value: int) -> int:
-    """Protocol buffers store negative numbers as 64 bits of two's complement."""
+    """Decodes the 64-bit two's complement of negative numbers in protocol buffers."""
     return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,11 +1,14 @@
-"""How much memory a graph needs at least: the bytes that are live at once, in the order of its instructions.
+"""Estimates the memory that a graph needs: the largest number of bytes that are live at once.
 
-An estimate, since the compiler orders, fuses and tiles as it likes. What it counts: the inputs, for the whole time (the
-caller keeps them) or, where they give up their memory, to the last instruction that reads them; one whose memory an
-output takes counts once; constants; and every result from the instruction that makes it to the last one that reads it,
-or to the end if it is an output. What only looks at other results counts as
-those (reshapes, tuples, barriers), and so does what is made where it is read (broadcasts). An element-wise operation
-takes the memory of an operand of its size that nothing reads any more.
+The estimate follows the order of the instructions in the graph; the compiler reorders, fuses and tiles them. It counts
+
+- inputs for the whole graph, since the caller keeps them; donated ones until the last instruction that reads them; one
+  that is aliased with an output once;
+- constants;
+- each result from its instruction to the last one that reads it, or to the end if it is an output.
+
+Views (reshapes, tuples, barriers) and broadcasts need no memory of their own. An element-wise instruction reuses the
+memory of an operand of the same size that is not read any more.
 """
 
 from __future__ import annotations
@@ -30,14 +33,14 @@ _CALLS = frozenset({"call", "while", "conditional", "fusion"})
 
 @dataclass(frozen=True, kw_only=True)
 class LiveBytes:
-    """What a graph needs.
+    """The memory that a graph needs.
 
     Args:
-        peak: bytes that are live at once, at most.
-        at: the instruction where that is.
+        peak: largest number of bytes that are live at once.
+        at: the instruction at the peak.
         inputs: bytes of all inputs.
-        outputs: bytes of the outputs that take no input's memory.
-        largest: what is live at the peak besides inputs and constants: (instruction, bytes), the largest first.
+        outputs: bytes of the outputs that are not aliased with an input.
+        largest: the largest results that are live at the peak: (instruction, bytes), in descending order.
     """
 
     peak: int
@@ -48,7 +51,7 @@ class LiveBytes:
 
 
 def live_bytes(module: Module) -> LiveBytes:
-    """The estimate for a module. Sizes are those of its shapes, without padding."""
+    """Estimates the memory of a module, from shapes without padding."""
     return _Walk(module, module.entry, is_entry=True).result()
 
 
@@ -61,9 +64,9 @@ class _Walk:
         self._last_read = self._last_reads()
 
     def _what_each_holds(self) -> dict[int, frozenset[int]]:
-        """Of each instruction, the ids of those whose memory its value is in."""
+        """For each instruction, the ids of the instructions whose memory contains its value."""
         holds: dict[int, frozenset[int]] = {}
-        elements: dict[int, list[frozenset[int]]] = {}  # of tuples that are made here
+        elements: dict[int, list[frozenset[int]]] = {}  # of tuples created in this computation
         for instruction in self._computation.instructions:
             operands = [holds[operand] for operand in instruction.operands]
             held = frozenset[int]().union(*operands)
@@ -79,20 +82,21 @@ class _Walk:
         return holds
 
     def _last_reads(self) -> dict[int, int]:
-        """Of each instruction with memory of its own, the place of the last one that reads it."""
+        """For each instruction with its own memory, the position of the last instruction that reads it."""
         order = self._computation.instructions
         last = {instruction.id: place for place, instruction in enumerate(order)}
         for place, instruction in enumerate(order):
             if instruction.opcode in _VIEWS and instruction.id != self._computation.root:
-                continue  # it reads nothing by itself; what reads it does
+                continue  # a view does not read memory; its readers do
             for operand in instruction.operands:
                 for held in self._holds[operand]:
                     last[held] = max(last[held], place)
         for held in self._holds[self._computation.root]:
-            last[held] = len(order)  # lives on
+            last[held] = len(order)  # live after the end
         return last
 
     def result(self) -> LiveBytes:
+        """Runs through the instructions."""
         order = self._computation.instructions
         parameters = [i for i in order if i.opcode == "parameter"]
         inputs = sum(i.shape.bytes for i in parameters)
@@ -130,7 +134,7 @@ class _Walk:
         return {held for operand in instruction.operands for held in self._holds[operand]}
 
     def _outputs(self) -> tuple[int, set[int]]:
-        """Bytes of outputs of their own, and the instructions whose results are written over inputs."""
+        """Bytes of outputs that are not aliased, and ids of instructions whose results use the memory of an input."""
         root = self._computation.by_id[self._computation.root]
         parts = root.operands if root.opcode == "tuple" else (root.id,)
         taken = {path[0] if path else 0 for path in self._module.aliases.values()} if self._is_entry else set()
@@ -145,7 +149,7 @@ class _Walk:
         return own, given
 
     def _inside(self, instruction: Instruction) -> int:
-        """What the computations need that an instruction calls, beyond its operands and result."""
+        """Bytes that the computations called by an instruction need in addition to its operands and result."""
         if instruction.opcode not in _CALLS:
             return 0
         called = [self._module.by_id[number] for number in instruction.called if number in self._module.by_id]

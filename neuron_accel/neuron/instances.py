@@ -2,14 +2,15 @@
 
 Sources: the Neuron SDK documentation, about-neuron/arch/neuron-hardware (cores, memory, bandwidth), the release notes
 of its runtime and its training guides of 2023 to 2025 (numbers of workers), neuron-runtime/about/collectives
-(the torus of NeuronLinks; chips are numbered row by row), the text of the runtime's own refusals
+(the torus of NeuronLinks; chips are numbered row by row), the error messages of the runtime
 ("Supported number of Neuron Cores is 1, 2, 8, 16 or a multiple of 32"; for Trn2 "1, 2, 4, 8, 16 or a multiple of 32"),
-and the public source of the driver, aws-neuron-driver, for the names that machines of one kind have. Where two of these
-disagree, the narrower answer is taken.
+and the public source of the driver, aws-neuron-driver, for the product names of machines. Where two of these sources
+disagree, the smaller set of possibilities is used.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,43 +19,44 @@ from neuron_accel.engine.plan.hardware import Hardware
 from neuron_accel.errors import ConfigurationError, did_you_mean
 
 PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
-"""Where instances of EC2 (Nitro) say what they are."""
+"""The file with the product name (DMI), which is the instance type on EC2 (Nitro)."""
 
 DEFAULT_LNC = 2
-"""Physical cores in a logical one where an instance has the choice (NEURON_LOGICAL_NC_CONFIG)."""
+"""Default number of physical cores in a logical core, on instances that support several (NEURON_LOGICAL_NC_CONFIG)."""
 
-MOST_PARTITIONS = 12
-"""Distinct replica groups in one compiled graph (NEC_MAX_COMM_N of the runtime; 16 since 2.34, which runs no XLA
-training)."""
+MAX_PARTITIONS = 12
+"""Largest number of distinct partitions of the ranks into replica groups in one graph (NEC_MAX_COMM_N of the runtime;
+16 since runtime 2.34, which does not support training on the XLA path)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """One type of instance. An UltraServer of several hosts that share NeuronLink counts as one.
+    """An instance type. An UltraServer, whose hosts are connected by NeuronLink, is one instance.
 
     Args:
-        name: as EC2 calls it.
-        family: what the compiler calls its target: trn1, trn1n, trn2, trn3.
-        chips: Trainium chips.
-        physical_cores: NeuronCores, whatever their logical configuration.
-        lnc: the logical configurations it knows: how many physical cores one rank may drive. ``(1,)``: no choice.
+        name: its EC2 instance type.
+        family: the compiler's name of the target: trn1, trn1n, trn2, trn3.
+        chips: number of Trainium chips.
+        physical_cores: number of physical NeuronCores.
+        lnc: possible numbers of physical cores in a logical core, which one rank uses.
         hbm_gib: device memory of the full instance, GiB.
-        bf16_tflops: dense BF16 of the full instance, TFLOPS, as its product page says.
+        bf16_tflops: dense BF16 of the full instance, TFLOPS, according to its product page.
         core_tflops: dense BF16 of the tensor engine of one physical core, TFLOPS: the base of model FLOPs utilization.
             From the SDK's pages neuron-core-v2 (90), -v3 and -v4 (79), as in pytorch/torchtitan#2382 by AWS. It is less
-            than the product page's figure by core (95 and 83), which counts the other engines, too.
+            than the product page's figure per core (95 and 83), which includes the other engines.
         hbm_gb_per_s: bandwidth of the device memory of one chip, GB/s (GiB/s on Trn1).
-        link_gb_per_s: NeuronLink bandwidth of one chip within the instance, GB/s (GiB/s on Trn3); None where there is
+        link_gb_per_s: NeuronLink bandwidth of one chip within the instance, GB/s (GiB/s on Trn3); None if it has one
+            chip.
+        efa_gbps: network bandwidth to other instances, Gbit/s; None if no figure is published.
+        efa_interfaces: number of EFA network interfaces; None if no number is published.
+        multi_node: whether groups may span several instances.
+        vcpus: host processors; None if no figure is published.
+        host_gib: host memory, GiB; None if no figure is published.
+        workers: possible numbers of ranks on one instance, by ``lnc``.
+        model_groups: possible sizes of tensor-parallel groups within one instance, by ``lnc``.
+        hosts: number of machines that the instance consists of.
+        torus: number of chips along each dim of the NeuronLink torus; empty if a switch connects the chips, or there is
             one chip.
-        efa_gbps: network bandwidth for ranks on other instances, Gbit/s; None where no figure is published.
-        efa_interfaces: EFA network interfaces; None where the documentation names none.
-        multi_node: whether ranks of several of these may form groups.
-        vcpus: host processors; None where no figure is published.
-        host_gib: host memory, GiB; likewise.
-        workers: numbers of ranks that may run on one, by ``lnc``.
-        model_groups: sizes of tensor-parallel groups within one, by ``lnc``.
-        hosts: machines that one of these consists of.
-        torus: chips along each dim of the torus of NeuronLinks; empty where a switch links all, or there is one chip.
     """
 
     name: str
@@ -78,18 +80,18 @@ class Instance:
     torus: tuple[int, ...] = ()
 
     def cores(self, lnc: int | None = None) -> int:
-        """Logical cores, which is the most ranks there can be."""
+        """Number of logical cores, which is the largest number of ranks."""
         return self.physical_cores // self.logical(lnc)
 
     def peak_tflops(self, lnc: int | None = None) -> int:
-        """Dense BF16 of one rank, TFLOPS: the denominator of model FLOPs utilization."""
+        """Dense BF16 of one logical core, TFLOPS: the denominator of model FLOPs utilization."""
         return self.core_tflops * self.logical(lnc)
 
     def logical(self, lnc: int | None = None) -> int:
-        """The logical configuration: ``lnc``, or what the runtime takes by default.
+        """The number of physical cores in a logical core: ``lnc``, or the default of the runtime.
 
         Raises:
-            ConfigurationError: if the instance does not know it.
+            ConfigurationError: if the instance does not support it.
         """
         if lnc is None:
             return max(self.lnc)
@@ -99,12 +101,12 @@ class Instance:
                 f"A logical core of {lnc} physical cores does not exist on {self.name}.",
                 where="NEURON_LOGICAL_NC_CONFIG (--lnc)",
                 why="Trn1 has no logical cores" if self.lnc == (1,) else "logical cores have one or two physical ones",
-                fix=f"give {known}, or leave it out",
+                fix=f"pass {known}, or leave it out",
             )
         return lnc
 
     def hardware(self, lnc: int | None = None) -> Hardware:
-        """What a planner needs to know of it."""
+        """The limits that the planner checks."""
         degree = self.logical(lnc)
         suffix = f" with logical cores of {degree}" if len(self.lnc) > 1 else ""
         return Hardware(
@@ -112,44 +114,119 @@ class Instance:
             ranks_per_host=self.workers[degree],
             model_groups=self.model_groups[degree],
             several_hosts=self.multi_node,
-            partitions=MOST_PARTITIONS,
+            partitions=MAX_PARTITIONS,
             torus=self.torus,
             ranks_per_chip=max(1, self.cores(degree) // self.chips),
         )
 
     def core_bytes(self, lnc: int | None = None) -> int:
-        """Device memory of one logical core."""
+        """Device memory of one logical core, in bytes."""
         return (self.hbm_gib << 30) // self.cores(lnc)
 
 
-_TRN1_WORKERS, _TRN1_GROUPS = (1, 2, 8, 32), (2, 4, 8, 32)
-# Contiguous groups only, as the mesh lays them out. 32 of 64, and 64 of 128, would need ranks in another order
+# Contiguous groups only, as the mesh arranges ranks. 32 of 64 ranks, and 64 of 128, would need another order of ranks
 # (neuronx_distributed/parallel_layers/parallel_state.py). 8 of 64 logical cores is possible since runtime 2.24 (SDK
-# 2.22, April 2025), which added 8 groups of 8; every release that torch 2.9 and the native device need is newer.
+# 2.22, April 2025), which added 8 groups of 8; every release for torch 2.9 and for the native device is newer.
 _TRN2_WORKERS: dict[int, tuple[int, ...]] = {1: (1, 2, 4, 8, 16, 32, 64, 128), 2: (1, 2, 4, 8, 16, 32, 64)}
 _TRN2_GROUPS: dict[int, tuple[int, ...]] = {1: (2, 4, 8, 32, 128), 2: (2, 4, 8, 16, 64)}
-# Nothing is published on groups across the hosts of an UltraServer, nor on those of Trn3: those of one Trn2 host.
-_TRN3_WORKERS = _TRN2_WORKERS
-_TRN3_GROUPS = _TRN2_GROUPS
+
+_TRN1 = Instance(
+    name="trn1.32xlarge",
+    family="trn1",
+    chips=16,
+    physical_cores=32,
+    lnc=(1,),
+    hbm_gib=512,
+    bf16_tflops=3_040,
+    core_tflops=90,
+    hbm_gb_per_s=820,
+    link_gb_per_s=384,
+    efa_gbps=800,
+    efa_interfaces=8,
+    multi_node=True,
+    vcpus=128,
+    host_gib=512,
+    workers={1: (1, 2, 8, 32)},
+    model_groups={1: (2, 4, 8, 32)},
+    torus=(4, 4),
+)
+_TRN2 = Instance(
+    name="trn2.48xlarge",
+    family="trn2",
+    chips=16,
+    physical_cores=128,
+    lnc=(1, 2),
+    hbm_gib=1_536,
+    bf16_tflops=10_700,
+    core_tflops=79,
+    hbm_gb_per_s=2_900,
+    link_gb_per_s=1_024,
+    efa_gbps=3_200,
+    efa_interfaces=16,
+    multi_node=True,
+    vcpus=192,
+    host_gib=2_048,
+    workers=_TRN2_WORKERS,
+    model_groups=_TRN2_GROUPS,
+    torus=(4, 4),
+)
+# A host of a Gen1 UltraServer. No groups are published for Trn3, nor across the hosts of an UltraServer, so that those
+# of one Trn2 host apply.
+_TRN3 = Instance(
+    name="trn3.48xlarge",
+    family="trn3",
+    chips=16,
+    physical_cores=128,
+    lnc=(1, 2),
+    hbm_gib=2_304,
+    bf16_tflops=10_736,
+    core_tflops=79,
+    hbm_gb_per_s=4_900,
+    link_gb_per_s=2_048,
+    efa_gbps=3_200,
+    efa_interfaces=None,
+    multi_node=True,
+    vcpus=192,
+    host_gib=2_048,
+    workers=_TRN2_WORKERS,
+    model_groups=_TRN2_GROUPS,
+)
 
 
-def _multiples(step: int, most: int) -> tuple[int, ...]:
-    return tuple(range(step, most + 1, step))
+def _ultraserver_workers(physical_cores: int) -> dict[int, tuple[int, ...]]:
+    """1, 2, 4, 8, 16 and the multiples of 32 up to all logical cores, by ``lnc``."""
+    return {lnc: (1, 2, 4, 8, 16, *range(32, physical_cores // lnc + 1, 32)) for lnc in (1, 2)}
+
+
+def _ultraserver(name: str, host: Instance, hosts: int, *, efa_gbps: int, torus: tuple[int, ...] = ()) -> Instance:
+    """An UltraServer of ``hosts`` equal hosts: cores, memory and processors of all of them."""
+    return dataclasses.replace(
+        host,
+        name=name,
+        chips=hosts * host.chips,
+        physical_cores=hosts * host.physical_cores,
+        hbm_gib=hosts * host.hbm_gib,
+        bf16_tflops=hosts * host.bf16_tflops,
+        efa_gbps=efa_gbps,
+        efa_interfaces=None,
+        vcpus=hosts * (host.vcpus or 0),
+        host_gib=hosts * (host.host_gib or 0),
+        workers=_ultraserver_workers(hosts * host.physical_cores),
+        hosts=hosts,
+        torus=torus,
+    )
 
 
 INSTANCES = {
     instance.name: instance
     for instance in (
-        Instance(
+        dataclasses.replace(
+            _TRN1,
             name="trn1.2xlarge",
-            family="trn1",
             chips=1,
             physical_cores=2,
-            lnc=(1,),
             hbm_gib=32,
             bf16_tflops=190,
-            core_tflops=90,
-            hbm_gb_per_s=820,
             link_gb_per_s=None,
             efa_gbps=25,
             efa_interfaces=None,
@@ -158,225 +235,88 @@ INSTANCES = {
             host_gib=32,
             workers={1: (1, 2)},
             model_groups={1: (2,)},
+            torus=(),
         ),
-        Instance(
-            name="trn1.32xlarge",
-            family="trn1",
-            chips=16,
-            physical_cores=32,
-            lnc=(1,),
-            hbm_gib=512,
-            bf16_tflops=3_040,
-            core_tflops=90,
-            hbm_gb_per_s=820,
-            link_gb_per_s=384,
-            efa_gbps=800,
-            efa_interfaces=8,
-            multi_node=True,
-            vcpus=128,
-            host_gib=512,
-            workers={1: _TRN1_WORKERS},
-            model_groups={1: _TRN1_GROUPS},
-            torus=(4, 4),
+        _TRN1,
+        dataclasses.replace(
+            _TRN1, name="trn1n.32xlarge", family="trn1n", link_gb_per_s=768, efa_gbps=1_600, efa_interfaces=16
         ),
-        Instance(
-            name="trn1n.32xlarge",
-            family="trn1n",
-            chips=16,
-            physical_cores=32,
-            lnc=(1,),
-            hbm_gib=512,
-            bf16_tflops=3_040,
-            core_tflops=90,
-            hbm_gb_per_s=820,
-            link_gb_per_s=768,
-            efa_gbps=1_600,
-            efa_interfaces=16,
-            multi_node=True,
-            vcpus=128,
-            host_gib=512,
-            workers={1: _TRN1_WORKERS},
-            model_groups={1: _TRN1_GROUPS},
-            torus=(4, 4),
-        ),
-        Instance(
+        dataclasses.replace(
+            _TRN2,
             name="trn2.3xlarge",
-            family="trn2",
             chips=1,
             physical_cores=8,
-            lnc=(1, 2),
             hbm_gib=96,
             bf16_tflops=667,
-            core_tflops=79,
-            hbm_gb_per_s=2_900,
             link_gb_per_s=None,
             efa_gbps=None,
             efa_interfaces=1,
-            multi_node=True,
             vcpus=None,
             host_gib=None,
             workers={1: (1, 2, 4, 8), 2: (1, 2, 4)},
             model_groups={1: (2, 4, 8), 2: (2, 4)},
+            torus=(),
         ),
-        Instance(
-            name="trn2.48xlarge",
-            family="trn2",
-            chips=16,
-            physical_cores=128,
-            lnc=(1, 2),
-            hbm_gib=1_536,
-            bf16_tflops=10_700,
-            core_tflops=79,
-            hbm_gb_per_s=2_900,
-            link_gb_per_s=1_024,
-            efa_gbps=3_200,
-            efa_interfaces=16,
-            multi_node=True,
-            vcpus=192,
-            host_gib=2_048,
-            workers=_TRN2_WORKERS,
-            model_groups=_TRN2_GROUPS,
-            torus=(4, 4),
-        ),
-        Instance(
-            name="trn2u.48xlarge",
-            family="trn2",
-            chips=16,
-            physical_cores=128,
-            lnc=(1, 2),
-            hbm_gib=1_536,
-            bf16_tflops=10_700,
-            core_tflops=79,
-            hbm_gb_per_s=2_900,
-            link_gb_per_s=1_024,
-            efa_gbps=3_200,
-            efa_interfaces=16,
-            multi_node=True,
-            vcpus=192,
-            host_gib=2_048,
-            workers=_TRN2_WORKERS,
-            model_groups=_TRN2_GROUPS,
-            torus=(4, 4),
-        ),
-        Instance(
-            name="trn2u-ultraserver",
-            family="trn2",
-            chips=64,
-            physical_cores=512,
-            lnc=(1, 2),
-            hbm_gib=6_144,
-            bf16_tflops=42_800,
-            core_tflops=79,
-            hbm_gb_per_s=2_900,
-            link_gb_per_s=1_024,
-            efa_gbps=3_200,
-            efa_interfaces=None,
-            multi_node=True,
-            vcpus=768,
-            host_gib=8_192,
-            workers={1: (1, 2, 4, 8, 16, *_multiples(32, 512)), 2: (1, 2, 4, 8, 16, *_multiples(32, 256))},
-            model_groups=_TRN2_GROUPS,
-            hosts=4,
-            torus=(4, 4, 4),
-        ),
-        Instance(  # a host of a Gen1 UltraServer: a quarter of it
-            name="trn3.48xlarge",
-            family="trn3",
-            chips=16,
-            physical_cores=128,
-            lnc=(1, 2),
-            hbm_gib=2_304,
-            bf16_tflops=10_736,
-            core_tflops=79,
-            hbm_gb_per_s=4_900,
-            link_gb_per_s=2_048,
-            efa_gbps=3_200,
-            efa_interfaces=None,
-            multi_node=True,
-            vcpus=192,
-            host_gib=2_048,
-            workers=_TRN3_WORKERS,
-            model_groups=_TRN3_GROUPS,
-        ),
-        Instance(
-            name="trn3-gen1-ultraserver",
-            family="trn3",
-            chips=64,
-            physical_cores=512,
-            lnc=(1, 2),
-            hbm_gib=9_216,
-            bf16_tflops=42_944,
-            core_tflops=79,
-            hbm_gb_per_s=4_900,
-            link_gb_per_s=2_048,
-            efa_gbps=12_800,
-            efa_interfaces=None,
-            multi_node=True,
-            vcpus=768,
-            host_gib=8_192,
-            workers={1: (1, 2, 4, 8, 16, *_multiples(32, 512)), 2: (1, 2, 4, 8, 16, *_multiples(32, 256))},
-            model_groups=_TRN3_GROUPS,
-            hosts=4,
-        ),
-        Instance(
+        _TRN2,
+        dataclasses.replace(_TRN2, name="trn2u.48xlarge"),
+        _ultraserver("trn2u-ultraserver", _TRN2, 4, efa_gbps=3_200, torus=(4, 4, 4)),
+        _TRN3,
+        _ultraserver("trn3-gen1-ultraserver", _TRN3, 4, efa_gbps=12_800),
+        dataclasses.replace(  # hosts of 4 chips
+            _TRN3,
             name="trn3-gen2-ultraserver",
-            family="trn3",
             chips=144,
             physical_cores=1_152,
-            lnc=(1, 2),
             hbm_gib=20_736,
             bf16_tflops=96_624,
-            core_tflops=79,
-            hbm_gb_per_s=4_900,
-            link_gb_per_s=2_048,
             efa_gbps=28_800,
-            efa_interfaces=None,
-            multi_node=True,
             vcpus=2_304,
             host_gib=27_648,
-            workers={1: (1, 2, 4, 8, 16, *_multiples(32, 1_152)), 2: (1, 2, 4, 8, 16, *_multiples(32, 576))},
-            model_groups=_TRN3_GROUPS,
+            workers=_ultraserver_workers(1_152),
             hosts=36,
         ),
     )
 }
-"""By name. Trn3 is sold as UltraServers, whose hosts say what they are by names of their own."""
+"""Instances by name. Trn3 is sold as UltraServers, whose hosts have product names of their own."""
 
-_LIKE = ("trn2.48xlarge", "trn3.48xlarge")
-"""Hosts of 16 chips. The driver knows further ones of their families and this size, as trn2p.48xlarge, trn2eu.48xlarge,
-trn3s.48xlarge, trn3sn.48xlarge and trn3p.48xlarge (v3_platform_map and v4_platform_map of aws-neuron-driver), which
-differ in how hosts are connected."""
+_WITH_VARIANTS = ("trn2.48xlarge", "trn3.48xlarge")
+"""Hosts of 16 chips, for which variants exist: trn2p.48xlarge, trn2eu.48xlarge, trn3s.48xlarge, trn3sn.48xlarge and
+trn3p.48xlarge (v3_platform_map and v4_platform_map of aws-neuron-driver), which differ in how hosts are connected."""
 
 
 def find_instance(name: str, where: str = "instance type") -> Instance:
-    """The instance of that name.
+    """Returns the instance of this name.
+
+    Args:
+        name: the instance type.
+        where: where the name is from, for the error message.
 
     Raises:
-        ConfigurationError: if there is none.
+        ConfigurationError: if it is not known.
     """
     if name not in INSTANCES:
         raise ConfigurationError(
             f"{name!r} is not a known Trainium instance.",
             where=where,
-            why="what it can do decides which groups of ranks are possible and what is set for them",
+            why="the instance determines which groups of ranks are possible, and settings of the runtime",
             fix=did_you_mean(name, INSTANCES, cutoff=0.75),
         )
     return INSTANCES[name]
 
 
 def detect_instance(product_name: Path | None = None) -> Instance | None:
-    """The instance that this is, or of which it is a variant, if the table knows it."""
+    """Returns the instance that this machine is, or of which it is a variant; None if it is not known."""
     name = read_product(product_name) or ""
     family, _, size = name.partition(".")
-    alike = (like for like in _LIKE if family.startswith(like[:4]) and size == like.partition(".")[2])
+    alike = (like for like in _WITH_VARIANTS if family.startswith(like[:4]) and size == like.partition(".")[2])
     return INSTANCES.get(name) or INSTANCES.get(next(alike, ""))
 
 
 def read_product(product_name: Path | None = None) -> str | None:
-    """What this machine says it is; None where it does not say it.
+    """Returns the product name of this machine; None if it has none.
 
     Args:
-        product_name: the file that says so; None for the hardware's.
+        product_name: the file with the name; None: :data:`PRODUCT_NAME` below the hardware root.
     """
     product_name = product_name or hardware_root() / PRODUCT_NAME.relative_to("/")
     try:

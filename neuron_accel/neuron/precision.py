@@ -1,4 +1,4 @@
-"""What dtypes ask of Neuron's compiler and runtime: casts are torch's to decide, and rounding must not lose updates."""
+"""Precision on Neuron: disables casts by the compiler under autocast, and detects weight updates lost to rounding."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ from neuron_accel.neuron.compiler import CompilerOptions
 from neuron_accel.neuron.flags import VARIABLE
 
 LEGACY = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
-"""Variables with which torch_xla makes bf16 of what torch calls fp32."""
+"""Variables with which torch_xla computes in bf16 while torch reports fp32."""
 
 ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
 _FALSE = ("", "0", "false", "no", "off", "n", "f")
 
 
 def settle_precision(environ: MutableMapping[str, str], *, mixed_precision: str, compiles_for_neuron: bool) -> None:
-    """Before anything is compiled: under autocast, Neuron's compiler casts nothing of its own accord; legacy variables
-    are recognised, with a warning.
+    """Disables casts by the Neuron compiler under autocast, and warns of legacy variables; called before compilation.
 
     Args:
-        environ: environment variables; ``NEURON_CC_FLAGS`` gets ``--auto-cast=none`` under ``"bf16"``.
-        mixed_precision: Accelerate's.
-        compiles_for_neuron: whether the device is Neuron's, through XLA.
+        environ: environment variables; with ``"bf16"``, ``--auto-cast=none`` is added to ``NEURON_CC_FLAGS``.
+        mixed_precision: as in Accelerate.
+        compiles_for_neuron: whether graphs are compiled for a Neuron device (XLA path).
 
     Raises:
-        ConfigurationError: if ``NEURON_CC_FLAGS`` asks for another cast.
+        ConfigurationError: if ``NEURON_CC_FLAGS`` contains another value of ``--auto-cast``.
     """
     for name in LEGACY:
         if _is_on(environ, name):
             warnings.warn(
-                f"{name} makes bf16 of everything that torch calls fp32, without a word in dtypes or checkpoints, and "
-                "torch_xla will drop it. Unset it, and use mixed_precision='bf16' (autocast, fp32 weights), or "
+                f"{name} computes in bf16 what torch, and dtypes in checkpoints, report as fp32, and torch_xla will "
+                "remove it. Unset it, and use mixed_precision='bf16' (autocast, fp32 weights), or "
                 f"model.to(torch.bfloat16) with Zero1Plugin() (fp32 master weights) or with {ROUNDING}=1.",
                 FutureWarning,
                 stacklevel=4,
@@ -43,30 +42,30 @@ def settle_precision(environ: MutableMapping[str, str], *, mixed_precision: str,
 def lost_updates(
     environ: Mapping[str, str], *, low_precision: bool, masters: bool, autocast: bool = False
 ) -> str | None:
-    """Why updates of weights will not arrive as they should; None if they will.
+    """Returns a warning if weight updates are lost to rounding, or stochastic rounding only adds noise; else None.
 
     Args:
         environ: environment variables.
         low_precision: whether the model has bf16 parameters.
-        masters: whether the optimizer updates fp32 copies of them.
+        masters: whether the optimizer updates fp32 master weights.
         autocast: whether operations run in bf16 on fp32 weights.
     """
     rounds = _is_on(environ, ROUNDING)
     if low_precision and not masters and not rounds:
         return (
-            "Parameters are bf16 and the optimizer updates them as they are: updates below 1/256 of a weight are "
-            f"rounded away. Use Zero1Plugin(), which keeps fp32 master weights, or set {ROUNDING}=1 before the start "
+            "Parameters are bf16 and the optimizer updates them in bf16: updates below 1/256 of a weight are rounded "
+            f"away. Use Zero1Plugin(), which keeps fp32 master weights, or set {ROUNDING}=1 before the start "
             "(neuron_accel.neuron.RuntimeOptions(stochastic_rounding=True), `neuron-accel launch`)."
         )
     if rounds and autocast and not low_precision:
         return (
-            f"{ROUNDING}=1 rounds what autocast casts to bf16 at random. Weights are fp32 and lose no update, so it "
-            "adds noise and gains nothing: unset it."
+            f"{ROUNDING}=1 rounds values that autocast casts to bf16 stochastically. Weights are fp32, so no update is "
+            "lost without it, and it only adds noise: unset it."
         )
     if low_precision and masters and rounds:
         return (
-            f"{ROUNDING}=1 rounds the fp32 master weights to the model's bf16 at random. They are exact, so it adds "
-            "noise and gains nothing: unset it."
+            f"{ROUNDING}=1 rounds fp32 master weights to bf16 parameters stochastically. No update is lost without it, "
+            "and it only adds noise: unset it."
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them."""
+"""Parsing and formatting of sizes and durations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*\Z")
 
 
 def parse_size(value: int | str, where: str) -> int:
-    """Bytes: a number, or text such as ``"200GB"`` (10^9 each) or ``"50GiB"``, ``"50G"`` (2^30 each).
+    """Returns a size in bytes.
+
+    Args:
+        value: a number of bytes, or text such as ``"200GB"`` (10^9 bytes) or ``"50GiB"``, ``"50G"`` (2^30 bytes).
+        where: the name of the option, for the error message.
 
     Raises:
         ConfigurationError: if it is not a size.
@@ -23,7 +27,11 @@ def parse_size(value: int | str, where: str) -> int:
 
 
 def parse_duration(value: float | str, where: str) -> float:
-    """Seconds: a number, or text such as ``"30d"``, ``"12h"``, ``"90min"``.
+    """Returns a duration in seconds.
+
+    Args:
+        value: a number of seconds, or text such as ``"30d"``, ``"12h"``, ``"90min"``.
+        where: the name of the option, for the error message.
 
     Raises:
         ConfigurationError: if it is not a duration.
@@ -41,7 +49,7 @@ def _parse(value: float | str, units: dict[str, float] | dict[str, int], where: 
 
 
 def format_size(count: float) -> str:
-    """``"1.5 GiB"``."""
+    """Formats a number of bytes, such as ``"1.5 GiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -50,7 +58,7 @@ def format_size(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """``"3 d"``: the largest unit that is at least one."""
+    """Formats a duration in the largest unit that fits, such as ``"3 d"``."""
     for name, unit in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= unit:
             return f"{seconds / unit:.0f} {name}"

@@ -1,4 +1,4 @@
-"""An environment variable and its reason."""
+"""Environment variables of Neuron training: their meaning, valid values, and remarks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from neuron_accel.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """An environment variable that the ranks get, and why. Only a ``binding`` one replaces what is set already."""
+    """An environment variable for the ranks, with the reason. Only a ``binding`` one overrides the environment."""
 
     name: str
     value: str
@@ -20,10 +20,10 @@ class Setting:
     binding: bool = False
 
 
-# ---- Environment variables that decide how training runs on Neuron: what each means, and which values it can have ----
+# ---- The variables: their meaning, default and valid values ----------------------------------------------------------
 # Sources: the SDK's pages on PyTorch environment variables and on configuring the runtime, its release notes, and the
-# scripts of aws-neuron-samples. What is set wrongly is refused; what does nothing any more, or means something else
-# than its name suggests, is remarked upon.
+# scripts of aws-neuron-samples. An invalid value is an error; a variable without effect, or with a misleading name,
+# causes a remark.
 Way = Literal["xla", "native", "both"]
 Check = Callable[[str], "str | None"]
 
@@ -46,7 +46,7 @@ def _number(low: int = 0, high: int | None = None) -> Check:
 
 
 def _cores(value: str) -> str | None:
-    """Cores that a process may use: single ones and ranges, ascending and without gaps."""
+    """Checks a list of cores and ranges of cores, which must be ascending and without gaps."""
     form = "ascending cores without gaps, such as 3, 0-3 or 0,1"
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", value):
         return form
@@ -55,7 +55,7 @@ def _cores(value: str) -> str | None:
 
 
 def visible_cores(value: str) -> list[int]:
-    """The cores that NEURON_RT_VISIBLE_CORES names, as written."""
+    """Parses a value of NEURON_RT_VISIBLE_CORES, such as ``0-3`` or ``0,1``."""
     found: list[int] = []
     for part in value.split(","):
         first, _, last = part.partition("-")
@@ -72,10 +72,10 @@ class Variable:
 
     Args:
         meaning: what it does.
-        default: what holds where it is not set.
-        check: what a value has to look like, or None if it does.
-        path: which of the two ways to a device reads it.
-        remark: a warning for users who set it; None if there is none.
+        default: the behaviour without it.
+        check: returns None for a valid value, else a description of valid values; None: all values are valid.
+        path: which path reads it: "xla", "native", or "both".
+        remark: a warning for users who set it, or None.
     """
 
     meaning: str
@@ -101,18 +101,18 @@ _BF16 = "deprecated: use mixed_precision='bf16', or a model in bf16 with Zero1Pl
 _SAMPLE = "known from a sample of 2023 only; current runtimes do not document it"
 
 VARIABLES: Mapping[str, Variable] = {
-    # who runs where
+    # placement of ranks
     "PJRT_DEVICE": _xla("PJRT's client", "NEURON with libneuronxla, else CPU", _matches(r"\w+", "a name")),
     "NEURON_RT_NUM_CORES": _both(
-        "cores that a process takes",
+        "cores that a process uses",
         "all",
         _number(),
-        "leave it to the launcher, which gives every rank one core; NEURON_RT_VISIBLE_CORES wins over it",
+        "leave it to the launcher, which gives every rank one core; NEURON_RT_VISIBLE_CORES overrides it",
     ),
     "NEURON_RT_VISIBLE_CORES": _both("cores that a process may use", "LOCAL_RANK", _cores),
     "NEURONCORE_NUM_DEVICES": _xla("ranks of xmp.spawn", "1", _number(1), "read by xmp.spawn only, which is not used"),
     "NEURON_RT_ROOT_COMM_ID": _both(
-        "where ranks meet to form groups",
+        "address at which ranks meet to form groups",
         "MASTER_ADDR:62182 on the XLA path, a free port on the native device",
         _matches(r".+:\d{1,5}", "address:port"),
     ),
@@ -129,10 +129,10 @@ VARIABLES: Mapping[str, Variable] = {
     # compilation
     "NEURON_CC_FLAGS": _xla("options of the compiler and of the compile cache", "none"),
     "NEURON_COMPILE_CACHE_URL": _xla("the compile cache", "/var/tmp/neuron-compile-cache"),
-    "NEURON_EXTRACT_GRAPHS_ONLY": _xla("collect graphs, execute nothing, results are zeros", "off", _TRUTH),
+    "NEURON_EXTRACT_GRAPHS_ONLY": _xla("collect graphs without executing them; results are zeros", "off", _TRUTH),
     "NEURON_PARALLEL_COMPILE_MAX_RETRIES": _xla("further attempts at a graph that fails to compile", "0", _number()),
     "NEURON_PARALLEL_COMPILE_DUMP_RESULTS": _xla("write the results of compiling as JSON", "0", _TRUTH),
-    "NEURON_IGNORE_TRAINING_SCRIPT_ERROR_AND_COMPILE": _xla("compile what a script that failed left", "0", _TRUTH),
+    "NEURON_IGNORE_TRAINING_SCRIPT_ERROR_AND_COMPILE": _xla("compile the graphs of a script that failed", "0", _TRUTH),
     "NEURON_NUM_RECENT_MODELS_TO_KEEP": _xla("graphs that a process keeps loaded", "all", _number(1)),
     "NEURON_FUSE_SOFTMAX": _xla("softmax as one operation", "off", _SWITCH),
     "NEURON_CUSTOM_SILU": _xla("SiLU as one operation", "off", _SWITCH),
@@ -160,7 +160,7 @@ VARIABLES: Mapping[str, Variable] = {
     "TORCH_DIST_INIT_BARRIER": _both("wait for all ranks when groups are made", "1", _SWITCH),
     "NEURON_RT_EXEC_TIMEOUT": _both("seconds that an execution may take", "30 or 600, by version", _number(1)),
     "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": _both(
-        "executions under way at a time", "0", _number(0, 63), "removed in runtime 2.34 (SDK 2.32): does nothing there"
+        "concurrent executions", "0", _number(0, 63), "removed in runtime 2.34 (SDK 2.32)"
     ),
     "NEURON_RT_HIERARCHICAL_CC": _both("hierarchical collectives", "chosen by the runtime", _SWITCH, _SAMPLE),
     "DISABLE_NUMERIC_CC_TOKEN": _xla("no numeric token between collectives", "off", _SWITCH, _SAMPLE),
@@ -173,31 +173,35 @@ VARIABLES: Mapping[str, Variable] = {
     "FI_PROVIDER": _both("libfabric's provider; efa between instances", "none", _matches(r"\w+", "a name")),
     "FI_EFA_USE_DEVICE_RDMA": _both("RDMA to device memory, needed between instances", "off", _SWITCH),
     "FI_EFA_FORK_SAFE": _both("make fork safe on kernels before 5.15", "off", _SWITCH),
-    "CCOM_SOCKET_IFNAME": _both("network interface for meeting, in containers", "found", _matches(r"\S+", "a name")),
+    "CCOM_SOCKET_IFNAME": _both(
+        "network interface of the rendezvous, in containers", "detected", _matches(r"\S+", "a name")
+    ),
     # debugging
     "XLA_ENABLE_PARAM_ALIASING": _xla("updates in place", "1", _SWITCH),
-    "XLA_IR_DEBUG": _xla("record where operations come from", "off", _SWITCH, "slows tracing down"),
-    "XLA_HLO_DEBUG": _xla("record where operations come from, in the graph", "off", _SWITCH, "part of the cache's key"),
-    "NEURON_FRAMEWORK_DEBUG": _both("keep what the framework passes to the compiler", "off", _SWITCH),
+    "XLA_IR_DEBUG": _xla("record the source of operations", "off", _SWITCH, "slows tracing down"),
+    "XLA_HLO_DEBUG": _xla("record the source of operations in the graph", "off", _SWITCH, "part of the cache's key"),
+    "NEURON_FRAMEWORK_DEBUG": _both("keep the input of the compiler", "off", _SWITCH),
     # the host
     "MALLOC_ARENA_MAX": _both("glibc's arenas, which cost host memory", "8 for each core", _number(1)),
     # the native device
     "TORCH_NEURONX_NEFF_CACHE_DIR": _native("compiled programs, shared", "/tmp/neff_cache"),
     "TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR": _native("compiled programs, of this machine", "/tmp/local_cache"),
     "TORCH_NEURONX_NEFF_DISABLE_CACHE": _native("keep no compiled programs", "off", _TRUTH),
-    "TORCH_NEURONX_NEFF_CACHE_LOCK_TIMEOUT": _native("seconds to wait for another's compilation", "1200", _number(1)),
-    "NEURON_LAUNCH_BLOCKING": _native("wait for every operation", "0", _SWITCH, "for finding faults: it is slow"),
-    "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS": _native("on the host only if need be", "1", _SWITCH),
+    "TORCH_NEURONX_NEFF_CACHE_LOCK_TIMEOUT": _native(
+        "seconds to wait for another process to compile", "1200", _number(1)
+    ),
+    "NEURON_LAUNCH_BLOCKING": _native("wait for every operation", "0", _SWITCH, "for debugging: it is slow"),
+    "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS": _native("fall back to the host only if needed", "1", _SWITCH),
     "TORCH_NEURONX_MLIR_ATEN_OPS": _native("operations through MLIR", "1", _SWITCH),
     "TORCH_NEURONX_ENABLE_ASYNC_NRT": _native("asynchronous execution", "1", _SWITCH),
-    "TORCH_NEURONX_DEBUG_DIR": _native("where debugging output goes", "/tmp/neuron_backend"),
-    "TORCH_NEURONX_PRESERVE_COMPILATION_ARTIFACTS": _native("keep what compiling writes", "0", _SWITCH),
+    "TORCH_NEURONX_DEBUG_DIR": _native("folder of debugging output", "/tmp/neuron_backend"),
+    "TORCH_NEURONX_PRESERVE_COMPILATION_ARTIFACTS": _native("keep files of the compilation", "0", _SWITCH),
     "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION": _native("no operations on the host", "true since SDK 2.33", _TRUTH),
     "TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY": _native("torch.compile copies nothing from the host", "0", _SWITCH),
     "NEURON_USE_SPLIT_ALLGATHER": _native("split large all-gathers", "1", _SWITCH),
     "NEURON_USE_SPLIT_REDUCE_SCATTER": _native("split large reduce-scatters", "1", _SWITCH),
     "COLLECTIVE_BUCKETSIZE_IN_MB": _native("size at which collectives are split, MiB", "512", _number(1)),
-    "COLLECTIVE_MIN_BUCKETS": _native("least number of pieces", "0", _number()),
+    "COLLECTIVE_MIN_BUCKETS": _native("least number of buckets", "0", _number()),
     "TORCH_DEVICE_BACKEND_AUTOLOAD": _native(
         "`import torch` registers the device", "1", _SWITCH, "with 0 the native device is not found"
     ),
@@ -206,7 +210,7 @@ VARIABLES: Mapping[str, Variable] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Remark:
-    """Something to know about a variable that is set."""
+    """A remark on a variable that is set."""
 
     name: str
     value: str
@@ -214,13 +218,17 @@ class Remark:
 
 
 def review(environ: Mapping[str, str], path: Way = "both") -> list[Remark]:
-    """What is worth saying about the variables that are set.
+    """Checks the variables that are set.
 
     Args:
-        path: which way to the device the run takes; variables that only the other one reads are remarked upon.
+        environ: environment variables.
+        path: the path of the run, "xla" or "native"; a variable that only the other one reads causes a remark.
+
+    Returns:
+        the remarks.
 
     Raises:
-        ConfigurationError: for a value that no version understands.
+        ConfigurationError: if a value is not valid.
     """
     remarks = []
     for name, variable in VARIABLES.items():
@@ -230,13 +238,13 @@ def review(environ: Mapping[str, str], path: Way = "both") -> list[Remark]:
         form = variable.check(value) if variable.check else None
         if form:
             raise ConfigurationError(
-                f"{name}={value} cannot be.",
+                f"{name}={value} is not valid.",
                 where=f"environment variable {name}: {variable.meaning}",
                 fix=f"set it to {form}, or unset it ({variable.default})",
             )
         if path not in ("both", variable.path) and variable.path != "both":
             other = "native device" if variable.path == "native" else "XLA path"
-            remarks.append(Remark(name=name, value=value, text=f"does nothing: only the {other} reads it"))
+            remarks.append(Remark(name=name, value=value, text=f"no effect: only the {other} reads it"))
         elif variable.remark and value.lower() not in ("0", "false"):
             remarks.append(Remark(name=name, value=value, text=variable.remark))
     return remarks

@@ -1,4 +1,4 @@
-"""What happens in the processes that are the ranks of an emulated Neuron device, and in the one that forks them."""
+"""The processes that are the ranks of an emulated Neuron device, and the process that forks them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(folder: str) -> NoReturn:
-    """Forks the ranks of the task in ``folder``, each of which leaves a report there, and ends with them."""
+    """Forks the ranks of the task in ``folder``, each of which writes a report to it, and exits when they have ended."""
     task = enter_task(folder)
-    # Ranks leave together, once all have reported: a peer may still be reading from one that is done.
+    # Ranks end together, once all have reported: a peer may still be reading from one that has finished.
     waiting, go = os.pipe()
     ranks = [_fork(task, folder, rank, waiting, go) for rank in range(task.size)]
     os.close(waiting)
-    faulthandler.unregister(STACK_SIGNAL)  # the ranks', which have their own
+    faulthandler.unregister(STACK_SIGNAL)  # that of the ranks, which register their own
     signal.signal(STACK_SIGNAL, lambda *_: _signal(ranks, STACK_SIGNAL))
     late = _await_reports(task, Path(folder), ranks)
     os.close(go)
-    _signal(late, signal.SIGKILL)  # they wait for one that failed, and would not end by themselves
+    _signal(late, signal.SIGKILL)  # they wait for a failed rank and would not end
     os._exit(_await_ends([pid for pid in ranks if pid not in late]))
 
 
@@ -48,20 +48,25 @@ def _fork(task: XlaTask, folder: str, rank: int, waiting: int, go: int) -> int:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # the runtime's threads need not be waited for
+    os._exit(0)  # without waiting for threads of the runtime
 
 
 def _become_rank(task: XlaTask, rank: int) -> None:
-    """What the launcher does for a rank, and then what importing torch_xla does."""
+    """Sets the environment of a rank, as the launcher does, and then does what importing torch_xla in it would do:
+    it was imported before the fork, in another environment."""
     import torch
-
-    from neuron_accel.backends.xla_channel import become_neuron_process
+    from torch_xla import runtime
+    from torch_xla._internal import neuron
+    from torch_xla.experimental import plugins
 
     number = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ.clear()
     os.environ.update({**number, **task.environ})
     os.environ.setdefault("NEURON_LIBRARY_PATH", os.environ["NEURON_ACCEL_EMULATED_DEVICE"])
-    become_neuron_process()
+    plugins.use_dynamic_plugins()
+    neuron.set_envvar_defaults()
+    neuron.configure_pjrt_environment()
+    runtime._maybe_select_default_device()
     torch.set_num_threads(1)
     import_script(task)
 
@@ -82,8 +87,11 @@ def _report(task: XlaTask, folder: Path, rank: int) -> None:
 
 
 def _await_reports(task: XlaTask, folder: Path, ranks: list[int]) -> list[int]:
-    """Returns once every rank has reported or ended, or ``task.grace`` seconds after the first failure: those that have
-    not."""
+    """Waits until every rank has reported or ended, at most ``task.grace`` seconds after the first failure.
+
+    Returns:
+        the process ids of the ranks that have done neither.
+    """
     ended: set[int] = set()
     failed_at = None
     while True:
@@ -98,7 +106,7 @@ def _await_reports(task: XlaTask, folder: Path, ranks: list[int]) -> list[int]:
 
 
 def _await_ends(ranks: list[int], seconds: float = 10.0) -> int:
-    """Ends what still runs, and returns the exit code of the first rank that has another one than 0."""
+    """Waits for the ranks to end, kills those that still run, and returns the largest exit code."""
     deadline = time.monotonic() + seconds
     codes: dict[int, int] = {}
     while len(codes) < len(ranks) and time.monotonic() < deadline:

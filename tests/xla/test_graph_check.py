@@ -72,7 +72,7 @@ def faulty(fault):
         ("constant", "error", "constant", "the constant -2.5 and for -1.5"),
         ("slice", "error", "constant", "one slice f32[2,16] and for another"),
         ("size", "warning", "recompile", "for f32[7,16] and for f32[8,16]"),
-        ("ranks", "error", "ranks", "ranks 1 execute another graph than rank 0"),
+        ("ranks", "error", "ranks", "ranks 1 execute a different graph from rank 0"),
     ],
 )
 def test_a_fault_is_found_with_its_line(fault, level, code, what):

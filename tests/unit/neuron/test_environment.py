@@ -230,7 +230,7 @@ def test_every_known_variable_is_in_the_table():
         ("ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB", "50", "DataParallelPlugin"),
         ("XLA_USE_BF16", "1", "mixed_precision='bf16'"),
         ("XLA_DOWNCAST_BF16", "1", "mixed_precision='bf16'"),
-        ("NEURON_RT_NUM_CORES", "2", "NEURON_RT_VISIBLE_CORES wins"),
+        ("NEURON_RT_NUM_CORES", "2", "NEURON_RT_VISIBLE_CORES overrides"),
         ("XLA_HLO_DEBUG", "1", "cache's key"),
     ],
 )

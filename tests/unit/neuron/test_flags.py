@@ -69,8 +69,8 @@ def test_options_are_read_in_every_spelling_and_written_so_that_they_read_alike(
         ("-O4", "'4' is not a valid value of --optlevel", "1, 2, 3"),
         ("-lnc=3", "'3' is not a valid value of --lnc", "1, 2"),
         ("--no_cache=1", "--no_cache takes no value", "write --no_cache"),
-        ("--cache_size=1000", "does nothing", "cache prune --max-size"),
-        ("--cache_ttl=30", "does nothing", "cache prune --ttl"),
+        ("--cache_size=1000", "no effect", "cache prune --max-size"),
+        ("--cache_ttl=30", "no effect", "cache prune --ttl"),
     ],
 )
 def test_malformed_options_are_refused(text, what, fix):
@@ -91,11 +91,11 @@ def test_malformed_options_are_refused(text, what, fix):
         ("--enable-saturate-infinity=often", ["--enable-saturate-infinity is a switch"]),
         ("--retry_failed_compilaton", ["did you mean --retry_failed_compilation?"]),
         ("--distribution_strategy=llm-training", ["did you mean --distribution-strategy?"]),
-        ("-O1 -O2 -O3", ["-O1 is replaced by -O3 to its right", "-O2 is replaced by -O3"]),
-        ("-O1 -O2 -O1", ["-O2 is replaced by -O1 to its right"]),
+        ("-O1 -O2 -O3", ["-O1 is overridden by -O3 after it", "-O2 is overridden by -O3"]),
+        ("-O1 -O2 -O1", ["-O2 is overridden by -O1 after it"]),
         (
             "--enable-mixed-precision-accumulation --disable-mixed-precision-accumulation",
-            ["--enable-mixed-precision-accumulation is replaced by --disable-mixed-precision-accumulation"],
+            ["--enable-mixed-precision-accumulation is overridden by --disable-mixed-precision-accumulation"],
         ),
     ],
 )

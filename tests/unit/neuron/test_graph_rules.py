@@ -209,7 +209,7 @@ def test_graphs_that_differ_between_ranks_are_an_error_that_says_where(tmp_path)
     record(tmp_path, {"a": graph_bytes(), "b": graph_bytes(constant=0)}, {0: "aa", 1: "ab"})
     finding = check_recorded(tmp_path).findings[0]
     assert (finding.level, finding.code, finding.ranks, finding.source) == ("error", "ranks", (1,), "/me/train.py:9")
-    assert "ranks 1 execute another graph than rank 0: the constant 0 instead of 1" in finding.what
+    assert "ranks 1 execute a different graph from rank 0: the constant 0 instead of 1" in finding.what
 
 
 def test_ranks_that_are_to_differ_may(tmp_path):
