@@ -1,12 +1,12 @@
-"""Public helpers for tests: of strategies, and of your own models with strategies.
+"""Public helpers for testing strategies, and models with strategies.
 
-- :func:`run_ranks` calls a function on several ranks of this machine, gloo, real torch_xla, or those
-  of an emulated Neuron device (:func:`emulated_instance`).
+- :func:`run_ranks` calls a function on several ranks of this machine: with gloo, with torch_xla on the CPU, or on an
+  emulated Neuron device (:func:`emulated_instance`).
 - :func:`assert_parallel_equivalence` compares training a model with plugins to training it in one process.
-- :func:`check_graphs` checks the graphs of your training against what the Neuron compiler and an instance can do.
+- :func:`check_graphs` checks the graphs of a training against the limits of the Neuron compiler and an instance.
 - :class:`PluginConformance` is a pytest class that checks whether a plugin follows the contract.
 
-Names are resolved when they are first used: only :class:`PluginConformance` needs pytest.
+Names are imported when they are first used: only :class:`PluginConformance` needs pytest.
 """
 
 from __future__ import annotations

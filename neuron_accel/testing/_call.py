@@ -1,4 +1,4 @@
-"""What a caller of ranks sends them: a function with its arguments, the script that it is from, and where to meet."""
+"""The data that a caller sends to ranks: a pickled function call, and how to import the calling script."""
 
 from __future__ import annotations
 
@@ -13,22 +13,27 @@ from neuron_accel.errors import UsageError
 
 
 def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """Pickles ``(fn, args, kwargs)``.
+
+    Raises:
+        UsageError: if that is not possible.
+    """
     try:
         return pickle.dumps((fn, args, kwargs))
     except Exception as error:
         raise UsageError(
             f"run_ranks cannot send {getattr(fn, '__qualname__', fn)!r} and its arguments to the ranks: {error}",
-            why="ranks are processes; functions reach them by name and values as copies",
+            why="ranks are processes; functions are pickled by name and values as copies",
             fix="use a function of a module instead of a lambda or closure, and picklable arguments",
         ) from error
 
 
 def main_script(call: bytes) -> dict[str, str]:
-    """What tells a rank where to find ``__main__``, as multiprocessing passes it on; empty if the call does not need
+    """The data with which a rank imports ``__main__``, as multiprocessing passes it; empty if the call does not need
     it.
 
     Raises:
-        UsageError: if it needs it, and other processes cannot import it.
+        UsageError: if the call refers to ``__main__``, and other processes cannot import it.
     """
     if b"__main__" not in call:
         return {}
@@ -36,14 +41,15 @@ def main_script(call: bytes) -> dict[str, str]:
     main = {key: data[key] for key in ("init_main_from_name", "init_main_from_path") if key in data}
     if not main or not os.path.exists(main.get("init_main_from_path", os.curdir)):
         raise UsageError(
-            "run_ranks was given a function or value of __main__, which is not a file here.",
+            "run_ranks received a function or value of __main__, which is not a file.",
             why="ranks are processes; they find functions and classes by importing their module",
-            fix="put it into a module, and import it from there",
+            fix="move it to a module, and import it from there",
         )
     return main
 
 
 def free_port() -> int:
+    """A port of this machine that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

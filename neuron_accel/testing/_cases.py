@@ -1,4 +1,4 @@
-"""What the conformance kit does on ranks: functions that ranks import, and the cases that they receive."""
+"""The functions that the conformance kit runs on ranks, and the cases that they receive."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from neuron_accel.testing.xla_ranks import one_at_a_time
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training. Everything in it is found by name, or copied, when it goes to ranks.
+    """A training. Ranks receive a copy; functions in it are pickled by name.
 
     Args:
         model: builds the model that is prepared.
-        plugins: all of them.
+        plugins: all plugins of the run.
         batches: global micro-batches.
-        training: how.
-        backend: the kind of ranks, as ``run_ranks`` names them.
+        training: the optimizer and other options.
+        backend: the kind of ranks, as in ``run_ranks``.
     """
 
     model: Callable[[], nn.Module]
@@ -35,7 +35,12 @@ class Case:
 
 
 class Trainee:
-    """A prepared training on this rank, from a prepared loader."""
+    """A prepared model, optimizer and loader on this rank.
+
+    Args:
+        case: what to train.
+        seed: seed of the model's initial weights.
+    """
 
     def __init__(self, case: Case, *, seed: int = 0) -> None:
         from neuron_accel import NeuronAccelerator
@@ -57,7 +62,7 @@ class Trainee:
         self.model, self.optimizer, self.loader = self.accelerator.prepare(self.original, optimizer, loader)
 
     def steps(self) -> Iterator[int]:
-        """Trains to the end of the epoch, and gives the number of micro-batches after each."""
+        """Trains one epoch; yields the number of micro-batches after each."""
         accelerator = self.accelerator
         for done, batch in enumerate(self.loader, start=1):
             with accelerator.accumulate(self.model):
@@ -69,17 +74,18 @@ class Trainee:
             yield done
 
     def train(self) -> None:
+        """Trains one epoch."""
         for _ in self.steps():
             pass
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The original model's, unsharded, on the main process; empty elsewhere."""
+        """The unsharded weights of the original model, on the main process; empty on the others."""
         weights = self.accelerator.get_state_dict(self.model)
         return {k: v.clone() for k, v in weights.items()} if self.accelerator.is_main_process else {}
 
 
 def train_and_save(case: Case, folder: str, steps: int) -> tuple[dict, dict]:
-    """Saves after ``steps`` and goes on to the end; weights when saved and at the end, on the main process."""
+    """Trains, and saves after ``steps`` micro-batches; returns the weights then and at the end, on the main process."""
     trainee = Trainee(case)
     saved = {}
     for done in trainee.steps():
@@ -90,7 +96,8 @@ def train_and_save(case: Case, folder: str, steps: int) -> tuple[dict, dict]:
 
 
 def load_and_finish(case: Case, folder: str) -> tuple[dict, dict]:
-    """Loads into a model of other weights and goes on; weights when loaded and at the end, on the main process."""
+    """Loads a checkpoint into a model with other initial weights and trains to the end of the epoch; returns the
+    weights after loading and at the end, on the main process."""
     trainee = Trainee(case, seed=1)
     trainee.accelerator.load_state(folder)
     loaded = trainee.weights()
@@ -107,14 +114,14 @@ def train_alone_with(
     reference: Callable[[nn.Module], nn.Module],
     data_parallel_size: int,
 ) -> Trace:
-    """The reference for plugins with which ranks compute together what one process computes alone."""
+    """The default reference: training in one process."""
     return train_alone(model_fn, batches, training, reference)
 
 
 def frozen_names(
     model: Callable[[], nn.Module], training: Training, reference: Callable[[nn.Module], nn.Module]
 ) -> list[str]:
-    """FQNs of the parameters that do not train in one process."""
+    """FQNs of the parameters that are frozen in the reference."""
     torch.manual_seed(0)
     built = model()
     if training.prepare_model:
@@ -123,7 +130,7 @@ def frozen_names(
 
 
 def identity(case: Case) -> dict[str, Any]:
-    """What ``unwrap_model`` gives back."""
+    """Checks the result of ``unwrap_model``, and that the run still has all parameters."""
     with one_at_a_time():
         torch.manual_seed(0)
         names = [name for name, _ in case.model().named_parameters(remove_duplicate=False)]
@@ -134,20 +141,20 @@ def identity(case: Case) -> dict[str, Any]:
     known = {name for r in record.parameters for name in r.names} if record else set()
     return {
         "same": unwrapped is trainee.original,
-        "found": f"{type(unwrapped).__name__} instead of the {type(trainee.original).__name__} that was prepared",
+        "found": f"a {type(unwrapped).__name__} instead of the {type(trainee.original).__name__} that was prepared",
         "missing": [name for name in names if name not in known],
     }
 
 
 def train_and_leave(case: Case) -> None:
-    """Trains and ends as a script does that has ``end_training`` in its last line."""
+    """Trains, and calls ``end_training`` at the end."""
     trainee = Trainee(case)
     trainee.train()
     trainee.accelerator.end_training()
 
 
 def fingerprint(plugins: Sequence[StrategyPlugin], world_size: int) -> str:
-    """Of the plan for these plugins; or the error, as text."""
+    """The fingerprint of the plan for these plugins, or the error as text."""
     from neuron_accel.engine.plan.planner import make_plan
     from neuron_accel.engine.plan.registry import default_registry
     from neuron_accel.errors import NeuronAccelError
@@ -166,12 +173,12 @@ def fingerprint(plugins: Sequence[StrategyPlugin], world_size: int) -> str:
     return plan.fingerprint()
 
 
-# ---- what is trained, unless a test says otherwise -------------------------------------------------------------------
+# ---- default models and batches --------------------------------------------------------------------------------------
 VOCABULARY, HIDDEN, LENGTH, SAMPLES = 96, 32, 16, 4
 
 
 def tiny_llama(*, tied: bool = False) -> nn.Module:
-    """A Llama of two layers, four heads and some ten thousand parameters."""
+    """A Llama with two layers, four heads and about ten thousand parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
@@ -184,7 +191,7 @@ def tiny_llama(*, tied: bool = False) -> nn.Module:
             num_key_value_heads=4,
             max_position_embeddings=64,
             tie_word_embeddings=tied,
-            # Adam divides a gradient by its own size: where that is hardly more than rounding, noise becomes updates.
+            # Larger weights than usual: Adam turns gradients that are mostly rounding errors into full updates.
             initializer_range=0.1,
         )
     )
@@ -194,7 +201,7 @@ tiny_tied_llama = functools.partial(tiny_llama, tied=True)
 
 
 def token_batches(count: int) -> list[Batch]:
-    """Batches of ``SAMPLES`` sequences of ``LENGTH`` random tokens, which are their own labels."""
+    """Batches with ``input_ids`` and equal ``labels`` of shape ``[SAMPLES, LENGTH]``, int64, of random tokens."""
     generator = torch.Generator().manual_seed(7)
     batches: list[Batch] = []
     for _ in range(count):
@@ -211,17 +218,17 @@ def freeze_every_second(model: nn.Module) -> None:
 
 
 def as_it_is(model: nn.Module, plugin: StrategyPlugin) -> nn.Module:
-    """The reference for plugins that change neither a model's function nor what is trained."""
+    """The reference for plugins that change neither a model's function nor which parameters are trained."""
     return model
 
 
 def just_built(model_fn: Callable[[], nn.Module], plugin: StrategyPlugin) -> nn.Module:
-    """What users pass to ``prepare`` where a plugin asks for nothing."""
+    """Builds a model without further steps."""
     return model_fn()
 
 
-def same(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of tensors that are not the same bit for bit, or only on one side."""
+def differing(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are not exactly equal, or only in one of the mappings."""
     return sorted(
         name
         for name in {*expected, *found}

@@ -1,4 +1,4 @@
-"""The compositions in which the conformance kit tries a plugin: with every built-in strategy."""
+"""The compositions with built-in strategies in which the conformance kit runs a plugin."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.engine.plan.plugin import StrategyPlugin
 from neuron_accel.testing.parity import axes_of
 
-MOST_RANKS = 8
-"""Data parallelism is added to a composition only while it has no more ranks than this."""
+MAX_RANKS = 8
+"""Data parallelism is added to a composition only if it then has at most this many ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """Built-in strategies beside a plugin.
+    """Built-in strategies with which a plugin is composed.
 
     Args:
-        built_in: makes them.
-        data: wanted number of data-parallel ranks.
-        lazy: whether there is such a thing on lazy devices.
-        sends: whether it sends from rank to rank.
+        built_in: creates the strategies.
+        data: number of data-parallel ranks.
+        lazy: whether lazy devices support it.
+        sends: whether it needs point-to-point communication.
     """
 
     built_in: Callable[[], tuple[StrategyPlugin, ...]]
@@ -31,29 +31,34 @@ class Composition:
     sends: bool = False
 
     def exists_on(self, backend: str) -> bool:
-        """Whether there is such a thing on ranks that ``run_ranks`` calls ``backend``."""
+        """Whether ranks of this ``backend`` of ``run_ranks`` support it."""
         return not (backend == "xla" and not self.lazy) and not (backend == "native" and self.sends)
 
     def beside(self, plugins: tuple[StrategyPlugin, ...]) -> tuple[StrategyPlugin, ...] | None:
-        """``plugins`` and the built-in ones; None if it would have one of them twice."""
+        """``plugins`` and the built-in ones; None if a plugin would be in it twice."""
         own = self.built_in()
         return None if names_of(plugins) & names_of(own) else (*plugins, *own)
 
     def ranks(self, plugins: tuple[StrategyPlugin, ...], alone: int | None) -> int:
-        """On how many ranks to try it; ``plugins`` are all, ``alone`` is the author's wish for a plugin by itself."""
+        """The number of ranks to run it on.
+
+        Args:
+            plugins: all plugins.
+            alone: the number of ranks for a plugin without built-in strategies, if its author has set one.
+        """
         product = self.fewest(plugins)
         if not self.built_in() and alone is not None:
             return alone
-        data = self.data if product * self.data <= max(MOST_RANKS, product) else 1
+        data = self.data if product * self.data <= max(MAX_RANKS, product) else 1
         return max(product * data, 2)
 
     def fewest(self, plugins: tuple[StrategyPlugin, ...]) -> int:
-        """Ranks without data parallelism."""
+        """The number of ranks without data parallelism."""
         return math.prod(axis.degree for plugin in plugins for axis in axes_of(plugin))
 
 
 def names_of(plugins: Iterable[StrategyPlugin]) -> set[str]:
-    """Of plugins and their companions."""
+    """The names of plugins and their companions."""
     found: set[str] = set()
     for plugin in plugins:
         found |= {plugin.spec.name, *names_of(plugin.companions())}
@@ -61,7 +66,7 @@ def names_of(plugins: Iterable[StrategyPlugin]) -> set[str]:
 
 
 def data_parallel_size(plugins: tuple[StrategyPlugin, ...], ranks: int) -> int:
-    """How many of these ranks see different samples."""
+    """The data-parallel size on this number of ranks."""
     axes = [axis for plugin in plugins for axis in axes_of(plugin)]
     return ranks // math.prod(axis.degree for axis in axes if axis.kind not in (AxisKind.DATA, AxisKind.REPLICA))
 

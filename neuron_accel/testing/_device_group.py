@@ -1,4 +1,4 @@
-"""What process groups of a device have in common that are made of a gloo group of the same ranks. Imported by ranks."""
+"""A base class of process groups of a device that are implemented with a gloo group of the same ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_Base: Any = dist.ProcessGroup  # whose methods have overloads that nothing here is called by
+_Base: Any = dist.ProcessGroup  # untyped, since its overloads are not implemented
 
 
 class Work:
-    """A collective on host memory that is under way.
+    """A collective on host memory that has been issued.
 
     Args:
-        work: gloo's.
-        finish: is called once it has ended.
-        keeps: stays alive until then.
+        work: the work object of gloo.
+        finish: called once when the collective has completed.
+        keeps: objects to keep alive until then.
     """
 
     def __init__(self, work: Any, finish: Callable[[], Any], keeps: Any) -> None:
@@ -36,12 +36,14 @@ class Work:
 
 
 class DeviceGroup(_Base):
-    """A process group without collectives, which derived classes add.
+    """A process group without collectives, which subclasses add.
 
     Args:
-        name: of the backend.
-        device: type of the device that it serves.
-        gloo: the group of the same ranks that serves host memory.
+        name: name of the backend.
+        device: type of the device whose tensors it communicates.
+        gloo: the gloo group of the same ranks, for host memory.
+        rank: this rank.
+        size: number of ranks.
     """
 
     def __init__(self, name: str, device: str, gloo: Any, rank: int, size: int) -> None:
@@ -71,9 +73,9 @@ class DeviceGroup(_Base):
 
 
 def bits(host: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that gloo carries."""
+    """A 1-dim uint8 view of the memory of a tensor, which gloo can send whatever the dtype."""
     return host.view(-1).view(torch.uint8)
 
 
 def nothing() -> None:
-    """For collectives after which nothing is left to do."""
+    """The ``finish`` of collectives after which nothing has to be done."""

@@ -1,4 +1,4 @@
-"""What the conformance kit can tell without training: form, configuration, planning, and files."""
+"""Checks of the conformance kit without training: contract, configuration, planning, and consolidated files."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from neuron_accel.testing.ranks import run_ranks
 
 
 def discovery_problems(plugin: StrategyPlugin) -> list[str]:
+    """Whether an entry point of an installed distribution refers to the plugin's class."""
     name, cls = plugin.spec.name, type(plugin)
     try:
         found = default_registry().get(name)
     except PluginError as error:
         return [str(error)]
     if found is not cls:
-        return [f"the name {name!r} is that of {found!r}, not of {cls!r}"]
+        return [f"the name {name!r} refers to {found!r}, not to {cls!r}"]
     if default_registry().provenance(cls) == f"module {cls.__module__}":
         return [f"no installed distribution has an entry point {name!r} in the group neuron_accel.plugins"]
     return []
 
 
-# ---- form ------------------------------------------------------------------------------------------------------------
+# ---- contract --------------------------------------------------------------------------------------------------------
 def form_problems(plugin: StrategyPlugin) -> list[str]:
+    """Whether the plugin is a frozen dataclass with keyword-only options and valid hooks."""
     cls = type(plugin)
     try:
         check_contract(cls, f"module {cls.__module__}")
@@ -44,36 +46,38 @@ def form_problems(plugin: StrategyPlugin) -> list[str]:
     problems = []
     parameters = getattr(cls, "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:
-        problems.append("it is not a frozen dataclass; put @dataclass(frozen=True, kw_only=True) above it")
+        problems.append("it is not a frozen dataclass; decorate it with @dataclass(frozen=True, kw_only=True)")
     positional = [f.name for f in dataclasses.fields(plugin) if f.init and not f.kw_only]
     if positional:
-        problems.append(f"options {', '.join(positional)} can be given by position; say kw_only=True")
+        problems.append(f"options {', '.join(positional)} can be given by position; set kw_only=True")
     return problems
 
 
 # ---- configuration ---------------------------------------------------------------------------------------------------
 def round_trip_problems(plugins: Sequence[StrategyPlugin]) -> list[str]:
+    """Whether plugins are equal after writing them to a configuration and reading it."""
     try:
         text = yaml.safe_dump(to_config(plugins))
         again = load_config(yaml.safe_load(text)).plugins
     except (NeuronAccelError, yaml.YAMLError) as error:
-        return [f"it cannot be written into a configuration and read back: {error}"]
+        return [f"it cannot be written to a configuration and read from it: {error}"]
     return [
-        f"{before!r} reads back as {after!r}" for before, after in zip(plugins, again, strict=True) if before != after
+        f"{before!r} is read back as {after!r}" for before, after in zip(plugins, again, strict=True) if before != after
     ]
 
 
 class _Nothing:
-    """A value of a type that no option has."""
+    """A type that no option has."""
 
 
 def strictness_problems(plugin: StrategyPlugin) -> list[str]:
+    """Whether unknown options and values of a wrong type are errors."""
     ((name, options),) = to_config([plugin])["plugins"][0].items()
     problems = []
     if _accepts(name, {**options, "no_such_option": 1}):
         problems.append("an unknown option is accepted")
     problems += [
-        f"option {option!r} takes anything; annotate it with the type that it has"
+        f"option {option!r} accepts values of any type; annotate it with its type"
         for option in options
         if _accepts(name, {**options, option: _Nothing()})
     ]
@@ -90,20 +94,20 @@ def _accepts(name: str, options: Mapping[str, Any]) -> bool:
 
 # ---- planning --------------------------------------------------------------------------------------------------------
 def purity_problems(plugins: Sequence[StrategyPlugin], ranks: int) -> list[str]:
-    """Plans here, again here, and in two other processes with other environments: always the same, and without a trace
-    in this process."""
+    """Whether planning twice in this process, and in two others with other environments, makes the same plan, and
+    leaves this process unchanged."""
     before = _world(plugins)
     here = [fingerprint(plugins, ranks) for _ in range(2)]
     after = _world(plugins)
     problems = [f"planning changed {what}" for what in before if before[what] != after[what]]
     elsewhere = run_ranks(fingerprint, 2, list(plugins), ranks, backend=None)
-    wrong = [text for text in here if ":" in text]  # an error, not a fingerprint
+    wrong = [text for text in here if ":" in text]  # contains an error instead of a fingerprint
     if wrong:
-        return [*problems, f"there is no plan for it on {ranks} ranks: {wrong[0]}"]
+        return [*problems, f"planning for {ranks} ranks fails: {wrong[0]}"]
     if len(set(here)) > 1:
-        problems.append("planning twice gives two plans")
+        problems.append("planning twice makes two different plans")
     if {*elsewhere} - {here[0]}:
-        problems.append("the plan depends on the process, its rank or its environment, not only on plugins and ranks")
+        problems.append("the plan depends on the process, its rank or its environment")
     return problems
 
 
@@ -121,6 +125,7 @@ def _world(plugins: Sequence[StrategyPlugin]) -> dict[str, Any]:
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 def consolidation_problems(folder: str, weights: Mapping[str, torch.Tensor], output: Path) -> list[str]:
+    """Whether consolidating a checkpoint yields the weights of the run."""
     from safetensors.torch import load_file
 
     from neuron_accel.checkpoint.tools.consolidate import consolidate
@@ -128,10 +133,10 @@ def consolidation_problems(folder: str, weights: Mapping[str, torch.Tensor], out
     found: dict[str, torch.Tensor] = {}
     for path in consolidate(Path(folder), output / "model"):
         found |= load_file(path)
-    problems = [f"the consolidated model has a {name!r} that the run had not" for name in found if name not in weights]
+    problems = [f"the consolidated model has {name!r}, and the run had not" for name in found if name not in weights]
     for name, value in weights.items():
         if name in found and not torch.equal(found[name], value):
-            problems.append(f"{name} is not what the run had")
+            problems.append(f"{name} differs from the run")
         elif name not in found and not any(torch.equal(other, value) for other in found.values()):
-            problems.append(f"{name} is missing, and tied to nothing that is there")
+            problems.append(f"{name} is missing, and equal to no other tensor that it may be tied to")
     return problems

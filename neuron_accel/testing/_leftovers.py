@@ -1,4 +1,4 @@
-"""What a plugin may leave behind after a run: nothing. Snapshots of a rank, and what differs between two."""
+"""Checks that a plugin leaves nothing behind after a run, by comparing snapshots of a rank before and after it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CHILDREN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Each module's own attributes and hooks, and each parameter's hooks."""
+    """A snapshot of a model: attributes and hooks of its modules, and hooks of its parameters."""
 
     modules: dict[str, tuple[nn.Module, type, frozenset[str], dict[str, int]]]
     parameters: dict[str, tuple[nn.Parameter, int]]
@@ -49,21 +49,21 @@ class ModelShape:
         )
 
     def changes(self) -> list[str]:
-        """How these very modules and parameters differ from when the snapshot was taken."""
+        """How the modules and parameters differ from the snapshot."""
         found = []
         for name, (module, cls, attributes, hooks) in self.modules.items():
             where = f"module {name!r}" if name else "the model"
             if type(module) is not cls:
-                found.append(f"{where} is a {type(module).__name__} and was a {cls.__name__}")
+                found.append(f"{where} is now a {type(module).__name__}, and was a {cls.__name__}")
             found += [f"{where} has a new attribute {key!r}" for key in sorted(_own_attributes(module) - attributes)]
             found += [
-                f"{where} has {count} {kind.strip('_').replace('_', ' ')} and had {hooks.get(kind, 0)}"
+                f"{where} has {count} {kind.strip('_').replace('_', ' ')}, and had {hooks.get(kind, 0)}"
                 for kind, count in _hooks(module).items()
                 if count > hooks.get(kind, 0)
             ]
         for name, (parameter, hooks_before) in self.parameters.items():
             if _tensor_hooks(parameter) > hooks_before:
-                found.append(f"parameter {name!r} has hooks that it had not")
+                found.append(f"parameter {name!r} has new hooks")
         return found
 
 
@@ -82,7 +82,7 @@ def _tensor_hooks(parameter: nn.Parameter) -> int:
 
 @dataclass(frozen=True)
 class World:
-    """The global state of a process."""
+    """A snapshot of the global state of a process: threads, process groups, environment, functions of libraries."""
 
     threads: frozenset[str]
     groups: int
@@ -102,7 +102,7 @@ class World:
 
     def changes(self) -> list[str]:
         after = World.now()
-        found = [f"thread {name} still runs" for name in sorted(after.threads - self.threads)]
+        found = [f"thread {name} is still running" for name in sorted(after.threads - self.threads)]
         if after.groups > self.groups:
             found.append(f"there are {after.groups - self.groups} more process groups")
         found += [
@@ -111,7 +111,7 @@ class World:
             if self.environment.get(name) != after.environment.get(name)
         ]
         found += [
-            f"{name} is not what it was"
+            f"{name} was replaced"
             for name, value in self.functions.items()
             if name in after.functions and after.functions[name] is not value
         ]
@@ -119,7 +119,7 @@ class World:
 
 
 def _functions() -> dict[str, Any]:
-    """Functions and methods that patches aim at, by dotted name."""
+    """Functions and methods of libraries that a plugin could patch, by dotted name."""
     import accelerate
 
     places = (
@@ -142,23 +142,24 @@ def _functions() -> dict[str, Any]:
 
 
 def leftovers(case: Case, plain: Case) -> list[str]:
-    """What is left on this rank after a run of ``case``, after it has released everything and shut its backend down.
+    """Describes what a run leaves behind on this rank, after ``free_memory`` and the shutdown of its backend.
 
     Args:
-        plain: the same without plugins, which runs first: what Accelerate and torch do once in a process is not the
-            plugin's.
+        case: a training with the plugins.
+        plain: the same without plugins. It runs first, since Accelerate and torch leave changes of their own in a
+            process.
     """
-    everybodys = _model_changes(plain)[0]
+    without_plugins = _model_changes(plain)[0]
     world = World.now()
-    memories = [Memory(where, place) for plugin in case.plugins for where, place in _places(plugin)]
+    snapshots = [Attributes(where, place) for plugin in case.plugins for where, place in _places(plugin)]
     changes, found = _model_changes(case)
-    found += [change for change in changes if change not in everybodys]
-    found += [change for memory in memories for change in memory.changes()]
+    found += [change for change in changes if change not in without_plugins]
+    found += [change for snapshot in snapshots for change in snapshot.changes()]
     return found + world.changes()
 
 
 def _model_changes(case: Case) -> tuple[list[str], list[str]]:
-    """How a model differs after a run, unless it stays sharded, and what the run's plugins still keep."""
+    """How a model differs after a run, unless it stays sharded; and the state that plugins still have in the run."""
     torch.manual_seed(0)
     built = case.model()
     shape = ModelShape.of(built)
@@ -172,13 +173,18 @@ def _model_changes(case: Case) -> tuple[list[str], list[str]]:
         for plugin in run.plan.plugins
         if run.state(plugin)
     ]
-    changes = [] if sharded else shape.changes()  # a sharded model needs what makes it work
-    run.backend.shutdown()  # not end_training, which ends every group
+    changes = [] if sharded else shape.changes()  # a sharded model keeps the hooks that it needs
+    run.backend.shutdown()  # not end_training, which destroys every group
     return changes, kept
 
 
-class Memory:
-    """What an object, class or module holds by name; containers by content."""
+class Attributes:
+    """A snapshot of the attributes of an object, class or module; containers are compared by content.
+
+    Args:
+        where: what it is, for messages.
+        place: the object, class or module.
+    """
 
     def __init__(self, where: str, place: Any) -> None:
         self._where, self._place = where, place
@@ -187,7 +193,7 @@ class Memory:
     def changes(self) -> list[str]:
         after = vars(self._place)
         return [
-            f"{self._where} keeps something in {name!r}"
+            f"{self._where} has changed in {name!r}"
             for name in sorted({*self._before, *after})
             if not name.startswith("__") and not self._same(name, after)
         ]
@@ -200,7 +206,7 @@ class Memory:
 
 
 def _places(plugin: StrategyPlugin) -> list[tuple[str, Any]]:
-    """Where a plugin could keep state that outlives a run."""
+    """Objects in which a plugin could keep state after a run: itself, its class and its module."""
     cls, name = type(plugin), plugin.spec.name
     module = sys.modules[cls.__module__]
     return [(f"plugin {name!r}", plugin), (f"the class of plugin {name!r}", cls), (f"module {module.__name__}", module)]

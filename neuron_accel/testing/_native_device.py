@@ -1,8 +1,8 @@
-"""A device ``neuron`` made in Python, over the memory of the CPU: what the native Neuron device is to PyTorch.
+"""A device ``neuron`` implemented in Python, with its tensors in CPU memory: a stand-in for the native Neuron device.
 
-Tensors are ordinary ones of torch's PrivateUse1 device, whose storages point to memory of the CPU. Every operation runs
-on CPU tensors over the same memory, and is counted with the shapes it was called with. Imported by ranks only, because
-a process cannot give a device back (:func:`install`).
+Tensors belong to torch's PrivateUse1 device, and their storages point to CPU memory. Every operation runs on CPU
+tensors with the same memory, and is recorded with the shapes of its arguments. Only ranks import this module, because a
+device cannot be removed from a process (:func:`install`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 def storage_of(memory: torch.UntypedStorage) -> torch.UntypedStorage:
-    """A storage of the device over memory of the CPU, which it keeps alive."""
+    """A storage of the device that refers to CPU memory and keeps it alive."""
     storage: Any = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), _DEVICE, memory.nbytes())
     storage.memory = memory
-    storage.clone = functools.partial(_clone, memory)  # torch's own would ask for an allocator, which takes C++
+    storage.clone = functools.partial(_clone, memory)  # torch's own needs an allocator written in C++
     return storage
 
 
@@ -36,7 +36,7 @@ def _clone(memory: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor over the memory of a tensor of the device."""
+    """A CPU tensor with the memory of a device tensor."""
     memory = getattr(tensor.untyped_storage(), "memory", None)
     memory = torch.UntypedStorage(0) if memory is None else memory
     host = torch.empty(0, dtype=tensor.dtype)
@@ -44,7 +44,12 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_device(host: torch.Tensor, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
-    """A tensor of the device over the memory of a CPU tensor; ``storage`` is the device's for it, if there is one."""
+    """A device tensor with the memory of a CPU tensor.
+
+    Args:
+        host: the CPU tensor.
+        storage: the device storage of this memory; None: a new one.
+    """
     tensor = torch._C._acc.create_empty_tensor((0,), host.dtype)
     return _place(tensor, host, storage or storage_of(host.untyped_storage()))
 
@@ -55,11 +60,11 @@ def _place(tensor: torch.Tensor, like: torch.Tensor, storage: torch.UntypedStora
 
 # ---- operations ------------------------------------------------------------------------------------------------------
 class Runtime:
-    """What one process knows of its device.
+    """The state of the device in a process.
 
     Attributes:
         initialized: whether the device was used.
-        kernels: operations with the shapes and dtypes that they were called with: each would be compiled once.
+        kernels: operations with the shapes and dtypes of their arguments; a real device compiles each once.
     """
 
     def __init__(self) -> None:
@@ -68,11 +73,12 @@ class Runtime:
         self._random = torch.Generator().manual_seed(0).get_state()
 
     def begin(self) -> None:
+        """Marks the device as used."""
         self.initialized = True
 
     @contextlib.contextmanager
     def random(self) -> Iterator[None]:
-        """The device's random state instead of the CPU's."""
+        """A context manager in which the random state of the device replaces that of the CPU."""
         outside = torch.default_generator.get_state()
         torch.default_generator.set_state(self._random)
         try:
@@ -88,12 +94,12 @@ class Runtime:
         return self._random.clone()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        torch.Generator().set_state(state)  # refuses what is none
+        torch.Generator().set_state(state)  # raises an error for an invalid state
         self._random = state.clone()
 
     # ---- one operation -----------------------------------------------------------------------------------------------
     def run(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs an operation on CPU tensors over the same memory."""
+        """Runs an operation on CPU tensors with the memory of the device tensors."""
         self.begin()
         call = _Call()
         host_args, host_kwargs = call.to_host(args), {name: call.to_host(value) for name, value in kwargs.items()}
@@ -102,7 +108,7 @@ class Runtime:
         draws, writes = torch.Tag.nondeterministic_seeded in op.tags, op._schema.is_mutable
         wanted = op._schema.arguments
         if any(isinstance(value, (int, float)) and _is_tensor(wanted[i]) for i, value in enumerate(args)):
-            op = op.overloadpacket  # a number arrives as what it was written as, and some operations mind
+            op = op.overloadpacket  # some operations distinguish Python numbers from tensors
         if draws:
             with self.random():
                 result = op(*host_args, **host_kwargs)
@@ -114,7 +120,7 @@ class Runtime:
 
 
 class _Call:
-    """The tensors of one operation, here and there."""
+    """The device tensors of one operation and their CPU tensors."""
 
     def __init__(self) -> None:
         self._pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of the CPU tensor, which is kept here
@@ -147,7 +153,7 @@ class _Call:
         return value
 
     def follow(self) -> None:
-        """Shape and memory of what was written to, where they changed."""
+        """Applies changes of shape and memory of CPU tensors to the device tensors, after an operation that writes."""
         for host, tensor in self._pairs.values():
             storage, memory = tensor.untyped_storage(), host.untyped_storage()
             moved = storage.data_ptr() != memory.data_ptr() or storage.nbytes() != memory.nbytes()
@@ -167,7 +173,7 @@ def _check_index(index: int | None) -> None:
         raise RuntimeError(f"neuron:{index} does not exist: a process has one device, neuron:0")
 
 
-# ---- autocast: the lists of operations that PyTorch documents for its own devices ------------------------------------
+# ---- autocast, with PyTorch's documented lists of operations ---------------------------------------------------------
 _LOWER = """
 _convolution _scaled_dot_product_attention_math addbmm addmm addmv addr baddbmm bmm conv1d conv2d conv3d
 conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution linear matmul mm mv prelu
@@ -229,7 +235,7 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 # ---- torch.neuron ----------------------------------------------------------------------------------------------------
 def _module(runtime: Runtime) -> types.ModuleType:
-    """``torch.neuron``, as far as it is documented for the native device."""
+    """The module ``torch.neuron``, with the functions that are documented for the native device."""
 
     def set_device(device: Any) -> None:
         index = torch.device(device).index if isinstance(device, (str, torch.device)) else device
@@ -247,7 +253,7 @@ def _module(runtime: Runtime) -> types.ModuleType:
     def synchronize(device: Any = None) -> None:
         pass
 
-    module = types.ModuleType(f"torch.{NAME}", "Stands for the native Neuron device.")
+    module = types.ModuleType(f"torch.{NAME}", "A stand-in for the native Neuron device.")
     vars(module).update(
         is_available=lambda: True,
         is_initialized=lambda: runtime.initialized,
@@ -273,7 +279,7 @@ def _load(storage: Any, location: str) -> torch.UntypedStorage | None:
 
 
 def install(runtime: Runtime) -> list[torch.library.Library]:
-    """Makes the device of this process. Returns what has to be kept for as long as it is used."""
+    """Registers the device in this process. Returns the libraries, which have to be kept alive while it is used."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=_module(runtime))
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     every.fallback(runtime.run, "PrivateUse1")
@@ -301,11 +307,11 @@ def install(runtime: Runtime) -> list[torch.library.Library]:
     aten.impl("set_.source_Storage", set_storage, "PrivateUse1")
     aten.impl("set_.source_Storage_storage_offset", set_view, "PrivateUse1")
     aten.impl("set_.source_Tensor", set_tensor, "PrivateUse1")
-    # What is pinned for a device is an ordinary copy: there is nothing that would read it faster.
+    # Pinned memory is an ordinary copy, since pinning has no benefit here.
     aten.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")
     _register_autocast(aten)
     torch.serialization.register_package(
-        19,  # before torch's own for such a device, which would ask for an allocator
+        19,  # before torch's handler for such devices, which needs an allocator
         lambda storage: NAME if storage.device.type == NAME else None,
         _load,
     )

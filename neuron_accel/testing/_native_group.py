@@ -1,7 +1,7 @@
-"""The process group of the device that :mod:`neuron_accel.testing._native_device` makes: what AWS documents, over gloo.
+"""The process group of the device of :mod:`neuron_accel.testing._native_device`: AWS's documented behaviour, with gloo.
 
-Sums, maxima and minima of integers go through float32. Splits are equal. A broadcast is a sum of zeros and one tensor.
-Nothing is sent to a single rank unless that was switched on. Imported by ranks only.
+Integers are reduced in float32. Splits have to be equal. A broadcast is an all-reduce of zeros and one tensor.
+Point-to-point communication raises an error unless it was enabled. Imported by ranks only.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch._C import _distributed_c10d as c10d
 from neuron_accel.testing._device_group import DeviceGroup, Work, bits, nothing
 from neuron_accel.testing._native_device import NAME, Runtime, on_host
 
-_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)  # of those that it has
+_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 
 
 class Rules:
-    """What the device of this process has been asked for, and what it allows.
+    """The options of the process groups of this process, and the collectives that were issued.
 
     Args:
-        runtime: of the device.
-        sends: whether ranks can send to each other.
-        integers: whether integers are combined at all; announced to end with a release of the compiler.
+        runtime: the state of the device.
+        sends: whether point-to-point communication is supported.
+        integers: whether integers can be reduced, which a later release of the compiler no longer supports.
 
     Attributes:
-        issued: collectives in order: kind, shape, dtype and number of ranks.
+        issued: the collectives in order: kind, shape, dtype and number of ranks.
     """
 
     def __init__(self, runtime: Runtime, *, sends: bool, integers: bool) -> None:
@@ -38,7 +38,7 @@ class Rules:
         self._connected = False
 
     def connect(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> NativeGroup:
-        """Makes a group; the first one is the default."""
+        """Creates a group; the first one is the default group."""
         if not self._connected and self.runtime.initialized:
             raise AssertionError("the Neuron runtime was used before init_process_group")
         first, self._connected = not self._connected, True
@@ -53,7 +53,7 @@ class NativeGroup(DeviceGroup):
         super().__init__(NAME, NAME, gloo, rank, size)
         self._rules, self._is_default = rules, is_default
 
-    # ---- combining ---------------------------------------------------------------------------------------------------
+    # ---- reductions --------------------------------------------------------------------------------------------------
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         (tensor,) = tensors
         op = opts.reduceOp if opts else dist.ReduceOp.SUM
@@ -81,7 +81,8 @@ class NativeGroup(DeviceGroup):
         return Work(self._gloo.allreduce([wide], options), finish, wide)
 
     def _as_summed(self, kind: str, host: torch.Tensor) -> torch.Tensor:
-        """In the form in which the device combines: integers and booleans as float32, exact to 2**24."""
+        """The tensor in the dtype in which the device reduces it: integers and booleans in float32, exact up to
+        2**24."""
         if host.is_floating_point() or host.is_complex():
             return host.contiguous()
         if not self._rules.integers:
@@ -91,7 +92,7 @@ class NativeGroup(DeviceGroup):
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         target, source = self._host("reduce_scatter", output, count=False), self._host("reduce_scatter", tensor)
         if source.numel() != target.numel() * self._size:
-            raise ValueError("reduce_scatter: the output has to have one equal part for each rank")
+            raise ValueError("reduce_scatter: the input has to be as large as the outputs of all ranks together")
         full = source.clone()
         work = self._all_reduce("reduce_scatter", full, opts.reduceOp if opts else dist.ReduceOp.SUM)
         return Work(work, lambda: _fill(target, full.view(self._size, -1)[self._rank]), full)
@@ -108,11 +109,11 @@ class NativeGroup(DeviceGroup):
             host.zero_()
         return self._all_reduce("broadcast", host)
 
-    # ---- moving ------------------------------------------------------------------------------------------------------
+    # ---- copies ------------------------------------------------------------------------------------------------------
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         target, source = self._host("all_gather", output, count=False), self._host("all_gather", tensor)
         if target.numel() != source.numel() * self._size:
-            raise ValueError("all_gather: the output has to have room for an equal part of each rank")
+            raise ValueError("all_gather: the output has to be as large as the inputs of all ranks together")
         options = c10d.AllgatherOptions()
         return Work(self._gloo._allgather_base(bits(target), bits(source.contiguous()), options), nothing, target)
 
@@ -136,7 +137,7 @@ class NativeGroup(DeviceGroup):
         self, output: torch.Tensor, tensor: torch.Tensor, out_splits: Any, in_splits: Any, opts: Any = None
     ) -> Work:
         if len({*(out_splits or ()), *(in_splits or ())}) > 1 or tensor.shape[0] % self._size:
-            raise ValueError("all_to_all: only equal splits")
+            raise ValueError("all_to_all: splits have to be equal")
         target, source = self._host("all_to_all", output, count=False), self._host("all_to_all", tensor).contiguous()
         rows, received = bits(source), bits(target)
         work = self._gloo.alltoall_base(received, rows, [], [], c10d.AllToAllOptions())
@@ -146,10 +147,10 @@ class NativeGroup(DeviceGroup):
 
     def barrier(self, opts: Any = None) -> Work:
         if not self._is_default:
-            raise NotImplementedError("barrier: only of the default group")
+            raise NotImplementedError("barrier: only for the default group")
         return Work(self._gloo.barrier(), nothing, None)
 
-    # ---- one rank to another -----------------------------------------------------------------------------------------
+    # ---- point-to-point ----------------------------------------------------------------------------------------------
     def send(self, tensors: list[torch.Tensor], target: int, tag: int = 0) -> Work:
         return self._point_to_point("send", tensors, target, tag)
 
@@ -163,10 +164,10 @@ class NativeGroup(DeviceGroup):
         memory = bits(self._host(kind, tensor))
         return Work(getattr(self._gloo, kind)([memory], peer, tag), nothing, memory)
 
-    # ---- how ---------------------------------------------------------------------------------------------------------
+    # ---- helpers -----------------------------------------------------------------------------------------------------
     def _host(self, kind: str, tensor: torch.Tensor, *, count: bool = True) -> torch.Tensor:
         if tensor.device.type != NAME:
-            raise ValueError(f"{kind}: the process group serves tensors on {NAME}, not on {tensor.device}")
+            raise ValueError(f"{kind}: expected a tensor on {NAME}, got one on {tensor.device}")
         self._rules.runtime.begin()
         if count:
             self._rules.issued.append((kind, tuple(tensor.shape), tensor.dtype, self._size))
@@ -178,7 +179,7 @@ def _fill(target: torch.Tensor, row: torch.Tensor) -> None:
 
 
 def install(rules: Rules) -> None:
-    """Registers the process group under the name of the device."""
+    """Registers the process group with torch.distributed, under the name of the device."""
 
     def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> NativeGroup:
         return rules.connect(store, rank, size, timeout)

@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(folder: str) -> NoReturn:
-    """Forks the ranks of the task in ``folder``, each of which writes a report to it, and exits when they have ended."""
+    """Forks the ranks of the task in ``folder``, which write reports to it, and exits when all have ended."""
     task = enter_task(folder)
     # Ranks end together, once all have reported: a peer may still be reading from one that has finished.
     waiting, go = os.pipe()

@@ -1,7 +1,7 @@
-"""The process that ranks of an emulated Neuron device are forked from.
+"""The process from which ranks of an emulated Neuron device are forked.
 
-Run with ``python -m neuron_accel.testing._neuron_server``. It differs from that of XLA ranks in its environment only,
-in which importing torch_xla finds a Neuron plugin.
+Run with ``python -m neuron_accel.testing._neuron_server``. It differs from the process for XLA ranks in its environment
+only, in which torch_xla finds a Neuron plugin.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of the conformance kit that do not hold for a plugin: only with a written reason, which is printed."""
+"""Opting out of checks of the conformance kit, which requires a written reason."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 SHORTEST = 15
-"""Characters of a reason."""
+"""Smallest number of characters of a reason."""
 
 
 def act(request: pytest.FixtureRequest, reasons: Mapping[str, str]) -> None:
-    """Skips a check that has a reason, and prints it whatever pytest reports."""
+    """Skips the requested check if there is a reason for it, and prints the reason, whichever reports pytest shows."""
     node: Any = request.node
     reason = next((reasons[key] for key in _keys(node) if key in reasons), None)
     if reason is None or len(reason.strip()) < SHORTEST:
@@ -33,7 +33,13 @@ def _keys(node: Any) -> list[str]:
 
 
 def problems(cls: type, base: type, compositions: Iterable[str]) -> list[str]:
-    """What is wrong with the ``opt_out`` and ``conflicts`` of a class, and checks that it replaced."""
+    """Errors in ``opt_out`` and ``conflicts`` of a class, and checks that it overrides.
+
+    Args:
+        cls: the class derived from ``PluginConformance``.
+        base: ``PluginConformance``.
+        compositions: names of all compositions.
+    """
     checks = {name for name in vars(base) if name.startswith("test_")}
     opt_out: Mapping[str, str] = cls.opt_out  # type: ignore[attr-defined]
     conflicts: Mapping[str, str] = cls.conflicts  # type: ignore[attr-defined]
@@ -45,19 +51,19 @@ def problems(cls: type, base: type, compositions: Iterable[str]) -> list[str]:
     }
     return [
         *(
-            f"opt_out names {key!r}, which is not a check"
+            f"opt_out contains {key!r}, which is not a check"
             for key in opt_out
             if key.strip("[]") not in backends and key.partition("[")[0] not in checks
         ),
         *(
-            f"the reason for {key!r} is {reason!r}; write a sentence that says why it cannot hold"
+            f"the reason for {key!r} is {reason!r}; write a sentence that explains why the check cannot hold"
             for key, reason in opt_out.items()
             if len(reason.strip()) < SHORTEST
         ),
-        *(f"conflicts names {key!r}, which is not a composition" for key in conflicts if key not in known),
-        *(f"the conflict {key!r} has no text that the message must contain" for key in conflicts if not conflicts[key]),
+        *(f"conflicts contains {key!r}, which is not a composition" for key in conflicts if key not in known),
+        *(f"conflicts has no text of the error message for {key!r}" for key in conflicts if not conflicts[key]),
         *(
-            f"{cls.__name__} replaces {name}; opt out of it with a reason instead"
+            f"{cls.__name__} overrides {name}; opt out of it with a reason instead"
             for name in sorted(checks)
             if getattr(cls, name) is not getattr(base, name)
         ),

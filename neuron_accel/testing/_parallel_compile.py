@@ -1,8 +1,8 @@
-"""Stands in for ``neuron_parallel_compile`` on an emulated instance.
+"""A stand-in for ``neuron_parallel_compile`` on an emulated instance.
 
-Runs a command that only collects graphs, and then gives each graph in the cache that has no result an emulated one. It
-knows the phases and options that Neuron documents, keeps the documented layout of the cache, and ends as it does: with
-the exit code of the command.
+It runs a command that only collects graphs, and then writes an emulated result for each graph in the cache without one.
+It has the documented phases and options, uses the documented layout of the cache, and exits with the exit code of the
+command.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     if args.command in (None, "compile"):
         _compile(cache)
     elif args.command == "clean":
-        for entry in _waiting(cache):
+        for entry in _uncompiled(cache):
             for file in entry.iterdir():
                 file.unlink()
             entry.rmdir()
@@ -53,15 +53,15 @@ def _collect(script: list[str]) -> int:
     return subprocess.run(script, env={**os.environ, "NEURON_EXTRACT_GRAPHS_ONLY": "1"}).returncode
 
 
-def _waiting(cache: Path) -> Iterator[Path]:
-    """Entries that were collected and not compiled."""
+def _uncompiled(cache: Path) -> Iterator[Path]:
+    """Entries of the cache that were collected but not compiled."""
     for graph in sorted(cache.glob("neuronxcc-*/MODULE_*/model.hlo_module.pb")):
         if not (graph.parent / "model.done").exists():
             yield graph.parent
 
 
 def _compile(cache: Path) -> None:
-    compiled = list(_waiting(cache))
+    compiled = list(_uncompiled(cache))
     for entry in compiled:
         (entry / "model.neff").write_text("emulated\n")
         (entry / "model.done").touch()

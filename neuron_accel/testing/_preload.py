@@ -1,8 +1,8 @@
-"""Imported once, by the process that ranks are forked from, so that every rank starts with warm imports.
+"""Imports modules that ranks need in the process from which they are forked, so that ranks do not import them again.
 
-That process only imports: it starts no threads, opens no process group and touches no device, because forked ranks
-would inherit what it started. Pyarrow, which datasets imports, would start one, which an option prevents. A module that
-cannot be imported is left to the rank that needs it, which then shows the error.
+That process starts no threads, creates no process group and initialises no device, since forked ranks would inherit
+them. An option keeps pyarrow, which datasets imports, from starting a thread. If a module cannot be imported, the rank
+that needs it raises the error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MODULES = (
     "accelerate",
     "accelerate.accelerator",
     "accelerate.data_loader",
-    "datasets",  # which Accelerate imports to look at a loader, where it is installed: most of what a small case takes
+    "datasets",  # Accelerate imports it, if installed, for loaders, which takes most of the time of a small case
     "pytest",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
@@ -35,10 +35,10 @@ MODULES = (
     "neuron_accel.strategies.sequence_parallel.plugin",
 )
 
-# Thread pools are sized when the libraries are loaded: one thread per rank, or ranks fight over the cores.
+# Thread pools are sized when the libraries are loaded; each rank gets one thread.
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["ACCELERATE_USE_CPU"] = "true"
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looking for GPUs starts no CUDA, which a fork would not survive
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else looking for GPUs initialises CUDA
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 
 with contextlib.suppress(Exception):
@@ -50,6 +50,6 @@ for _name in MODULES:
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
 
-# Ranks share these objects' pages until they are written to, which a collection does, and so does the one at exit.
+# Keeps the garbage collector from writing to the memory pages of these objects, which ranks share until then.
 gc.collect()
 gc.freeze()

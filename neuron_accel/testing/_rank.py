@@ -1,4 +1,4 @@
-"""What happens inside one rank that :func:`neuron_accel.testing.run_ranks` started."""
+"""A rank of :func:`neuron_accel.testing.run_ranks`: it connects, runs the task, and sends the result."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ READY, GO = b"ready", b"go"
 
 @dataclass(frozen=True, kw_only=True)
 class RankTask:
-    """Everything a rank needs to know.
+    """The task of a rank.
 
     Args:
+        rank: its rank.
+        size: number of ranks.
         call: pickle of ``(function, args, kwargs)``.
-        backend: name of the torch.distributed backend, None for no process group.
-        folder: where ranks meet and leave their output.
+        backend: name of the torch.distributed backend; None: no process group.
+        folder: folder for the rendezvous and for the output of ranks.
         environ: the full environment of the rank.
         timeout: seconds after which the caller ends the rank.
-        full_exit: whether the rank ends as an interpreter does: it waits for threads, runs what was registered for the
-            end, and finalises.
+        full_exit: whether the rank ends as the interpreter does: waits for threads, runs ``atexit`` handlers, and
+            finalises.
     """
 
     rank: int
@@ -48,39 +50,46 @@ class RankTask:
 
     @property
     def output(self) -> Path:
+        """File with its stdout and stderr."""
         return Path(self.folder, f"rank{self.rank}.output")
 
     @property
     def stack(self) -> Path:
+        """File to which it writes its stack on :data:`STACK_SIGNAL`."""
         return Path(self.folder, f"rank{self.rank}.stack")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What a rank sends back: the pickle of its result, or of its exception with the traceback's text."""
+class RankReport:
+    """The result of a rank.
+
+    Args:
+        payload: pickle of the result, or of the exception.
+        traceback: text of the traceback; None without an exception.
+    """
 
     payload: bytes
     traceback: str | None = None
 
 
 class RemoteError(Exception):
-    """Stands for an exception that could not be pickled; the message starts with the name of its type."""
+    """Replaces an exception that cannot be pickled; the message begins with the name of its type."""
 
 
 def main(task: RankTask, connection: Connection) -> None:
-    """Connects, runs the task, reports, leaves.
+    """Connects, runs the task, sends the result, and ends.
 
-    All ranks begin together and, if all goes well, leave together, at the caller's word: a rank that ends closes its
-    sockets, and its peers may still be connecting or reading. A rank that fails leaves at once, so that peers notice.
+    All ranks begin, and if none fails also end, when the caller sends a message: a rank that ends closes its sockets,
+    while its peers may still be connecting or reading. A rank that fails ends at once, so that its peers notice.
     """
     _isolate(task)
     try:
         _connect(task)
         connection.send_bytes(READY)
         connection.recv_bytes()
-        report = Report(payload=_run(task))
+        report = RankReport(payload=_run(task))
     except BaseException as error:
-        _send(connection, Report(payload=pickle_error(error), traceback=traceback.format_exc()))
+        _send(connection, RankReport(payload=pickle_error(error), traceback=traceback.format_exc()))
         os._exit(1)
     _send(connection, report)
     with contextlib.suppress(EOFError, OSError):
@@ -90,8 +99,9 @@ def main(task: RankTask, connection: Connection) -> None:
 
 
 def _isolate(task: RankTask) -> None:
-    """Own session (so that it can be ended with all it started), own output, own random state, own death watch; and
-    what this process has from being forked and a torchrun rank has not, undone."""
+    """Gives this process its own session (so that it can be ended with all its children), output, environment and
+    random state, and ends it with the caller; undoes the differences between a forked process and a rank of
+    torchrun."""
     os.setsid()
     descriptor = os.open(task.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
@@ -106,16 +116,16 @@ def _isolate(task: RankTask) -> None:
     settled = {name: os.environ[name] for name in ("USE_TORCH_XLA",) if name in os.environ}
     os.environ.clear()
     os.environ.update({**settled, **task.environ})
-    multiprocessing.set_start_method(None, force=True)  # the default, for workers of data loaders
+    multiprocessing.set_start_method(None, force=True)  # the default, for data loader workers
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # the standard library's generators do this themselves when forked
+        sys.modules["numpy"].random.seed()  # the standard library reseeds its generators after a fork
 
 
 def _die_with_caller(folder: str) -> None:
     caller = multiprocessing.parent_process()
     if caller is not None:
         caller.join()
-        shutil.rmtree(folder, ignore_errors=True)  # a caller that was killed could not
+        shutil.rmtree(folder, ignore_errors=True)  # which a killed caller has not done
         os.killpg(0, signal.SIGKILL)
 
 
@@ -150,12 +160,13 @@ def _connect(task: RankTask) -> None:
         store=dist.FileStore(os.path.join(task.folder, "store"), task.size),
         rank=task.rank,
         world_size=task.size,
-        timeout=timedelta(seconds=task.timeout + 60),  # the caller ends the rank first, and shows where it stood
+        timeout=timedelta(seconds=task.timeout + 60),  # the caller ends the rank before, and prints its stack
     )
-    os.ftruncate(1, 0)  # gloo of torch 2.9 announces every connection on stdout
+    os.ftruncate(1, 0)  # gloo of torch 2.9 prints every connection to stdout
 
 
 def pickle_error(error: BaseException) -> bytes:
+    """Pickles an exception, or a :class:`RemoteError` if it cannot be pickled."""
     try:
         payload = pickle.dumps(error)
         pickle.loads(payload)
@@ -164,8 +175,8 @@ def pickle_error(error: BaseException) -> bytes:
     return payload
 
 
-def _send(connection: Connection, report: Report) -> None:
-    # Plain pickle throughout: multiprocessing's own would pass tensors as shared memory, which ends with the rank.
+def _send(connection: Connection, report: RankReport) -> None:
+    # Plain pickle, since multiprocessing passes tensors in shared memory, which is freed with the rank.
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.suppress(OSError):
@@ -173,6 +184,6 @@ def _send(connection: Connection, report: Report) -> None:
 
 
 def read_report(data: bytes) -> tuple[Any, str | None]:
-    """The result or exception of a rank, and the traceback's text if it is an exception."""
+    """Decodes a report: the result or exception of a rank, and the text of the traceback or None."""
     payload, text = pickle.loads(data)
     return pickle.loads(payload), text

@@ -1,9 +1,10 @@
-"""The process that XLA ranks are forked from: ``python -m neuron_accel.testing._xla_server``.
+"""The process from which XLA ranks are forked: ``python -m neuron_accel.testing._xla_server``.
 
-Ranks of an emulated Neuron device are forked by :mod:`neuron_accel.testing._neuron_server` in the same way.
+:mod:`neuron_accel.testing._neuron_server` does the same for ranks of an emulated Neuron device.
 
-It imports what ranks need, once, and touches no device. For each folder that it reads a line with, it forks a process,
-answers ``pid N``, and, when that has ended, ``exit CODE``. It ends with its input.
+It imports the modules that ranks need, and initialises no device. For each line of its input, the path of a folder with
+a task, it forks a process, prints ``pid N``, and ``exit CODE`` when that process has ended. It ends at the end of its
+input.
 """
 
 from __future__ import annotations
@@ -36,10 +37,14 @@ MODULES = (
 
 
 def serve(main: str) -> None:
-    """Forks a process for each line, in which the function ``main`` of the module of that name takes over."""
-    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow: no thread before a fork
+    """Forks a process for each line of the input.
+
+    Args:
+        main: name of the module whose function ``main`` the process calls with the line.
+    """
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow starts no thread
     for name in MODULES:
-        with contextlib.suppress(ImportError):  # shown by the rank that needs it
+        with contextlib.suppress(ImportError):  # the rank that needs it raises the error
             importlib.import_module(name)
     take_over = importlib.import_module(main).main
     for line in sys.stdin:

@@ -1,12 +1,11 @@
-"""``PluginConformance``: does a plugin keep the contract?
+"""``PluginConformance``: checks whether a plugin follows the contract.
 
     class TestStripes(PluginConformance):
         @pytest.fixture
         def plugin(self):
             return Stripes(width=2)
 
-Everything that ranks receive is found there by name or sent as a copy: plugin classes and functions belong into
-modules, and closures and lambdas will not do.
+Plugins and functions are sent to ranks as copies and by name: define them in modules, not as closures or lambdas.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ _MADE_ONCE: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
 
 
 class PluginConformance:
-    """A pytest class that checks a plugin: derive from it a class ``Test...`` with a fixture ``plugin``.
+    """A pytest class that checks a plugin. Derive a class ``Test...`` with a fixture ``plugin`` from it.
 
     Attributes:
-        beside: plugins that it always needs beside it.
-        ranks: on how many ranks it is tried by itself; None for the product of the degrees of its axes, at least 2.
-        tolerance: how exact it is; by default what fp32 rounding allows.
-        conflicts: composition (``"pp2"``, ``"pp2-gloo"``, or ``"xla"`` for all there) to what the error message must
-            contain. In these every rank must raise PlanError or UnsupportedModelError with a fix, in every check that
-            trains there; in all others the plugin must work.
-        training: how it is trained: the optimizer and the norm to which gradients are clipped. Accumulation and
-            freezing are up to the checks.
-        steps: number of optimizer steps, at least 2; more for an algorithm that does something every so many steps.
-        backends: on which ranks it is tried, as ``run_ranks`` names them. Checks that need one kind take the first.
-        opt_out: check (``"test_tied_parameters"``, one case of it, ``"test_trains_like_one_process[pp2-gloo]"``, or
-            ``"[xla]"`` for all on these ranks) to the reason why it cannot hold for this plugin, a sentence. It is
-            printed.
+        beside: further plugins that the plugin always needs.
+        ranks: number of ranks on which the plugin is checked by itself; None: the product of the degrees of its axes,
+            at least 2.
+        tolerance: tolerance of comparisons; the default is that of fp32 rounding.
+        conflicts: for each composition that the plugin does not support (``"pp2"``, ``"pp2-gloo"``, or ``"xla"`` for
+            all on these ranks), a text that the error message must contain. In it every rank must raise PlanError or
+            UnsupportedModelError with a fix; in all other compositions the plugin must work.
+        training: the optimizer and the norm to which gradients are clipped. Checks set accumulation and freezing.
+        steps: number of optimizer steps, at least 2; more for an algorithm that acts every few steps.
+        backends: kinds of ranks on which the plugin is checked, as in ``run_ranks``. Checks on one kind use the first.
+        opt_out: for each check that cannot hold for this plugin (``"test_tied_parameters"``, one case of it as
+            ``"test_trains_like_one_process[pp2-gloo]"``, or ``"[xla]"`` for all on these ranks), the reason, as a
+            sentence. It is printed.
     """
 
     beside: ClassVar[tuple[StrategyPlugin, ...]] = ()
@@ -63,47 +62,48 @@ class PluginConformance:
     training: ClassVar[Training] = Training(max_norm=0.5)
     steps: ClassVar[int] = 3
 
-    # ---- what is trained: static methods, to be replaced as needed ---------------------------------------------------
+    # ---- what is trained: static methods, which a subclass may override ----------------------------------------------
     model: ClassVar[staticmethod[[], nn.Module]] = staticmethod(_cases.tiny_llama)
-    """Builds the model; it is seeded before."""
+    """Builds the model, after seeding."""
     tied_model: ClassVar[staticmethod[[], nn.Module]] = staticmethod(_cases.tiny_tied_llama)
     """Builds a model with tied parameters."""
     batches: ClassVar[staticmethod[[int], list[Batch]]] = staticmethod(_cases.token_batches)
-    """``batches(count)`` makes global micro-batches: keyword arguments of the model's forward, equal on every call."""
+    """``batches(count)`` returns global micro-batches: keyword arguments of the model's forward, equal in every
+    call."""
     freeze: ClassVar[staticmethod[[nn.Module], None]] = staticmethod(_cases.freeze_every_second)
-    """``freeze(model)`` freezes some of the parameters of a freshly built model."""
+    """``freeze(model)`` freezes some parameters of a newly built model."""
     build: ClassVar[staticmethod[..., nn.Module]] = staticmethod(_cases.just_built)
-    """``build(model_fn, plugin)`` is what users do to get the model that they prepare."""
+    """``build(model_fn, plugin)`` builds the model that is prepared, as users of the plugin do."""
     reference: ClassVar[staticmethod[..., nn.Module]] = staticmethod(_cases.as_it_is)
-    """``reference(model, plugin)`` makes of a freshly built model what one process would train. Its FQNs and values are
-    those of the parallel run."""
+    """``reference(model, plugin)`` turns a newly built model into the one that one process trains, with the FQNs and
+    values of the parallel run."""
     train_reference: ClassVar[staticmethod[..., Trace]] = staticmethod(_cases.train_alone_with)
     """``train_reference(model_fn, batches, training, *, plugin, reference, data_parallel_size)`` trains in one process
-    and returns the :class:`~neuron_accel.testing.Trace` that the parallel run must have. For a plugin whose algorithm
-    is another than one process's (steps without synchronisation, say): written without this project, it computes what
-    ``data_parallel_size`` ranks together should, from the global ``batches`` and with all of ``training``. What it
-    leaves empty in the trace is not compared, but for the weights."""
+    and returns the :class:`~neuron_accel.testing.Trace` with which the parallel run is compared. Override it for a
+    plugin whose algorithm differs from training in one process (for example, steps without synchronisation): it has to
+    compute, without this library, the result of ``data_parallel_size`` ranks from the global ``batches`` and
+    ``training``. Fields of the trace that it leaves empty, except the weights, are not compared."""
 
     @pytest.fixture
     def plugin(self) -> StrategyPlugin:
         """The plugin that is checked."""
         raise NotImplementedError(f"{type(self).__name__} needs a fixture 'plugin' that returns the plugin to check")
 
-    # ---- is it what it says it is? -----------------------------------------------------------------------------------
+    # ---- contract, configuration and planning ------------------------------------------------------------------------
     def test_is_opted_out_of_with_reasons_only(self) -> None:
-        """Nothing is left out silently."""
+        """``opt_out`` and ``conflicts`` are valid, with a reason for each check, and no check is overridden."""
         _none(_opting_out.problems(type(self), PluginConformance, COMPOSITIONS))
 
     def test_is_found_by_name(self, plugin: StrategyPlugin) -> None:
-        """An installed distribution brings it under the name of its spec."""
+        """An installed distribution has an entry point with the name of its spec."""
         _none(_form.discovery_problems(plugin))
 
     def test_keeps_the_form_of_the_contract(self, plugin: StrategyPlugin) -> None:
-        """It is a frozen dataclass, hooks have the right names and arguments, and claims match the hooks."""
+        """It is a frozen dataclass, its hooks have valid names and arguments, and its claims match its hooks."""
         _none(_form.form_problems(plugin))
 
     def test_configuration_round_trip(self, plugin: StrategyPlugin) -> None:
-        """What a configuration file says about it reads back as an equal plugin."""
+        """Writing it to a configuration file and reading that file gives an equal plugin."""
         _none(_form.round_trip_problems((plugin, *self.beside)))
 
     def test_configuration_is_strict(self, plugin: StrategyPlugin) -> None:
@@ -111,61 +111,62 @@ class PluginConformance:
         _none(_form.strictness_problems(plugin))
 
     def test_plan_is_pure(self, plugin: StrategyPlugin) -> None:
-        """The plan depends on plugins and the number of ranks only, and planning changes nothing."""
+        """The plan depends only on the plugins and the number of ranks, and planning has no side effects."""
         plugins, ranks = self._composed("alone", plugin)
         _none(_form.purity_problems(plugins, ranks))
 
     def test_plan_is_independent_of_order(self, plugin: StrategyPlugin) -> None:
-        """In whatever order plugins are given, the plan is the same, or the error."""
+        """Plugins in any order give the same plan, or the same error."""
         for name in COMPOSITIONS:
             plugins, ranks = self._composed(name, plugin)
             plans = {_cases.fingerprint(order, ranks) for order in itertools.permutations(plugins)}
             if len(plans) > 1:
                 _fail(f"composition {name!r} has {len(plans)} different outcomes, by the order of its plugins: {plans}")
 
-    # ---- does it train like one process? -----------------------------------------------------------------------------
+    # ---- comparison with training in one process ---------------------------------------------------------------------
     def test_trains_like_one_process(
         self, plugin: StrategyPlugin, composition: str, backend: str, made_once: dict[str, Any]
     ) -> None:
-        """Losses, norms, gradients and weights, beside every built-in strategy; or the conflict that is declared."""
+        """Losses, norms, gradients and weights are those of one process in every composition, or it raises the declared
+        conflict."""
         if self._refuses(plugin, backend, composition):
             return
         trace = self._train(plugin, composition, backend, self.training)
         self._compare(plugin, trace, composition, backend, self.training, memory=made_once)
 
     def test_accumulates_like_one_process(self, plugin: StrategyPlugin, backend: str) -> None:
-        """Two micro-batches for each step."""
+        """The same with two micro-batches per step."""
         if self._refuses(plugin, backend):
             return
         training = dataclasses.replace(self.training, accumulation=2)
         self._compare(plugin, self._train(plugin, "alone", backend, training), "alone", backend, training)
 
     def test_frozen_parameters(self, plugin: StrategyPlugin, backend: str) -> None:
-        """Frozen parameters stay what they were, bit for bit, and the others train like in one process."""
+        """Frozen parameters do not change at all, and the others train as in one process."""
         if self._refuses(plugin, backend):
             return
         training = dataclasses.replace(self.training, prepare_model=self.freeze)
         reference = functools.partial(self.reference, plugin=plugin)
         frozen = run_ranks(_cases.frozen_names, 1, self.model, training, reference, backend=None)[0]
         if not frozen:
-            _fail("'freeze' froze nothing", "replace it, or opt out of this check with the reason")
+            _fail("'freeze' froze no parameter", "override it, or opt out of this check with a reason")
         trace = self._train(plugin, "alone", backend, training)
         expected = self._compare(plugin, trace, "alone", backend, training)
         changed = [name for name in frozen if not torch.equal(expected.weights[name], trace.weights[name])]
         _none([f"{name} is frozen and has changed" for name in changed])
 
     def test_tied_parameters(self, plugin: StrategyPlugin, backend: str) -> None:
-        """A weight with two names stays one, and gets the gradients of both uses."""
+        """Tied parameters stay tied, and receive the gradients of both uses."""
         if self._refuses(plugin, backend):
             return
         trace = self._train(plugin, "alone", backend, self.training, model=self.tied_model)
         self._compare(plugin, trace, "alone", backend, self.training, model=self.tied_model)
 
-    # ---- can others read what it saves? ------------------------------------------------------------------------------
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
     def test_resumes(
         self, plugin: StrategyPlugin, backend: str, made_once: dict[str, Any], tmp_path_factory: Folders
     ) -> None:
-        """A run that loads goes on as the one that saved: weights at once bit for bit, and after further steps."""
+        """A run that loads a checkpoint has exactly the saved weights, and then trains as the run that saved it."""
         if self._refuses(plugin, backend):
             return
         plugins, ranks = self._composed("alone", plugin)
@@ -174,7 +175,8 @@ class PluginConformance:
     def test_reshards(
         self, plugin: StrategyPlugin, backend: str, made_once: dict[str, Any], tmp_path_factory: Folders
     ) -> None:
-        """Another number of ranks loads what ranks of the first backend saved, and goes on alike."""
+        """A run on another number of ranks loads a checkpoint of the first backend, and then trains as the run that
+        saved."""
         if self._refuses(plugin, backend) or self._refuses(plugin, self.backends[0]):
             return
         plugins, ranks = self._composed("alone", plugin)
@@ -185,13 +187,13 @@ class PluginConformance:
         )
 
     def test_consolidates(self, plugin: StrategyPlugin, made_once: dict[str, Any], tmp_path_factory: Folders) -> None:
-        """``neuron-accel consolidate`` makes the original model of a checkpoint."""
+        """``neuron-accel consolidate`` writes the weights of the original model."""
         if self._refuses(plugin, self.backends[0]):
             return
         folder, saved, _ = self._saved(plugin, self.backends[0], made_once, tmp_path_factory)
         _none(_form.consolidation_problems(folder, saved, tmp_path_factory.mktemp("consolidated")))
 
-    # ---- does it leave as it came? -----------------------------------------------------------------------------------
+    # ---- the end of a run --------------------------------------------------------------------------------------------
     def test_unwrap_model_is_the_original(self, plugin: StrategyPlugin, backend: str) -> None:
         """``unwrap_model`` returns the object that was prepared, and its parameters keep their names."""
         if self._refuses(plugin, backend):
@@ -200,11 +202,11 @@ class PluginConformance:
         results = self._run(_cases.identity, ranks, self._case(plugin, plugins, backend))
         for rank, result in enumerate(results):
             if not result["same"]:
-                _fail(f"unwrap_model on rank {rank} returned another {result['found']}")
-            _none([f"no rank knows the parameter {name!r} any more" for name in result["missing"]])
+                _fail(f"unwrap_model on rank {rank} returned another object: {result['found']}")
+            _none([f"the run has no parameter {name!r} any more" for name in result["missing"]])
 
     def test_leaves_nothing_behind(self, plugin: StrategyPlugin) -> None:
-        """No hooks, attributes, groups, threads, variables or patches after the end of a run."""
+        """A run leaves no hooks, attributes, groups, threads, environment variables or patches behind."""
         from neuron_accel.testing._leftovers import leftovers
 
         if self._refuses(plugin, self.backends[0]):
@@ -215,17 +217,17 @@ class PluginConformance:
         _none([f"rank {rank}: {what}" for rank, found in enumerate(results) for what in found])
 
     def test_exits_cleanly(self, plugin: StrategyPlugin) -> None:
-        """Ranks end by themselves, with exit code 0."""
+        """Ranks end without being killed, with exit code 0."""
         if self._refuses(plugin, self.backends[0]):
             return
         plugins, ranks = self._composed("alone", plugin)
         case = self._case(plugin, plugins)
         run_ranks(_cases.train_and_leave, ranks, case, backend=case.backend, full_exit=True)
 
-    # ---- how ---------------------------------------------------------------------------------------------------------
+    # ---- helpers -----------------------------------------------------------------------------------------------------
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
-        """One case for each of :attr:`backends`, and where compositions are trained, for each that there is on it."""
+        """Parametrizes checks with :attr:`backends`, and with the compositions that each backend supports."""
         if "composition" in metafunc.fixturenames:
             cases = [(name, b) for b in cls.backends for name, what in COMPOSITIONS.items() if what.exists_on(b)]
             metafunc.parametrize(("composition", "backend"), cases, ids=[f"{name}-{b}" for name, b in cases])
@@ -241,7 +243,7 @@ class PluginConformance:
 
     @pytest.fixture
     def made_once(self, request: pytest.FixtureRequest) -> dict[str, Any]:
-        """What several checks of one class need."""
+        """Results that several checks of a class use, by name."""
         return request.node.getparent(pytest.Class).stash.setdefault(_MADE_ONCE, {})
 
     @staticmethod
@@ -251,7 +253,8 @@ class PluginConformance:
         return memory[key]
 
     def _composed(self, name: str, plugin: StrategyPlugin) -> tuple[tuple[StrategyPlugin, ...], int]:
-        """The plugins of a composition and the number of ranks; without built-in ones where it has them already."""
+        """The plugins of a composition and the number of ranks; without the built-in ones if the plugin is one of
+        them."""
         composition: Composition = COMPOSITIONS[name]
         own = (plugin, *self.beside)
         plugins = composition.beside(own)
@@ -288,7 +291,7 @@ class PluginConformance:
         """Compares a training in a composition with the reference, which it returns.
 
         Args:
-            memory: where references of this model and training are kept.
+            memory: results of this class, to which the reference is added.
         """
         plugins, ranks = self._composed(composition, plugin)
         size = data_parallel_size(plugins, ranks)
@@ -306,7 +309,7 @@ class PluginConformance:
                 backend=None,
             )[0]
 
-        # The default reference is that of one process, whatever the number of ranks.
+        # The default reference does not depend on the number of ranks.
         key = "reference" if self.train_reference is _cases.train_alone_with else f"reference of {size}"
         expected = make() if memory is None else self._once(memory, key, make)
         if self.train_reference is not _cases.train_alone_with:
@@ -318,7 +321,7 @@ class PluginConformance:
         return expected
 
     def _refuses(self, plugin: StrategyPlugin, backend: str, composition: str = "alone") -> bool:
-        """Whether a conflict is declared for this composition; then it has been found to be refused as declared."""
+        """Whether a conflict is declared for this composition; if so, checks that the plugin raises it."""
         keys = (composition, f"{composition}-{backend}", backend)
         text = next((self.conflicts[key] for key in keys if key in self.conflicts), None)
         if text is not None:
@@ -334,7 +337,7 @@ class PluginConformance:
         model: Callable[[], nn.Module] | None = None,
     ) -> Trace:
         if COMPOSITIONS[name].beside((plugin, *self.beside)) is None:
-            pytest.skip(f"composition {name!r} has this plugin, or one beside it, itself")
+            pytest.skip(f"composition {name!r} already contains this plugin or one that it needs")
         plugins, ranks = self._composed(name, plugin)
         return run_ranks(
             train_on_rank,
@@ -354,20 +357,20 @@ class PluginConformance:
             self._train(plugin, name, backend, self.training)
         except RanksError as error:
             refusals = {rank: e for rank, e in error.errors.items() if not isinstance(e, CommunicationError)}
-            for rank, found in refusals.items():  # whose peers may have noticed only that it is gone
+            for rank, found in refusals.items():  # peers of such a rank may raise CommunicationError
                 if not isinstance(found, (PlanError, UnsupportedModelError)):
-                    _fail(f"rank {rank} should have refused composition {name!r}, and raised {found!r}")
+                    _fail(f"composition {name!r}: rank {rank} raised {found!r}, not PlanError or UnsupportedModelError")
                 if text not in str(found) or not found.fix:
-                    _fail(f"the refusal of {name!r} does not say {text!r}, or has no fix: {found}")
+                    _fail(f"the error in composition {name!r} does not contain {text!r}, or has no fix: {found}")
             if not refusals or len(error.errors) < error.size:
-                _fail(f"only {len(error.errors)} of {error.size} ranks refused composition {name!r}")
+                _fail(f"only {len(error.errors)} of {error.size} ranks raised an error in composition {name!r}")
             return
-        _fail(f"composition {name!r} is declared a conflict, and trained", "take it out of 'conflicts'")
+        _fail(f"composition {name!r} is declared as a conflict, but works", "remove it from 'conflicts'")
 
     def _saved(
         self, plugin: StrategyPlugin, backend: str, memory: dict[str, Any], factory: Folders
     ) -> tuple[str, dict, dict]:
-        """A checkpoint, the weights in it, and those that the run that saved it had at the end."""
+        """A checkpoint, the weights in it, and the weights of that run at the end."""
 
         def save() -> tuple[str, dict, dict]:
             folder = str(factory.mktemp("conformance") / "checkpoint")
@@ -388,11 +391,16 @@ class PluginConformance:
     ) -> None:
         folder, saved, last = checkpoint
         loaded, end = self._run(_cases.load_and_finish, ranks, self._case(plugin, plugins, backend), folder)[0]
-        _none([f"{name} on {ranks} {backend} ranks is not what was saved" for name in _cases.same(saved, loaded)])
+        _none(
+            [
+                f"{name} on {ranks} {backend} ranks differs from the checkpoint"
+                for name in _cases.differing(saved, loaded)
+            ]
+        )
         compare(_trace(last), _trace(end), self.tolerance)
 
     def _readable(self, trace: Trace, backend: str) -> Trace:
-        """On lazy devices gradients are seen in their norms and in what they do to the weights."""
+        """The reference without gradients on lazy devices, where only their norms and the weights are compared."""
         return trace if backend != "xla" else Trace(trace.losses, trace.norms, {}, trace.weights)
 
 
@@ -402,7 +410,7 @@ def _trace(weights: dict[str, torch.Tensor]) -> Trace:
 
 def _none(problems: list[str]) -> None:
     if problems:
-        _fail("\n  ".join(["this plugin does not keep the contract:", *problems]))
+        _fail("\n  ".join(["the plugin violates the contract:", *problems]))
 
 
 def _fail(what: str, fix: str | None = None) -> NoReturn:

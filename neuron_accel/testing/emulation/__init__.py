@@ -1,5 +1,5 @@
-"""An emulated Neuron device: torch_xla's own NEURON path over XLA's CPU. See :mod:`neuron_accel.testing.neuron_ranks`.
+"""The sources of an emulated Neuron device, see :mod:`neuron_accel.testing.neuron_ranks`.
 
-``device.c`` is the plugin that torch_xla loads, ``broker.c`` the process that executes for all ranks, ``wire.h`` what
-the two say to each other. They are built when they are first needed.
+``device.c`` is the PJRT plugin that torch_xla loads, ``broker.c`` the process that executes programs for all ranks, and
+``wire.h`` the protocol between them. They are compiled when they are first needed.
 """

@@ -464,7 +464,7 @@ def test_a_function_of_a_script(tmp_path):
 
 def test_a_function_of_no_file_belongs_into_a_module():
     result = run_script(SCRIPT.format(guard=True, backend="'xla'"))
-    assert "put it into a module" in result.stderr
+    assert "move it to a module" in result.stderr
 
 
 def test_a_script_that_starts_ranks_whenever_it_is_imported(tmp_path):
