@@ -1,9 +1,8 @@
-"""Runs a function on several ranks with CUDA devices, on however many GPUs this machine has.
+"""Runs a function on several ranks with CUDA devices, on any number of GPUs.
 
-Each rank has a GPU and they talk through nccl, if there are enough GPUs. nccl refuses two ranks on one GPU, so ranks
-that have to share one talk through gloo, with a copy of every tensor in host memory (:class:`StagedGroup`). Then what
-ranks compute, and when, is as with nccl; nccl itself and its speed are not shown. Imported by ranks and their caller;
-nothing is registered by importing this module.
+With enough GPUs each rank has one, and ranks communicate with nccl. nccl does not support several ranks on one GPU, so
+ranks that share a GPU communicate with gloo and copies in host memory (:class:`StagedGroup`). Results are then the same
+as with nccl, but nccl itself and its speed are not tested. Importing this module registers nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from torch._C import _distributed_c10d as c10d
 from neuron_accel.testing._device_group import DeviceGroup, Work, bits, nothing
 
 STAGED = "staged"
-"""The name of the process group that goes through host memory."""
+"""Name of the process group that copies tensors to host memory."""
 
 
 def missing() -> str | None:
-    """Why no ranks with CUDA devices can be run here, as a sentence; None if they can."""
+    """Why this machine cannot run ranks with CUDA devices, as a sentence; None if it can."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
@@ -34,7 +33,7 @@ def missing() -> str | None:
 
 
 def library(size: int, devices: int) -> str:
-    """What ranks talk through: nccl, or :data:`STAGED` where some of them share a GPU.
+    """The backend of the ranks: nccl, or :data:`STAGED` if some of them share a GPU.
 
     Args:
         size: number of ranks.
@@ -62,17 +61,19 @@ def register(device: str) -> None:
 
 
 class StagedGroup(DeviceGroup):
-    """A process group whose collectives go through host memory and gloo.
+    """A process group whose collectives copy tensors to host memory and use gloo.
 
     Args:
-        gloo: the group of the same ranks that serves host memory.
-        device: type of the device that it serves.
+        gloo: the gloo group of the same ranks.
+        rank: this rank.
+        size: number of ranks.
+        device: type of the device of the tensors.
     """
 
     def __init__(self, gloo: Any, rank: int, size: int, device: str) -> None:
         super().__init__(STAGED, device, gloo, rank, size)
 
-    # ---- combining ---------------------------------------------------------------------------------------------------
+    # ---- reductions --------------------------------------------------------------------------------------------------
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         (tensor,) = tensors
         host = _host(tensor)
@@ -91,7 +92,7 @@ class StagedGroup(DeviceGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
-    # ---- moving ------------------------------------------------------------------------------------------------------
+    # ---- copies ------------------------------------------------------------------------------------------------------
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         (tensor,) = tensors
         host = _host(tensor)
@@ -108,14 +109,14 @@ class StagedGroup(DeviceGroup):
         self, output: torch.Tensor, tensor: torch.Tensor, out_splits: Any, in_splits: Any, opts: Any = None
     ) -> Work:
         if out_splits or in_splits:
-            raise NotImplementedError("all_to_all: only equal splits")
+            raise NotImplementedError("all_to_all: splits have to be equal")
         received, host = torch.empty(output.shape, dtype=output.dtype), _host(tensor)
         work = self._gloo.alltoall_base(bits(received), bits(host), [], [], c10d.AllToAllOptions())
         return Work(work, lambda: output.copy_(received), (received, host))
 
     alltoall_base = all_to_all_single
 
-    # ---- one rank to another, and all of them ------------------------------------------------------------------------
+    # ---- point-to-point and barrier ----------------------------------------------------------------------------------
     def send(self, tensors: list[torch.Tensor], target: int, tag: int = 0) -> Work:
         host = _host(tensors[0])
         return Work(self._gloo.send([bits(host)], target, tag), nothing, host)
@@ -130,13 +131,13 @@ class StagedGroup(DeviceGroup):
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, also of a tensor that is there already."""
+    """A contiguous copy in host memory, also of a CPU tensor."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-# ---- What a rank returns ---------------------------------------------------------------------------------------------
+# ---- Results of ranks ------------------------------------------------------------------------------------------------
 def dumps(value: Any) -> bytes:
-    """Pickles what a rank returns, with its CUDA tensors as copies in host memory: the caller may not use the GPU."""
+    """Pickles a result, with CUDA tensors copied to host memory, since the caller may not have initialised CUDA."""
     stream = io.BytesIO()
     _OnHost(stream).dump(value)
     return stream.getvalue()

@@ -1,7 +1,7 @@
-"""The graphs that a training step becomes on XLA, checked against what the Neuron compiler and an instance can do.
+"""Checks the graphs of a training on XLA against the limits of the Neuron compiler and an instance.
 
-Everything runs on real torch_xla ranks of this machine's CPU (:mod:`neuron_accel.testing.xla_ranks`); no accelerator
-and no compiler of Neuron's is needed.
+The training runs on torch_xla ranks of this machine's CPU (:mod:`neuron_accel.testing.xla_ranks`), without an
+accelerator and without the Neuron compiler.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def check_graphs(
             assert not report.findings, report.findings
 
     Args:
-        fn, args, kwargs: as in :func:`~neuron_accel.testing.run_ranks`. It trains with an accelerator whose backend is
-            XLA (``NeuronAccelerator(backend="xla")``).
+        fn, args, kwargs: as in :func:`~neuron_accel.testing.run_ranks`. ``fn`` has to train with
+            ``NeuronAccelerator(backend="xla")``.
         n: number of ranks.
-        instance: the instance whose groups, rings and memory the graphs must fit; None to leave that unchecked.
-        lnc: physical cores in a logical one there.
-        timeout: seconds until ranks that still run are ended.
+        instance: the instance whose limits of groups, rings and memory are checked; None: not checked.
+        lnc: number of physical cores in a logical core.
+        timeout: seconds after which ranks that still run are ended.
         env: more environment variables for the ranks.
 
     Raises:
-        RanksError: if a rank raises for another reason than that its graph differs from those of others.
+        RanksError: if a rank raises an error, unless the graphs of ranks differ, which is a finding.
         UsageError: without torch_xla, or if no graph was executed.
     """
     from neuron_accel.testing.ranks import run_ranks
@@ -75,7 +75,8 @@ def _report(folder: Path, instance: str | None, lnc: int | None) -> GraphReport 
 
 @contextmanager
 def recording() -> Iterator[tuple[Path, dict[str, str]]]:
-    """A folder for graphs, which ends with the context, and the variables that make XLA ranks record them there."""
+    """A context manager that yields a temporary folder, and the environment variables with which XLA ranks record their
+    graphs in it."""
     from neuron_accel.testing.xla_ranks import flags
 
     with tempfile.TemporaryDirectory(prefix=f"neuron-accel-graphs-{os.getpid()}-", ignore_cleanup_errors=True) as name:
@@ -85,14 +86,14 @@ def recording() -> Iterator[tuple[Path, dict[str, str]]]:
 
 # ---- Scripts whose ranks are threads ---------------------------------------------------------------------------------
 def run_script(target: str, arguments: Sequence[str], module: bool = False) -> None:
-    """Runs a script as ``python`` would, in the calling thread: several ranks of one process may, at the same time.
+    """Runs a script as ``python`` would, in the calling thread. Several threads may do so at the same time.
 
-    Each has global variables of its own; ``sys.argv`` and ``sys.path`` are those of the process, and ``__main__`` is
-    that of one of them.
+    Each thread has its own global variables of the script; ``sys.argv``, ``sys.path`` and ``sys.modules["__main__"]``
+    are shared.
 
     Args:
         target: path of the script, or name of a module.
-        arguments: of the script.
+        arguments: arguments of the script.
         module: whether ``target`` is a module.
 
     Raises:
@@ -105,7 +106,7 @@ def run_script(target: str, arguments: Sequence[str], module: bool = False) -> N
     folder = os.getcwd() if module else str(path.parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    sys.modules["__main__"] = main  # dataclasses and parsers look their types up there
+    sys.modules["__main__"] = main  # dataclasses and argument parsers look up types there
     code = compile(path.read_bytes(), str(path), "exec")
     try:
         exec(code, main.__dict__)

@@ -1,13 +1,13 @@
 """Ranks with a stand-in for the native Neuron device (TorchNeuron), without Neuron hardware or its packages.
 
-Each rank is a process with a device ``neuron`` made in Python over the memory of the CPU, and a process group of that
-name over gloo, which offers what AWS documents for the real one and refuses the rest (:class:`StandIn`). So the library
-finds a native Neuron device by its own probes and takes its native code path. The stand-in shows that this code is
-right; it says nothing about the speed of the device, its memory, or what its compiler accepts.
+Each rank is a process with a device ``neuron``, implemented in Python with tensors in CPU memory, and a process group
+of that name, implemented with gloo. The process group supports what AWS documents for the real one, and raises errors
+for the rest (:class:`StandIn`). The library detects it as a native Neuron device and uses the code path for it. The
+stand-in tests this code, but not the speed or memory of the device, nor what its compiler accepts.
 
-It needs torch 2.13 or newer, for ``torch.utils.backend_registration._setup_privateuseone_for_python_backend``. What has
-to be written in C++ is missing: ``torch.Generator(device="neuron")``, streams and events, statistics of memory. Pinned
-memory is an ordinary copy. Nothing is registered by importing this module.
+It needs torch 2.13 or newer, for ``torch.utils.backend_registration._setup_privateuseone_for_python_backend``. Features
+that have to be written in C++ are missing: ``torch.Generator(device="neuron")``, streams and events, memory statistics.
+Pinned memory is an ordinary copy. Importing this module registers nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any
 from neuron_accel.errors import ConfigurationError, UsageError
 
 OPTIONS = "NEURON_ACCEL_STAND_IN"
-"""Environment variable of a rank: which :class:`StandIn` it has, as :meth:`StandIn.environ` writes it."""
+"""Environment variable with the options of the :class:`StandIn` of a rank."""
 
 _PACKAGE = "torch_neuronx"
 _VERSION = "2.13.3.0.stand.in"
 _METADATA = f"Metadata-Version: 2.1\nName: torch-neuronx\nVersion: {_VERSION}\n"
-_SOURCE = '''"""Stands for the native Neuron device; see neuron_accel.testing.native_ranks."""
+_SOURCE = '''"""A stand-in for the native Neuron device; see neuron_accel.testing.native_ranks."""
 
 
 def _autoload():
@@ -42,42 +42,48 @@ _ENTRY_POINTS = "[torch.backends]\ntorch_neuronx = torch_neuronx:_autoload\n"
 
 @dataclass(frozen=True, kw_only=True)
 class StandIn:
-    """What the device of a rank can do beyond what is always there.
+    """Optional features of the device of a rank.
 
     Args:
-        send_receive: whether ranks can send to a single rank, which AWS's release notes announce and its public
-            sources of April 2026 lack.
-        integers: whether integers and booleans are combined, in float32 (exact to 2**24); False for the compilers that
-            refuse it.
+        send_receive: whether point-to-point communication is supported. AWS's release notes announce it; the public
+            sources of April 2026 do not contain it.
+        integers: whether integers and booleans can be reduced, in float32 (exact up to 2**24); False for compilers that
+            reject it.
+
+    Raises:
+        ConfigurationError: in :meth:`of`, for an unknown option.
     """
 
     send_receive: bool = False
     integers: bool = True
 
     def environ(self) -> dict[str, str]:
+        """The options as an environment variable."""
         return {OPTIONS: ",".join(name for name, value in vars(self).items() if value)}
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> StandIn:
+        """Reads the options from the environment."""
         names = [name for name in environ.get(OPTIONS, "integers").split(",") if name]
         unknown = set(names) - set(cls.__dataclass_fields__)
         if unknown:
             raise ConfigurationError(
-                f"{OPTIONS} names {', '.join(sorted(unknown))}.", fix=f"use {', '.join(cls.__dataclass_fields__)}"
+                f"{OPTIONS} contains unknown options: {', '.join(sorted(unknown))}.",
+                fix=f"use {', '.join(cls.__dataclass_fields__)}",
             )
         return cls(**{name: name in names for name in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What the device of this rank has done so far.
+    """The operations of the device of this rank so far.
 
     Args:
-        collectives: how many, by kind (``"all_reduce"``, ``"send"``, ...), those on tensors.
-        collective_shapes: different ones among them, by kind, shape, dtype and number of ranks; the real device
-            compiles each of them once.
-        integers_combined: collectives that added or compared integers or booleans in float32.
-        kernels: different operations, by shapes and dtypes, likewise.
+        collectives: number of collectives on tensors, by kind (``"all_reduce"``, ``"send"``, ...).
+        collective_shapes: number of different ones, by kind, shape, dtype and number of ranks; the real device compiles
+            each once.
+        integers_combined: number of collectives that reduced integers or booleans in float32.
+        kernels: number of different operations, by shapes and dtypes; the real device compiles each once.
     """
 
     collectives: Mapping[str, int]
@@ -87,7 +93,7 @@ class Counts:
 
 
 def counts() -> Counts:
-    """Of this rank.
+    """Returns the counts of this rank.
 
     Raises:
         UsageError: in a process without the stand-in.
@@ -110,10 +116,10 @@ def counts() -> Counts:
 
 
 def register(stand_in: StandIn | None = None) -> None:
-    """Gives this process the device and the process group. It cannot be taken back.
+    """Registers the device and the process group in this process. They cannot be removed.
 
     Args:
-        stand_in: what it can do; by default what the environment says.
+        stand_in: the options; None: those of the environment.
 
     Raises:
         UsageError: if torch is too old, or the process has another device of this kind.
@@ -125,13 +131,13 @@ def register(stand_in: StandIn | None = None) -> None:
 
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         raise UsageError(
-            f"torch {torch.__version__} cannot have a device that is made in Python.",
+            f"torch {torch.__version__} does not support a device implemented in Python.",
             where="neuron_accel.testing.native_ranks",
             fix="use torch 2.13 or newer for ranks of the stand-in for the native Neuron device",
         )
     if hasattr(torch, "neuron"):
         raise UsageError(
-            "This process has a device 'neuron' already.", fix="use the stand-in where there is no real one"
+            "This process has a device 'neuron' already.", fix="use the stand-in on a machine without a real one"
         )
     stand_in = stand_in or StandIn.of(os.environ)
     from neuron_accel.testing import _native_device, _native_group
@@ -141,18 +147,18 @@ def register(stand_in: StandIn | None = None) -> None:
     libraries = _native_device.install(runtime)
     _native_group.install(rules)
     module: Any = torch.get_device_module(_native_device.NAME)
-    module.stand_in, module.libraries = rules, libraries  # as long as the process has the device
+    module.stand_in, module.libraries = rules, libraries  # kept alive with the process
 
 
 def _registered() -> Any:
-    """The rules of this process' device, if it is a stand-in."""
+    """The rules of the device of this process; None if it is not a stand-in."""
     torch = sys.modules.get("torch")
     return getattr(getattr(torch, "neuron", None), "stand_in", None)
 
 
 def write_package(folder: Path) -> None:
-    """Writes a package ``torch_neuronx`` with its metadata, found by whatever looks for the native one. A process with
-    ``folder`` on its PYTHONPATH has the device once it imports torch."""
+    """Writes a package ``torch_neuronx`` with its metadata to ``folder``. A process with ``folder`` on its PYTHONPATH
+    has the device when it has imported torch."""
     package, info = folder / _PACKAGE, folder / f"{_PACKAGE}-{_VERSION}.dist-info"
     package.mkdir(parents=True)
     info.mkdir()
@@ -162,14 +168,14 @@ def write_package(folder: Path) -> None:
 
 
 def enter(folder: Path) -> None:
-    """Makes this process, which has imported torch already, one with the stand-in.
+    """Registers the stand-in in this process, which has imported torch already.
 
     Args:
-        folder: where :func:`write_package` wrote.
+        folder: the folder of :func:`write_package`.
     """
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     register()
     imports = sys.modules.get("accelerate.utils.imports")
-    if imports is not None:  # it has looked before this process was forked, and remembers
+    if imports is not None:  # it has cached the result from before the fork
         imports.is_neuron_available.cache_clear()

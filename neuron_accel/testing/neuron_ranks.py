@@ -1,11 +1,10 @@
-"""Runs a function, or a launcher, on ranks of an emulated Trainium instance: one process for each Neuron core.
+"""Runs a function, or a launcher, on ranks of an emulated Trainium instance, with one process per Neuron core.
 
-What is Neuron's own is torch_xla's part of it: the plugin is loaded as Neuron's is, cores are assigned to processes by
-the same code, ranks meet through the same variables. Behind it are XLA's CPU (package ``xla-cpu-pjrt``) and a plugin
-that is built with the C compiler when it is first needed. Programs go into a compile cache as the compiler's wrapper
-lays it out, and are executed by one process for all ranks, so that their collectives have values. There is no
-compiler for the device and no device: nothing here says whether a program compiles for it, how fast it is, or whether
-its memory suffices.
+The parts of torch_xla for Neuron are the real ones: they load the plugin, assign cores to processes, and connect ranks
+through the same environment variables. The plugin is compiled with the C compiler when it is first needed, and uses
+XLA's CPU backend (package ``xla-cpu-pjrt``). Programs are written to a compile cache with the layout of the Neuron
+compiler's wrapper, and one process executes them for all ranks, including collectives. Without the compiler and the
+device, this does not test whether a program compiles for the device, its speed, or its memory use.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from neuron_accel.testing.xla_ranks import QUICK_FLAGS, XlaTask, run_forked
 
 _SOURCES = Path(__file__).with_name("emulation")
 _CORES_OF_A_CHIP = 2
-_QUICK_FLAGS = {**QUICK_FLAGS, "--xla_cpu_use_fusion_emitters": "false"}  # which take most of the time of compiling
+_QUICK_FLAGS = {**QUICK_FLAGS, "--xla_cpu_use_fusion_emitters": "false"}  # it takes most of the compilation time
 _STUB = """\
 def configure_environment():
     pass
@@ -56,7 +55,7 @@ cat "{path}"
 
 
 def missing() -> str | None:
-    """What this machine lacks for an emulated device, as a sentence; None if it has everything."""
+    """Why this machine cannot emulate a Neuron device, as a sentence; None if it can."""
     if not sys.platform.startswith("linux"):
         return "an emulated Neuron device needs Linux"
     if not Machine().torch_xla:
@@ -70,12 +69,12 @@ def missing() -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """One program that a rank came to compile.
+    """A program that a rank requested to compile.
 
     Args:
-        outcome: "collected" by a trial, "found" in the cache, or "compiled" because the cache did not have it.
+        outcome: "collected" in a run that only collects programs, "found" in the cache, or "compiled".
         rank: the rank.
-        module: its name in the cache.
+        module: name of the program in the cache.
     """
 
     outcome: str
@@ -85,13 +84,13 @@ class Compilation:
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedInstance:
-    """A machine with Neuron cores that are emulated. Made by :func:`emulated_instance`.
+    """An emulated machine with Neuron cores, created by :func:`emulated_instance`.
 
     Args:
-        folder: its files: devices below ``dev``, commands in ``bin``, the compile cache in ``cache``.
-        cores: number of Neuron cores; a rank takes one.
-        environ: environment variables of this process with those for processes on it. A launcher
-            (``neuron-accel launch``, ``torchrun``) finds the cores with them, and ``neuron_parallel_compile`` on the
+        folder: its files: devices in ``dev``, commands in ``bin``, the compile cache in ``cache``.
+        cores: number of Neuron cores; each rank uses one.
+        environ: the environment of this process with the variables for processes on the machine added. With it a
+            launcher (``neuron-accel launch``, ``torchrun``) finds the cores, and ``neuron_parallel_compile`` is on the
             PATH.
     """
 
@@ -101,7 +100,7 @@ class EmulatedInstance:
 
     @property
     def cache(self) -> Path:
-        """The compile cache of runs that name no other."""
+        """The compile cache of runs that do not set another one."""
         return self.folder / "cache"
 
     def run(
@@ -115,15 +114,15 @@ class EmulatedInstance:
         trial: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
-        """Calls ``fn(*args, **kwargs)`` on ``n`` ranks and returns what they returned, by rank.
+        """Calls ``fn(*args, **kwargs)`` on ``n`` ranks and returns the results by rank.
 
-        Each is a process with one core, started as torchrun starts one. ``torch.distributed`` is left to ``fn``, which
-        ``NeuronAccelerator()`` initialises.
+        Each rank is a process with one core and the environment of a rank of torchrun. ``torch.distributed`` is not
+        initialised; ``NeuronAccelerator()`` does that.
 
         Args:
             fn, n, args, kwargs, timeout, grace, env: as for :func:`neuron_accel.testing.run_ranks`.
-            trial: only collect programs, as under ``neuron_parallel_compile``: all results are zero. A rank that ends
-                with ``SystemExit(0)``, as a trial does, returns None.
+            trial: whether to only collect programs, as with ``neuron_parallel_compile``; all results are zero. A rank
+                that ends with ``SystemExit(0)``, as such a run does, returns None.
 
         Raises:
             RanksError: if a rank raises, ends early, or runs out of time.
@@ -145,17 +144,17 @@ class EmulatedInstance:
 
     @property
     def compilations(self) -> list[Compilation]:
-        """Every program that ranks came to compile since the machine was made, in order."""
+        """Every program that ranks have requested to compile on this machine, in order."""
         path = self.folder / "compilations"
         lines = path.read_text().splitlines() if path.exists() else []
         return [Compilation(outcome=o, rank=int(r), module=m) for o, r, m in map(str.split, lines)]
 
     def graphs(self, rank: int) -> list[Path]:
-        """Files of the programs that a rank compiled, each a serialized HloModuleProto, in order; the latest run's."""
+        """Files with the programs that a rank compiled in the last run, in order, as serialized HloModuleProtos."""
         return sorted((self.folder / "graphs").glob(f"rank{rank}_*.hlo"))
 
     def forget_graphs(self) -> None:
-        """Empties what :meth:`graphs` shows."""
+        """Deletes the files of :meth:`graphs`."""
         for path in (self.folder / "graphs").iterdir():
             path.unlink()
 
@@ -165,12 +164,12 @@ _TRIAL = {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}
 
 @contextmanager
 def emulated_instance(instance: str | None = None, *, cores: int = 8) -> Iterator[EmulatedInstance]:
-    """An emulated machine, in a temporary folder that only this user may read and that ends with the context.
+    """A context manager that yields an emulated machine, in a temporary folder that only this user can read.
 
     Args:
-        instance: the type that it says it is, such as "trn1.2xlarge", which has its number of cores; None for one that
-            says nothing.
-        cores: number of cores of one that says nothing.
+        instance: the instance type, such as "trn1.2xlarge", which determines the number of cores; None: the machine has
+            no product name.
+        cores: number of cores of a machine without an instance type.
 
     Raises:
         UsageError: if this machine lacks something, see :func:`missing`.
@@ -178,7 +177,7 @@ def emulated_instance(instance: str | None = None, *, cores: int = 8) -> Iterato
     """
     lacks = missing()
     if lacks:
-        raise UsageError(f"There is no emulated Neuron device here: {lacks}.")
+        raise UsageError(f"A Neuron device cannot be emulated on this machine: {lacks}.")
     if instance is not None:
         cores = find_instance(instance).cores()
     built = build()
@@ -235,7 +234,7 @@ def _environment(folder: Path, cores: int, built: _Built) -> dict[str, str]:
         "NEURON_ACCEL_EMULATED_CORES": str(cores),
         "NEURON_ACCEL_EMULATED_GRAPHS": str(folder / "graphs"),
         "XLA_FLAGS": " ".join([flags, *(f"{k}={v}" for k, v in _QUICK_FLAGS.items() if k not in flags)]).strip(),
-        "NPROC": "64",  # every rank of a collective blocks a thread of XLA's
+        "NPROC": "64",  # every rank of a collective blocks a thread of XLA
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -244,7 +243,7 @@ def _environment(folder: Path, cores: int, built: _Built) -> dict[str, str]:
 
 
 def _ranks_environment(size: int) -> dict[str, str]:
-    """What torchrun says to all ranks; a rank adds its number."""
+    """The environment variables of torchrun that all ranks have in common."""
     return {
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
@@ -264,10 +263,10 @@ class _Built:
 
 
 def build() -> _Built:
-    """The plugin and its broker, built unless a build of the same sources is there. Safe beside other builders.
+    """Compiles the plugin and its broker, unless they were compiled from the same sources before. Safe in parallel.
 
     Raises:
-        UsageError: if the compiler refuses.
+        UsageError: if compilation fails.
     """
     plugin = _plugin()
     compiler = _compiler()
@@ -286,13 +285,13 @@ def build() -> _Built:
             common = [*compiler, "-O1", f"-I{include}"]
             _compile([*common, "-shared", "-fPIC", _SOURCES / "device.c", "-o", temporary / "device.so"])
             _compile([*common, _SOURCES / "broker.c", "-o", temporary / "broker"])
-            with contextlib.suppress(OSError):  # another builder was first
+            with contextlib.suppress(OSError):  # another process was faster
                 temporary.rename(folder)
     return built
 
 
 def _build_folder() -> Path:
-    """Where builds are kept. Programs are executed from there, so no other user may write to it."""
+    """The folder of compiled files. They are executed, so no other user may have write permission."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     for folder in (Path(home, "neuron_accel"), Path(tempfile.gettempdir(), f"neuron_accel-{os.getuid()}")):
         with contextlib.suppress(OSError):
@@ -301,7 +300,8 @@ def _build_folder() -> Path:
             if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK):
                 return folder
     raise UsageError(
-        "There is no folder to build the emulated Neuron device in.", fix="set XDG_CACHE_HOME to a folder of your own"
+        "There is no folder for the compiled emulation of a Neuron device.",
+        fix="set XDG_CACHE_HOME to a folder that you own",
     )
 
 
@@ -311,7 +311,7 @@ def _compile(command: list[str | Path]) -> None:
         raise UsageError(
             f"The emulated Neuron device cannot be built: {result.stderr.strip()[-2000:]}",
             where=" ".join(map(str, command)),
-            fix="install a C compiler with its headers, or name another one in CC",
+            fix="install a C compiler with its headers, or set CC to another one",
         )
 
 
@@ -324,7 +324,7 @@ def _compiler() -> list[str] | None:
 
 
 def _plugin() -> Path | None:
-    """XLA's CPU plugin, which comes with its header."""
+    """Path of XLA's CPU plugin, if it is installed with its header."""
     with contextlib.suppress(ModuleNotFoundError, ValueError):
         spec = importlib.util.find_spec("xla_plugins.xla_cpu_pjrt")
         for folder in (spec.submodule_search_locations or ()) if spec else ():

@@ -1,8 +1,8 @@
-"""Does a composition of plugins train like one process?
+"""Compares training with plugins on several ranks to training in one process.
 
-The reference is a plain PyTorch loop in one process that knows nothing of this project. The same model, built from the
-same seed, is trained on several ranks through ``NeuronAccelerator`` on the same global batches, and losses, gradient
-norms, gradients and weights are compared.
+The reference is a plain PyTorch loop in one process, without this library. The same model, built with the same seed, is
+trained on several ranks through ``NeuronAccelerator`` on the same global batches, and losses, gradient norms, gradients
+and weights are compared.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How to train.
+    """Options of a training.
 
     Args:
-        optimizer: ``optimizer(parameters)`` makes the optimizer.
-        accumulation: micro-batches per optimizer step.
-        max_norm: gradients are clipped to this norm; None: not at all.
-        prepare_model: called on the model before training, for gradient checkpointing and the like.
+        optimizer: ``optimizer(parameters)`` creates the optimizer; AdamW by default.
+        accumulation: number of micro-batches per optimizer step.
+        max_norm: norm to which gradients are clipped; None: no clipping.
+        prepare_model: called with the model before training, for example to freeze parameters.
     """
 
     optimizer: Callable[[Any], torch.optim.Optimizer] = field(default_factory=lambda: _adamw)
@@ -47,20 +47,20 @@ class Training:
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
-    # A key's bias has no gradient in exact arithmetic (softmax does not see it). With Adam's usual epsilon of 1e-8 the
-    # rounding noise that is there instead would be blown up to full updates, and differ between any two runs.
+    # The gradient of a key's bias is zero in exact arithmetic, since softmax is invariant to it. With Adam's default
+    # epsilon of 1e-8 its rounding errors would become full updates, which differ between any two runs.
     return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6, weight_decay=0.01)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a training did.
+    """The results of a training.
 
     Args:
-        losses: of each micro-batch, over the whole of it.
-        norms: of the gradients of each step before clipping; empty without clipping.
-        gradients: of the last step, by FQN, in original shapes.
-        weights: at the end, by name in the state dict.
+        losses: loss of each global micro-batch.
+        norms: gradient norm of each step before clipping; empty without clipping.
+        gradients: gradients of the last step, by FQN, in original shapes.
+        weights: the state dict at the end.
     """
 
     losses: list[float]
@@ -75,10 +75,16 @@ def train_alone(
     training: Training,
     reference: Callable[[nn.Module], nn.Module] | None = None,
 ) -> Trace:
-    """Trains in this process with nothing but PyTorch.
+    """Trains in this process with PyTorch only.
 
     Args:
-        reference: makes of the built model what one process would train, where plugins change the model's function.
+        model_fn: builds the model, after seeding.
+        batches: keyword arguments of the model's forward, one mapping per micro-batch.
+        training: options of the training.
+        reference: turns the built model into the one to train, for plugins that change the function of a model.
+
+    Returns:
+        the results.
     """
     torch.manual_seed(0)
     model = model_fn()
@@ -114,10 +120,15 @@ def train_on_rank(
     """Trains on this rank through ``NeuronAccelerator(config=config, plugins=plugins)``, from a prepared loader.
 
     Args:
-        gradients: whether to gather those of the last step, too.
+        model_fn: builds the model, after seeding.
+        batches: global micro-batches, as for :func:`train_alone`.
+        config: configuration of the accelerator.
+        training: options of the training.
+        plugins: plugins of the accelerator.
+        gradients: whether to gather the gradients of the last step.
 
     Returns:
-        The trace on rank 0, None elsewhere.
+        the results on rank 0, None on the others.
     """
     from neuron_accel import NeuronAccelerator
     from neuron_accel.testing.xla_ranks import one_at_a_time
@@ -139,7 +150,9 @@ def train_on_rank(
         with accelerator.accumulate(model):
             loss = loss_of(model(**batch))
             accelerator.backward(loss)
-            losses.append(accelerator.reduce(loss.detach(), "mean"))  # read at the end: a lazy device need not stop
+            losses.append(
+                accelerator.reduce(loss.detach(), "mean")
+            )  # read at the end, so that a lazy device is not interrupted
             if accelerator.sync_gradients:
                 if training.max_norm is not None:
                     norms.append(accelerator.clip_grad_norm_(model.parameters(), training.max_norm))
@@ -154,7 +167,7 @@ def train_on_rank(
 
 
 def loader_of(batches: Sequence[Batch], data_parallel_size: int) -> torch.utils.data.DataLoader:
-    """A loader that, prepared, gives each data-parallel rank its shard of each of the global ``batches``.
+    """Returns a loader that, when prepared, yields each data-parallel rank's shard of the global ``batches``.
 
     Raises:
         UsageError: if the batches have different sizes, or a size that is not a multiple of the number of ranks.
@@ -162,16 +175,17 @@ def loader_of(batches: Sequence[Batch], data_parallel_size: int) -> torch.utils.
     sizes = {len(value) for batch in batches for value in batch.values()}
     if len(sizes) != 1 or max(sizes) % data_parallel_size:
         raise UsageError(
-            f"Batches of {', '.join(map(str, sorted(sizes)))} samples cannot be shared by {data_parallel_size} ranks.",
-            why="every rank gets the same number of samples of each batch",
-            fix="give batches of one size that is a multiple of the number of data-parallel ranks",
+            f"Batches of {', '.join(map(str, sorted(sizes)))} samples cannot be sharded over {data_parallel_size} "
+            "ranks.",
+            why="every rank receives the same number of samples of each batch",
+            fix="pass batches of equal size, a multiple of the number of data-parallel ranks",
         )
     rows = [{name: value[i] for name, value in batch.items()} for batch in batches for i in range(max(sizes))]
     return torch.utils.data.DataLoader(rows, batch_size=max(sizes) // data_parallel_size)  # type: ignore[arg-type]
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in what a model returned."""
+    """The loss in the output of a model: a tensor, or ``loss`` of a mapping or object."""
     if isinstance(output, torch.Tensor):
         return output
     return output["loss"] if isinstance(output, Mapping) else output.loss
@@ -179,12 +193,12 @@ def loss_of(output: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far a trace may be from the reference.
+    """Tolerances of a comparison with the reference.
 
     Args:
-        loss: relative, for each loss.
-        norm: relative, for each gradient norm.
-        gradient, weight: of each tensor, relative to its largest entry.
+        loss: relative error of each loss.
+        norm: relative error of each gradient norm.
+        gradient, weight: largest absolute error in a tensor, relative to its largest absolute entry.
     """
 
     loss: float = 1e-5
@@ -194,7 +208,16 @@ class Tolerance:
 
 
 def compare(reference: Trace, trace: Trace, tolerance: Tolerance | None = None) -> None:
-    """Raises AssertionError naming everything in which ``trace`` is too far from ``reference``."""
+    """Compares the results of a training with the reference.
+
+    Args:
+        reference: the expected results.
+        trace: the results.
+        tolerance: tolerances; by default those of fp32 rounding.
+
+    Raises:
+        AssertionError: with all differences that exceed the tolerance.
+    """
     tolerance = tolerance or Tolerance()
     wrong = []
     for name, limit in (("losses", tolerance.loss), ("norms", tolerance.norm)):
@@ -207,7 +230,7 @@ def compare(reference: Trace, trace: Trace, tolerance: Tolerance | None = None) 
     for name, limit in (("gradients", tolerance.gradient), ("weights", tolerance.weight)):
         wrong += _compare_tensors(name, getattr(reference, name), getattr(trace, name), limit)
     if wrong:
-        raise AssertionError("not like one process:\n  " + "\n  ".join(wrong))
+        raise AssertionError("differs from training in one process:\n  " + "\n  ".join(wrong))
     _logger.debug("like one process", extra={"equal": True})
 
 
@@ -240,25 +263,25 @@ def assert_parallel_equivalence(
     reference: Callable[[nn.Module], nn.Module] | None = None,
     timeout: float = 60,
 ) -> None:
-    """Trains ``model_fn()`` in one process and on ``ranks`` ranks with ``plugins``, and compares.
+    """Trains ``model_fn()`` in one process, and on ``ranks`` ranks with ``plugins``, and compares the results.
 
     Args:
-        model_fn: importable function that builds the model; called after seeding, it must not seed by itself.
-        batches: keyword arguments of the model's forward, one mapping for each micro-batch (or a single one, which is
-            trained on three times), whose first dim is divided over data-parallel ranks. The model returns a loss, or
-            something with ``loss`` that is its mean over samples.
-        plugins: as under ``plugins`` in a configuration: names, or ``{name: options}``; or plugin objects.
-        ranks: number of ranks; by default what the axes of ``plugins`` multiply to, at least 2.
-        training: how to train; AdamW by default.
-        tolerance: how exact; by default what fp32 rounding allows.
-        backend: the kind of ranks, as :func:`run_ranks` names them. On ``"xla"`` gradients are compared by their norms
-            and by what they do to the weights.
-        reference: importable function that makes of the built model what one process would train, where plugins change
-            the model's function or what is trained (adapters); its FQNs are those of the parallel run.
-        timeout: seconds, for each of the two trainings.
+        model_fn: importable function that builds the model. It is called after seeding, and must not seed itself.
+        batches: keyword arguments of the model's forward, one mapping of tensors per micro-batch (or a single mapping,
+            which is used for three steps). Their first dim is sharded over data-parallel ranks. The model has to return
+            the mean loss over samples, 0-dim, or an object or mapping with ``loss``.
+        plugins: plugin objects, or as in a configuration: names, or ``{name: options}``.
+        ranks: number of ranks; None: the product of the degrees of the axes of ``plugins``, at least 2.
+        training: options of the training; None: three or more steps with AdamW.
+        tolerance: tolerances; None: those of fp32 rounding.
+        backend: the kind of ranks, as in :func:`run_ranks`. On ``"xla"`` gradients are not compared, but their norms
+            and the weights are.
+        reference: importable function that turns the built model into the one that one process trains, for plugins that
+            change the function of the model or its trainable parameters (adapters), with the FQNs of the parallel run.
+        timeout: time limit of each of the two trainings, in seconds.
 
     Raises:
-        AssertionError: naming what differs.
+        AssertionError: with all differences.
         RanksError: if a rank fails.
     """
     training = training or Training()
@@ -284,18 +307,18 @@ def assert_parallel_equivalence(
 
 
 def split_plugins(plugins: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Plugin objects, and what belongs into a configuration."""
+    """Splits plugins into plugin objects, and names or mappings for a configuration."""
     objects = [plugin for plugin in plugins if isinstance(plugin, StrategyPlugin)]
     return objects, [plugin for plugin in plugins if not isinstance(plugin, StrategyPlugin)]
 
 
 def smallest_world(plugins: Sequence[Any]) -> int:
-    """The product of the degrees of all axes that ``plugins`` bring, companions included; 2 where they bring none."""
+    """The product of the degrees of the axes of ``plugins`` and their companions, at least 2."""
     objects, named = split_plugins(plugins)
     objects += load_config({"plugins": named}).plugins
     return max(math.prod(axis.degree for plugin in objects for axis in axes_of(plugin)), 2)
 
 
 def axes_of(plugin: StrategyPlugin) -> list[AxisSpec]:
-    """The axes that a plugin and its companions bring."""
+    """The axes of a plugin and its companions."""
     return [*plugin.axes(), *(axis for companion in plugin.companions() for axis in axes_of(companion))]

@@ -1,4 +1,4 @@
-"""How ranks fail, and how that is reported."""
+"""The exceptions of ranks that fail."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from neuron_accel.errors import CommunicationError
 
 
 class RankExit(Exception):
-    """A rank ended (``os._exit``, a signal, the kernel) before it returned or raised.
+    """A rank ended before the function returned or raised, by ``os._exit`` or a signal.
 
     Args:
-        code: its exit code; negative for the number of the signal that ended it.
+        code: its exit code; minus the number of the signal if one ended it.
     """
 
     def __init__(self, code: int | None) -> None:
@@ -26,18 +26,18 @@ class RankExit(Exception):
 
 
 class RankTimeout(Exception):
-    """A rank was still running when its time was over, and was ended."""
+    """A rank was still running at its time limit, and was ended."""
 
 
 class RanksError(Exception):
     """At least one rank failed.
 
     Attributes:
-        errors: the exception of each rank that failed, by rank. ``__cause__`` is the one that came first, where the
-            failures that merely follow from another's (a lost connection) count last.
+        errors: the exception of each rank that failed, by rank. ``__cause__`` is the first one; consequences of other
+            failures, such as a lost connection, come after all others.
         tracebacks: the text of their tracebacks, or of the stacks of ranks that ran out of time, by rank. The message
-            has those that say something new.
-        outputs: the end of what each rank wrote to stdout and stderr, by rank; ranks that wrote nothing are absent.
+            contains those that differ.
+        outputs: the end of the stdout and stderr of each rank, by rank; without ranks that wrote nothing.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class RanksError(Exception):
         return "\n".join(lines)
 
     def _follows(self, rank: int, first: int) -> bool:
-        """Whether a rank's traceback would say nothing new: it raised the same, or lost the one that failed first."""
+        """Whether a rank raised the same exception as the first one, or one that is a consequence of it."""
         error = self.errors[rank]
-        if isinstance(error, RankTimeout):  # its traceback shows what it waits for
+        if isinstance(error, RankTimeout):  # its stack shows where it waits
             return False
         return _is_consequence(error) or _name(error) == _name(self.errors[first])
 
@@ -74,7 +74,7 @@ _HARNESS = ("_rank.py", "_xla_process.py", "_neuron_process.py")
 
 
 def _without_harness(text: str) -> str:
-    """A traceback without the frames of this package's own machinery around the call, and without underlining."""
+    """A traceback without the frames of this package around the call, and without lines of carets."""
     folder = os.path.dirname(os.path.abspath(__file__))
     harness = tuple(f'  File "{os.path.join(folder, name)}"' for name in _HARNESS)
     kept, skipping = [], False

@@ -1,8 +1,8 @@
 """Runs a function on several ranks of this machine, for tests.
 
-Ranks are forked from one warm process that has torch, Accelerate and transformers imported already and nothing else
-done, so that a case costs a fraction of a second rather than the seconds that those imports take. That process is
-started at the first call and ends with the caller's.
+Ranks are forked from a process that has imported torch, Accelerate and transformers, so that a call takes a fraction of
+a second instead of the seconds that these imports take. That process is started at the first call and ends with the
+caller.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ NATIVE = {
     "native": native_ranks.StandIn(),
     "native-p2p": native_ranks.StandIn(send_receive=True),
 }
-"""Names of backends with a stand-in for the native Neuron device."""
+"""Backends with a stand-in for the native Neuron device, and its options."""
 
 _logger = logging.getLogger(__name__)
 
-_TAIL = 20_000  # characters of a rank's output that an error carries
+_TAIL = 20_000  # number of characters of a rank's output in an error
 
 
 def run_ranks(
@@ -47,21 +47,22 @@ def run_ranks(
     full_exit: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
-    """Calls ``fn(*args, **kwargs)`` on ``n`` ranks and returns what they returned, by rank.
+    """Calls ``fn(*args, **kwargs)`` on ``n`` ranks and returns the results by rank.
 
-    Each rank is a process of its own on the CPU with one thread, with torch.distributed initialised and the environment
-    that torchrun would give it (RANK, WORLD_SIZE, ...; no server listens on MASTER_PORT) on top of the caller's. What
-    ranks print is printed by the caller after success and is part of the error otherwise. No process, file or socket is
-    left behind, also when the caller is interrupted or killed.
+    Each rank is a process on the CPU with one thread, with torch.distributed initialised, and with the environment of
+    the caller and of torchrun (RANK, WORLD_SIZE, ...; no server listens on MASTER_PORT). The caller prints the output
+    of ranks if they succeed; otherwise it is part of the error. No process, file or socket is left behind, also if the
+    caller is interrupted or killed.
 
     Args:
-        fn: a function of a module (not a lambda or a closure: ranks import it by name). One of a script will do, if the
-            script calls ``run_ranks`` under ``if __name__ == "__main__":``; one of a notebook or a prompt will not.
+        fn: a function of a module (not a lambda or a closure, since ranks import it by name). It may be in a script
+            that calls ``run_ranks`` under ``if __name__ == "__main__":``, but not in a notebook or an interactive
+            session.
         n: number of ranks, 1 or more.
-        args, kwargs: what ``fn`` is called with; picklable, as is what it returns. Ranks get copies.
-        timeout: seconds until ranks that still run are ended.
-        grace: seconds that the other ranks have to end on their own once one has failed.
-        env: more environment variables for the ranks.
+        args, kwargs: arguments of ``fn``, which ranks receive as copies. They and the results must be picklable.
+        timeout: seconds after which ranks that still run are ended.
+        grace: seconds after the first failure until the other ranks are ended.
+        env: additional environment variables for the ranks.
         backend: ``"gloo"``; None for ranks without a process group; ``"native"`` for ranks with a stand-in for the
             native Neuron device, ``"native-p2p"`` for one that can send and receive (see
             :mod:`neuron_accel.testing.native_ranks`); ``"xla"`` for ranks of torch_xla on the CPU, which are threads of
@@ -69,9 +70,9 @@ def run_ranks(
             GPUs, which they share if they are more (see :mod:`neuron_accel.testing.cuda_ranks`);
             ``"neuron"`` for ranks of torch_xla on an emulated Neuron device, which are processes without a process
             group (see :mod:`neuron_accel.testing.neuron_ranks`).
-        full_exit: ranks end as an interpreter does (threads waited for, ``atexit``, finalisation), and one that does
-            not end by itself within ``grace`` seconds, or not with exit code 0, has failed. Only for gloo, the
-            native stand-in and None.
+        full_exit: whether ranks end as the interpreter does (waiting for threads, ``atexit``, finalisation); a rank
+            that does not end within ``grace`` seconds, or not with exit code 0, has failed. Only for gloo, the native
+            stand-in and None.
 
     Raises:
         RanksError: if a rank raises, ends early, or runs out of time.
@@ -81,7 +82,7 @@ def run_ranks(
         raise UsageError(
             "run_ranks was called while a rank imports the script that calls it.",
             where=getattr(sys.modules["__main__"], "__file__", None),
-            why="ranks import the script to find its functions, and would start ranks without end",
+            why="ranks import the script to find its functions, and would start further ranks",
             fix='put the call under `if __name__ == "__main__":`',
         )
     call = pickle_call(fn, args, kwargs)
@@ -103,7 +104,7 @@ def run_ranks(
         _check_cuda()
     if backend not in ("gloo", "cuda", None, *NATIVE):
         raise UsageError(
-            f"run_ranks knows no backend {backend!r}.",
+            f"{backend!r} is not a backend of run_ranks.",
             fix='use "gloo", "native", "native-p2p", "cuda", "xla", "neuron", or None for no process group',
         )
     with tempfile.TemporaryDirectory(prefix=f"neuron-accel-ranks-{os.getpid()}-", ignore_cleanup_errors=True) as folder:
@@ -161,7 +162,8 @@ class _Ranks:
         return [r for r in range(len(self.tasks)) if r not in self.results and r not in self.errors]
 
     def collect(self, timeout: float, grace: float) -> None:
-        """Takes reports until every rank has one, time is over, or grace after the first failure is."""
+        """Receives reports until every rank has sent one, the time limit, or ``grace`` seconds after the first
+        failure."""
         deadline, reason = time.monotonic() + timeout, f"still running after {timeout:g} s"
         failed = False
         while self.running:
@@ -189,8 +191,8 @@ class _Ranks:
             self.processes[rank].join(5)
             self.errors[rank] = RankExit(self.processes[rank].exitcode)
             return
-        except Exception as error:  # a result that only the rank can unpickle
-            value, text = error, f"rank {rank} returned what cannot be unpickled here: {error!r}"
+        except Exception as error:  # a result that cannot be unpickled in this process
+            value, text = error, f"the result of rank {rank} cannot be unpickled: {error!r}"
         if text is None:
             self.results[rank] = value
         else:
@@ -199,9 +201,9 @@ class _Ranks:
     def _begin(self, rank: int) -> None:
         self.ready.add(rank)
         if len(self.ready) == len(self.tasks):
-            self._tell_all()
+            self._send_go()
 
-    def _tell_all(self) -> None:
+    def _send_go(self) -> None:
         for connection in self.connections:
             with contextlib.suppress(OSError):
                 connection.send_bytes(_rank.GO)
@@ -211,17 +213,17 @@ class _Ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, _rank.STACK_SIGNAL)
         for rank in self.running:
-            self.tracebacks[rank] = _settled_text(self.tasks[rank].stack)
+            self.tracebacks[rank] = _read_stack(self.tasks[rank].stack)
             self.errors[rank] = RankTimeout(reason)
 
     def finish(self, grace: float | None = None) -> list[Any]:
-        """The results, or the error; with ``grace`` also that of ranks that do not end by themselves that soon."""
+        """Returns the results, or raises the error; with ``grace`` also if ranks do not end within that time."""
         outputs = {task.rank: text for task in self.tasks if (text := _read(task.output))}
         if self.errors:
             raise RanksError(len(self.tasks), self.errors, self.tracebacks, outputs)
         for rank, text in outputs.items():
             sys.stdout.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
-        self._tell_all()
+        self._send_go()
         for process in self.processes:
             process.join(10 if grace is None else grace)
         if grace is not None:
@@ -233,10 +235,10 @@ class _Ranks:
             if process.exitcode is None:
                 try:
                     os.kill(process.pid, _rank.STACK_SIGNAL)
-                except ProcessLookupError:  # it has ended since it was asked
+                except ProcessLookupError:  # it has ended in the meantime
                     process.join(grace)
                     continue
-                self.tracebacks[rank] = _settled_text(self.tasks[rank].stack)
+                self.tracebacks[rank] = _read_stack(self.tasks[rank].stack)
         codes = {rank: process.exitcode for rank, process in enumerate(self.processes) if process.exitcode != 0}
         if codes:
             late = RankTimeout(f"returned, and did not end within {grace:g} s")
@@ -244,7 +246,7 @@ class _Ranks:
             raise RanksError(len(self.tasks), errors, self.tracebacks, {})
 
     def end(self) -> None:
-        """Ends what still runs, with everything it started. Each rank leads a process group of its own."""
+        """Kills ranks that still run, and their children. Each rank leads its own process group."""
         started = [process for process in self.processes if process.pid is not None]
         for process in started:
             for kill in (os.killpg, os.kill) if process.exitcode is None else (os.killpg,):
@@ -262,7 +264,9 @@ def _check_cuda() -> None:
 
     lacks = cuda_ranks.missing()
     if lacks is not None:
-        raise UsageError(f"There are no CUDA ranks here: {lacks}.", fix="run this on a machine with an NVIDIA GPU")
+        raise UsageError(
+            f"Ranks with CUDA devices cannot be run: {lacks}.", fix="run this on a machine with an NVIDIA GPU"
+        )
 
 
 def _environment(rank: int, size: int, port: int, env: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:
@@ -284,8 +288,8 @@ def _environment(rank: int, size: int, port: int, env: Mapping[str, str], *, on_
     }
 
 
-def _settled_text(path: Path) -> str:
-    """What a rank writes into ``path`` when asked for its stack; waits until it has stopped growing."""
+def _read_stack(path: Path) -> str:
+    """The stack that a rank writes to ``path`` on the signal, when the file has stopped growing."""
     previous, deadline = -1, time.monotonic() + 3
     while time.monotonic() < deadline:
         size = path.stat().st_size if path.exists() else 0
@@ -293,7 +297,7 @@ def _settled_text(path: Path) -> str:
             break
         previous = size
         time.sleep(0.05)
-    return _read(path) or "(no stack: the rank had not begun, or does not react to signals)"
+    return _read(path) or "(no stack: the rank had not started, or does not handle signals)"
 
 
 def _read(path: Path) -> str:

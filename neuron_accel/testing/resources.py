@@ -1,4 +1,4 @@
-"""What a process used, as the kernel counts it: resident memory and bytes on the wire. Linux only."""
+"""Resources of a process according to the kernel: resident memory and bytes sent. Linux only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BYTES_SENT = 200  # offset of tcpi_bytes_sent in struct tcp_info, Linux 4.19 an
 
 
 def bytes_sent() -> int:
-    """Sum of ``tcpi_bytes_sent`` over the open TCP sockets of this process; retransmissions included."""
+    """Bytes sent over the open TCP sockets of this process (``tcpi_bytes_sent``), including retransmissions."""
     total = 0
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -19,7 +19,7 @@ def bytes_sent() -> int:
                 continue
             with socket.socket(fileno=os.dup(int(entry.name))) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        except OSError:  # closed meanwhile, or no TCP socket
+        except OSError:  # closed in the meantime, or not a TCP socket
             continue
         if len(info) >= _BYTES_SENT + 8:
             total += struct.unpack_from("Q", info, _BYTES_SENT)[0]
@@ -27,13 +27,14 @@ def bytes_sent() -> int:
 
 
 class PeakMemory:
-    """Highest resident memory of this process above what it has now."""
+    """Measures the peak of the resident memory of this process above that at construction."""
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark, see proc_pid_clear_refs(5)
         self._before = _status("VmRSS")
 
     def bytes(self) -> int:
+        """The peak since construction, minus the resident memory at construction, in bytes."""
         return _status("VmHWM") - self._before
 
 

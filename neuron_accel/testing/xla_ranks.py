@@ -1,14 +1,14 @@
-"""Runs a function on several real torch_xla ranks of this machine's CPU: lazy graphs, compilation, collectives.
+"""Runs a function on several torch_xla ranks of this machine's CPU, with lazy graphs, compilation and collectives.
 
-The CPU client of PJRT connects the devices of one process only, so ranks are threads of one process, each with a device
-of its own. What that asks of them is in :mod:`neuron_accel.backends.xla_channel`. They share what a process has once:
-torch's generator for the CPU, so models are built one at a time (:func:`one_at_a_time`), and environment variables,
-which Accelerate empties for moments: say ``NeuronAccelerator(backend="xla")`` rather than leave it to a variable.
-Graphs are compiled quickly, not for speed; set ``XLA_FLAGS=--xla_backend_optimization_level=3
---xla_llvm_disable_expensive_passes=false`` to measure.
+The CPU client of PJRT connects only devices of one process, so ranks are threads of one process, each with its own
+device (see :mod:`neuron_accel.backends.xla_channel`). They share the state of the process: torch's CPU generator, so
+models have to be built one at a time (:func:`one_at_a_time`), and environment variables, some of which Accelerate
+removes for a moment, so pass ``NeuronAccelerator(backend="xla")`` instead of setting a variable. Graphs are compiled
+without optimizations; for measurements set ``XLA_FLAGS=--xla_backend_optimization_level=3
+--xla_llvm_disable_expensive_passes=false``.
 
-The process is forked from one that has torch_xla, Accelerate and transformers imported already; that one is started at
-the first call and ends with the caller's.
+The process is forked from one that has imported torch_xla, Accelerate and transformers, which is started at the first
+call and ends with the caller.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from neuron_accel.testing._rank import STACK_SIGNAL
 from neuron_accel.testing._xla_process import XlaTask
 from neuron_accel.testing.rank_errors import RankExit, RanksError, RankTimeout
 
-# Every rank blocks threads in rendezvous; the defaults are the number of cores, which starves four ranks on two.
+# Every rank blocks threads in rendezvous; the default, the number of cores, is too small for four ranks on two cores.
 _THREADS = "64"
 _SET = {
     "PJRT_DEVICE": "CPU",
@@ -47,18 +47,18 @@ _SET = {
     "MKL_NUM_THREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
-# Ranks compile far longer than they run. LLVM's optimizations take half of that time and change nothing that counts.
+# In tests compilation takes longer than execution. LLVM's optimizations take half of it, and do not change results.
 QUICK_FLAGS = {"--xla_backend_optimization_level": "0", "--xla_llvm_disable_expensive_passes": "true"}
 _UNSET = (
     *("ACCELERATE_USE_CPU", "USE_TORCH_XLA", "DISABLE_XLA", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "XLA_FLAGS",  # the process that ranks are forked from has them, and what torch_xla has added
+    "XLA_FLAGS",  # set in the process from which ranks are forked, with those that torch_xla adds
 )
 _START_S = 120.0  # the imports
 
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """One rank at a time is inside, where ranks are threads of one process; others do not wait."""
+    """A context manager that one rank at a time enters if ranks are threads of one process; else it does nothing."""
     meeting = MEETING.get()
     with meeting.one_at_a_time if meeting else contextlib.nullcontext():
         yield
@@ -67,20 +67,18 @@ def one_at_a_time() -> Iterator[None]:
 def run_xla_ranks(
     call: bytes, n: int, *, timeout: float, grace: float, env: Mapping[str, str], main: Mapping[str, str]
 ) -> list[Any]:
-    """What :func:`neuron_accel.testing.run_ranks` does for ``backend="xla"``.
+    """Implements ``backend="xla"`` of :func:`neuron_accel.testing.run_ranks`.
 
     Args:
         call: pickle of ``(function, args, kwargs)``.
-        main: what multiprocessing's ``spawn.prepare`` needs to import the caller's script; empty to leave it.
+        main: data for multiprocessing's ``spawn.prepare`` to import the caller's script; empty: not imported.
 
     Raises:
         RanksError: if a rank raises, ends early, or runs out of time.
         UsageError: without torch_xla.
     """
     if not Machine().torch_xla:
-        raise UsageError(
-            "There is no torch_xla to run ranks on.", fix="install the extra: pip install 'neuron-accel[xla]'"
-        )
+        raise UsageError("torch_xla is not installed.", fix="install the extra: pip install 'neuron-accel[xla]'")
     task = XlaTask(
         size=n,
         call=call,
@@ -94,11 +92,12 @@ def run_xla_ranks(
 
 
 def run_forked(server: str, task: XlaTask, environ: Mapping[str, str]) -> list[Any]:
-    """Has a process that is warm, and stays for the next call, fork one that runs a task; what its ranks returned.
+    """Runs a task in a process forked from a server process, and returns the results of its ranks.
 
     Args:
-        server: the module that the warm process runs.
-        environ: environment variables of that process, if this call starts it.
+        server: the module that the server process runs; it is started at the first call, and stays for later ones.
+        task: the task.
+        environ: environment variables of the server process, if this call starts it.
 
     Raises:
         RanksError: if a rank raises, ends early, or runs out of time.
@@ -122,7 +121,7 @@ def _server_environment() -> dict[str, str]:
 
 
 def flags() -> str:
-    """The caller's ``XLA_FLAGS``, and those that compile quickly where it says nothing of them."""
+    """The caller's ``XLA_FLAGS``, with those for fast compilation added, unless it sets them."""
     flags = os.environ.get("XLA_FLAGS", "")
     return " ".join([flags, *(f"{name}={value}" for name, value in QUICK_FLAGS.items() if name not in flags)]).strip()
 
@@ -154,10 +153,10 @@ def _results(folder: Path, n: int, in_time: bool, code: int, timeout: float) -> 
 
 
 class _Server:
-    """The process that ranks are forked from, seen from outside.
+    """The server process from which ranks are forked.
 
     Args:
-        module: what it runs.
+        module: the module that it runs.
         environ: its environment variables.
     """
 
@@ -168,7 +167,7 @@ class _Server:
             stdout=subprocess.PIPE,
             env=dict(environ),
             text=True,
-            start_new_session=True,  # an interrupt is the caller's, who ends what runs
+            start_new_session=True,  # the caller handles interrupts, and ends the ranks
         )
         atexit.register(self.close)
 
@@ -177,13 +176,13 @@ class _Server:
         return self._process.poll() is not None
 
     def run(self, folder: str, timeout: float) -> tuple[bool, int]:
-        """Whether the process for ``folder`` ended in time, and its exit code."""
+        """Runs the task in ``folder``; returns whether its process ended in time, and its exit code."""
         assert self._process.stdin is not None
         print(folder, file=self._process.stdin, flush=True)
         pid = self._answer("pid", _START_S)
         if pid is None:
             self.close()
-            raise UsageError("The process that XLA ranks are forked from does not answer.")
+            raise UsageError("The server process of XLA ranks does not answer.")
         try:
             code = self._answer("exit", timeout)
         except BaseException:
@@ -209,7 +208,7 @@ class _Server:
             return None
         line = stream.readline().split()
         if not line or line[0] != word:
-            raise UsageError(f"The process that XLA ranks are forked from answered {line} instead of {word!r}.")
+            raise UsageError(f"The server process of XLA ranks answered {line} instead of {word!r}.")
         return int(line[1])
 
     def close(self) -> None:
@@ -219,5 +218,5 @@ class _Server:
 
 @functools.lru_cache(maxsize=1)
 def _servers() -> dict[str, _Server]:
-    """Those that run, by module; they stay for the next call."""
+    """The running server processes, by module."""
     return {}

@@ -73,7 +73,7 @@ def test_a_difference_is_found():
 
 
 def test_batches_that_cannot_be_shared():
-    with pytest.raises(Exception, match="Batches of 4 samples cannot be shared by 3 ranks") as caught:
+    with pytest.raises(Exception, match="Batches of 4 samples cannot be sharded over 3 ranks") as caught:
         assert_parallel_equivalence(Own, BATCH, [], ranks=3)
     assert isinstance(caught.value.__cause__, UsageError)
 

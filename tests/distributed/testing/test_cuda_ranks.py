@@ -29,7 +29,7 @@ def test_without_a_gpu_tests_are_skipped_with_the_reason():
 
 @pytest.mark.skipif(cuda_ranks.missing() is None, reason="this machine has a GPU")
 def test_without_a_gpu_ranks_are_refused():
-    with pytest.raises(UsageError, match="There are no CUDA ranks here: torch"):
+    with pytest.raises(UsageError, match="Ranks with CUDA devices cannot be run: torch"):
         run_ranks(os.getpid, 2, backend="cuda")
 
 
