@@ -1,4 +1,4 @@
-"""The accelerator that a Trainer drives."""
+"""The accelerator of a Trainer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_accel.accelerator import NeuronAccelerator  # isort: skip  # first: it settles which device Accelerate uses
+from neuron_accel.accelerator import NeuronAccelerator  # isort: skip  # first: it chooses the device for Accelerate
 from accelerate.utils import recursively_apply, release_memory, send_to_device
 
 from neuron_accel.checkpoint.state.load import load_weights, refresh_masters
 
 
 class TrainersAccelerator(NeuronAccelerator):
-    """A :class:`NeuronAccelerator` for a caller that releases everything before each training and prepares again.
+    """A :class:`NeuronAccelerator` for a caller that calls ``free_memory`` and prepares again before each training.
 
-    What a plugin has sharded cannot be prepared twice, so models and optimizers stay prepared until :meth:`start_over`.
+    A model that a plugin has sharded cannot be prepared again, so models and optimizers stay prepared until
+    :meth:`start_over`.
     """
 
     @property
@@ -27,13 +28,13 @@ class TrainersAccelerator(NeuronAccelerator):
 
     # ---- values ------------------------------------------------------------------------------------------------------
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As in the base class; from a lazy device on the host, since the Trainer appends to what it has, which would
-        be another graph for every batch."""
+        """As in the base class. On a lazy device the result is moved to the host: the Trainer concatenates results,
+        which would be a different graph for every batch."""
         gathered = super().gather_for_metrics(input_data, use_gather_object)
         return send_to_device(gathered, "cpu") if self.is_lazy else gathered
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """As in the base class; on a lazy device shapes are compared beside it."""
+        """As in the base class; on a lazy device ranks compare shapes on the host."""
         if not self.is_lazy:
             return super().pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
@@ -50,9 +51,9 @@ class TrainersAccelerator(NeuronAccelerator):
 
         return recursively_apply(padded, tensor, error_on_other_type=True)
 
-    # ---- what is prepared --------------------------------------------------------------------------------------------
+    # ---- preparing and releasing -------------------------------------------------------------------------------------
     def free_memory(self, *objects: Any) -> Any:
-        """Releases loaders, schedulers and registered objects."""
+        """Releases loaders, schedulers and registered objects, but not models and optimizers."""
         self.wait_for_checkpoint()
         self._dataloaders.clear()
         self._schedulers.clear()
@@ -61,24 +62,24 @@ class TrainersAccelerator(NeuronAccelerator):
         return release_memory(*objects)
 
     def start_over(self) -> None:
-        """Releases everything prepared."""
+        """Releases all prepared objects."""
         super().free_memory()
 
     def prepare_once(self, model: nn.Module) -> nn.Module:
-        """Prepares a model unless it is prepared; then what that gave."""
+        """Prepares a model, or returns the result of the first call."""
         record = self.run.prepared(model)
         return self.prepare_model(model) if record is None else record.module
 
     def wait_for_checkpoint(self) -> None:
-        """Waits for a checkpoint that is written in the background; raises its error on every rank. Collective."""
+        """Waits until an asynchronous save is complete; raises its error on every rank. Collective."""
         self._session.wait()
 
     def load_stock(self, model: nn.Module, scheduler: Any, folder: Path) -> dict[str, Any] | None:
-        """Gives a prepared model, its optimizer and ``scheduler`` what a checkpoint of transformers' own Trainer holds.
+        """Loads a checkpoint of transformers' ``Trainer`` into a prepared model, its optimizer and ``scheduler``.
         Collective.
 
         Returns:
-            the random state to go on with; None if none was saved.
+            the random state of this rank; None if none was saved.
 
         Raises:
             CheckpointError: on every rank, before anything is changed.
@@ -92,7 +93,7 @@ class TrainersAccelerator(NeuronAccelerator):
         return restore(self._session.training(), record, scheduler, folder)
 
     def load_weights(self, model: nn.Module, folder: Path) -> None:
-        """Gives a prepared model the weights of a checkpoint, or of a folder of transformers. Collective.
+        """Loads the weights of a checkpoint, or of a folder of transformers, into a prepared model. Collective.
 
         Raises:
             CheckpointError: on every rank, before anything is changed.

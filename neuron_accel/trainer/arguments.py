@@ -1,4 +1,4 @@
-"""Which strategies a Trainer uses, as arguments: in code, and as flags through ``HfArgumentParser``."""
+"""Training arguments that select strategies, also as command-line flags through ``HfArgumentParser``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-# Accelerate settles on a device when it is imported, which transformers' Trainer does.
+# Accelerate, which transformers' Trainer imports, chooses its device when it is imported.
 from neuron_accel.backends.select import connect, settle
 
 settle(os.environ)
@@ -37,13 +37,17 @@ _BYPASSES = {
 
 @dataclass
 class StrategyArguments:
-    """Arguments that select strategies. Mixed into transformers' training arguments, in front of them::
+    """Arguments that select strategies; a mixin that has to come before a class of transformers' training arguments::
 
         @dataclass
         class MyArguments(StrategyArguments, SFTConfig): ...
 
     Attributes:
-        decision: which backend the run uses, and why; chosen when the arguments are constructed.
+        decision: the backend of the run with the reason, chosen when the arguments are constructed.
+
+    Raises:
+        ConfigurationError: if a value is invalid, or an argument has no effect or bypasses the strategies.
+        PlanError: if the strategies cannot run together.
     """
 
     zero_1: bool = field(default=False, metadata={"help": "Shard the optimizer over data-parallel ranks (ZeRO-1)."})
@@ -76,7 +80,7 @@ class StrategyArguments:
     )
     plugins: list[str] | None = field(
         default=None,
-        metadata={"help": "Names of further strategy plugins; in code also plugins. See `neuron-accel plugins`."},
+        metadata={"help": "Names of further strategy plugins, or in code plugin objects. See `neuron-accel plugins`."},
     )
     neuron_config: str | None = field(
         default=None, metadata={"help": "A YAML file with plugins and their options; added to the other arguments."}
@@ -84,21 +88,21 @@ class StrategyArguments:
 
     def __post_init__(self) -> None:
         self._check_values()
-        theirs: Any = self  # as transformers' training arguments, which come behind this class
+        theirs: Any = self  # the type of the class that follows this mixin
         self.decision = settle(os.environ, cpu=bool(theirs.use_cpu))
         if self.decision.device == "cpu":
             theirs.use_cpu = True
         if self.decision.backend == "xla" and self.optim == OptimizerNames.ADAMW_TORCH_FUSED:  # type: ignore[has-type]
-            self.optim = OptimizerNames.ADAMW_TORCH  # the same; a graph is fused anyway, and torch refuses the other
+            self.optim = OptimizerNames.ADAMW_TORCH  # the same updates; torch does not support the fused version on XLA
         super().__post_init__()  # type: ignore[misc]
         self.make_plan()
 
-    # ---- what they mean ----------------------------------------------------------------------------------------------
+    # ---- strategies and plan -----------------------------------------------------------------------------------------
     def strategies(self) -> list[StrategyPlugin]:
-        """The plugins that the arguments select.
+        """Returns the plugins that the arguments select.
 
         Raises:
-            ConfigurationError: if the file or a name in it is wrong, or sets what an argument sets.
+            ConfigurationError: if the configuration file is invalid, or contains options of the Trainer.
         """
         from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin
         from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin
@@ -127,19 +131,20 @@ class StrategyArguments:
 
     @property
     def microbatches(self) -> int:
-        """Number of micro-batches of a rank's batch in a pipeline."""
+        """Number of micro-batches into which a pipeline splits the batch of a rank."""
         given = self.pipeline_parallel_num_microbatches
         return self.per_device_train_batch_size if given == -1 else given  # type: ignore[attr-defined]
 
     def make_plan(self) -> Plan:
-        """What will run over which mesh; made when the arguments are, so that what cannot work is refused before any
-        model is loaded. Connects to the other ranks.
+        """Makes the plan of the strategies, and connects to the other ranks.
+
+        Called when the arguments are constructed, so that errors are raised before a model is loaded.
 
         Raises:
-            PlanError: if the strategies cannot run together, on this many ranks, or with the other arguments.
+            PlanError: if the strategies cannot run together, on this number of ranks, or with the other arguments.
         """
         registry = default_registry()
-        self.device  # type: ignore[attr-defined]  # noqa: B018  # connects, as the Trainer would
+        self.device  # type: ignore[attr-defined]  # noqa: B018  # connects to the other ranks
         backend = connect(self.decision)
         plan = make_plan(
             self.strategies(),
@@ -169,7 +174,7 @@ class StrategyArguments:
             if getattr(self, name, None):
                 raise ConfigurationError(
                     f"{name!r} is not possible here.",
-                    why="it would bypass the plan of strategies",
+                    why="it would bypass the plugins' plan",
                     fix=f"use {instead} instead, or transformers' own Trainer",
                 )
 
@@ -190,9 +195,9 @@ class StrategyArguments:
                 fix="choose a number of micro-batches that divides the batch",
             )
         refused = {
-            "fp16": "losses would have to be scaled before the pipeline runs their backward passes; use bf16",
-            "predict_with_generate": "each stage would keep the key/value cache of its own layers; evaluate the "
-            "loss, and generate with the saved model in one process",
+            "fp16": "the pipeline runs backward passes before losses can be scaled; use bf16",
+            "predict_with_generate": "a stage has the key/value cache of its own layers only; evaluate the loss, and "
+            "generate with the saved model in one process",
         }
         for name, reason in refused.items():
             if getattr(self, name, False):
@@ -205,14 +210,14 @@ class StrategyArguments:
             raise ConfigurationError(
                 f"{option!r} is not possible in a Trainer's configuration file.",
                 where=path,
-                why="the Trainer decides it by its own arguments, and one of the two would be ignored",
+                why="the Trainer sets it from its own arguments",
                 fix=f"leave it out and use the argument {instead}",
             )
         return list(configured.plugins)
 
-    # ---- as data -----------------------------------------------------------------------------------------------------
+    # ---- serialization -----------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
-        """As in transformers; plugins by their description."""
+        """As in transformers, with plugins as text."""
         data = super().to_dict()  # type: ignore[misc]
         if self.plugins is not None:
             data["plugins"] = [p if isinstance(p, str) else repr(p) for p in self.plugins]
@@ -221,9 +226,9 @@ class StrategyArguments:
 
 @dataclass
 class NeuronTrainingArguments(StrategyArguments, TrainingArguments):
-    """transformers' ``TrainingArguments`` and those that choose strategies."""
+    """transformers' ``TrainingArguments``, with the arguments of :class:`StrategyArguments`."""
 
 
 @dataclass
 class NeuronSeq2SeqTrainingArguments(StrategyArguments, Seq2SeqTrainingArguments):
-    """transformers' ``Seq2SeqTrainingArguments`` and those that choose strategies."""
+    """transformers' ``Seq2SeqTrainingArguments``, with the arguments of :class:`StrategyArguments`."""

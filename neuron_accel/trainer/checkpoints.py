@@ -1,4 +1,4 @@
-"""How a Trainer saves and goes on: sharded checkpoints in its ``checkpoint-N`` folders, loadable by any mesh."""
+"""Checkpoints of a Trainer: sharded, in its ``checkpoint-N`` folders, and loadable on any mesh."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 _ROUNDING = 1e-4
-"""Epochs that do not count."""
+"""Tolerance of comparisons of positions, in epochs."""
 
 
 class Checkpointing:
-    """The methods of the Trainer for checkpoints."""
+    """The methods of the Trainer that save and load checkpoints."""
 
     accelerator: TrainersAccelerator
     model: nn.Module
@@ -38,8 +38,8 @@ class Checkpointing:
 
     # ---- saving ------------------------------------------------------------------------------------------------------
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the full model, as transformers loads it, and the tokenizer; within a checkpoint, what the checkpoint
-        holds of it. Every process calls it."""
+        """Writes the full model, which ``from_pretrained`` loads, and the tokenizer; for a checkpoint of the Trainer, a
+        sharded checkpoint instead. Collective."""
         folder = self.args.output_dir if output_dir is None else output_dir
         if _internal_call and not self.args.save_only_model:
             self.accelerator.save_state(folder, tokenizer=self._tokenizer_to_save, async_save=self.args.async_save)
@@ -60,14 +60,15 @@ class Checkpointing:
         return given if given is not None else getattr(getattr(self, "data_collator", None), "tokenizer", None)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As the Trainer does, but older checkpoints go only when the new one is durable."""
+        """As in transformers, but with ``async_save`` older checkpoints are deleted only when the new one is
+        complete."""
         args, limit = self.args, self.args.save_total_limit
         if not args.async_save or limit is None:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
             return
         args.save_total_limit = None
         try:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]  # waits for the one before
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]  # waits for an earlier save
         finally:
             args.save_total_limit = limit
         self._retire(limit + 1, trial)
@@ -91,7 +92,7 @@ class Checkpointing:
         return result
 
     def _consolidate(self, trial: Any) -> None:
-        """Writes the full model into the output folder: out of the last checkpoint if it is of this very step."""
+        """Writes the full model to the output folder, from the last checkpoint if it is of the last step."""
         state = self.state  # type: ignore[attr-defined]
         run_dir = self._get_output_dir(trial)  # type: ignore[attr-defined]
         last = Path(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
@@ -106,7 +107,7 @@ class Checkpointing:
             return
         agreed(run, lambda: consolidate(last, Path(run_dir)) if run.backend.rank == 0 else None)
 
-    # The checkpoint has them.
+    # The sharded checkpoint contains these.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None: ...
     def _save_scaler(self, output_dir: str) -> None: ...
     def _save_rng_state(self, output_dir: str) -> None: ...
@@ -114,7 +115,11 @@ class Checkpointing:
 
     # ---- loading -----------------------------------------------------------------------------------------------------
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; ``resume_from_checkpoint=True`` takes the newest checkpoint that is complete."""
+        """As in transformers; ``resume_from_checkpoint=True`` resumes from the newest complete checkpoint.
+
+        Raises:
+            CheckpointError: if there is none, or the checkpoint cannot be loaded.
+        """
         if resume_from_checkpoint is True:
             run = self.accelerator.run
             found = _newest(Path(self.args.output_dir)) if run.backend.rank == 0 else None
@@ -122,19 +127,19 @@ class Checkpointing:
             if resume_from_checkpoint is None:
                 raise CheckpointError(
                     f"There is no complete checkpoint in {self.args.output_dir!r}.",
-                    fix="start without resume_from_checkpoint, or name the checkpoint's folder",
+                    fix="start without resume_from_checkpoint, or pass the folder of a checkpoint",
                 )
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """The weights come with everything else, when the model is prepared."""
+        """Only checks the folder: the weights are loaded with the optimizer's state, when the model is prepared."""
         folder = Path(resume_from_checkpoint)
         if not has_manifest(folder) and not is_pretrained(folder):
             raise CheckpointError(
-                f"{resume_from_checkpoint!r} holds no checkpoint.",
+                f"{resume_from_checkpoint!r} is not a checkpoint.",
                 where=str(folder),
                 why="it has neither a manifest nor the weights of a model of transformers",
-                fix="name a folder that save_state, this Trainer or save_pretrained wrote",
+                fix="pass a folder that save_state, this Trainer or save_pretrained wrote",
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -145,7 +150,7 @@ class Checkpointing:
             self.accelerator.load_state(folder)
             for loader in self.accelerator._dataloaders:
                 if hasattr(loader, "forget_position"):
-                    loader.forget_position()  # the Trainer skips what was given out
+                    loader.forget_position()  # the Trainer skips batches itself
             self._resumed_random = random_state(self.accelerator.run.backend.generator)
         else:
             self._resumed_random = self.accelerator.load_stock(self.model, self.lr_scheduler, folder)  # type: ignore[attr-defined]
@@ -153,28 +158,29 @@ class Checkpointing:
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *further: Any, **named: Any
     ) -> tuple[int, int]:
-        """As the Trainer does, which skips what a training has seen by the number of its steps."""
+        """As in transformers, with a check that the number of steps, by which the Trainer skips batches, still
+        corresponds to the epochs of the checkpoint."""
         result = super()._init_training_state(max_steps, num_update_steps_per_epoch, *further, **named)  # type: ignore[misc]
         state = self.state  # type: ignore[attr-defined]
-        position = state.epoch  # of the checkpoint; None or zero where training begins
+        position = state.epoch  # of the checkpoint; None or 0 for a new training
         if position and not self.args.ignore_data_skip and has_length(self.train_dataset):  # type: ignore[attr-defined]
             epochs, steps = divmod(state.global_step, num_update_steps_per_epoch)
-            # Within an epoch by its micro-batches; the last step of an epoch may have fewer of them than others.
+            # The last step of an epoch may have fewer micro-batches than the others.
             least = epochs + steps / num_update_steps_per_epoch
             most = epochs + min(1.0, steps / max(1, num_update_steps_per_epoch - 1))
             if not least - _ROUNDING <= position <= most + _ROUNDING:
                 raise CheckpointError(
-                    f"The checkpoint was saved after {position:g} epochs, {state.global_step} steps of which are "
-                    f"{least:g} epochs here.",
+                    f"The checkpoint was saved after {position:g} epochs, but its {state.global_step} steps are "
+                    f"{least:g} epochs in this training.",
                     where=str(self.args.output_dir),
-                    why="steps had another number of samples, so that the data would go on at another place",
+                    why="the number of samples per step differs, so that data would be skipped or repeated",
                     fix="keep data-parallel ranks x per_device_train_batch_size x gradient_accumulation_steps, and the "
-                    "data, as they were, or set ignore_data_skip=True",
+                    "data, unchanged, or set ignore_data_skip=True",
                 )
         return result
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Called when the loader is where it was, which may have drawn random numbers."""
+        """Called after batches were skipped, which may have drawn random numbers."""
         if self._resumed_random is not None:
             set_random_state(self._resumed_random, self.accelerator.run.backend.generator)
 
@@ -183,7 +189,7 @@ class Checkpointing:
 
 
 def _newest(folder: Path) -> str | None:
-    """The complete checkpoint ``checkpoint-N`` with the highest number."""
+    """The complete checkpoint ``checkpoint-N`` with the highest number, or None."""
     found = []
     for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         number = path.name.rpartition("-")[2]

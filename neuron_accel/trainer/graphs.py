@@ -1,9 +1,9 @@
-"""A Trainer on a device that collects a step in one graph.
+"""A Trainer on a lazy device, which collects a step in one graph.
 
-There transformers' own loop reads values and executes graphs of its own: the loss and the number of tokens at every
-log, the shapes and results of every batch in evaluation. Each splits a step's graph in two, or makes another one that
-is compiled, for minutes on real devices. Here values are read when the step that computes them is complete, and what
-ranks tell each other for a log goes beside the device.
+transformers' loop reads values during a step (the loss and the number of tokens at every log, shapes and results of
+every batch in evaluation), which splits the graph of the step or adds further graphs; each is compiled, which takes
+minutes on real devices. The methods of this class read values after the step that computes them, and ranks exchange
+logged values on the host.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from neuron_accel.trainer.accelerator import TrainersAccelerator
 
 
-MOST_LOSSES = 100
-"""So many steps' losses stay on the device where nothing is logged."""
+MAX_LOSSES = 100
+"""Largest number of steps whose losses stay on the device if nothing is logged."""
 
 
 class OneGraph:
-    """The methods of the Trainer for graphs. On other devices everything is left to transformers."""
+    """The methods of the Trainer that differ on lazy devices. On other devices they call those of transformers."""
 
     accelerator: TrainersAccelerator
     args: Any
@@ -53,10 +53,10 @@ class OneGraph:
 
     # ---- an epoch ----------------------------------------------------------------------------------------------------
     def _run_epoch(self, **options: Any) -> None:
-        """As in transformers; an epoch that was interrupted goes on by our own way to skip batches: Accelerate's would
-        put torch_xla's loader around ours, which executes what has collected at every batch."""
+        """As in transformers. When resuming within an epoch, batches are skipped by the accelerator of this library:
+        Accelerate would wrap the loader in torch_xla's, which executes the recorded operations at every batch."""
         if hasattr(options["train_dataloader"], "set_epoch"):
-            options["train_dataloader"].set_epoch(options["epoch"])  # of what skips batches it does not reach the order
+            options["train_dataloader"].set_epoch(options["epoch"])  # a loader that skips batches would not pass it on
         if not self._lazy:
             super()._run_epoch(**options)  # type: ignore[misc]
             return
@@ -77,10 +77,10 @@ class OneGraph:
             self._steps_skipped = (0, 1)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
-        """The batches of a step, and how many labels count in them, on all ranks.
+        """Returns the batches of a step, and the number of their labels that are not ignored, over all ranks.
 
-        Batches have one shape, the last one of an epoch, too. What it was filled up with is masked, or, where the loss
-        is a mean, weighted; see :mod:`neuron_accel.data.fixed_rows`.
+        All batches have one shape, including the last one of an epoch. Samples that were repeated to fill it are
+        masked, or, if the loss is a mean, the loss is weighted; see :mod:`neuron_accel.data.fixed_rows`.
         """
         if not self._lazy:
             return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
@@ -90,19 +90,19 @@ class OneGraph:
             batch, share = self._real_rows(batch)
             batches.append(batch)
             self._shares.append(share)
-        if self._random_state_of is not None:  # the order of samples may have drawn random numbers
+        if self._random_state_of is not None:  # shuffling may have drawn random numbers
             self._load_rng_state(self._random_state_of)  # type: ignore[attr-defined]
             self._random_state_of = None
         return batches, self._get_num_items_in_batch(batches, device)  # type: ignore[attr-defined]
 
     def _real_rows(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
-        """``batch``, and what its loss is multiplied by. Where the loss is divided by the number of labels of all ranks
-        the labels of a rank without real rows are masked, and nothing is multiplied."""
+        """Returns the batch and the factor of its loss, or None. If the loss is divided by the number of labels of all
+        ranks, the labels of a rank without real rows are masked instead."""
         share = getattr(self._loader, "row_share", None)
         sharded = self.model_accepts_loss_kwargs or self.compute_loss_func is not None  # type: ignore[attr-defined]
         if share is None or not sharded or not self.args.average_tokens_across_devices or "labels" not in batch:
             return batch, share
-        if share is not self._share:  # all full batches have the same one
+        if share is not self._share:  # all full batches have the same tensor
             self._share, self._is_empty = share, not float(share.cpu())
         if not self._is_empty:
             return batch, None
@@ -125,13 +125,13 @@ class OneGraph:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         share = self._shares.popleft()
         if self._loader is not None:
-            self._loader.row_share = share  # the loader has gone on to the last batch of the step
+            self._loader.row_share = share  # the loader has advanced to the last batch of the step
         loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         return loss if share is None else loss * share.reshape(())
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **more: Any) -> Any:
-        """As in transformers, whose models read positions to find packed documents unless there is a cache. The Trainer
-        switches it off; but where no positions are given there are none to find."""
+        """As in transformers, but with ``use_cache`` if no positions are given: without a cache, which the Trainer
+        disables, models read positions on the host to detect packed documents."""
         given = ("position_ids", "attention_mask", "use_cache")
         config = getattr(self.model, "config", None)  # type: ignore[attr-defined]
         if self._lazy and hasattr(config, "use_cache") and not any(name in inputs for name in given):
@@ -139,7 +139,7 @@ class OneGraph:
         return super().compute_loss(model, inputs, *args, **more)  # type: ignore[misc]
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Counts on the device what has to be counted there."""
+        """As in transformers, but counts tokens that are not padding on the device."""
         how = self.args.include_num_input_tokens_seen
         tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))  # type: ignore[attr-defined]
         if not self._lazy or how == "no" or tokens is None:
@@ -149,19 +149,19 @@ class OneGraph:
         counted = inputs.get("attention_mask", tokens != padding if padding is not None else None)
         if how == "non_padding" and counted is not None:
             self._tokens = (self._zero(torch.int64) if self._tokens is None else self._tokens) + counted.sum()
-        else:  # every rank has as many
+        else:  # all ranks have the same number
             self.state.num_input_tokens_seen += tokens.numel() * self.accelerator.data_parallel_size
 
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, trial: Any, epoch: float, *args: Any, **more: Any
     ) -> None:
         if self._lazy:
-            # A total that is set back from time to time would be another graph each time.
+            # Resetting an accumulated loss at each log would be a different graph.
             self._losses, self._tr_loss = [*(self._losses or ()), tr_loss], self._zero()
-            if len(self._losses) == MOST_LOSSES:
+            if len(self._losses) == MAX_LOSSES:
                 self._read_losses()
             skipped, steps = self._steps_skipped
-            if skipped and self.state.global_step != self._step_placed:  # at the end of an epoch it is called again
+            if skipped and self.state.global_step != self._step_placed:  # this is called again at the end of an epoch
                 done = round((self.state.epoch - epoch) * (steps - skipped))
                 self.state.epoch = epoch + (skipped + done) / steps
                 self._step_placed = self.state.global_step
@@ -173,8 +173,8 @@ class OneGraph:
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, *args, **more)  # type: ignore[misc]
 
     def _log_step(self, grad_norm: torch.Tensor | float | None, start_time: Any, learning_rate: float | None) -> None:
-        """Logs what transformers would, which then has nothing to log: the mean loss of the steps since the last log,
-        over all ranks, the last norm and rate."""
+        """Logs, instead of transformers, the mean loss over all ranks since the last log, the last norm and learning
+        rate."""
         total = self._mean_over_ranks(self._take_losses())
         logs = {"loss": total / (self.state.global_step - self._globalstep_last_logged)}
         if grad_norm is not None:
@@ -190,7 +190,7 @@ class OneGraph:
         self._losses = []
 
     def _take_losses(self) -> float:
-        """Their sum on this rank since the last call."""
+        """Returns the sum of the losses of this rank since the last call."""
         self._read_losses()
         total, self._unlogged = self._unlogged, 0.0
         return total
@@ -212,14 +212,14 @@ class OneGraph:
         return sum(values) / len(values)
 
     def _zero(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """[1]: of no dims, torch_xla would make a constant of the graph of it, and another graph thereby."""
+        """A zero of shape [1]; torch_xla would make a 0-dim one a constant of the graph, which changes the graph."""
         return torch.zeros(1, dtype=dtype).to(self.args.device)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """As in transformers; the loss is the mean over all ranks, of real samples alone."""
+        """As in transformers; the loss is the mean over all ranks, without repeated samples."""
         if not self._lazy:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
         share = None

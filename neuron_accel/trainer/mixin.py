@@ -1,7 +1,7 @@
-"""What turns transformers' ``Trainer``, or a subclass of it, into one that trains by strategies.
+"""Makes transformers' ``Trainer``, or a subclass of it, train with strategies.
 
-The Trainer stays transformers' own: its loop, its callbacks, its bookkeeping. Overridden is where it builds an
-accelerator, prepares, and saves and loads.
+The training loop and callbacks are those of transformers. The mixin overrides the methods that build the accelerator,
+prepare objects, and save and load.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from neuron_accel.trainer.accelerator import TrainersAccelerator  # isort: skip  # first: it settles the device
+from neuron_accel.trainer.accelerator import TrainersAccelerator  # isort: skip  # first: it chooses the device
 import torch
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch import nn
@@ -22,7 +22,7 @@ from neuron_accel.errors import ConfigurationError, UsageError
 from neuron_accel.trainer.arguments import NeuronSeq2SeqTrainingArguments, NeuronTrainingArguments, StrategyArguments
 from neuron_accel.trainer.checkpoints import Checkpointing
 from neuron_accel.trainer.graphs import OneGraph
-from neuron_accel.trainer.pipelined import filled_up, loss_inside
+from neuron_accel.trainer.pipelined import loss_inside, padded_batch
 from neuron_accel.trainer.search import Searching
 
 if TYPE_CHECKING:
@@ -32,21 +32,22 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _OF_A_LOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 _FOLDER = "tmp_trainer"
-"""Where a Trainer without arguments writes, as transformers' own does."""
+"""Output folder of a Trainer without arguments, as in transformers."""
 
 
 class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
-    """Put in front of a Trainer class, it makes that class train by strategies::
+    """A mixin that makes a Trainer class train with strategies; it has to come before that class::
 
         class MyTrainer(NeuronTrainerMixin, SFTTrainer): ...
 
-    Its arguments have to be :class:`~neuron_accel.trainer.StrategyArguments`, too.
+    The arguments of the Trainer have to be an instance of :class:`~neuron_accel.trainer.StrategyArguments`.
 
     Attributes:
-        accelerator: a :class:`~neuron_accel.NeuronAccelerator`; ``print(trainer.accelerator.plan.explain())``.
+        accelerator: a :class:`~neuron_accel.NeuronAccelerator`; print its plan with
+            ``print(trainer.accelerator.plan.explain())``.
     """
 
-    # of the Trainer behind this class
+    # attributes of the Trainer class
     optimizer: Any
     lr_scheduler: Any
     model_wrapped: Any
@@ -60,14 +61,18 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
     _train_batch_size: int
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Builds the accelerator with the strategies that the arguments name."""
+        """Builds the accelerator with the strategies that the arguments select.
+
+        Raises:
+            UsageError: if the arguments are not :class:`~neuron_accel.trainer.StrategyArguments`.
+        """
         if not isinstance(self.args, StrategyArguments):
             raise UsageError(
-                f"{type(self).__name__} was given {type(self.args).__name__}, which name no strategies.",
-                fix="use NeuronTrainingArguments, or your own class of arguments with StrategyArguments in front",
+                f"{type(self).__name__} received {type(self.args).__name__}, which is not a StrategyArguments.",
+                fix="use NeuronTrainingArguments, or derive your class of arguments from StrategyArguments first",
             )
-        args: Any = self.args  # transformers' training arguments, too
-        if hasattr(self, "accelerator"):  # a search over hyperparameters begins a new trial
+        args: Any = self.args  # also transformers' training arguments
+        if hasattr(self, "accelerator"):  # a hyperparameter search begins a new trial
             self.accelerator.start_over()
         settings = args.accelerator_config.to_dict()
         loader = DataLoaderConfiguration(**{name: settings[name] for name in _OF_A_LOADER}, data_seed=args.data_seed)
@@ -85,7 +90,7 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
 
     def _accumulation(self, settings: dict[str, Any]) -> GradientAccumulationPlugin:
-        """The Trainer divides losses itself, so that the accelerator counts every micro-batch as a whole step."""
+        """The Trainer divides losses itself, so for the accelerator each micro-batch is a step."""
         args, options = self.args, dict(settings["gradient_accumulation_kwargs"] or {})
         steps = options.pop("num_steps", None)
         if steps is not None:
@@ -105,11 +110,10 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
 
     # ---- models and optimizers ---------------------------------------------------------------------------------------
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Preparing places a model, after it was sharded: unsharded it might not fit."""
+        """Does nothing: `prepare` moves the model when it is sharded; unsharded it may not fit."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """The prepared model; prepared for training also where it is first evaluated, since it can be sharded only
-        once."""
+        """Prepares the model for training, also before an evaluation, since it can be sharded only once; returns it."""
         if self.accelerator.run.prepared(self.model) is None:
             self._check_heads(self.model)
             if self._pipelined:
@@ -126,7 +130,7 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         found = -(-self.accelerator.tensor_parallel_size // heads)
         if wanted != found:
             raise ConfigurationError(
-                f"kv_size_multiplier={wanted} is not what this model needs: {found}.",
+                f"kv_size_multiplier is {wanted}, but this model needs {found}.",
                 why=f"it has {heads} key/value heads for {self.accelerator.tensor_parallel_size} tensor-parallel ranks",
                 fix="leave it out",
             )
@@ -139,7 +143,9 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        if self.accelerator.run.models and self.accelerator.run.prepared(self.model) is None:  # model_init made it anew
+        if (
+            self.accelerator.run.models and self.accelerator.run.prepared(self.model) is None
+        ):  # model_init has built a new model
             self.accelerator.start_over()
         return super()._inner_training_loop(  # type: ignore[misc]
             batch_size=batch_size,
@@ -150,11 +156,12 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         )
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        """Prepares what is not prepared yet and loads the checkpoint; returns the model and the loader."""
+        """Prepares the model and the optimizer if they are not prepared, and loads the checkpoint; returns the model
+        and the loader."""
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         if getattr(self.optimizer, "released", False):
-            _log.warning("Another Trainer has trained the model since; the optimizer of this one begins anew.")
+            _log.warning("Another Trainer has since prepared the model; creating a new optimizer.")
             self.optimizer = None
         self.create_optimizer()  # type: ignore[attr-defined]
         model = self._wrap_model(self.model)
@@ -170,7 +177,7 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
 
     # ---- data --------------------------------------------------------------------------------------------------------
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Samples in an optimizer step: of all ranks that see different ones."""
+        """Number of samples in an optimizer step, over all data-parallel ranks."""
         return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.data_parallel_size
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
@@ -193,10 +200,10 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
     ) -> torch.Tensor:
         if not self._pipelined:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
-        inputs = filled_up(inputs, self.args.microbatches, self.label_names)
+        inputs = padded_batch(inputs, self.args.microbatches, self.label_names)
         normalised = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         parts = 1 if normalised or self.compute_loss_func is not None else self.current_gradient_accumulation_steps
-        # A pipeline's backward passes run before the loss can be divided; the accelerator divides it inside.
+        # A pipeline runs backward passes before the Trainer divides the loss, so the accelerator divides it.
         self.accelerator.gradient_accumulation_steps = parts
         given, self.loss_is_scaled_for_ga = self.loss_is_scaled_for_ga, True
         try:
@@ -222,18 +229,23 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         return (loss, outputs) if return_outputs else loss
 
 
-# ---- Trainers of transformers that train by strategies ---------------------------------------------------------------
+# ---- transformers' Trainers with the mixin ---------------------------------------------------------------------------
 class NeuronTrainer(NeuronTrainerMixin, Trainer):
-    """transformers' ``Trainer``, by the strategies that its :class:`NeuronTrainingArguments` name; without arguments by
-    none, and with ``output_dir="tmp_trainer"``. It takes what ``Trainer`` takes."""
+    """transformers' ``Trainer`` with the strategies of its :class:`NeuronTrainingArguments`.
+
+    It has the parameters of ``Trainer``. Without arguments it uses no strategies, and ``output_dir="tmp_trainer"``.
+    """
 
     def __init__(self, model: Any = None, args: Any = None, *further: Any, **named: Any) -> None:
         super().__init__(model, NeuronTrainingArguments(_FOLDER) if args is None else args, *further, **named)
 
 
 class NeuronSeq2SeqTrainer(NeuronTrainerMixin, Seq2SeqTrainer):
-    """transformers' ``Seq2SeqTrainer``, by the strategies that its :class:`NeuronSeq2SeqTrainingArguments` name;
-    without arguments by none, and with ``output_dir="tmp_trainer"``. It takes what ``Seq2SeqTrainer`` takes."""
+    """transformers' ``Seq2SeqTrainer`` with the strategies of its :class:`NeuronSeq2SeqTrainingArguments`.
+
+    It has the parameters of ``Seq2SeqTrainer``. Without arguments it uses no strategies, and
+    ``output_dir="tmp_trainer"``.
+    """
 
     def __init__(self, model: Any = None, args: Any = None, *further: Any, **named: Any) -> None:
         super().__init__(model, NeuronSeq2SeqTrainingArguments(_FOLDER) if args is None else args, *further, **named)

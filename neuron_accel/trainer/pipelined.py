@@ -1,4 +1,4 @@
-"""What a Trainer does with losses, where a pipeline's last stage has to do it."""
+"""Losses of a Trainer with a pipeline, whose last stage computes them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import nn
 from neuron_accel.errors import UnsupportedModelError, UsageError
 
 IGNORED = -100
-"""The label that counts nothing."""
+"""The label that losses ignore."""
 
 
 def loss_inside(model: nn.Module, compute_loss: Callable[..., Any] | None, label_smoother: Any) -> None:
-    """Lets a model of transformers compute itself the loss that a Trainer computes from its logits.
+    """Makes a model of transformers compute the loss that a Trainer would compute from its logits.
 
     Args:
-        model: as it was built.
-        compute_loss: the Trainer's ``compute_loss_func``: (outputs, labels, num_items_in_batch=None) -> loss.
-        label_smoother: the Trainer's, or None.
+        model: the model, before it is prepared.
+        compute_loss: the Trainer's ``compute_loss_func``: (outputs, labels, num_items_in_batch=None) -> loss, or None.
+        label_smoother: the Trainer's label smoother, or None.
 
     Raises:
         UnsupportedModelError: if the model's loss cannot be replaced.
@@ -43,19 +43,19 @@ def loss_inside(model: nn.Module, compute_loss: Callable[..., Any] | None, label
             return compute_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
         return label_smoother(outputs, labels, shift_labels=shifted, num_items_in_batch=num_items_in_batch)
 
-    model.loss_function = loss  # type: ignore[assignment]  # a property with a setter, meant for this
+    model.loss_function = loss  # type: ignore[assignment]  # a property with a setter
 
 
-def filled_up(inputs: Any, microbatches: int, label_names: list[str]) -> Any:
-    """A batch whose number of samples ``microbatches`` divides: with copies of the last sample that have no labels.
+def padded_batch(inputs: Any, microbatches: int, label_names: list[str]) -> Any:
+    """Pads a batch to a multiple of ``microbatches`` samples, with copies of the last sample whose labels are ignored.
 
     Args:
-        inputs: tensors by name, the batch first.
-        microbatches: number of micro-batches to split it into.
-        label_names: which of them are labels.
+        inputs: tensors by name, of shape ``[batch, ...]``.
+        microbatches: number of micro-batches into which the batch is split.
+        label_names: the names of labels.
 
     Raises:
-        UsageError: if samples are missing and there are no integer labels to tell copies by.
+        UsageError: if the batch has to be padded and has no integer labels.
     """
     tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.dim()}
     size = max((len(value) for value in tensors.values()), default=0)
@@ -66,7 +66,7 @@ def filled_up(inputs: Any, microbatches: int, label_names: list[str]) -> Any:
     if not labels:
         raise UsageError(
             f"A batch of {size} samples cannot be split into {microbatches} micro-batches.",
-            why="it could be filled up with samples that do not count, but it has no integer labels to mark them",
+            why="it cannot be padded with samples that the loss ignores, as it has no integer labels",
             fix="set dataloader_drop_last",
         )
 

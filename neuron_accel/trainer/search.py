@@ -1,4 +1,4 @@
-"""A search over hyperparameters on several ranks: one of them asks for the next trial, and all train it."""
+"""Hyperparameter search on several ranks: the first rank chooses the trials, and all ranks train each."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from neuron_accel.trainer.accelerator import TrainersAccelerator
 
 _OF_ONE_PROCESS = {
-    HPSearchBackend.RAY: "Ray starts each trial in a process of its own, which no other rank is connected to",
-    HPSearchBackend.WANDB: "each process has an agent of W&B, which would ask for a trial of its own",
+    HPSearchBackend.RAY: "Ray runs each trial in a separate process, which is not connected to the other ranks",
+    HPSearchBackend.WANDB: "the W&B agent of each process would run a different trial",
 }
 _ONE_AT_A_TIME = {
-    "n_jobs": "trials that run at the same time would exchange values with each other",
-    "catch": "a rank that goes on to the next trial would leave the others in the one that failed",
+    "n_jobs": "collectives of concurrent trials would be mixed up",
+    "catch": "a rank would continue with the next trial while others are still in the failed one",
 }
 
 
 class Searching:
-    """The methods of the Trainer for hyperparameter searches."""
+    """The methods of the Trainer for hyperparameter search."""
 
     accelerator: TrainersAccelerator
     model: Any
@@ -46,16 +46,19 @@ class Searching:
         hp_name: Callable[[Any], str] | None = None,
         **options: Any,
     ) -> BestRun | list[BestRun]:
-        """As in transformers. On several ranks with Optuna: the first rank keeps the study, all train each trial, leave
-        it early where the study prunes it, and get the result. Every process calls it.
+        """As in transformers; on several ranks with Optuna only. Collective.
+
+        The first rank has the study. All ranks train each trial, end it early if the study prunes it, and return the
+        result.
 
         Args:
-            hp_space: suggests every hyperparameter; one that ``model_init`` suggests would be known to one rank only.
-            options: of ``optuna.create_study``, and ``timeout`` (seconds after which no trial begins) and
+            hp_space: has to suggest every hyperparameter; suggestions in ``model_init`` are made on the first rank
+                only.
+            options: arguments of ``optuna.create_study``, ``timeout`` (seconds after which no trial begins) and
                 ``gc_after_trial``.
 
         Raises:
-            UsageError: on several ranks, for another library, for ``n_jobs`` and for ``catch``.
+            UsageError: on several ranks, for another library, ``n_jobs`` or ``catch``; or if no trial was completed.
             RuntimeError: without ``model_init``, or if the library is not installed.
         """
         if self.accelerator.run.world.size == 1:
@@ -67,7 +70,7 @@ class Searching:
         of_library = ALL_HYPERPARAMETER_SEARCH_BACKENDS[library]()
         of_library.ensure_available()
         if self.model_init is None:  # type: ignore[attr-defined]
-            raise RuntimeError("A search over hyperparameters needs a model_init, which builds a new model for each.")
+            raise RuntimeError("A hyperparameter search needs a model_init, which builds a new model for each trial.")
         self.hp_search_backend, self.hp_name = library, hp_name
         self.hp_space = of_library.default_hp_space if hp_space is None else hp_space
         self.compute_objective = compute_objective or default_compute_objective
@@ -80,7 +83,7 @@ class Searching:
         ranks = self.accelerator.run.world.size
         if library in _OF_ONE_PROCESS:
             raise UsageError(
-                f"A search over hyperparameters by {library.value!r} is not possible on {ranks} ranks.",
+                f"A hyperparameter search with {library.value!r} is not possible on {ranks} ranks.",
                 why=_OF_ONE_PROCESS[library],
                 fix="use backend='optuna', or one rank",
             )
@@ -113,7 +116,9 @@ class Searching:
                     gc.collect()
         best = self._from_first(best)
         if best is None:
-            raise UsageError("No trial was completed.", why="time was up before, or the study pruned all of them")
+            raise UsageError(
+                "No trial was completed.", why="the time limit was reached, or the study pruned all trials"
+            )
         return best
 
     def _lead(self, trial: Any) -> Any:
@@ -122,13 +127,13 @@ class Searching:
         return self._try(trial)
 
     def _try(self, trial: Any) -> Any:
-        """Trains and evaluates with a trial's values; returns what that reached."""
+        """Trains and evaluates with the values of a trial; returns the objective."""
         import optuna
 
         self.objective = None
         try:
             self.train(trial=trial)  # type: ignore[attr-defined]
-            if self.objective is None:  # nothing was evaluated in between
+            if self.objective is None:  # no evaluation during training
                 self.objective = self.compute_objective(self.evaluate())  # type: ignore[attr-defined]
         except optuna.TrialPruned:
             self._release()
@@ -141,7 +146,7 @@ class Searching:
         self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = None
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        """As in transformers, but a trial that the first rank prunes ends on all of them."""
+        """As in transformers, but a trial that the first rank prunes ends on all ranks."""
         if self.hp_search_backend is None or trial is None or self.accelerator.run.world.size == 1:
             super()._report_to_hp_search(trial, step, metrics)  # type: ignore[misc]
             return

@@ -1,9 +1,9 @@
-"""Checkpoints of transformers' own ``Trainer``, from which a training goes on under any composition.
+"""Resuming from checkpoints of transformers' ``Trainer``, with any composition of strategies.
 
-Such a folder holds the model's weights, ``optimizer.pt``, ``scheduler.pt``, a file of random states for each process
-and ``trainer_state.json``. The optimizer's state is by position: that of a parameter in its groups. It is given names
-here, and from then on is loaded like that of a checkpoint of this project: every rank reads its shard. Nothing but
-tensors, numbers and containers is unpickled.
+Such a checkpoint contains the model's weights, ``optimizer.pt``, ``scheduler.pt``, a file of random states of each
+process, and ``trainer_state.json``. The optimizer's state is stored by the position of a parameter in the groups. It is
+assigned to names, and then loaded like a checkpoint of this library: every rank reads its shard. Only tensors, numbers
+and containers are unpickled.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ _log = logging.getLogger(__name__)
 
 _OPTIMIZER, _SCHEDULER, _SCALER = "optimizer.pt", "scheduler.pt", "scaler.pt"
 _SHARDED = ("optimizer.bin", "optimizer_*", "pytorch_model_fsdp*", "global_step*", "rank*-of-*-optimizer.pt")
-"""What FSDP and DeepSpeed leave in a folder."""
+"""Files of FSDP and DeepSpeed."""
 _IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""Options of a group that say how it is computed, which depends on the device, not what."""
+"""Options of a group that select an implementation, which depends on the device."""
 
 
 @dataclass(kw_only=True)
 class StockState:
-    """What a folder holds beside weights.
+    """The content of a checkpoint besides the weights.
 
     Args:
-        optimizer, scheduler, scaler: state dicts; None where there is no such file.
-        random: of each process that saved.
+        optimizer, scheduler, scaler: state dicts; None if there is no such file.
+        random: random states of the processes that saved it.
     """
 
     optimizer: dict[str, Any] | None
@@ -63,18 +63,18 @@ class StockState:
 
 
 def read_stock(folder: Path) -> StockState:
-    """Reads everything but the weights; tensors of the optimizer are mapped, not read.
+    """Reads a checkpoint without the weights; tensors of the optimizer are memory-mapped.
 
     Raises:
-        CheckpointError: if a file is damaged, holds more than data, or was written by FSDP or DeepSpeed.
+        CheckpointError: if a file is damaged, contains other objects than data, or was written by FSDP or DeepSpeed.
     """
     foreign = sorted(path.name for pattern in _SHARDED for path in folder.glob(pattern))
     if foreign:
         raise CheckpointError(
             f"The optimizer's state in {folder.name!r} cannot be read.",
             where=str(folder / foreign[0]),
-            why="FSDP or DeepSpeed wrote it in a form of their own",
-            fix="begin a new training with the weights, from_pretrained(folder), without resume_from_checkpoint",
+            why="it is in the format of FSDP or DeepSpeed",
+            fix="start a new training with the weights, from_pretrained(folder), without resume_from_checkpoint",
         )
     states = {name: _read(folder / name) for name in (_OPTIMIZER, _SCHEDULER, _SCALER)}
     files = sorted(folder.glob("rng_state_*.pth"), key=lambda path: (len(path.name), path.name))
@@ -88,7 +88,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     state = read_containers(path)
     if not isinstance(state, dict):
-        raise _damaged(path, f"it holds a {type(state).__name__}, not a state dict")
+        raise _damaged(path, f"it contains a {type(state).__name__}, not a state dict")
     return state
 
 
@@ -101,25 +101,25 @@ def _random(path: Path) -> dict[str, Any]:
 
 
 def restore(training: Training, model: PreparedModel, scheduler: Any, folder: Path) -> dict[str, Any] | None:
-    """Gives a training the weights, the optimizer's state and the scheduler's of a checkpoint. Collective.
+    """Loads the weights, the optimizer's state and the scheduler's state of a checkpoint. Collective.
 
     Args:
-        training: with one optimizer.
-        model: the model, prepared.
-        scheduler: of learning rates.
+        training: the objects of the run, with one optimizer.
+        model: the prepared model.
+        scheduler: the learning rate scheduler, or None.
         folder: the checkpoint.
 
     Returns:
-        the random state to go on with when the data is where it was; None if none was saved.
+        the random state of this rank, to be set after batches are skipped; None if none was saved.
 
     Raises:
-        CheckpointError: on every rank; nothing is changed then.
+        CheckpointError: on every rank, before anything is changed.
     """
     run, path = training.run, folder / _OPTIMIZER
     state = agreed(run, lambda: read_stock(folder))
     missing = [name for name, value in ((_OPTIMIZER, state.optimizer), (_SCHEDULER, state.scheduler)) if value is None]
     if missing:
-        _log.warning("%s has no %s: what that would hold begins anew.", folder, " and no ".join(missing))
+        _log.warning("%s has no %s: this state is not restored.", folder, " and no ".join(missing))
     everyone = run.backend.all_gather_object(group_names(training), run.world)
     named = agreed(run, lambda: _Named(training, state.optimizer, everyone, path))
     agreed(run, lambda: _check_scheduler(scheduler, state.scheduler, folder / _SCHEDULER))
@@ -139,16 +139,16 @@ def restore(training: Training, model: PreparedModel, scheduler: Any, folder: Pa
 
 
 class _Named:
-    """The state of an optimizer, by the names of its parameters.
+    """The state of an optimizer, by names of parameters.
 
     Args:
-        training: with the optimizer that takes it.
-        state: a state dict of torch's; None: there is none.
-        everyone: every rank's :func:`group_names`.
-        path: the file.
+        training: the objects of the run, with the optimizer.
+        state: the state dict; None: there is none.
+        everyone: the :func:`group_names` of every rank.
+        path: the file, for messages.
 
     Raises:
-        CheckpointError: if it does not fit the optimizer.
+        CheckpointError: if the state does not match the optimizer.
     """
 
     def __init__(self, training: Training, state: dict[str, Any] | None, everyone: list[Any], path: Path) -> None:
@@ -165,11 +165,13 @@ class _Named:
         try:
             groups, entries = state["param_groups"], state["state"]
             if len(groups) != len(self._optimizer.param_groups):
-                raise _other(path, f"it has {len(groups)} groups, this one {len(self._optimizer.param_groups)}")
+                raise _other(path, f"it has {len(groups)} groups, this optimizer {len(self._optimizer.param_groups)}")
             for i, group in enumerate(groups):
                 names = self._ordered([stage[i] for stage in stages])
                 if len(names) != len(group["params"]):
-                    raise _other(path, f"group {i} has {len(group['params'])} parameters, here {len(names)}")
+                    raise _other(
+                        path, f"group {i} has {len(group['params'])} parameters, in this optimizer {len(names)}"
+                    )
                 for name, number in zip(names, group["params"], strict=True):
                     self._add(name, entries.get(number, {}))
                 self._options.append({k: v for k, v in group.items() if k not in {"params", *_IMPLEMENTATION}})
@@ -178,10 +180,13 @@ class _Named:
         self._check_shapes()
 
     def _ordered(self, stages: list[list[str]]) -> list[str]:
-        """The names of a group's parameters in the order in which the optimizer got them.
+        """The names of the parameters of a group, in the order of the optimizer.
+
+        Args:
+            stages: the names on each rank of a pipeline; one list without a pipeline.
 
         Raises:
-            CheckpointError: if in a pipeline, whose ranks have some of them each, that is not the model's order.
+            CheckpointError: in a pipeline, if the order on a rank is not that of the model.
         """
         if len(stages) == 1:
             return stages[0]
@@ -190,9 +195,9 @@ class _Named:
             raise CheckpointError(
                 "It cannot be determined which parameters the optimizer's state belongs to.",
                 where=str(self._path),
-                why="it is stored by position, and in a pipeline no rank has all parameters of an optimizer, which got "
-                "them in another order than the model's",
-                fix="give the optimizer model.parameters() in their order, or resume without a pipeline",
+                why="it is stored by position; in a pipeline no rank has all parameters of the optimizer, and their "
+                "order is not that of the model",
+                fix="pass model.parameters() to the optimizer in this order, or resume without a pipeline",
             )
         return sorted({name for stage in stages for name in stage}, key=order.__getitem__)
 
@@ -216,8 +221,8 @@ class _Named:
             )
 
     def _check_shapes(self) -> None:
-        """An entry that has the parameter's shape for some parameters has it for all; others, factored moments say, are
-        not known here. Optimizers compute with them unchecked."""
+        """Checks that an entry with the shape of the parameter for some parameters has it for all. Other entries, such
+        as factored moments, are not checked."""
         for tensors in self._index.collections.values():
             odd = [t for t in tensors.values() if t.form == "own" and t.layout.shape]
             if odd and any(t.form == "parameter" for t in tensors.values()):
@@ -234,8 +239,8 @@ class _Named:
             if record.fqn == name and not piece.whole and (record.layout.axes or piece.stop - piece.start != size):
                 raise _other(
                     self._path,
-                    f"{entry!r} of {name!r} has shape {tuple(value.shape)}, the parameter {record.layout.shape}, of "
-                    "which each rank has a shard",
+                    f"{entry!r} of {name!r} has shape {tuple(value.shape)}, the parameter {record.layout.shape}, which "
+                    "is sharded over ranks",
                 )
 
     def needs(self) -> Any:
@@ -251,7 +256,8 @@ class _Named:
                 piece.drop_state(self._optimizer)
 
     def finish(self) -> None:
-        """Options of groups; and moments get the dtype of what the optimizer updates, as torch's own loading does."""
+        """Restores options of groups, and converts moments to the dtype of the parameters, as ``load_state_dict``
+        does."""
         for group, options in zip(self._optimizer.param_groups, self._options, strict=False):
             set_options(group, options)
         for piece in pieces_of(self._optimizer, self._run) if self._found else ():
@@ -267,15 +273,15 @@ def _check_scheduler(scheduler: Any, state: dict[str, Any] | None, path: Path) -
     lacking = sorted(set(scheduler.state_dict()) ^ set(state))
     if lacking:
         raise CheckpointError(
-            f"The scheduler's state in {path.name!r} is that of another kind of scheduler.",
+            f"The scheduler's state in {path.name!r} is from another scheduler class.",
             where=str(path),
-            why=f"only one of them has {', '.join(map(repr, lacking))}; here it is a {type(scheduler).__name__}",
-            fix="use the lr_scheduler_type of the training that was saved",
+            why=f"only one of them has {', '.join(map(repr, lacking))}; this one is a {type(scheduler).__name__}",
+            fix="use the lr_scheduler_type of the saved training",
         )
 
 
 def _random_state(states: list[dict[str, Any]], run: Run) -> dict[str, Any]:
-    """This rank's: by its place among the ranks that see different data. One that was not there draws its own."""
+    """The random state of this rank, by its data-parallel rank; ranks that the saved run did not have are reseeded."""
     index = run.mesh.position(run.backend.rank, run.mesh.data_axes)
     before = random_state(run.backend.generator)
     try:
@@ -289,10 +295,10 @@ def _random_state(states: list[dict[str, Any]], run: Run) -> dict[str, Any]:
 
 def _other(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"The optimizer's state in {path.name!r} is not that of this optimizer.",
+        f"The optimizer's state in {path.name!r} does not match this optimizer.",
         where=str(path),
         why=why,
-        fix="use the model and the optimizer of the training that was saved",
+        fix="use the model and the optimizer of the saved training",
     )
 
 

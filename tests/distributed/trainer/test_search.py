@@ -97,5 +97,5 @@ def refused(folder):
 
 def test_what_cannot_be_searched_on_several_ranks_is_refused(tmp_path):
     said = run_ranks(refused, 2, str(tmp_path))[0]
-    assert "Ray starts each trial in a process of its own" in said[0]
+    assert "Ray runs each trial in a separate process" in said[0]
     assert "'n_jobs' is not possible" in said[2]
