@@ -202,6 +202,32 @@ def test_skipping_by_hand_is_not_done_twice(tmp_path):
     assert run_ranks(_skips_by_hand, 1, str(tmp_path / "c"))[0] == [3, 4, 5, 6, 7, *range(8)]
 
 
+# ---- loaders that one process reads for all --------------------------------------------------------------------------
+def _epochs(folder: str, samples: int, after: int) -> tuple[list[Any], list[Any], list[Any]]:
+    """An epoch in which the state is saved after batch ``after``; the rest of it after loading; and the next epoch."""
+    from accelerate.utils import DataLoaderConfiguration
+
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    loader = accelerator.prepare(DataLoader(list(range(samples)), batch_size=2))
+    whole = []
+    for batch in loader:
+        whole.append(batch.tolist())
+        if len(whole) == after:
+            accelerator.save_state(folder)
+    accelerator.load_state(folder)
+    return whole, [batch.tolist() for batch in loader], [batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize(("samples", "after"), [(16, 1), (16, 4), (9, 1), (9, 2), (9, 3)])
+def test_a_dispatching_loader_goes_on_where_it_was(tmp_path, samples, after):
+    for whole, rest, following in run_ranks(_epochs, 2, str(tmp_path / "c"), samples, after):
+        assert len(whole) == -(-samples // 4)
+        assert rest == whole[after:]
+        assert following == whole
+
+
 # ---- saving in the background ----------------------------------------------------------------------------------------
 def _save_behind(folder: str) -> None:
     trained = Trained("gpt2-tied", [TP2, "zero1"])
