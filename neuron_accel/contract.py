@@ -1,10 +1,11 @@
-"""Everything that a strategy plugin may use: the contract as one module.
+"""Everything that a strategy plugin may use, in one module.
 
-Built-in strategies import this module and nothing else of the core, and so does a plugin of a third party, beside
-``neuron_accel`` and ``neuron_accel.testing``. Everything else is private and may change in any release. What is here
-changes only together with :data:`API_VERSION`, or by additions.
+Built-in strategies import this module and nothing else of the core. A plugin of a third party does the same, and may
+also import ``neuron_accel`` and ``neuron_accel.testing``. All other modules are private and may change in any release.
+Names may be added here; any other change raises :data:`API_VERSION`.
 
-Names are resolved when they are first used, so that what needs no torch, an error or a specification, imports none.
+Names are resolved on first use, so that importing a name that does not need torch, such as an error or a specification,
+does not import torch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    # the machine: devices, groups, collectives
+    # devices, groups, collectives
     from neuron_accel.backends.autograd import (
         all_to_all,
         chunk_to_group,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     # gradients: their reduction over ranks, in buckets; norms and clipping
     from neuron_accel.engine.optim.buckets import Bucket, FlatGradients, check_dense, make_buckets, used_anywhere
 
-    # optimizers: the same one for other parameters, what kind it is, and its state in terms of the original parameters
+    # optimizers: copies for other parameters, their properties, and their state in terms of the original parameters
     from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure, why_not_elementwise
     from neuron_accel.engine.optim.full_parameter import FullParameterOptimizer
     from neuron_accel.engine.optim.norms import (
@@ -69,7 +70,7 @@ if TYPE_CHECKING:
         twin,
     )
 
-    # what a plugin is, and what was planned
+    # the plugin interface and the plan
     from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
     from neuron_accel.engine.plan.plan import Plan
     from neuron_accel.engine.plan.plugin import (
@@ -88,12 +89,12 @@ if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import PreparedModel, Run
     from neuron_accel.engine.runtime.tensors import broadcast_tensors, full_tensor
 
-    # what a tensor of the original model is on this rank
+    # how the parameters of the original model are sharded on this rank
     from neuron_accel.engine.sharding.layout import Cut, Layout, Piece, Segment
     from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
     from neuron_accel.engine.sharding.product_hooks import ProductHook, WithProductHooks, register_product_hook
 
-    # what users read
+    # errors
     from neuron_accel.errors import (
         CheckpointError,
         CommunicationError,
@@ -242,7 +243,7 @@ _NAMES = {
         "did_you_mean",
     ),
 }
-"""Modules of this package, and what is public of them."""
+"""Modules of this package, and the public names of each."""
 
 _WHERE = {name: f"neuron_accel.{module}" for module, names in _NAMES.items() for name in names}
 

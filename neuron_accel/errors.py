@@ -1,7 +1,7 @@
-"""The errors that users meet.
+"""The exceptions of this package.
 
-Every one of them says what is wrong, where, why it matters and what to do. They derive from one base class, so that
-``except NeuronAccelError`` catches exactly what this project raises on purpose.
+The message of each states what is wrong, where, why it matters and what to do. All derive from one base class, so that
+``except NeuronAccelError`` catches every error that this package raises deliberately, and no other.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterable
 
 
 class NeuronAccelError(Exception):
-    """Base class of this project's errors.
+    """Base class of this package's errors.
 
     Args:
-        what: one sentence, what is wrong.
-        where: the file and key, plugin and distribution, or rank that it concerns.
-        why: the reason this cannot simply be accepted.
+        what: one sentence that states what is wrong.
+        where: the file and key, the plugin and its distribution, or the rank concerned.
+        why: the reason why this cannot be accepted.
         fix: what the user can do about it.
     """
 
@@ -37,15 +37,15 @@ def _rebuild(cls, what, where, why, fix):
 
 
 class ConfigurationError(NeuronAccelError):
-    """A key, type or value of the configuration is not usable."""
+    """A key, a type or a value of the configuration is not valid."""
 
 
 class PluginError(NeuronAccelError):
-    """A plugin cannot be found, loaded, or speaks another version of the contract."""
+    """A plugin cannot be found or loaded, or requires another version of the contract."""
 
 
 class PlanError(NeuronAccelError):
-    """The plugins asked for cannot run together, or not on this many ranks."""
+    """The requested plugins cannot be combined, or cannot run on this number of ranks."""
 
 
 class LayoutError(NeuronAccelError):
@@ -53,23 +53,23 @@ class LayoutError(NeuronAccelError):
 
 
 class UnsupportedModelError(NeuronAccelError):
-    """No plan is known that covers this model."""
+    """There is no plan that covers this model."""
 
 
 class ParameterError(NeuronAccelError):
-    """An optimizer and a prepared model disagree about parameters."""
+    """The parameters of an optimizer do not match those of a prepared model."""
 
 
 class UsageError(NeuronAccelError):
-    """A call that makes no sense in the state the run is in."""
+    """A method was called at a time, or with an argument, for which it is not valid."""
 
 
 class DesyncError(NeuronAccelError):
-    """Ranks that must agree do not."""
+    """Values that must be equal on several ranks differ."""
 
 
 class RecompileError(NeuronAccelError):
-    """A training step became a graph that was not compiled before, although it should be done with that."""
+    """A training step produced a new graph and was compiled after compilation should have been complete."""
 
 
 class NonFiniteError(NeuronAccelError):
@@ -77,7 +77,7 @@ class NonFiniteError(NeuronAccelError):
 
 
 class CommunicationError(NeuronAccelError):
-    """A collective failed, most often because a peer is gone."""
+    """A collective failed, most often because another rank has ended."""
 
 
 class CheckpointError(NeuronAccelError):
@@ -85,12 +85,12 @@ class CheckpointError(NeuronAccelError):
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.4) -> str:
-    """``"Did you mean 'x'? Known: a, b, x."`` for a misspelt ``word``.
+    """Returns a suggestion for a misspelt ``word``, such as ``"Did you mean 'x'? Known: a, b, x."``.
 
     Args:
-        word: what was written.
-        known: what could have been.
-        cutoff: how alike the nearest must be to be named, 0 to 1 (:func:`difflib.get_close_matches`).
+        word: the word that was given.
+        known: the words that are valid.
+        cutoff: similarity from 0 to 1 that a suggestion must reach, as in :func:`difflib.get_close_matches`.
     """
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)

@@ -1,11 +1,11 @@
-"""Differentiable collectives, once, for every backend.
+"""Differentiable collectives for every backend.
 
-Each is linear, and its backward pass is another one of them, which makes derivatives of any order right. Nothing is
-saved for the backward pass but which backend and group it concerns. Over a group of one rank each is the identity,
-without a trace in the graph.
+Each is linear, and its backward is another function of this module, so that they can be differentiated any number of
+times. No tensors are saved for backward. In a group of one rank each returns its input and adds no node to the autograd
+graph.
 
-What is right depends on what follows: a tensor that is replicated over the group has, on every rank, the full
-gradient if every rank computes the same with it, and a partial gradient otherwise.
+Which one is correct depends on how the result is used: the gradient of a tensor that is replicated over the group is,
+on every rank, the full gradient if all ranks perform the same computation with it, and a partial gradient otherwise.
 
 =======================  ==========================  ==================================================
 function                 forward                     backward
@@ -19,8 +19,9 @@ all_to_all               all-to-all                  all-to-all, the dims exchan
 permute                  ring shift                  ring shift the other way
 =======================  ==========================  ==================================================
 
-The first two are the conjugate pair f and g of Megatron-LM (Shoeybi et al., 2019, section 3); gather and reduce-scatter
-with each other as gradient are those of its sequence parallelism (Korthikanti et al., 2022, section 4.2.2).
+The first two are the conjugate operators f and g of Megatron-LM (Shoeybi et al., 2019, section 3). All-gather and
+reduce-scatter as each other's backward are the operators of its sequence parallelism (Korthikanti et al., 2022, section
+4.2.2).
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ GatherGradient = Literal["chunk", "reduce_scatter"]
 
 
 def copy_to_group(x: torch.Tensor, backend: Backend, group: Group) -> torch.Tensor:
-    """``x`` itself, held alike by every rank, on its way into computations that differ between ranks: its gradient is
-    the sum of theirs."""
+    """Returns ``x``, which is equal on all ranks, for use in computations that differ between ranks. The gradient is
+    the sum of the ranks' gradients."""
     return x if group.size == 1 else _Copy.apply(x, backend, group)
 
 
 def reduce_from_group(x: torch.Tensor, backend: Backend, group: Group, *, given_up: bool = False) -> torch.Tensor:
-    """The sum of the ranks' ``x``, same shape, for computations that are alike on every rank.
+    """Returns the sum of the ranks' ``x``, of the same shape, for use in computations that are the same on all ranks.
 
     Args:
-        given_up: whether ``x`` is not used any more, so that the sum may take its place in memory. Should autograd
-            have kept it for a backward pass, that fails and does not compute with the sum.
+        given_up: whether ``x`` is not used afterwards, so that its memory may be reused for the sum. If autograd saved
+            ``x`` for a backward pass, that pass raises torch's error for tensors modified in place.
     """
     if group.size == 1:
         return x
@@ -55,39 +56,40 @@ def reduce_from_group(x: torch.Tensor, backend: Backend, group: Group, *, given_
 def gather_from_group(
     x: torch.Tensor, backend: Backend, group: Group, dim: int, grad: GatherGradient = "chunk"
 ) -> torch.Tensor:
-    """The concatenation along ``dim`` of the ranks' ``x`` (of equal shapes).
+    """Returns the concatenation along ``dim`` of the ranks' ``x``, which must have equal shapes.
 
     Args:
-        grad: ``"chunk"`` if every rank computes the same with the result, so that each has the full gradient already;
-            ``"reduce_scatter"`` if each rank computes something of its own with it.
+        grad: ``"chunk"`` if all ranks perform the same computation with the result, so that each has the full gradient;
+            ``"reduce_scatter"`` if computations differ between ranks, so that each has a partial gradient.
     """
     if grad not in ("chunk", "reduce_scatter"):
-        raise ValueError(f"grad is 'chunk' or 'reduce_scatter', not {grad!r}")
+        raise ValueError(f"grad must be 'chunk' or 'reduce_scatter', got {grad!r}")
     return x if group.size == 1 else _Gather.apply(x, backend, group, dim, grad)
 
 
 def chunk_to_group(x: torch.Tensor, backend: Backend, group: Group, dim: int) -> torch.Tensor:
-    """This rank's of ``group.size`` equal chunks along ``dim`` of an ``x`` that every rank holds alike."""
+    """Returns this rank's chunk of ``group.size`` equal chunks along ``dim`` of ``x``, which is equal on all ranks."""
     return x if group.size == 1 else _Chunk.apply(x, backend, group, dim)
 
 
 def reduce_scatter_to_group(x: torch.Tensor, backend: Backend, group: Group, dim: int) -> torch.Tensor:
-    """This rank's chunk along ``dim`` of the sum of the ranks' ``x``."""
+    """Returns this rank's chunk along ``dim`` of the sum of the ranks' ``x``."""
     return x if group.size == 1 else _ReduceScatter.apply(x, backend, group, dim)
 
 
 def all_to_all(x: torch.Tensor, backend: Backend, group: Group, split_dim: int, concat_dim: int) -> torch.Tensor:
-    """Sends chunk i along ``split_dim`` to the i-th rank and concatenates along ``concat_dim`` what comes."""
+    """Sends chunk i along ``split_dim`` to the i-th rank and returns the received chunks, concatenated along
+    ``concat_dim``."""
     return x if group.size == 1 else _AllToAll.apply(x, backend, group, split_dim, concat_dim)
 
 
 def permute(x: torch.Tensor, backend: Backend, group: Group, shift: int = 1) -> torch.Tensor:
-    """The ``x`` of the rank ``shift`` positions before this one in the ring."""
+    """Returns the ``x`` of the rank ``shift`` positions before this one in the ring of the group's ranks."""
     return x if shift % group.size == 0 else _Permute.apply(x, backend, group, shift)
 
 
 class _Collective(torch.autograd.Function):
-    """Keeps the arguments after the tensor for the backward pass, and no tensor."""
+    """Keeps the arguments other than the tensor for the backward pass."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -107,7 +109,7 @@ class _Copy(_Collective):
 class _Reduce(_Collective):
     @staticmethod
     def forward(x, backend, group):
-        # An all-reduce may reuse its input, which here belongs to the caller (or to autograd).
+        # An all-reduce may reuse the memory of its input, which the caller or autograd still uses here.
         return backend.all_reduce(x.clone(memory_format=torch.contiguous_format), group)
 
     @staticmethod
@@ -145,7 +147,7 @@ class _Gather(_Collective):
 class _Chunk(_Collective):
     @staticmethod
     def forward(x, backend, group, dim):
-        # In memory of its own: a view would keep all of x alive for as long as the chunk lives.
+        # A copy: a view would keep all of x alive as long as the chunk.
         return backend.chunk(x, group, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod

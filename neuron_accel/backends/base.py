@@ -1,4 +1,4 @@
-"""The interface between strategies and the machine."""
+"""The interface of a backend: a device, process groups, and collectives between the ranks."""
 
 from __future__ import annotations
 
@@ -18,40 +18,45 @@ if TYPE_CHECKING:
     from neuron_accel.backends.randomness import DeviceGenerator
 
 
-# ---- Looking on while collectives are issued, and a board for notes beside them --------------------------------------
+# ---- Observing collectives, and a key-value board beside them --------------------------------------------------------
 class CollectiveObserver(ABC):
-    """Is called just before every collective. If it raises, the collective is not issued."""
+    """Receives a call before each collective is issued. If the observer raises, the collective is not issued."""
 
     @abstractmethod
     def issued(self, op: str, group: Group, sent: int, *, deferred: bool) -> None:
-        """A collective is about to be issued.
+        """Is called before a collective is issued.
 
         Args:
-            op: its name.
-            group: the ranks that take part; more than one.
-            sent: bytes that this rank sends; 0 where objects travel.
-            deferred: whether it is only added to a graph, which :meth:`executing` announces.
+            op: name of the collective.
+            group: the participating ranks, at least two.
+            sent: bytes that this rank sends; 0 for collectives on objects.
+            deferred: True if the collective is only added to a graph; :meth:`executing` is called before the graph
+                runs.
         """
 
     @abstractmethod
     def executing(self, ranks: tuple[int, ...]) -> None:
-        """A lazy device is about to execute what was deferred, as are those of all ``ranks``, among them this one's."""
+        """Is called before a lazy device executes its pending graph.
+
+        Args:
+            ranks: all ranks that execute their graph together, including this rank.
+        """
 
 
 class Board(ABC):
-    """Short notes that ranks write for each other, outside of all collectives and without waiting for other ranks."""
+    """A key-value store for short notes between ranks. Reading and writing involves no collective and does not wait."""
 
     @abstractmethod
     def put(self, key: str, note: bytes) -> None:
-        """Leaves a note, in place of an earlier one under the same key."""
+        """Stores ``note`` under ``key``, replacing an earlier note."""
 
     @abstractmethod
     def get(self, key: str) -> bytes | None:
-        """The note under ``key``, or None as long as there is none."""
+        """Returns the note stored under ``key``, or None if there is none yet."""
 
 
 class LocalBoard(Board):
-    """For ranks that are threads of one process, or for one rank."""
+    """A board for ranks that are threads of one process, or for a single rank."""
 
     def __init__(self) -> None:
         self._notes: dict[str, bytes] = {}
@@ -67,10 +72,10 @@ class LocalBoard(Board):
 
 
 class StoreBoard(Board):
-    """For ranks that are processes: a key-value store of torch.distributed.
+    """A board for ranks that are processes, on a :class:`torch.distributed.Store`.
 
     Args:
-        store: the store; a prefix of its own keeps keys apart from those of others.
+        store: the store; keys get a prefix of their own.
     """
 
     def __init__(self, store: Any) -> None:
@@ -80,37 +85,36 @@ class StoreBoard(Board):
 
     @classmethod
     def of_default_group(cls) -> StoreBoard:
-        """On the store that the default process group was made with."""
+        """Returns a board on the store of the default process group."""
         from torch.distributed.distributed_c10d import _get_default_store
 
         return cls(_get_default_store())
 
     def put(self, key: str, note: bytes) -> None:
-        self._store.set(key, note)  # type: ignore[arg-type]  # bytes are what it keeps
+        self._store.set(key, note)  # type: ignore[arg-type]  # the store keeps bytes
 
     def get(self, key: str) -> bytes | None:
         return self._store.get(key) if self._store.check([key]) else None
 
 
 # ---- The interface between strategies and the machine ----------------------------------------------------------------
-# Strategies see devices and collectives only through a :class:`Backend`. Collectives are functional: they return
-# their result and leave their input alone unless they say otherwise, because a lazy device has no other way. A result
-# may be the input itself where nothing had to be moved: treat both as read-only, or clone. They are not
-# differentiable; :mod:`neuron_accel.backends.autograd` builds the differentiable ones once on top.
-#
-# Every collective of a group of one rank is the identity and sends nothing.
+# Strategies use devices and collectives only through a :class:`Backend`. Collectives are functional: they return their
+# result and do not change their input unless they say so, since a lazy device requires this. The result may be the
+# input itself if nothing had to be sent: treat both as read-only, or clone. These collectives are not differentiable;
+# :mod:`neuron_accel.backends.autograd` has differentiable ones built on them. In a group of one rank every collective
+# is the identity and sends nothing.
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that take part in a collective with this rank.
+    """The ranks that take part in a collective, as seen by this rank.
 
     Args:
-        ranks: their global ranks, ascending.
-        index: this rank's position among them.
-        partition: all groups of the same kind over all ranks, this one included.
-        name: what the group is for, in messages: ``"tp"``, ``"dp x tp"``.
-        handle: the implementation's own object; None for a group of one.
+        ranks: the global ranks of the group, ascending.
+        index: position of this rank in ``ranks``.
+        partition: all groups of the same kind, this one included; together they contain every rank once.
+        name: name of the group in messages, such as ``"tp"`` or ``"dp x tp"``.
+        handle: the backend's own object for the group; None for a group of one rank.
     """
 
     ranks: tuple[int, ...]
@@ -124,14 +128,14 @@ class Group:
         return len(self.ranks)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "handle": None}  # connections stay in their process
+        return {**self.__dict__, "handle": None}  # a connection cannot be moved to another process
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
-        return self  # copies of a model communicate as the original does
+        return self  # copies of a model communicate in the same groups
 
 
 class Pending(ABC):
-    """A collective under way."""
+    """A collective that has been started and may not be complete."""
 
     @abstractmethod
     def wait(self) -> torch.Tensor:
@@ -139,7 +143,7 @@ class Pending(ABC):
 
 
 class Done(Pending):
-    """A collective that is complete already."""
+    """A :class:`Pending` whose result is already available."""
 
     def __init__(self, result: torch.Tensor) -> None:
         self._result = result
@@ -149,11 +153,11 @@ class Done(Pending):
 
 
 class Then(Pending):
-    """A collective under way and what is to be done with its result.
+    """A :class:`Pending` whose result is passed through a function.
 
     Args:
         pending: the collective.
-        finish: called once, by the first ``wait()``.
+        finish: maps the result of ``pending`` to the result of this object; called once, by the first ``wait()``.
     """
 
     def __init__(self, pending: Pending, finish: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -171,7 +175,14 @@ class Then(Pending):
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective as it was issued: ``sent`` is the number of bytes that this rank had to send."""
+    """Record of one collective.
+
+    Args:
+        op: name of the collective.
+        group: name of the group.
+        size: number of ranks in the group.
+        sent: bytes that this rank sends.
+    """
 
     op: str
     group: str
@@ -181,16 +192,16 @@ class Transfer:
 
 @dataclass
 class Traffic:
-    """The collectives issued while recording, in order."""
+    """The collectives issued inside :meth:`Backend.record`, in order."""
 
     transfers: list[Transfer] = field(default_factory=list)
 
     def sent(self, *, op: str | None = None, group: str | None = None) -> int:
-        """Bytes sent by this rank, of one kind of collective or group only where given."""
+        """Returns the bytes sent by this rank, optionally of one collective ``op`` or one ``group`` only."""
         return sum(t.sent for t in self._select(op, group))
 
     def count(self, *, op: str | None = None, group: str | None = None) -> int:
-        """Number of collectives, of one kind or group only where given."""
+        """Returns the number of collectives, optionally of one ``op`` or one ``group`` only."""
         return len(self._select(op, group))
 
     def _select(self, op: str | None, group: str | None) -> list[Transfer]:
@@ -201,7 +212,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def communicates(method: _Method) -> _Method:
-    """Marks a method of :class:`Backend` that other ranks take part in: what a preview of a plan must not call."""
+    """Marks a method of :class:`Backend` in which other ranks take part. A preview of a plan must not call it."""
     method.communicates = True  # type: ignore[attr-defined]
     return method
 
@@ -215,7 +226,7 @@ class Backend(ABC):
         self._recordings: list[Traffic] = []
         self._observers: list[CollectiveObserver] = []
 
-    # ---- who and where -----------------------------------------------------------------------------------------------
+    # ---- rank and device ---------------------------------------------------------------------------------------------
     @property
     @abstractmethod
     def rank(self) -> int: ...
@@ -230,16 +241,16 @@ class Backend(ABC):
 
     @property
     def generator(self) -> DeviceGenerator:
-        """Of random numbers on the device."""
+        """The random number generator of the device."""
         from neuron_accel.backends.randomness import DeviceGenerator
 
         return DeviceGenerator(self.device)
 
-    # ---- what strategies may count on --------------------------------------------------------------------------------
+    # ---- capabilities ------------------------------------------------------------------------------------------------
     @property
     def is_lazy(self) -> bool:
-        """Whether operations collect in a graph that :meth:`step_boundary` executes. Every rank runs the same one
-        unless :meth:`run_apart` said otherwise, and views and in-place updates cost copies."""
+        """Whether operations are recorded in a graph that :meth:`step_boundary` executes. All ranks must record the
+        same graph, unless :meth:`run_apart` was called. Views and in-place updates cost copies."""
         return False
 
     @property
@@ -249,23 +260,25 @@ class Backend(ABC):
 
     @property
     def has_point_to_point(self) -> bool:
-        """Whether ranks can :meth:`start_send` and :meth:`start_receive`."""
+        """Whether :meth:`start_send` and :meth:`start_receive` are available."""
         return False
 
     @property
     def overlaps(self) -> bool:
-        """Whether what is computed between ``start_*`` and ``wait()`` overlaps with the collective."""
+        """Whether computation between ``start_*`` and ``wait()`` overlaps with the collective."""
         return False
 
     @property
     def sums_integers_exactly(self) -> bool:
-        """Whether the device adds up integers and booleans as such. Where it goes through float32, exact to 2**24 only,
-        collectives of this interface send them as float32 digits or gather them: results are exact either way."""
+        """Whether the device sums integers and booleans exactly. On a device that sums them in float32, which is exact
+        to 2**24 only, the collectives of this class send them as float32 digits or gather them, so that results are
+        exact in both cases."""
         return True
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """The same for a plan, which knows a backend by names: what specs of plugins may require or conflict with."""
+        """Names of the capabilities, which a :class:`PluginSpec` may require or conflict with: ``"lazy"``,
+        ``"host-reads"``, ``"point-to-point"``, ``"async"``."""
         offered = {
             "lazy": self.is_lazy,
             "host-reads": self.reads_are_free,
@@ -276,16 +289,22 @@ class Backend(ABC):
 
     @property
     def missing(self) -> Mapping[str, str]:
-        """Why capabilities are missing, by name, where that was tried; the same on every rank."""
+        """Reasons why capabilities are missing, by name, for those that were probed; the same on every rank."""
         return {}
 
     # ---- groups ------------------------------------------------------------------------------------------------------
     @abstractmethod
     def new_group(self, partition: Sequence[Sequence[int]], name: str) -> Group:
-        """Makes every group of ``partition`` (which covers all ranks) and returns this rank's. Collective."""
+        """Creates every group of ``partition`` and returns the group of this rank. Collective over all ranks.
+
+        Args:
+            partition: groups of global ranks that together contain every rank once.
+            name: name of the group in messages.
+        """
 
     def number(self, value: float) -> torch.Tensor:
-        """A number on the device, float32 without dims, that no graph takes for a constant."""
+        """Returns ``value`` as a float32 tensor without dims on the device. In a graph it is an input, not a
+        constant."""
         import torch
 
         return torch.tensor(value, dtype=torch.float32, device=self.device)
@@ -293,32 +312,33 @@ class Backend(ABC):
     # ---- collectives on tensors --------------------------------------------------------------------------------------
     @communicates
     def all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> torch.Tensor:
-        """The element-wise reduction over the group, same shape, on every rank. **May reuse the input's memory**: the
-        caller gives ``tensor`` up."""
+        """Returns the element-wise reduction over the group, of the shape of ``tensor``, on every rank. **May reuse the
+        memory of ``tensor``**, which must not be used afterwards."""
         return self.start_all_reduce(tensor, group, op).wait()
 
     @communicates
     def all_reduce_together(
         self, tensors: Sequence[torch.Tensor], group: Group, scale: float = 1.0
     ) -> list[torch.Tensor]:
-        """The sums over the group of several tensors of one dtype, times ``scale``, in one collective. **May reuse the
-        inputs' memory.**"""
+        """Returns the sums over the group of several tensors of one dtype, times ``scale``, in one collective. **May
+        reuse the memory of ``tensors``.**"""
         import torch
 
         flat = self.all_reduce(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]), group)
         flat = flat * scale if scale != 1.0 else flat
         parts = flat.split([tensor.numel() for tensor in tensors])
-        # Changing a view in place would rewrite all of them, each by itself, on a lazy device.
+        # Clone: on a lazy device, changing one view in place would rewrite all the others too.
         return [part.view(tensor.shape).clone() for part, tensor in zip(parts, tensors, strict=True)]
 
     @communicates
     def all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-        """The concatenation along ``dim`` of the group's tensors, which have equal shapes."""
+        """Returns the concatenation along ``dim`` of the ranks' tensors, which must have equal shapes."""
         return self.start_all_gather(tensor, group, dim).wait()
 
     @communicates
     def reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-        """This rank's chunk along ``dim`` of the sum over the group; ``group.size`` divides the dim."""
+        """Returns this rank's chunk along ``dim`` of the sum over the group. The dim must be divisible by
+        ``group.size``."""
         return self.start_reduce_scatter(tensor, group, dim).wait()
 
     @abstractmethod
@@ -331,11 +351,11 @@ class Backend(ABC):
 
     @communicates
     def start_all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Pending:
-        """An all-gather along dim 0 into memory of the caller's; the result is ``out``.
+        """Starts an all-gather along dim 0 into a given tensor; the result is ``out``.
 
         Args:
-            out: contiguous, with ``group.size`` times the elements of ``tensor``, the same dtype.
-            tensor: contiguous; may be this rank's own chunk of ``out``.
+            out: contiguous, with ``group.size`` times the elements of ``tensor`` and the same dtype.
+            tensor: contiguous; may be this rank's chunk of ``out``.
         """
         pending = self.start_all_gather(tensor.reshape(-1), group)
         return Then(pending, lambda gathered: out.copy_(gathered.view(out.shape)))
@@ -354,14 +374,14 @@ class Backend(ABC):
         scale: float = 1.0,
         scratch: torch.Tensor | None = None,
     ) -> Pending:
-        """A reduce-scatter along dim 0 into memory of the caller's; the result is ``out``.
+        """Starts a reduce-scatter along dim 0 into a given tensor; the result is ``out``.
 
         Args:
             out: flat, with one ``group.size``-th of the elements of ``tensor``; the sum is rounded to the dtype of
                 ``tensor``, as by :meth:`reduce_scatter`, then converted to that of ``out``.
-            tensor: flat; stays as it is until then.
-            scale: what ``out`` is multiplied by at the end.
-            scratch: memory like ``tensor`` that may be overwritten until then, so that none has to be made.
+            tensor: flat; must not be changed before ``wait()``.
+            scale: factor that ``out`` is multiplied by at the end.
+            scratch: memory like ``tensor`` that may be overwritten until then, so that none has to be allocated.
         """
         pending = self.start_reduce_scatter(tensor, group)
         return Then(pending, lambda reduced: out.copy_(reduced).mul_(scale))
@@ -369,36 +389,39 @@ class Backend(ABC):
     @abstractmethod
     @communicates
     def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
-        """Sends chunk i along ``split_dim`` to the i-th rank, returns what was received along ``concat_dim``."""
+        """Sends chunk i along ``split_dim`` to the i-th rank and returns the received chunks, concatenated along
+        ``concat_dim``."""
 
     @abstractmethod
     @communicates
     def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
-        """What the rank ``shift`` positions before this one in the group's ring holds."""
+        """Returns the tensor of the rank ``shift`` positions before this one in the ring of the group's ranks."""
 
     def limit_rings(  # noqa: B027  most machines connect any two ranks
         self, problem: Callable[[Sequence[tuple[int, int]]], str | None]
     ) -> None:
-        """Says which permutations the machine cannot make by sending from rank to rank: :meth:`permute` gathers then.
+        """Registers a function that says which permutations the machine cannot make by point-to-point messages.
+        :meth:`permute` uses an all-gather for them.
 
         Args:
-            problem: of pairs of source and target, why not; None if it can.
+            problem: maps pairs of source and target rank to the reason why not, or to None if the permutation can be
+                made.
         """
 
     @communicates
     def start_permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> Pending:
-        """:meth:`permute`, started: what is computed before ``wait()`` overlaps with it where the backend
-        :attr:`overlaps`. ``tensor`` stays as it is until then."""
+        """Starts :meth:`permute`. Computation before ``wait()`` overlaps with it if the backend :attr:`overlaps`.
+        ``tensor`` must not be changed before ``wait()``."""
         return Done(self.permute(tensor, group, shift))
 
     @abstractmethod
     @communicates
     def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
-        """The tensor of the rank at position ``source``; shapes and dtypes agree on all ranks."""
+        """Returns the tensor of the rank at position ``source``. Shapes and dtypes must be equal on all ranks."""
 
-    # ---- integers and booleans where the backend does not :attr:`sums_integers_exactly`: for its collectives ---------
+    # ---- integers and booleans on devices without :attr:`sums_integers_exactly` --------------------------------------
     def _start_exact_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> Pending:
-        """An all-reduce of integers, or of booleans, whose sum is "any"."""
+        """Starts an exact all-reduce of integers or booleans; the sum of booleans is "any"."""
         import torch
 
         from neuron_accel.backends.movement import from_digits, reduce_rows, to_digits
@@ -415,7 +438,8 @@ class Backend(ABC):
         return Then(gathered, lambda rows: reduce_rows(rows, op))
 
     def _start_exact_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int) -> Pending:
-        """A reduce-scatter of integers, or of booleans, whose sum is "any"; ``dim`` counted from the front."""
+        """Starts an exact reduce-scatter of integers or booleans; the sum of booleans is "any". ``dim`` is not
+        negative."""
         import torch
 
         from neuron_accel.backends.movement import from_digits, to_digits
@@ -430,7 +454,7 @@ class Backend(ABC):
         return Then(digits, lambda result: from_digits(result, dtype, ranks))
 
     def _exact_broadcast(self, tensor: torch.Tensor, group: Group, source: int) -> torch.Tensor:
-        """A broadcast of integers or booleans that would be made of a sum."""
+        """Broadcasts integers or booleans on a device that implements a broadcast as a sum."""
         from neuron_accel.backends.movement import from_digits, to_digits
 
         if not _has_digits(tensor):
@@ -439,41 +463,45 @@ class Backend(ABC):
 
     @abstractmethod
     def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-        """This rank's of ``group.size`` equal chunks along ``dim``; no communication. May be a view of the input. On a
-        lazy device the rank is data, not a constant, so that all ranks trace the same graph."""
+        """Returns this rank's chunk of ``group.size`` equal chunks along ``dim``, without communication. May be a view
+        of the input. On a lazy device the position is an input of the graph, not a constant, so that all ranks trace
+        the same graph."""
 
-    # ---- point to point, where the backend :attr:`has_point_to_point` ------------------------------------------------
+    # ---- point to point, if the backend :attr:`has_point_to_point` ---------------------------------------------------
     @communicates
     def start_send(self, tensor: torch.Tensor, group: Group, target: int) -> Pending:
-        """Sends to the rank at position ``target``, which receives the same shape and dtype. Messages between two ranks
-        of a group arrive in order. Waiting returns ``tensor``, which may then be written again."""
+        """Starts sending ``tensor`` to the rank at position ``target``, which must receive the same shape and dtype.
+        Messages between two ranks of a group arrive in order. ``wait()`` returns ``tensor``, which may then be written
+        again."""
         raise UsageError(f"The {self.name} backend cannot send from rank to rank.")
 
     @communicates
     def start_receive(self, shape: Sequence[int], dtype: torch.dtype, group: Group, source: int) -> Pending:
-        """Receives what the rank at position ``source`` sends to this one, in new memory."""
+        """Starts receiving a tensor that the rank at position ``source`` sends to this rank. The result is a new
+        tensor."""
         raise UsageError(f"The {self.name} backend cannot receive from a single rank.")
 
     # ---- activation checkpointing ------------------------------------------------------------------------------------
     def recompute(self, function: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
-        """Calls a function whose activations are not kept: in the backward pass it is called again, and they are there.
+        """Calls ``function`` with activation checkpointing: its activations are not kept but recomputed in the backward
+        pass.
 
-        The second call gets the same inputs, random numbers and autocast, and stays a second one on a device that has
-        a compiler. The gradient of a parameter arrives once, as it would without (this is not the re-entrant form of
-        :func:`torch.utils.checkpoint.checkpoint`). Without gradients (:func:`torch.no_grad`) it is a plain call.
+        The second call gets the same inputs, random numbers and autocast state, and a compiler does not merge it with
+        the first. As with ``use_reentrant=False`` of :func:`torch.utils.checkpoint.checkpoint`, each parameter's
+        gradient is accumulated once. Under :func:`torch.no_grad` this is a plain call.
 
         Args:
-            function: depends on ``inputs``, ``keywords``, parameters and buffers only. What it changes elsewhere, it
-                changes twice (the running statistics of a batch norm, say).
-            inputs, keywords: of the function; tensors among them, in tuples, lists and dicts too, may require
-                gradients or not.
+            function: a function that depends on ``inputs``, ``keywords``, parameters and buffers only. Its side effects
+                happen twice (updates of a batch norm's running statistics, for example).
+            inputs, keywords: arguments of the function. Tensors among them, also inside tuples, lists and dicts, may
+                require gradients or not.
 
         Returns:
-            What the function returned.
+            The return value of ``function``.
 
         Raises:
-            UsageError: in the backward pass, on a lazy device, if the function did something else the second time;
-                PyTorch's own error elsewhere.
+            UsageError: in the backward pass, on a lazy device, if the second call saved other tensors than the first.
+                On other devices PyTorch raises its own error.
         """
         from neuron_accel.backends.recompute import checkpoint_eagerly
 
@@ -483,12 +511,12 @@ class Backend(ABC):
     @abstractmethod
     @communicates
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
-        """Every rank's picklable ``value``, in the order of the group."""
+        """Returns the picklable ``value`` of every rank, in the order of the group."""
 
     @abstractmethod
     @communicates
     def broadcast_object(self, value: Any, group: Group, source: int = 0) -> Any:
-        """The ``value`` of the rank at position ``source``."""
+        """Returns the ``value`` of the rank at position ``source``."""
 
     @abstractmethod
     @communicates
@@ -497,35 +525,41 @@ class Backend(ABC):
 
     # ---- steps and values --------------------------------------------------------------------------------------------
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of ``tensor`` on the CPU. On a lazy device, which executes all that it has collected first, every rank
-        calls it in the same place."""
+        """Returns a copy of ``tensor`` on the CPU. A lazy device executes its pending graph first, so every rank must
+        call this at the same point."""
         return tensor.detach().to("cpu", copy=True)
 
     @communicates  # noqa: B027  most devices have nothing to do
     def step_boundary(self) -> None:
-        """A training step is complete; a lazy device executes what it has collected."""
+        """Marks the end of a training step. A lazy device executes its pending graph."""
 
-    def run_apart(self, group: Group) -> None:  # noqa: B027  eager devices meet wherever ranks do
-        """From now on ranks at different positions of ``group`` compute different things, ranks at one position of all
-        groups of its partition the same. A lazy device makes every collective between such ranks a graph of its own,
-        because what they compute beside it would make different graphs of it, and those never meet."""
+    def run_apart(self, group: Group) -> None:  # noqa: B027  eager devices need nothing for this
+        """Declares that from now on ranks at different positions of ``group`` run different computations, as the stages
+        of a pipeline do; ranks at the same position of all groups of its partition run the same one. A lazy device then
+        makes each collective between different positions a graph of its own: a collective completes only if all
+        participants execute the same graph."""
 
     def collects(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether reading one of them would execute a graph that still collects; never on eager devices."""
+        """Returns whether reading one of ``tensors`` would execute a pending graph. Always False on eager devices."""
         return False
 
     def after_step(self, action: Callable[[], None], *, reads_graph: bool) -> None:
-        """Calls ``action`` at once, or on a lazy device after the next :meth:`step_boundary`: if ``reads_graph``, which
-        says that it reads what still collects, or if an earlier action waits. Actions keep their order."""
+        """Calls ``action``, at once or, on a lazy device, after the next :meth:`step_boundary`.
+
+        Args:
+            action: is called without arguments; actions keep their order.
+            reads_graph: whether ``action`` reads a tensor of the pending graph. If it does, or if an earlier action is
+                still waiting, a lazy device defers the call.
+        """
         action()
 
     @property
     def compilations(self) -> int | None:
-        """Number of graphs compiled so far; None where nothing is compiled."""
+        """Number of graphs compiled so far; None on devices without a compiler."""
         return None
 
     def board(self) -> Board:
-        """Where ranks leave notes for each other; the same board on all of them."""
+        """Returns the :class:`Board` that all ranks share."""
         return LocalBoard()
 
     def shutdown(self) -> None:  # noqa: B027  most devices have nothing to release
@@ -534,7 +568,8 @@ class Backend(ABC):
     # ---- counting ----------------------------------------------------------------------------------------------------
     @contextmanager
     def record(self) -> Iterator[Traffic]:
-        """Counts the collectives on tensors issued inside the context; those on objects are not counted."""
+        """Records the collectives on tensors that are issued inside the context. Collectives on objects are not
+        recorded."""
         traffic = Traffic()
         self._recordings.append(traffic)
         try:
@@ -543,12 +578,12 @@ class Backend(ABC):
             self._recordings.remove(traffic)
 
     def observe(self, observer: CollectiveObserver) -> Callable[[], None]:
-        """Tells ``observer`` of every collective from now on, until the function that is returned is called."""
+        """Registers ``observer`` for all following collectives. Returns a function that removes it."""
         self._observers.append(observer)
         return lambda: self._observers.remove(observer) if observer in self._observers else None
 
     def announce(self, op: str, group: Group) -> None:
-        """Tells observers that the group is about to do something together without a collective on tensors."""
+        """Notifies the observers of an operation ``op`` of the group that is not a collective on tensors."""
         if group.size > 1:
             for observer in self._observers:
                 observer.issued(op, group, 0, deferred=False)
@@ -561,9 +596,10 @@ class Backend(ABC):
 
 
 COLLECTIVES = frozenset(name for name, value in vars(Backend).items() if hasattr(value, "communicates"))
-"""Names of the methods that other ranks take part in."""
+"""Names of the methods in which other ranks take part."""
 
 
 def _has_digits(tensor: torch.Tensor) -> bool:
-    """Whether integers are sent digit by digit. Those of 64 bits are gathered: the compiler refuses to shift them."""
+    """Whether the integers of ``tensor`` are sent as digits. 64-bit integers are gathered, as the Neuron compiler does
+    not support shifting them."""
     return tensor.dtype.itemsize < 8

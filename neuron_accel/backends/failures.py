@@ -1,4 +1,4 @@
-"""What users read when a collective fails."""
+"""Errors of collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from neuron_accel.errors import CommunicationError
 
-# torch raises RuntimeError for a lost peer and for a wrong argument alike; only the text tells them apart
+# torch raises RuntimeError for a lost connection and for a wrong argument; only the message distinguishes them
 _LOST = re.compile(
     r"gloo[/\\]|nccl (error|communicator)|connect|socket|timed? ?out|reset by peer|broken pipe|rendezvous",
     re.IGNORECASE,
@@ -20,7 +20,15 @@ _TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 @contextmanager
 def reported(op: str, where: str) -> Iterator[None]:
-    """Turns the failure of a collective into a :class:`CommunicationError` that says which, where and what to do."""
+    """Context that converts the failure of a collective into a :class:`CommunicationError`.
+
+    Args:
+        op: name of the collective.
+        where: rank and group, for the message.
+
+    Raises:
+        CommunicationError: if the body raised a RuntimeError because of another rank or the network.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -37,7 +45,7 @@ def reported(op: str, where: str) -> Iterator[None]:
 
 
 def is_communication_failure(error: RuntimeError) -> bool:
-    """Whether torch.distributed raised ``error`` because of a peer or the network, not because of an argument."""
+    """Returns whether ``error`` was raised because of another rank or the network, not because of an argument."""
     return isinstance(error, _network_errors()) or _LOST.search(str(error)) is not None
 
 
@@ -46,5 +54,5 @@ def _network_errors() -> tuple[type[Exception], ...]:
 
 
 def _summary(error: Exception) -> str:
-    """What happened, without the advice that gloo appends."""
+    """Returns the first line of the message, without the advice that gloo appends."""
     return str(error).strip().partition("\n")[0].partition(". This is typically")[0] or type(error).__name__

@@ -1,6 +1,6 @@
-"""What happens to a tensor before and after ranks exchange it: cutting, joining, adding up. Pure, on one rank.
+"""Local operations on tensors before and after a collective: splitting, concatenating, summing. No communication.
 
-Rows are the form in which collectives work: ``[ranks, *chunk]``, row i for or from the i-th rank of a group.
+Collectives use rows: a tensor ``[ranks, *chunk]`` whose row i is sent to, or received from, the i-th rank of a group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from neuron_accel.errors import LayoutError
 
 ReduceOp = Literal["sum", "max", "min"]
 
-# dtypes that gloo carries under their own name; others travel as the bytes they are
+# dtypes that gloo supports; others are sent as bytes
 _CARRIED = {
     torch.float32,
     torch.float64,
@@ -27,15 +27,15 @@ _CARRIED = {
 }
 
 _BLOCK = 1 << 16
-"""Elements of a row that are worked on at once, so that what one operation wrote the next finds in the cache."""
+"""Number of elements processed at a time, so that the intermediate results stay in the CPU's cache."""
 
 
 class Flat:
-    """A tensor as the flat, contiguous buffer that a collective reads from or writes into.
+    """A flat, contiguous buffer of a tensor, for a collective.
 
     Args:
-        tensor: is copied if it is not contiguous, so one that is written into has to be.
-        as_bytes: whether dtypes that gloo does not know travel as bytes.
+        tensor: the tensor. It is copied if it is not contiguous, so an output must be contiguous.
+        as_bytes: whether dtypes that gloo does not support are viewed as bytes.
     """
 
     def __init__(self, tensor: torch.Tensor, as_bytes: bool) -> None:
@@ -44,14 +44,18 @@ class Flat:
 
 
 def normalize_dim(dim: int, tensor: torch.Tensor) -> int:
-    """``dim`` counted from the front."""
+    """Returns ``dim`` as a non-negative number.
+
+    Raises:
+        IndexError: if ``tensor`` has no such dim.
+    """
     if not -tensor.dim() <= dim < tensor.dim():
         raise IndexError(f"dim {dim} is out of range for a tensor of {tensor.dim()} dims")
     return dim % tensor.dim()
 
 
 def split_chunks(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-    """The ``count`` equal chunks of ``tensor`` along ``dim`` as rows; a view.
+    """Returns the ``count`` equal chunks of ``tensor`` along ``dim`` as rows ``[count, *chunk]``; a view.
 
     Raises:
         LayoutError: if the dim is not a multiple of ``count``.
@@ -68,16 +72,16 @@ def split_chunks(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
 
 
 def join_chunks(rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """Inverse of :func:`split_chunks` for ``dim`` counted from the front, contiguous. Copies unless ``dim`` is 0 or all
-    dims before it have one element."""
+    """Inverse of :func:`split_chunks` for a non-negative ``dim``; the result is contiguous. Copies unless ``dim`` is 0
+    or all dims before it have size 1."""
     return rows.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def reduce_rows(rows: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """The element-wise reduction over rows, in new memory.
+    """Returns the element-wise reduction over rows, as a new tensor.
 
-    Sums go in the order of rows, so that they depend on nothing else; bfloat16 and float16 are added up in float32 and
-    rounded once; booleans count as their union for "sum".
+    Rows are summed in their order, so that the result is deterministic. bfloat16 and float16 are summed in float32 and
+    rounded once. The sum of booleans is "any".
     """
     if op == "max":
         return rows.amax(0)
@@ -89,7 +93,7 @@ def reduce_rows(rows: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         total, rest = rows[0].float(), rows[1:]
     elif len(rows) == 1:
         return rows[0].clone()
-    else:  # one pass where a copy and a sum would be two
+    else:  # one pass over memory instead of a copy and a sum
         total, rest = rows[0] + rows[1], rows[2:]
     for row in rest:
         total += row
@@ -97,7 +101,8 @@ def reduce_rows(rows: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 
 def sum_rows_into(out: torch.Tensor, rows: Sequence[torch.Tensor], scale: float = 1.0) -> torch.Tensor:
-    """The sum of two or more flat rows as :func:`reduce_rows` makes it, converted, then scaled, in ``out``, flat."""
+    """Writes the sum of two or more flat rows into ``out``, which is flat, and returns it. The sum is computed as by
+    :func:`reduce_rows`, then converted to the dtype of ``out``, then multiplied by ``scale``."""
     dtype = rows[0].dtype
     rounds = dtype in (torch.bfloat16, torch.float16)
     for begin in range(0, out.numel(), _BLOCK):
@@ -123,16 +128,16 @@ _EXACT_BITS = 24
 
 
 def is_inexact(tensor: torch.Tensor) -> bool:
-    """Whether it holds neither integers nor booleans."""
+    """Returns whether ``tensor`` is of a floating-point or complex dtype."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def to_digits(tensor: torch.Tensor, terms: int) -> torch.Tensor:
-    """Integers or booleans as float32 digits ``[digits, *tensor.shape]``, lowest first.
+    """Converts integers or booleans to float32 digits ``[digits, *tensor.shape]``, lowest digit first.
 
     Args:
         tensor: of any integer dtype, or bool.
-        terms: so many tensors of digits can be added up in float32, and the sum is exact.
+        terms: number of such tensors whose sum in float32 has to be exact.
     """
     bits, count = _digits(tensor.dtype, terms)
     if count == 1:
@@ -140,13 +145,14 @@ def to_digits(tensor: torch.Tensor, terms: int) -> torch.Tensor:
     rest, digits = _wide(tensor), []
     for _ in range(count):
         digits.append(rest & ((1 << bits) - 1))
-        rest = (rest - digits[-1]) >> bits  # nothing is left to round: torch_xla makes a division of the shift
+        rest = (rest - digits[-1]) >> bits  # divisible: torch_xla implements the shift as a division
     return torch.stack(digits).to(torch.float32)
 
 
 def from_digits(digits: torch.Tensor, dtype: torch.dtype, terms: int) -> torch.Tensor:
-    """Inverse of :func:`to_digits`, also of a sum of up to ``terms``: it wraps around as integers of ``dtype`` do. No
-    operation on integers here needs more than the 24 bits that are exact where float32 does the work."""
+    """Inverse of :func:`to_digits`, also for a sum of up to ``terms`` such tensors, which wraps around as integers of
+    ``dtype`` do. No integer operation here needs more than 24 bits, which are exact on devices that compute in
+    float32."""
     bits, count = _digits(dtype, terms)
     if count == 1:
         return digits[0] > 0 if dtype == torch.bool else digits[0].to(torch.int32).to(dtype)
@@ -166,12 +172,12 @@ def from_digits(digits: torch.Tensor, dtype: torch.dtype, terms: int) -> torch.T
 
 
 def _digits(dtype: torch.dtype, terms: int) -> tuple[int, int]:
-    """The bits of a digit, and how many digits an integer has."""
+    """Returns the number of bits of a digit, and the number of digits of an integer."""
     bits = _EXACT_BITS - max(terms - 1, 0).bit_length()
     width = 1 if dtype == torch.bool else 8 * dtype.itemsize
     return bits, -(-width // bits)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In a dtype that every device shifts."""
+    """Returns ``tensor`` in a dtype that every device can shift."""
     return tensor if tensor.dtype.itemsize == 8 else tensor.to(torch.int32)

@@ -1,4 +1,4 @@
-"""Torch's default process group: whether it fits a device, and making it."""
+"""Initializes torch's default process group, and checks whether it supports a device."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from neuron_accel.backends.failures import reported
 from neuron_accel.errors import UsageError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""How long a collective may wait for a peer that lives: one rank may prepare data while the others wait. A peer that
-dies closes its connections and is noticed at once."""
+"""Timeout of a collective. It is long because one rank may prepare data while the others wait; a process that ends
+closes its connections, which is noticed at once."""
 
 _LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}
 
 
 def join(device: torch.device | str, timeout: timedelta | None) -> tuple[torch.device, bool]:
-    """Sees to it that the ranks which the environment speaks of are connected.
+    """Initializes the default process group if the environment describes several ranks and it is not initialized yet.
 
     Returns:
-        The device of this rank, with its index, and whether the default process group was made here.
+        The device of this rank, with its index, and whether the default process group was initialized here.
 
     Raises:
         UsageError: if there is no such device, or the existing process group does not support it.
@@ -45,19 +45,19 @@ def join(device: torch.device | str, timeout: timedelta | None) -> tuple[torch.d
         torch.cuda.set_device(device)
     with reported("connect", f"rank {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']}"):
         dist.init_process_group(_LIBRARIES[device.type], timeout=timeout or DEFAULT_TIMEOUT)
-    return _with_index(device), True  # native neuron allows no use of the device before this
+    return _with_index(device), True  # the native neuron device must not be used before this
 
 
 def parse(device: torch.device | str) -> torch.device:
-    """The device of that name.
+    """Returns the device of that name.
 
     Raises:
-        UsageError: if the torch backend does not serve it, or this machine has none.
+        UsageError: if the torch backend does not support it, or this machine has none.
     """
     kind = str(device).partition(":")[0]
     if kind not in _LIBRARIES:
         known = ", ".join(_LIBRARIES)
-        raise UsageError(f"The torch backend does not serve device {kind!r}.", fix=f"use one of {known}")
+        raise UsageError(f"The torch backend does not support device {kind!r}.", fix=f"use one of {known}")
     try:
         present = kind == "cpu" or torch.get_device_module(kind).is_available()
     except RuntimeError:  # the package that adds the device is not installed
@@ -70,19 +70,20 @@ def parse(device: torch.device | str) -> torch.device:
 
 
 def check_serves(device: torch.device) -> None:
-    """Raises a UsageError if the default process group cannot reach tensors on ``device``."""
+    """Raises a UsageError if the default process group does not support tensors on ``device``."""
     served = dist.get_backend_config()  # "cpu:gloo,cuda:nccl"
     library = dict(pair.split(":", 1) for pair in served.split(",")).get(device.type)
     if library is None or (library == "gloo" and device.type != "cpu"):
         raise UsageError(
-            f"The process group that exists ({served}) does not serve device {device.type!r}.",
-            why="its collectives cannot reach tensors that live there",
-            fix="choose the backend that fits it (NEURON_ACCEL_BACKEND, cpu=True), or leave making it to this project",
+            f"The existing process group ({served}) does not support device {device.type!r}.",
+            why="its collectives cannot be used with tensors on that device",
+            fix="choose the backend that fits the group (NEURON_ACCEL_BACKEND, cpu=True), or do not initialize one: "
+            "NeuronAccelerator does",
         )
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """The device of this rank among those of its machine."""
+    """Returns the device of this rank, with its index on this machine."""
     if device.type == "cpu" or device.index is not None:
         return device
     if device.type == "cuda":
@@ -90,26 +91,26 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.get_device_module(device.type).current_device())  # one core is visible
 
 
-# ---- beside the device -----------------------------------------------------------------------------------------------
+# ---- point-to-point messages and gloo's threads ----------------------------------------------------------------------
 _PROBE = timedelta(minutes=2)
-"""How long the first message may take: the device compiles both ends of it."""
+"""Timeout of the first message, for which the device compiles both sending and receiving."""
 _SENT = 20261.0
 
 
 def probe_point_to_point(device: torch.device, hosts: Any, timeout: timedelta | None) -> str | None:
-    """Tries to send a number from rank 0 to rank 1. Collective over all ranks, which get the same answer.
+    """Tries to send a number from rank 0 to rank 1. Collective over all ranks; returns the same result on each.
 
     Args:
         hosts: a gloo group of all ranks.
-        timeout: limit of a collective; a message that takes two minutes, or half of this, does not arrive.
+        timeout: timeout of a collective. The message must arrive within half of it, and within two minutes.
 
     Returns:
-        Why ranks cannot send to each other; None if they can.
+        The reason why ranks cannot send to each other, or None if they can.
     """
     seconds = min(_PROBE, (timeout or DEFAULT_TIMEOUT) / 2).total_seconds()
     mine = _try_sending(device, seconds) if dist.get_rank() < 2 else None
     answers: list[str | None] = [None] * dist.get_world_size()
-    with reported("connect", f"rank {dist.get_rank()}, what came of the attempt to send"):
+    with reported("connect", f"rank {dist.get_rank()}, exchanging the results of the attempt to send"):
         dist.all_gather_object(answers, mine, group=hosts)
     return next((answer for answer in answers if answer is not None), None)
 
@@ -125,7 +126,7 @@ def _try_sending(device: torch.device, seconds: float) -> str | None:
                 work.wait()
             arrived = message.cpu().item()
             outcome.put(None if arrived == _SENT else f"{arrived} arrived on rank {rank} where {_SENT} was sent")
-        except Exception as error:  # whatever a device raises for what it does not have
+        except Exception as error:  # devices raise various types for an unsupported operation
             text = str(error).strip().partition("\n")[0]
             outcome.put(f"{'sending' if rank == 0 else 'receiving'} raised {type(error).__name__}: {text}")
 
@@ -137,16 +138,16 @@ def _try_sending(device: torch.device, seconds: float) -> str | None:
 
 
 def let_threads_finish(limit: float = 1.0) -> None:
-    """Waits until gloo's threads are at rest, ``limit`` seconds at most.
+    """Waits until gloo's threads are idle, at most ``limit`` seconds.
 
-    A collective counts as complete a moment before the thread that ran it releases its tensors, for which it may need
-    the interpreter. If that is being torn down by then, the process aborts ("terminate called without an active
-    exception"); if a destructor that holds it joins them, both wait forever (PyTorch issue 56297). Threads of a
-    destroyed group live on, so there is nothing to join.
+    A collective is reported as complete shortly before its thread releases its tensors, for which the thread may need
+    the GIL. If the interpreter is shutting down by then, the process aborts ("terminate called without an active
+    exception"); if a destructor that holds the GIL joins the thread, both wait forever (PyTorch issue 56297). The
+    threads of a destroyed group continue to run, so they cannot be joined.
     """
     deadline, at_rest = time.monotonic() + limit, 0
     while at_rest < 2 and time.monotonic() < deadline:
-        time.sleep(0.002)  # gives the interpreter away
+        time.sleep(0.002)  # releases the GIL
         at_rest = 0 if _gloo_is_running() else at_rest + 1
 
 

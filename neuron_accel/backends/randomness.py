@@ -1,4 +1,4 @@
-"""The random numbers of a device, seeds that all ranks draw alike, and numbers that differ between ranks."""
+"""Random numbers of a device: seeds that are equal on all ranks, and numbers that differ between ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ODD = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: neighbouring ran
 
 
 class DeviceGenerator:
-    """The default generator of a device that torch knows.
+    """The default random number generator of a torch device.
 
     Args:
         device: where the numbers are drawn.
@@ -25,7 +25,7 @@ class DeviceGenerator:
 
     @property
     def apart(self) -> bool:
-        """Whether it is another one than the host's."""
+        """Whether this is another generator than the CPU's."""
         return self._device.type != "cpu"
 
     @property
@@ -33,7 +33,7 @@ class DeviceGenerator:
         return torch.random if self._device.type == "cpu" else torch.get_device_module(self._device)
 
     def draw_seed(self) -> int:
-        """A number from 0 to 2**63 - 2 that ranks seeded alike draw alike."""
+        """Draws a seed from 0 to 2**63 - 2. It is equal on ranks whose generators have equal state."""
         return int(torch.randint(SEEDS - 1, (), dtype=torch.int64))
 
     def get_state(self) -> Any:
@@ -43,7 +43,7 @@ class DeviceGenerator:
         self._module.set_rng_state(state, *self._where)
 
     def seed(self, value: int) -> None:
-        """Seeds this device alone."""
+        """Seeds the generator of this device and no other."""
         if self._device.type == "cpu":
             torch.default_generator.manual_seed(value)  # not torch.manual_seed, which would seed every device
         else:
@@ -51,15 +51,15 @@ class DeviceGenerator:
 
 
 class XlaGenerator(DeviceGenerator):
-    """The generator of an XLA device: one integer, which enters graphs as data.
+    """The generator of an XLA device. Its state is one integer, which is an input of graphs.
 
-    Seeds come from it, too, and not from the host's generator: threads that are ranks share that one.
+    Seeds are drawn from it as well, not from the CPU's generator, which ranks that are threads share.
     """
 
     def draw_seed(self) -> int:
         state = int(self.get_state())
-        # One step of a full-period linear congruential generator modulo 2**63 (Knuth's MMIX constants), so that the
-        # next seed is another one.
+        # One step of a linear congruential generator of full period modulo 2**63 (Knuth's MMIX constants), so that the
+        # next seed differs.
         self.seed((state * 6364136223846793005 + 1442695040888963407) % SEEDS)
         return state % (SEEDS - 1)
 
@@ -78,15 +78,15 @@ class XlaGenerator(DeviceGenerator):
 
 
 class RankRandomness:
-    """Gives each rank its own random numbers between :meth:`begin` and :meth:`end`, although all are seeded alike.
+    """Gives each rank different random numbers between :meth:`begin` and :meth:`end`, although all have equal seeds.
 
-    The seed comes from a generator that is alike on all ranks, and the rank's index. Nothing else is kept, so running
-    again from a restored generator, as activation checkpointing does, draws the same numbers again.
+    The seed is computed from a number drawn from a generator with equal state on all ranks and from the rank's index.
+    Running again after the generator's state was restored, as activation checkpointing does, draws the same numbers.
 
     Args:
-        device: where the numbers are drawn.
-        index: this rank's position among those that shall differ.
-        generator: of the device; torch's own by default.
+        device: the device of the generator.
+        index: this rank's position among the ranks that draw different numbers.
+        generator: generator of the device; torch's default generator by default.
     """
 
     def __init__(self, device: torch.device, index: int, generator: DeviceGenerator | None = None) -> None:
@@ -95,12 +95,12 @@ class RankRandomness:
 
     @property
     def differs(self) -> bool:
-        """Whether ranks draw different numbers now."""
+        """Whether ranks currently draw different numbers."""
         return self._saved is not None
 
     def begin(self, draws: bool) -> None:
-        """From here on ranks differ, if ``draws``. Without, an earlier :meth:`begin` that an error left open is
-        forgotten."""
+        """Makes ranks draw different numbers from here on, if ``draws`` is True. If it is False, only discards the
+        state of an earlier :meth:`begin` that was not ended because of an error."""
         self._saved = None
         if draws:
             common = self._generator.draw_seed()
@@ -108,14 +108,14 @@ class RankRandomness:
             self._generator.seed((common + (self._index + 1) * _ODD) % SEEDS)
 
     def end(self) -> None:
-        """From here on ranks agree again. Does nothing if they do."""
+        """Makes ranks draw equal numbers again. Has no effect if they already do."""
         if self._saved is not None:
             saved, self._saved = self._saved, None
             self._generator.set_state(saved)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Ranks draw different numbers inside, wherever that is."""
+        """Context in which ranks draw different numbers."""
         if self.differs:
             yield
             return
@@ -127,7 +127,7 @@ class RankRandomness:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Ranks draw the same numbers inside, also between :meth:`begin` and :meth:`end`."""
+        """Context in which ranks draw equal numbers, also between :meth:`begin` and :meth:`end`."""
         if not self.differs:
             yield
             return

@@ -1,16 +1,17 @@
-"""Activation checkpointing: results are not kept for the backward pass, but computed again in it.
+"""Activation checkpointing: activations are not kept for the backward pass but recomputed in it.
 
-On eager devices PyTorch's own does it, in its non-re-entrant form. It cannot be used on a lazy device, for two reasons.
-It asks torch for a module of the device's name (``torch.xla``), which does not exist. And what it computes again is
-written into the graph a second time with the same operands, so the compiler's common-subexpression elimination merges
-both, and every activation is kept after all.
+On eager devices this is :func:`torch.utils.checkpoint.checkpoint` with ``use_reentrant=False``. It cannot be used on a
+lazy device, for two reasons. It requires a module of torch with the name of the device (``torch.xla``), which does not
+exist. And the recomputation is recorded in the same graph with the same operands, so the compiler's
+common-subexpression elimination merges it with the original, and all activations are kept after all.
 
-:class:`Recomputation` does the same for a lazy device. It is not re-entrant either: autograd records the original call,
-the tensors that it saves are dropped (:class:`torch.autograd.graph.saved_tensors_hooks`), and when the backward pass
-asks for the first of them, the call is repeated to get them back. So a parameter's gradient arrives once, where and
-when it would without. What is repeated starts from copies of the inputs that went through an optimization barrier
-together with the gradient of the output: the compiler neither merges it with the original nor begins it before that
-gradient exists. It draws the same random numbers as the original, under the same autocast.
+:class:`Recomputation` does the same on a lazy device. It is not re-entrant either: autograd records the original call,
+the tensors that autograd saves are dropped (:class:`torch.autograd.graph.saved_tensors_hooks`), and when the backward
+pass needs the first of them, the call is repeated to recompute them. A parameter's gradient is thus accumulated once,
+at the same point as without checkpointing. The recomputation starts from copies of the inputs that passed an
+optimization barrier together with the gradient of the output, so that the compiler neither merges it with the original
+nor schedules it before that gradient exists. It draws the same random numbers as the original, under the same autocast
+state.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ if TYPE_CHECKING:
     from neuron_accel.backends.randomness import DeviceGenerator
 
 Barrier = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-"""Copies of tensors of the device that the compiler takes for other ones than the originals, and makes together."""
+"""Returns copies of tensors that passed one optimization barrier: the compiler does not merge them with the
+originals."""
 
 
 def checkpoint_eagerly(function: Callable[..., Any], inputs: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """Activation checkpointing by PyTorch, non-re-entrant."""
+    """Calls ``function`` under :func:`torch.utils.checkpoint.checkpoint` with ``use_reentrant=False``."""
     from torch.utils.checkpoint import checkpoint
 
-    # All are positional: checkpoint has keywords of its own, and reads the device off positional arguments.
+    # All arguments are positional: checkpoint has keywords of its own, and infers the device from positional arguments.
     names = list(keywords)
 
     def call(*given: Any) -> Any:
@@ -55,11 +57,11 @@ def checkpoint_lazily(
     barrier: Barrier,
     generator: DeviceGenerator,
 ) -> Any:
-    """Activation checkpointing on a lazy device.
+    """Calls ``function`` with activation checkpointing on a lazy device.
 
     Args:
-        barrier: of the device.
-        generator: of the device's random numbers.
+        barrier: optimization barrier of the device.
+        generator: random number generator of the device.
     """
     if not torch.is_grad_enabled():
         return function(*inputs, **keywords)
@@ -67,24 +69,24 @@ def checkpoint_lazily(
 
 
 class Recomputation:
-    """One call, recorded by autograd without the tensors that it saves.
+    """One call of a function that autograd records without keeping the saved tensors.
 
     Args:
-        function: what is called, once now and once in each backward pass.
-        barrier: of the device.
-        generator: of the device's random numbers.
+        function: the function, called once in the forward pass and once in each backward pass.
+        barrier: optimization barrier of the device.
+        generator: random number generator of the device.
     """
 
     def __init__(self, function: Callable[..., Any], barrier: Barrier, generator: DeviceGenerator) -> None:
         self._function, self._barrier = function, barrier
         self._surroundings = Surroundings(generator)
-        self._saved: list[tuple[torch.Size, torch.dtype]] = []  # what autograd saved, without the values
+        self._saved: list[tuple[torch.Size, torch.dtype]] = []  # shape and dtype of the tensors that autograd saved
         self._inputs: Inputs | None = None
         self._fenced: list[torch.Tensor] | None = None  # the inputs behind the barrier, during a backward pass
-        self._again: list[torch.Tensor] = []  # what autograd saved, computed again, during a backward pass
+        self._again: list[torch.Tensor] = []  # the saved tensors, recomputed, during a backward pass
 
     def run(self, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """Calls the function. What it returns keeps this object alive as long as a backward pass may need it."""
+        """Calls the function and returns its result, whose autograd graph keeps this object alive."""
         self._inputs = Inputs(inputs, keywords)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             outputs = self._function(*inputs, **keywords)
@@ -102,7 +104,8 @@ class Recomputation:
 
     # ---- the backward pass -------------------------------------------------------------------------------------------
     def fence(self, gradient: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Puts the inputs behind a barrier, with the gradient that arrived first; returns that gradient."""
+        """Passes the inputs through a barrier together with ``gradient``, the first one that arrives; returns that
+        gradient."""
         if self._fenced is not None:
             return gradient
         assert self._inputs is not None
@@ -116,7 +119,8 @@ class Recomputation:
         copies = iter(behind)
         self._fenced = [next(copies) if self._is_lazy(tensor) else tensor for tensor in kept]
         if torch._C._current_graph_task_id() != -1:
-            # Weakly: autograd's thread may release callbacks, and of what they hold, after backward has returned.
+            # A weak reference: autograd's thread may release callbacks, and what they hold, after backward has
+            # returned.
             torch.autograd.Variable._execution_engine.queue_callback(_end(weakref.ref(self)))
         return gradient
 
@@ -129,7 +133,7 @@ class Recomputation:
             self._repeat()
         tensor = self._again[index]
         if torch._C._current_graph_task_id() == -1:
-            self.forget()  # asked for outside of a backward pass, whose end would be the time
+            self.forget()  # outside of a backward pass no callback at its end does this
         return tensor
 
     def _repeat(self) -> None:
@@ -156,21 +160,23 @@ class Recomputation:
                 raise
         if [(tensor.shape, tensor.dtype) for tensor in found] != self._saved:
             raise UsageError(
-                "A function computed something else when it was run again in the backward pass.",
+                "A checkpointed function ran differently when it was called again in the backward pass.",
                 where=f"activation checkpointing of {_name(self._function)}",
-                why=f"autograd saved {len(self._saved)} tensors the first time and {len(found)} the second, or of "
-                "other shapes or dtypes; it depends on something that changed between the two",
-                fix="checkpoint only what depends on its inputs and parameters only",
+                why=f"autograd saved {len(self._saved)} tensors in the first call and {len(found)} in the second, or "
+                "tensors of other shapes or dtypes; the function depends on something that changed between the two",
+                fix="checkpoint only functions that depend on nothing but their inputs and parameters",
             )
         self._again = found
 
     def forget(self) -> None:
-        """A backward pass is over. Tensors that stayed alive would become outputs of the device's graph."""
+        """Releases the recomputed tensors after a backward pass; otherwise they would be outputs of the device's
+        graph."""
         self._again, self._fenced = [], None
 
 
 class _Complete(BaseException):
-    """All that autograd saved is there; the rest of the function need not run. No function catches it by accident."""
+    """Raised when all saved tensors are recomputed, so that the rest of the function is skipped. A BaseException, so
+    that the function does not catch it."""
 
     def __init__(self, of: Recomputation) -> None:
         super().__init__()
@@ -178,8 +184,8 @@ class _Complete(BaseException):
 
 
 def _arrival(recomputation: weakref.ref[Recomputation]) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    """A hook of an output. It holds the recomputation weakly: what autograd saved holds it as long as it is needed, and
-    the graph of a loss that the caller keeps would hold it, and its inputs, longer."""
+    """Returns a hook for an output. It has a weak reference to the recomputation, which autograd's saved tensors keep
+    alive as long as needed; otherwise a loss that the caller keeps would keep the inputs alive."""
 
     def arrived(gradient: torch.Tensor) -> torch.Tensor | None:
         found = recomputation()
@@ -198,10 +204,10 @@ def _end(recomputation: weakref.ref[Recomputation]) -> Callable[[], None]:
 
 
 class Inputs:
-    """The arguments of a call: snapshots of tensors, which later in-place changes do not reach, and the rest as it is.
+    """The arguments of a call: copies of tensors, which later in-place changes do not affect, and all other arguments.
 
-    Snapshots are saved as autograd saves tensors, so that a call inside another one that is recomputed does not keep
-    them either. Tensors in tuples, lists and dicts are found; those in other objects are not, and go in as they are.
+    The copies are saved by autograd, so that a call nested in another checkpointed call does not keep them either.
+    Tensors in tuples, lists and dicts are copied; those in other objects are passed as they are.
     """
 
     def __init__(self, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> None:
@@ -217,11 +223,11 @@ class Inputs:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The snapshots; a tensor that was given twice is there once."""
+        """The copies, one for each distinct tensor."""
         return list(self._holder.grad_fn.saved_tensors)
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with these tensors in place of the snapshots, as leaves of a new graph."""
+        """Returns the arguments with ``tensors`` in place of the copies, as leaves of a new autograd graph."""
         leaves = [
             tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(tensors, self._requires_grad, strict=True)
         ]
@@ -229,14 +235,14 @@ class Inputs:
 
 
 class _Place:
-    """Stands for a tensor among arguments."""
+    """Placeholder of a tensor among the arguments."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
 
 class _Keep(torch.autograd.Function):
-    """Saves tensors in a node that no backward pass visits."""
+    """Saves tensors in an autograd node that no backward pass visits."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -253,17 +259,18 @@ def _map_tensors(change: Callable[[torch.Tensor], Any], arguments: Any) -> Any:
 
 
 def _is_foreign(value: Any) -> bool:
-    """Whether a value is not a plain container: others (a cache) may be changed by a call, and are not rebuilt."""
+    """Returns whether ``value`` is not a plain container. Other containers, such as a cache, may be changed by the call
+    and are not rebuilt."""
     return not (isinstance(value, (tuple, list)) or type(value) is dict)
 
 
 class Surroundings:
-    """What a call finds beside its arguments: random numbers of host and device, and autocast.
+    """Global state of a call: the random number generators of CPU and device, and autocast.
 
-    Generators are only set back if the call drew from them: on XLA that costs a transfer.
+    Generators are restored only if the call drew from them, since restoring costs a transfer on XLA.
 
     Args:
-        generator: of the device.
+        generator: random number generator of the device.
     """
 
     def __init__(self, generator: DeviceGenerator) -> None:
@@ -275,7 +282,7 @@ class Surroundings:
         ]
 
     def leave(self) -> None:
-        """The call has returned."""
+        """Is called after the call has returned, and records which generators it drew from."""
         self._draws = (
             not torch.equal(self._host, torch.get_rng_state()),
             self._device != self._generator.get_state(),
@@ -283,7 +290,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """The same inside as when this object was made; outside, nothing changes."""
+        """Context with the state that this object was created in; the state before is restored at its end."""
         host, device = self._draws
         now: tuple[Any, Any] = (
             torch.get_rng_state() if host else None,

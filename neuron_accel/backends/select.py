@@ -1,8 +1,8 @@
-"""Which backend a run uses, and making Accelerate follow.
+"""Chooses the backend of a run, and makes Accelerate choose the same.
 
-Accelerate takes XLA whenever torch_xla can be imported, and decides when it is imported itself. So the decision falls
-here, before that: :func:`settle`. Nothing in this module imports torch_xla, because that alone sets environment
-variables and patches torch.distributed.
+Accelerate uses XLA whenever torch_xla can be imported, and decides this when Accelerate itself is imported.
+:func:`settle` therefore has to be called before. This module does not import torch_xla, since the import sets
+environment variables and patches torch.distributed.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ BackendName = Literal["torch", "xla"]
 NeuronFlavour = Literal["native", "xla"]
 
 HARDWARE_ROOT_VARIABLE = "NEURON_ACCEL_HARDWARE_ROOT"
-"""Names the folder below which /dev and /sys are looked at, for machines that are emulated."""
+"""Environment variable for the folder that contains ``dev`` and ``sys`` of an emulated machine."""
 
 _TRUE = ("1", "true", "yes", "on", "y", "t")
 _FALSE = ("0", "false", "no", "off", "n", "f")
 
 
 class Probes(Protocol):
-    """What is known about this machine."""
+    """What a machine provides."""
 
     @property
     def native_neuron(self) -> bool:
-        """torch has a ``neuron`` device that works (TorchNeuron: Trn2, Trn3)."""
+        """Whether torch has a usable ``neuron`` device (TorchNeuron: Trn2, Trn3)."""
 
     @property
     def xla_neuron(self) -> bool:
-        """The XLA flavour of the Neuron packages is installed (Trn1, Trn2)."""
+        """Whether the XLA variant of the Neuron packages is installed (Trn1, Trn2)."""
 
     @property
     def neuron_hardware(self) -> bool:
-        """The machine has a Neuron device."""
+        """Whether the machine has a Neuron device."""
 
     @property
     def torch_xla(self) -> bool:
-        """torch_xla can be imported."""
+        """Whether torch_xla can be imported."""
 
     @property
     def cuda(self) -> bool:
-        """torch sees a CUDA device."""
+        """Whether torch finds a CUDA device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +62,9 @@ class Decision:
     """The backend of a run.
 
     Args:
-        backend: which implementation of :class:`~neuron_accel.backends.base.Backend`.
-        device: type of the device that tensors live on.
-        reason: why, as a sentence.
+        backend: name of the implementation of :class:`~neuron_accel.backends.base.Backend`.
+        device: type of the device of tensors.
+        reason: why it was chosen, for messages.
     """
 
     backend: BackendName
@@ -73,22 +73,22 @@ class Decision:
 
 
 def hardware_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder that has the files of the hardware: ``/``, unless a test emulates a machine."""
+    """Returns the folder that contains ``dev`` and ``sys``: ``/``, unless a machine is emulated."""
     return Path(environ.get(HARDWARE_ROOT_VARIABLE, "").strip() or "/")
 
 
 class Machine:
-    """:class:`Probes` of the machine that this runs on; looks when asked, once."""
+    """:class:`Probes` of this machine. Each property is computed on first access and cached."""
 
     @cached_property
     def native_neuron(self) -> bool:
-        if self._flavour != "native":  # some inference packages put a torch.neuron of their own there
+        if self._flavour != "native":  # some inference packages add another torch.neuron
             return False
         import torch
 
         try:
             return bool(torch.get_device_module("neuron").is_available())
-        except Exception:  # no such device, or a runtime that cannot start: in both cases no device to train on
+        except Exception:  # there is no such device, or its runtime cannot start
             return False
 
     @cached_property
@@ -119,11 +119,11 @@ class Machine:
 
 
 def neuron_flavour(version: str, entry_point_groups: set[str]) -> NeuronFlavour | None:
-    """Which of the two packages called torch-neuronx is installed, or None if it is neither.
+    """Returns the variant of an installed torch-neuronx distribution, or None if it is neither of the two.
 
-    The XLA variant has five-part versions up to release 2.9 (``2.9.0.2.15.32035``), the native one starts with 2.13
-    (``2.13.3.0``) and registers itself with torch; builds from source carry ``0.1.0``. The ``1.0`` of the public index
-    is a placeholder without content.
+    Versions of the XLA variant have five parts, up to release 2.9 (``2.9.0.2.15.32035``). The native variant starts
+    with 2.13 (``2.13.3.0``) and registers itself with torch; its builds from source have version ``0.1.0``. Version
+    ``1.0`` on PyPI is an empty placeholder.
     """
     if "torch.backends" in entry_point_groups:
         return "native"
@@ -134,20 +134,21 @@ def neuron_flavour(version: str, entry_point_groups: set[str]) -> NeuronFlavour 
 
 
 def choose(requested: str | None, environ: Mapping[str, str], probes: Probes, *, cpu: bool = False) -> Decision:
-    """The backend to use. Pure.
+    """Returns the backend to use. A pure function.
 
-    In this order: the argument, ``NEURON_ACCEL_BACKEND``, the wish for the CPU (``cpu=True``, ``ACCELERATE_USE_CPU``),
-    and for "auto" what the machine has: native Neuron, XLA on Neuron hardware (unless ``DISABLE_XLA`` or
-    ``USE_TORCH_XLA=false``), CUDA, the CPU. That torch_xla is installed means nothing by itself.
+    In order of precedence: the argument, ``NEURON_ACCEL_BACKEND``, a request for the CPU (``cpu=True`` or
+    ``ACCELERATE_USE_CPU``), and for ``"auto"`` the first that the machine provides of native Neuron, XLA on Neuron
+    hardware (unless ``DISABLE_XLA`` or ``USE_TORCH_XLA=false`` is set), CUDA, and the CPU. An installed torch_xla alone
+    does not select XLA.
 
     Args:
-        requested: ``"auto"``, ``"torch"``, ``"xla"``, or None for what the environment says.
+        requested: ``"auto"``, ``"torch"``, ``"xla"``, or None to use the environment.
         environ: environment variables.
-        probes: what the machine has.
-        cpu: whether the caller wants the CPU.
+        probes: what the machine provides.
+        cpu: whether the caller requests the CPU.
 
     Raises:
-        ConfigurationError: for an unknown name, or wishes that exclude each other.
+        ConfigurationError: for an unknown name, or requests that contradict each other.
     """
     name, source = _requested(requested, environ)
     forbidden = _xla_forbidden(environ)
@@ -175,19 +176,19 @@ def settle(
     probes: Probes | None = None,
     modules: Mapping[str, ModuleType] = sys.modules,
 ) -> Decision:
-    """Chooses, and sees to it that Accelerate chooses the same. Call it before Accelerate is imported.
+    """Chooses the backend and makes Accelerate choose the same. Must be called before Accelerate is imported.
 
-    Where XLA is not to be used although torch_xla can be imported it sets ``USE_TORCH_XLA=false`` in ``environ``, which
-    is what Accelerate looks at.
+    If torch_xla can be imported but XLA is not used, sets ``USE_TORCH_XLA=false`` in ``environ``, which Accelerate
+    reads.
 
     Args:
         environ: environment variables, ``os.environ``.
-        requested, cpu, probes: as for :func:`choose`; the machine itself by default.
-        modules: what is imported already.
+        requested, cpu, probes: as for :func:`choose`; ``probes`` is this machine by default.
+        modules: the modules that are already imported.
 
     Raises:
         ConfigurationError: as for :func:`choose`.
-        UsageError: if Accelerate was imported earlier and has decided otherwise.
+        UsageError: if Accelerate was imported before and chose differently.
     """
     probes = probes or Machine()
     decision = choose(requested, environ, probes, cpu=cpu)
@@ -206,17 +207,17 @@ def connect(
     adopts: bool = False,
     environ: Mapping[str, str] = os.environ,
 ) -> Backend:
-    """The backend that was decided on, connected to the other ranks.
+    """Returns the chosen backend, connected to the other ranks.
 
     Args:
-        timeout: how long a collective may take.
-        adopts: whether a connection that exists was made for this backend, and ends with it.
-        environ: ``NEURON_ACCEL_POINT_TO_POINT=0`` says that ranks on the native Neuron device do not send, and
-            leaves out the attempt.
+        timeout: timeout of a collective.
+        adopts: whether the backend's ``shutdown`` ends a connection that already exists.
+        environ: environment variables. ``NEURON_ACCEL_POINT_TO_POINT=0`` disables point-to-point messages on the native
+            Neuron device, so that they are not probed.
 
     Raises:
         ConfigurationError: if that variable is neither true nor false.
-        UsageError: if the backend cannot serve this process.
+        UsageError: if the backend cannot be used in this process.
         CommunicationError: if the other ranks cannot be reached.
     """
     if decision.backend == "xla":
@@ -230,10 +231,10 @@ def connect(
 
 
 def flag(environ: Mapping[str, str], name: str, default: bool = False) -> bool:
-    """The boolean value of an environment variable.
+    """Returns the boolean value of an environment variable, or ``default`` if it is not set.
 
     Raises:
-        ConfigurationError: if it is set to something that is neither true nor false.
+        ConfigurationError: if its value is neither true nor false.
     """
     value = environ.get(name, "").strip().lower()
     if value in _TRUE:
@@ -250,7 +251,7 @@ def flag(environ: Mapping[str, str], name: str, default: bool = False) -> bool:
 
 
 def _requested(requested: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
-    """What was asked for, and by whom."""
+    """Returns the requested name, and what requested it, for messages."""
     if requested is not None:
         name, source = requested, "the backend argument"
     else:
@@ -262,7 +263,7 @@ def _requested(requested: str | None, environ: Mapping[str, str]) -> tuple[str, 
 
 
 def _xla_forbidden(environ: Mapping[str, str]) -> str | None:
-    """The variable that rules XLA out, if one does."""
+    """Returns the environment variable that disables XLA, if one does."""
     if flag(environ, "DISABLE_XLA"):
         return "DISABLE_XLA"
     return None if flag(environ, "USE_TORCH_XLA", default=True) else "USE_TORCH_XLA=false"
@@ -273,8 +274,8 @@ def _check_xla(source: str, forbidden: str | None, wants_cpu: str | None, probes
         if other is not None:
             raise ConfigurationError(
                 f"{source} asks for the xla backend and {other} for another.",
-                why="one of them has to give way, and silently choosing would surprise",
-                fix="drop one of the two; for XLA without hardware set PJRT_DEVICE=CPU",
+                why="the two contradict each other",
+                fix="remove one of the two; for XLA without hardware set PJRT_DEVICE=CPU",
             )
     if not probes.torch_xla:
         raise ConfigurationError(
@@ -284,7 +285,7 @@ def _check_xla(source: str, forbidden: str | None, wants_cpu: str | None, probes
 
 
 def _why_not_xla(name: str, source: str, forbidden: str | None, probes: Probes) -> str | None:
-    """The reason why "auto" or "torch" does not mean XLA here; None if it does."""
+    """Returns the reason why XLA is not chosen, or None if it is."""
     if name == "torch":
         return f"{source} asks for torch"
     if not probes.xla_neuron:
@@ -310,5 +311,5 @@ def _check_agrees(decision: Decision, accelerate_uses_xla: bool) -> None:
 def _importable(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ValueError:  # an entry of sys.modules without a spec, as tests and stubs put there
+    except ValueError:  # an entry of sys.modules without a spec, as tests add them
         return False

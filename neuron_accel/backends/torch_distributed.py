@@ -1,14 +1,14 @@
 """Collectives through torch.distributed: gloo on the CPU, and the device libraries nccl and (native) neuron.
 
-Nothing here imports a device's package; a device is its name, and the process group that torch has for it.
+No package of a device is imported here: a device is given by its name, and torch provides its process group.
 
-How sums are made. On the CPU a reduce-scatter is an all-to-all followed by a local sum in the order of ranks: it sends
-the least possible, half of what gloo's own does, and its result does not depend on timing. bfloat16 and float16 are
-summed in float32 and rounded once, here and in all-reduce. float32 and wider all-reduces are gloo's ring. On other
-devices sums are the device library's; the native Neuron device adds in float32, so that integers travel as digits.
+On the CPU a reduce-scatter is an all-to-all followed by a local sum in the order of the ranks: it sends the minimum,
+half of what gloo's own reduce-scatter sends, and its result is deterministic. bfloat16 and float16 are summed in
+float32 and rounded once, also in an all-reduce. All-reduces of float32 and wider dtypes use gloo's ring. On other
+devices the device's library computes sums; the native Neuron device sums in float32, so integers are sent as digits.
 
-What lives on the host although there is a device, such as a model that is about to be moved, and objects travel in a
-gloo group beside that of the device.
+Objects, and tensors on the host, such as those of a model that is not on its device yet, are sent in a gloo group that
+exists beside the group of the device.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from neuron_accel.backends.movement import (
 from neuron_accel.errors import UsageError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# dtypes that gloo itself sums the way we want it; everything else goes through a local reduction by torch
+# dtypes that gloo sums itself; all others are reduced locally by torch
 _GLOO_SUMS = {torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128}
 
 
 class TorchBackend(Backend):
-    """Ranks connected by torch.distributed, or a world of one rank without it. Made by :meth:`connect`.
+    """Backend for ranks that are connected by torch.distributed, or for a single rank. Created by :meth:`connect`.
 
     Args:
-        device: where tensors live.
-        owns_default_group: whether :meth:`shutdown` destroys torch's default process group.
-        timeout: limit of a collective in groups made here; None leaves it to torch.
+        device: the device of the tensors.
+        owns_default_group: whether :meth:`shutdown` destroys the default process group.
+        timeout: timeout of collectives in groups created here; None for torch's default.
     """
 
     name: ClassVar[str] = "torch"
@@ -79,16 +79,17 @@ class TorchBackend(Backend):
         adopts: bool = False,
         tries_sending: bool = True,
     ) -> TorchBackend:
-        """The backend of this process.
+        """Returns the backend of this process.
 
-        Uses torch's default process group if there is one, else makes one if the environment says that there are other
-        ranks (WORLD_SIZE as set by torchrun), else is a world of one.
+        Uses the default process group if it is initialized. Otherwise initializes it if ``WORLD_SIZE``, as set by
+        torchrun, is greater than 1, or else returns a backend for one rank.
 
         Args:
             device: ``"cpu"``, ``"cuda"`` or ``"neuron"``, with or without an index; the CPU by default.
-            timeout: how long a collective may take; 30 minutes by default.
-            adopts: whether a default process group that exists was made for this backend, and ends with it.
-            tries_sending: False leaves the attempt out, and ranks then do not send to each other.
+            timeout: timeout of a collective; 30 minutes by default.
+            adopts: whether :meth:`shutdown` destroys a default process group that was initialized before.
+            tries_sending: whether to probe point-to-point messages on devices where it is not known that they work. If
+                False, such a device does not have them.
 
         Raises:
             UsageError: if there is no such device, or the existing process group does not support it.
@@ -103,7 +104,7 @@ class TorchBackend(Backend):
         return backend
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process may know; it is not connected."""
+        """Pickles a backend without its connections; in another process it is closed."""
         closed = {
             "_handles": {},
             "_hosts": {},
@@ -115,9 +116,9 @@ class TorchBackend(Backend):
         return {**self.__dict__, **closed}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchBackend:
-        return self  # copies of a model communicate as the original does
+        return self  # copies of a model communicate in the same groups
 
-    # ---- who and where -----------------------------------------------------------------------------------------------
+    # ---- rank and device ---------------------------------------------------------------------------------------------
     @property
     def rank(self) -> int:
         return self._rank
@@ -144,7 +145,7 @@ class TorchBackend(Backend):
 
     @property
     def sums_integers_exactly(self) -> bool:
-        # The native device has no sums of integers, and trying one may be an error of its compiler: this is documented.
+        # As its documentation says, the native Neuron device has no sums of integers, and its compiler may reject them.
         return self._device.type in ("cpu", "cuda")
 
     @property
@@ -162,7 +163,7 @@ class TorchBackend(Backend):
 
     # ---- groups ------------------------------------------------------------------------------------------------------
     def new_group(self, partition: Sequence[Sequence[int]], name: str) -> Group:
-        """See :meth:`Backend.new_group`. A partition seen before is not made again.
+        """See :meth:`Backend.new_group`. The groups of a partition are created once and then reused.
 
         Raises:
             ValueError: if ``partition`` does not name every rank exactly once.
@@ -185,19 +186,19 @@ class TorchBackend(Backend):
 
     def _make_groups(self, key: tuple[tuple[int, ...], ...], library: str | None = None) -> Any:
         own = None
-        for ranks in key:  # every rank makes every group, also those it is not in: that is torch's rule
+        for ranks in key:  # dist.new_group must be called by every rank, also for groups that it is not in
             if len(ranks) > 1:
                 handle = dist.new_group(list(ranks), timeout=self._timeout, backend=library)
                 own = handle if self.rank in ranks else own
         return own
 
     def _host(self, group: Group) -> Any:
-        """What objects of a group travel in: gloo, beside the group of the device where that is another one, so that
-        nothing is compiled, moved to the device and read back for them."""
+        """Returns the gloo process group for objects. If there is a device, it exists beside the device's own group, so
+        that no object has to be moved to the device and back."""
         return group.handle if self._on_cpu else self._hosts[group.partition]
 
     def _of(self, tensor: torch.Tensor, group: Group) -> Any:
-        """What a tensor travels in. One on the host, before it is moved to the device, stays on hosts."""
+        """Returns the process group for a tensor: gloo if the tensor is on the host, else the device's."""
         return self._host(group) if _on_host(tensor) else group.handle
 
     def _sums_in_float32(self, tensor: torch.Tensor) -> bool:
@@ -205,11 +206,11 @@ class TorchBackend(Backend):
 
     # ---- collectives on tensors --------------------------------------------------------------------------------------
     def start_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> Pending:
-        """See :meth:`Backend.all_reduce`. On the CPU max and min propagate NaN, as torch's own do, the sum of booleans
-        is "any", and what is not float32, float64, int32, int64 or complex takes two steps, the second of which starts
-        in ``wait()``: ranks wait for their collectives in the same order."""
+        """See :meth:`Backend.all_reduce`. On the CPU max and min propagate NaN as in torch, and the sum of booleans is
+        "any". There a sum of a dtype other than float32, float64, int32, int64 and complex takes two collectives, of
+        which ``wait()`` starts the second; all ranks must therefore wait for their collectives in the same order."""
         if op not in _OPS:
-            raise ValueError(f"op is one of {', '.join(_OPS)}, not {op!r}")
+            raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
         if group.size == 1 or not tensor.numel():
             return Done(tensor)
         tensor = tensor.detach()
@@ -227,7 +228,8 @@ class TorchBackend(Backend):
         )
 
     def _start_two_step_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> Pending:
-        """All-to-all, a local reduction by torch, all-gather: the bytes of a ring, and torch's arithmetic."""
+        """An all-reduce as an all-to-all, a local reduction by torch and an all-gather. Sends as many bytes as a
+        ring."""
         count = -(-tensor.numel() // group.size)
         missing = group.size * count - tensor.numel()
         flat = tensor.contiguous().view(-1)
@@ -242,7 +244,7 @@ class TorchBackend(Backend):
         return self._start_exchange(rows, received, group, "all_reduce", finish)
 
     def start_all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
-        """See :meth:`Backend.all_gather`. A tensor without dims counts as one of one element."""
+        """See :meth:`Backend.all_gather`. A tensor without dims is treated as one of shape ``[1]``."""
         if group.size == 1:
             return Done(tensor)
         tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
@@ -251,7 +253,7 @@ class TorchBackend(Backend):
         return self._start_gather(tensor, group, "all_gather", lambda rows: join_chunks(rows, dim))
 
     def start_all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Pending:
-        """See :meth:`Backend.start_all_gather_into`. Copies nothing."""
+        """See :meth:`Backend.start_all_gather_into`. No buffer is copied."""
         if group.size == 1:
             return Done(out if out.data_ptr() == tensor.data_ptr() else out.copy_(tensor.view(out.shape)))
         self._note("all_gather", group, (group.size - 1) * _bytes(tensor))
@@ -266,7 +268,7 @@ class TorchBackend(Backend):
         )
 
     def _start_swap_into(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Pending:
-        """An all-gather of two: gloo's own would copy this rank's chunk, also onto itself."""
+        """An all-gather between two ranks. Unlike gloo's, it does not copy this rank's chunk onto itself."""
         rows, other = out.detach().view(2, -1), 1 - group.index
         if rows[group.index].data_ptr() != tensor.data_ptr():
             rows[group.index].copy_(tensor.detach().view(-1))
@@ -319,7 +321,7 @@ class TorchBackend(Backend):
         rows = tensor.detach().view(group.size, -1)
         self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size)
         received = torch.empty_like(rows) if scratch is None else scratch.view_as(rows)
-        # The first and the last rank send contiguous slices, and need not copy what stays.
+        # What the first and the last rank send is contiguous, so their own chunk need not be copied.
         first, last = int(group.index == 0), group.size - int(group.index == group.size - 1)
         outgoing, incoming = (_flat(part[first:last]) for part in (rows, received))
         counts = [outgoing.numel() // (last - first) if first <= i < last else 0 for i in range(group.size)]
@@ -350,7 +352,7 @@ class TorchBackend(Backend):
         ).wait()
 
     def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
-        """See :meth:`Backend.permute`. Where the device cannot send to one rank, all ranks gather and pick."""
+        """See :meth:`Backend.permute`. On a device without point-to-point messages it is an all-gather."""
         return self.start_permute(tensor, group, shift).wait()
 
     def start_permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> Pending:
@@ -376,7 +378,7 @@ class TorchBackend(Backend):
         )
 
     def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
-        """See :meth:`Backend.broadcast`. On the source the result is the input."""
+        """See :meth:`Backend.broadcast`. On the source rank the result is the input."""
         if group.size == 1:
             return tensor
         tensor = tensor.detach()
@@ -391,7 +393,7 @@ class TorchBackend(Backend):
         return result
 
     def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-        """See :meth:`Backend.chunk`. A view.
+        """See :meth:`Backend.chunk`. Returns a view.
 
         Raises:
             LayoutError: if the size of the group does not divide the dim.
@@ -460,7 +462,7 @@ class TorchBackend(Backend):
         return StoreBoard.of_default_group() if self.world_size > 1 else super().board()
 
     def shutdown(self) -> None:
-        """Destroys the process groups that this backend made, and the default one if it made that."""
+        """Destroys the process groups that this backend created, including the default one if this backend owns it."""
         if self._closed:
             return
         self._closed = True
@@ -473,7 +475,7 @@ class TorchBackend(Backend):
                     dist.destroy_process_group(handle)
         process_group.let_threads_finish()
 
-    # ---- how ---------------------------------------------------------------------------------------------------------
+    # ---- implementation ----------------------------------------------------------------------------------------------
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("The backend was shut down.", fix="do this before the end of training")
@@ -490,7 +492,8 @@ class TorchBackend(Backend):
     def _start_exchange(
         self, rows: torch.Tensor, received: torch.Tensor, group: Group, op: str, finish: Callable[[], torch.Tensor]
     ) -> Pending:
-        """Sends ``rows[i]`` to the i-th rank, receives its row for this one into ``received[i]``; both contiguous."""
+        """Starts sending ``rows[i]`` to the i-th rank and receiving its row for this rank in ``received[i]``. Both
+        tensors must be contiguous."""
         if not rows.numel():
             return Done(finish())
         outgoing, incoming = _flat(rows), _flat(received)
@@ -508,7 +511,8 @@ class TorchBackend(Backend):
         op: str,
         finish: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
     ) -> Pending:
-        """Gathers the group's tensors as rows ``[group.size, *tensor.shape]`` and passes them on to ``finish``."""
+        """Starts gathering the ranks' tensors as rows ``[group.size, *tensor.shape]``; ``finish`` maps them to the
+        result."""
         rows = tensor.new_empty((group.size, *tensor.shape))
         if not tensor.numel():
             return Done(finish(rows))
@@ -522,7 +526,7 @@ class TorchBackend(Backend):
 
 
 class _Work(Pending):
-    """A collective that torch.distributed is working on, and what is left to do with what it received."""
+    """A ``Work`` of torch.distributed, and a function that makes the result from the received buffers."""
 
     def __init__(self, work: Any, reporting: Callable[[], Any], finish: Callable[[], torch.Tensor]) -> None:
         self._work, self._reporting, self._finish = work, reporting, finish
@@ -538,11 +542,11 @@ class _Work(Pending):
 
 
 class _Both:
-    """Several operations as one.
+    """Several ``Work`` objects as one.
 
     Args:
-        works: what torch.distributed is doing.
-        buffer: what it reads from meanwhile.
+        works: the operations.
+        buffer: the tensor that they send, kept alive until they are complete.
     """
 
     def __init__(self, works: Sequence[Any], buffer: torch.Tensor) -> None:

@@ -1,13 +1,13 @@
-"""Collectives through torch_xla: lazy tensors, one graph per step, on whatever device PJRT has.
+"""Collectives through torch_xla: lazy tensors and one graph per step, on any PJRT device.
 
-Nothing is computed when it is written down. Operations collect in a graph that :meth:`XlaBackend.step_boundary`
-compiles, unless the same graph ran before, and executes. So nothing here reads a value, and nothing that differs
-between ranks is a Python number: it would be a constant of the graph and cost one compilation per rank.
+Operations are not executed at once. They are recorded in a graph, which :meth:`XlaBackend.step_boundary` compiles,
+unless the same graph was compiled before, and executes. Therefore nothing here reads a tensor's value, and nothing that
+differs between ranks is a Python number: that would be a constant of the graph and cost one compilation per rank.
 
-Sums are the device's, which adds in float32: integers travel as float32 digits, those of 64 bits are gathered, flags
-are float32. Layouts are never pinned: torch_xla makes an all-reduce of zero-padded tensors of a pinned all-gather,
-which sends twice as much, and cannot pin a coalesced reduce-scatter at all. Tensors that live on the host travel beside
-the device, see :mod:`neuron_accel.backends.xla_channel`.
+The device sums in float32: integers are sent as float32 digits, 64-bit integers are gathered, and booleans are
+converted to float32. ``pin_layout`` is always False: torch_xla turns an all-gather with pinned layout into an
+all-reduce of zero-padded tensors, which sends twice as much, and cannot pin the layout of a coalesced reduce-scatter.
+Tensors on the host are exchanged through :mod:`neuron_accel.backends.xla_channel`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _OPS = ("sum", "max", "min")
 
 
 class XlaBackend(Backend):
-    """Ranks of PJRT. Made by :meth:`connect`.
+    """Backend for ranks of PJRT. Created by :meth:`connect`.
 
     Args:
-        channel: how ranks talk beside the device.
+        channel: exchanges objects between ranks without the device.
     """
 
     name: ClassVar[str] = "xla"
@@ -52,21 +52,21 @@ class XlaBackend(Backend):
         self._indices: dict[tuple[tuple[tuple[int, ...], ...], int], torch.Tensor] = {}
         self._ring_problem: Callable[[Sequence[tuple[int, int]]], str | None] | None = None
         self._later: list[Callable[[], None]] = []
-        self._alike = tuple(range(self._world_size))  # the ranks whose graphs are this one's
+        self._alike = tuple(range(self._world_size))  # the ranks that execute the same graphs as this one
         self._recorder = GraphRecorder.of_environment(
             self._rank, self._device, channel.exchange_graphs(), channel.scanning()
         )
 
     @classmethod
     def connect(cls, *, timeout: timedelta | None = None) -> XlaBackend:
-        """The backend of this process, or of this thread where threads are ranks.
+        """Returns the backend of this process, or of this thread if threads are ranks.
 
-        ``dist.init_process_group("xla")`` makes a process group, and leaves torch_xla without replicas; only
-        ``init_method="xla://"`` and Accelerate set them. Where they are missing they are set here.
+        ``dist.init_process_group("xla")`` creates a process group but does not set torch_xla's replication devices;
+        only ``init_method="xla://"`` and Accelerate do. If they are not set, this method sets them.
 
         Raises:
-            UsageError: if threads are ranks and were started without a rendezvous, or if torch_xla knows
-                fewer ranks than were launched.
+            UsageError: if this process has several devices and its threads were not started by :func:`run_in_threads`,
+                or if torch_xla knows fewer ranks than were launched.
             CommunicationError: if the other ranks cannot be reached.
         """
         import torch_xla.runtime as xr
@@ -89,7 +89,7 @@ class XlaBackend(Backend):
             )
         return cls(ProcessChannel(timeout))
 
-    # ---- who and where -----------------------------------------------------------------------------------------------
+    # ---- rank and device ---------------------------------------------------------------------------------------------
     @property
     def rank(self) -> int:
         return self._rank
@@ -112,7 +112,7 @@ class XlaBackend(Backend):
 
     @property
     def sums_integers_exactly(self) -> bool:
-        return False  # the CPU does; but graphs are to be those of the device
+        return False  # the CPU does, but graphs must be those of the device
 
     # ---- groups ------------------------------------------------------------------------------------------------------
     def new_group(self, partition: Sequence[Sequence[int]], name: str) -> Group:
@@ -125,7 +125,7 @@ class XlaBackend(Backend):
         if sorted(rank for ranks in key for rank in ranks) != list(range(self.world_size)):
             raise ValueError(f"{key} does not partition the ranks 0 to {self.world_size - 1}")
         if len({len(ranks) for ranks in key}) > 1:
-            raise ValueError(f"{key}: replica groups of one collective have one size")
+            raise ValueError(f"{key}: the replica groups of a collective must have equal size")
         ranks = next(ranks for ranks in key if self.rank in ranks)
         group = Group(ranks=ranks, index=ranks.index(self.rank), partition=key, name=name)
         if key not in self._handles:
@@ -133,9 +133,9 @@ class XlaBackend(Backend):
         return replace(group, handle=self._handles[key])
 
     def _index(self, group: Group, before: int = 0) -> torch.Tensor:
-        """The position in the group of this rank, or of the one so many ``before`` it: int64 [1], device data. One
-        tensor for each partition, never shared between two of equal value: the graph would have one input less on some
-        ranks."""
+        """Returns the position in the group of this rank, or of the rank ``before`` positions before it, as an int64
+        tensor of shape ``[1]`` on the device. Each partition has a tensor of its own, even if positions are equal:
+        otherwise graphs of some ranks would have fewer inputs."""
         key = (group.partition, before % group.size)
         if key not in self._indices:
             self._indices[key] = torch.tensor([(group.index - before) % group.size]).to(self._device)
@@ -145,16 +145,16 @@ class XlaBackend(Backend):
         self._ring_problem = problem
 
     def number(self, value: float) -> torch.Tensor:
-        """See :meth:`Backend.number`. Moved like any other tensor, 0 and 1 would be constants of the graph."""
+        """See :meth:`Backend.number`. With ``Tensor.to``, 0 and 1 would become constants of the graph."""
         import torch_xla.core.xla_model as xm
 
         return xm.send_cpu_data_to_device([torch.tensor(value, dtype=torch.float32)], self._device)[0]
 
     # ---- collectives on tensors --------------------------------------------------------------------------------------
     def start_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> Pending:
-        """See :meth:`Backend.all_reduce`. The sum of booleans is "any". The input stays as it is."""
+        """See :meth:`Backend.all_reduce`. The sum of booleans is "any". The input is not changed."""
         if op not in _OPS:
-            raise ValueError(f"op is one of {', '.join(_OPS)}, not {op!r}")
+            raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
         if group.size == 1 or not tensor.numel():
             return Done(tensor)
         tensor = tensor.detach()
@@ -173,8 +173,8 @@ class XlaBackend(Backend):
     def all_reduce_together(
         self, tensors: Sequence[torch.Tensor], group: Group, scale: float = 1.0
     ) -> list[torch.Tensor]:
-        """See :meth:`Backend.all_reduce_together`. One collective of many operands: nothing is copied to be contiguous.
-        The results are the inputs."""
+        """See :meth:`Backend.all_reduce_together`. This is one collective with many operands, so the tensors are not
+        concatenated. The results are the inputs."""
         if self._are_apart(group.ranks) or any(self._on_host(t) or not is_inexact(t) for t in tensors):
             return super().all_reduce_together(tensors, group, scale)
         tensors = [tensor.detach() for tensor in tensors]
@@ -184,7 +184,7 @@ class XlaBackend(Backend):
         return tensors
 
     def start_all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
-        """See :meth:`Backend.all_gather`. A tensor without dims counts as one of one element."""
+        """See :meth:`Backend.all_gather`. A tensor without dims is treated as one of shape ``[1]``."""
         if group.size == 1:
             return Done(tensor)
         tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
@@ -235,12 +235,13 @@ class XlaBackend(Backend):
             return xm.all_to_all(tensor, split_dim, concat_dim, group.size, groups=_replicas(group), pin_layout=False)
 
     def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
-        """See :meth:`Backend.permute`. All groups of the partition turn by the same number of positions, in one
-        collective of all ranks. Where the machine has no such ring (:meth:`Backend.limit_rings`), every rank gathers
-        the group's tensors and picks one, which sends and holds ``group.size - 1`` times as much.
+        """See :meth:`Backend.permute`. All groups of the partition are shifted by the same number of positions, in one
+        collective of all ranks. If the machine cannot make this permutation (:meth:`Backend.limit_rings`), it is an
+        all-gather, which sends and stores ``group.size - 1`` times as much.
 
         Raises:
-            UsageError: among ranks that compute the same where others compute something else (:meth:`run_apart`).
+            UsageError: if all ranks of the group run the same computation while other ranks run another
+                (:meth:`run_apart`).
         """
         if shift % group.size == 0:
             return tensor
@@ -252,17 +253,17 @@ class XlaBackend(Backend):
             return rows.index_select(0, self._index(group, before=shift)).squeeze(0)
         if len(self._alike) < self._world_size and set(self._alike).issuperset(group.ranks):
             raise UsageError(
-                f"A permutation within {group.name!r} is not possible beside ranks that compute something else.",
+                f"A permutation within {group.name!r} is not possible while other ranks run another computation.",
                 where="backend 'xla', on one stage of a pipeline",
-                why="it is one collective of all ranks, and those of other stages are elsewhere",
-                fix="use collectives of groups there (all_to_all, all_gather), or no pipeline",
+                why="it is one collective of all ranks, and ranks of other stages do not take part in it",
+                fix="use a collective of the group (all_to_all, all_gather), or no pipeline",
             )
         with self._between(tensor, group, tuple(range(self._world_size))) as tensor:
             self._note("permute", group, _bytes(tensor))
             return self._collectives(tensor).collective_permute(tensor, [list(pair) for pair in pairs])
 
     def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
-        """See :meth:`Backend.broadcast`. On the device, the sum over the group of the source's values and zeros."""
+        """See :meth:`Backend.broadcast`. On the device it is an all-reduce of the source's values and zeros."""
         if group.size == 1:
             return tensor
         tensor = tensor.detach()
@@ -279,7 +280,7 @@ class XlaBackend(Backend):
             return self._all_reduce(mine.reshape(tensor.shape), group, "sum")
 
     def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-        """See :meth:`Backend.chunk`. The rank is an operand, so that all ranks trace one graph.
+        """See :meth:`Backend.chunk`. The position is an input of the graph, so that all ranks trace the same graph.
 
         Raises:
             LayoutError: if the size of the group does not divide the dim.
@@ -293,13 +294,13 @@ class XlaBackend(Backend):
 
     # ---- activation checkpointing ------------------------------------------------------------------------------------
     def recompute(self, function: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
-        """See :meth:`Backend.recompute`. Optimization barriers keep the second call apart from the first."""
+        """See :meth:`Backend.recompute`. An optimization barrier prevents the compiler from merging the two calls."""
         from neuron_accel.backends.recompute import checkpoint_lazily
 
         return checkpoint_lazily(function, inputs, keywords, barrier=self._barrier, generator=self.generator)
 
     def _barrier(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of tensors behind one optimization barrier. They exist for the compiler only."""
+        """Returns ``tensors`` passed through one optimization barrier. The copies exist in the graph only."""
         copies = [tensor.detach().clone() for tensor in tensors]
         if copies:
             self._collectives(copies[0]).optimization_barrier_(copies)
@@ -319,8 +320,8 @@ class XlaBackend(Backend):
 
     # ---- steps and values --------------------------------------------------------------------------------------------
     def step_boundary(self) -> None:
-        """Compiles what has collected, unless the same graph ran before, and executes it. Collective over the ranks
-        that compute the same. Then acts on the values that were asked for (:meth:`after_step`)."""
+        """Compiles the pending graph, unless the same graph was compiled before, and executes it. Collective over the
+        ranks that run the same computation. Then calls the actions that :meth:`after_step` deferred."""
         self._execute(self._alike)
         later, self._later = self._later, []
         for action in later:
@@ -334,23 +335,24 @@ class XlaBackend(Backend):
     def _between(
         self, tensor: torch.Tensor, group: Group, ranks: tuple[int, ...] | None = None
     ) -> Iterator[torch.Tensor]:
-        """What is made of ``tensor`` inside is a graph of its own if ranks of ``group`` compute different things: what
-        has collected is executed first, so that on all of them the graph begins with data, and ends with the result.
+        """Context that makes the operations on the yielded tensor a graph of its own, if ranks of ``group`` run
+        different computations. The pending graph is executed first, so that on all of these ranks the new graph has the
+        tensor as its input and the result as its output.
 
         Args:
-            ranks: all that take part, if they are more than the group.
+            ranks: all participating ranks, if they are more than the group.
         """
         ranks = ranks or group.ranks
         apart = self._are_apart(ranks)
         if apart:
-            tensor = tensor.clone()  # a view that was updated is computed anew when it is read
+            tensor = tensor.clone()  # an updated view would be computed again when it is read
             self.step_boundary()
         yield tensor
         if apart:
             self._execute(ranks)
 
     def _are_apart(self, ranks: tuple[int, ...]) -> bool:
-        """Whether some of these ranks compute something else than this one."""
+        """Returns whether some of ``ranks`` run another computation than this rank."""
         return not set(self._alike).issuperset(ranks)
 
     def _execute(self, ranks: tuple[int, ...]) -> None:
@@ -390,10 +392,10 @@ class XlaBackend(Backend):
     def shutdown(self) -> None:
         self._channel.close()
 
-    # ---- within ------------------------------------------------------------------------------------------------------
+    # ---- implementation ----------------------------------------------------------------------------------------------
     def _collectives(self, tensor: torch.Tensor) -> Any:
-        """torch_xla's functions, which order collectives by the device of the calling thread. Autograd's
-        threads, which work for one device each, are told which."""
+        """Returns torch_xla's module of collectives. They are ordered by the default device of the calling thread,
+        which is set here since autograd calls them from threads of its own."""
         import torch_xla
         import torch_xla.core.xla_model as xm
 
@@ -414,7 +416,7 @@ class XlaBackend(Backend):
 
 
 def _set_replicas() -> None:
-    """Tells torch_xla that the devices of all ranks compute together, unless it knows."""
+    """Sets torch_xla's replication devices to those of all ranks, unless they are set."""
     import torch_xla
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
@@ -425,7 +427,7 @@ def _set_replicas() -> None:
 
 
 def _check_alone() -> None:
-    """Raises :class:`UsageError` if this process is one of several ranks, and torch_xla takes it for the only one."""
+    """Raises :class:`UsageError` if this process is one of several ranks and torch_xla treats it as the only one."""
     import torch_xla.runtime as xr
 
     launched, devices = int(os.environ.get("WORLD_SIZE", "1")), xr.global_device_count()
@@ -433,16 +435,16 @@ def _check_alone() -> None:
         return
     if devices > 1:
         raise UsageError(
-            f"torch_xla takes this process for the only rank, but there are {launched}.",
+            f"torch_xla treats this process as the only rank, but {launched} were launched.",
             where="backend 'xla'",
-            why="it was asked for the number of ranks before it knew of the others, and keeps that answer",
-            fix='write dist.init_process_group("xla", init_method="xla://") before anything else of torch_xla, or '
+            why="the number of ranks was read before torch_xla was connected to the others, and it caches that value",
+            fix='call dist.init_process_group("xla", init_method="xla://") before any other function of torch_xla, or '
             "connect (NeuronAccelerator, ZeroRedundancyOptimizer) before xr.world_size() and xr.global_ordinal()",
         )
     raise UsageError(
-        f"{launched} ranks were launched, and torch_xla sees {devices} device in all of them.",
+        f"{launched} ranks were launched, but torch_xla finds {devices} device in total.",
         where=f"backend 'xla' on {xr.device_type()}",
-        why="each would train alone: PJRT connects processes on Neuron devices, and on the CPU only threads of one",
+        why="each rank would train alone: PJRT connects processes on Neuron devices, on the CPU only threads",
         fix="leave the backend to be chosen (unset NEURON_ACCEL_BACKEND), or launch one rank; in tests use "
         "neuron_accel.testing.run_ranks(..., backend='xla')",
     )

@@ -1,8 +1,8 @@
-"""How XLA ranks talk beside the device: objects, tensors on the host, and when to execute.
+"""Communication of XLA ranks without the device: objects, tensors on the host, and the time of execution.
 
-A device that compiles every shape it meets is a bad carrier for plans, error messages and file names. Ranks that are
-processes exchange those through torch.distributed on the host; ranks that are threads of one process, which is how
-torch_xla runs several devices of one process, through its memory.
+Objects such as plans and file names are not sent through the device, which compiles a graph for every shape. Ranks that
+are processes exchange them through torch.distributed on the host. Ranks that are threads of one process, which is how
+torch_xla uses several devices from one process, exchange them in memory.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from neuron_accel.errors import CommunicationError
 
 COMPILE_TIMEOUT_S = 300.0
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""Of an exchange between processes."""
+"""Timeout of an exchange between processes."""
 
 
 class HostChannel(ABC):
-    """Exchange between the ranks of a run beside the device."""
+    """Interface of communication between ranks without the device."""
 
     @abstractmethod
     def new_group(self, partition: Sequence[Sequence[int]]) -> Any:
-        """What the other methods find in ``group.handle``. Collective."""
+        """Creates the groups of ``partition`` and returns the value for ``group.handle``. Collective over all ranks."""
 
     @abstractmethod
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
-        """Every rank's picklable ``value``, in the order of the group."""
+        """Returns the picklable ``value`` of every rank, in the order of the group."""
 
     @abstractmethod
     def broadcast_object(self, value: Any, group: Group, source: int) -> Any:
-        """The ``value`` of the rank at position ``source``."""
+        """Returns the ``value`` of the rank at position ``source``."""
 
     @abstractmethod
     def barrier(self) -> None:
         """Returns once every rank has called it."""
 
     def board(self) -> Board:
-        """Where ranks leave notes for each other."""
+        """Returns the :class:`Board` that all ranks share."""
         return LocalBoard()
 
     def execute(self, ranks: tuple[int, ...], compiling: AbstractContextManager[None] | None = None) -> None:
-        """Runs what the device has collected, without waiting for it where that is possible.
+        """Executes the pending graph of the device, asynchronously if possible. Collective over ``ranks``.
 
         Args:
-            ranks: those that run the same, this one included; collective over them.
-            compiling: is entered by the rank that compiles for all of them, while it does.
+            ranks: the ranks that execute the same graph, this one included.
+            compiling: a context that is entered by the rank that compiles, while it compiles.
         """
         import torch_xla
 
@@ -61,12 +61,11 @@ class HostChannel(ABC):
             torch_xla.sync()
 
     def scanning(self) -> AbstractContextManager[Any]:
-        """Is held by one rank of a process at a time."""
+        """Returns a context that one rank of a process can be in at a time."""
         return nullcontext()
 
     def exchange_graphs(self) -> Callable[[str, tuple[int, ...]], list[str]] | None:
-        """Gives what each of several ranks says to all of them; None where ranks whose graphs differ are not known to
-        wait for each other without end."""
+        """Returns an all-gather of strings over given ranks, or None if ranks with different graphs do not deadlock."""
         return None
 
     def close(self) -> None:  # noqa: B027  most channels have nothing to release
@@ -74,7 +73,7 @@ class HostChannel(ABC):
 
 
 class Alone(HostChannel):
-    """One rank."""
+    """Channel of a single rank."""
 
     def new_group(self, partition: Sequence[Sequence[int]]) -> Any:
         return None
@@ -90,10 +89,10 @@ class Alone(HostChannel):
 
 
 class ProcessChannel(HostChannel):
-    """Ranks that are processes: gloo groups of torch.distributed, beside the device's own process group.
+    """Channel of ranks that are processes: gloo groups of torch.distributed beside the device's own process group.
 
     Args:
-        timeout: how long an exchange may take; None leaves it to torch.
+        timeout: timeout of an exchange; None for torch's default.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
@@ -107,14 +106,15 @@ class ProcessChannel(HostChannel):
         self._world = dist.new_group(backend="gloo", timeout=timeout)
         self._everyone = _HostGroup(self._world)
         store = _get_default_store()
-        number = store.add(f"neuron_accel_host/rank{dist.get_rank()}", 1)  # no keys of an earlier channel on it
+        number = store.add(
+            f"neuron_accel_host/rank{dist.get_rank()}", 1
+        )  # distinguishes keys from an earlier channel's
         self._store = dist.PrefixStore(f"neuron_accel_host/{number}", store)
         self._groups = 0
 
     def new_group(self, partition: Sequence[Sequence[int]]) -> _HostGroup:
-        """See :meth:`HostChannel.new_group`. Collective over all ranks only in that they make the same partitions in
-        the same order: a group is connected by its members, when they first have something to tell each other. (Groups
-        of torch.distributed are made by all ranks, one after another.)"""
+        """See :meth:`HostChannel.new_group`. All ranks must create the same partitions in the same order, but only the
+        members of a group connect, at its first use. (:func:`torch.distributed.new_group` involves all ranks.)"""
         import torch.distributed as dist
 
         if len(partition) == 1:
@@ -158,10 +158,10 @@ class ProcessChannel(HostChannel):
 
 
 class _HostGroup:
-    """Objects between some processes, over gloo.
+    """Collectives on objects between some processes, over gloo.
 
     Args:
-        group: the connection, or what makes it, which is called at the first use.
+        group: the process group, or a function that creates it, which is called at the first use.
     """
 
     def __init__(self, group: Any) -> None:
@@ -197,7 +197,7 @@ class _HostGroup:
 
 
 class Meeting:
-    """Where the threads of one process meet that are its ranks.
+    """Synchronizes the ranks that are threads of one process.
 
     Args:
         size: number of ranks.
@@ -216,10 +216,10 @@ class Meeting:
         self._gone = False
 
     def exchange(self, value: Any, ranks: tuple[int, ...], index: int) -> list[Any]:
-        """Every rank's ``value``: copies, as between processes. Collective over ``ranks``.
+        """Returns copies of the ``value`` of every rank, as between processes. Collective over ``ranks``.
 
         Raises:
-            CommunicationError: if a rank does not come.
+            CommunicationError: if a rank does not arrive within the timeout.
         """
         with self._lock:
             room = self._rooms.setdefault(ranks, _Room(len(ranks)))
@@ -232,7 +232,7 @@ class Meeting:
         return values
 
     def abort(self) -> None:
-        """No rank waits any more, now or later: one has failed."""
+        """Makes all current and future waits fail, because a rank has failed."""
         with self._lock:
             self._gone = True
             for room in self._rooms.values():
@@ -249,13 +249,13 @@ class Meeting:
     def execute(
         self, ranks: tuple[int, ...], index: int, compiling: AbstractContextManager[None] | None = None
     ) -> None:
-        """Runs the pending graph of every one of ``ranks``, compiled once.
+        """Executes the pending graph of each of ``ranks``, which is compiled once.
 
-        The CPU client of PJRT matches the participants of a collective by the compiled module, so ranks that compile
-        the same graph each for itself never meet: the first rank compiles, the others begin once they find the result
-        in the cache, which all threads of a process share. Others than ``ranks`` wait meanwhile, because theirs would
-        look like the result. And no rank releases its collective token before all are through, because that takes
-        Python's lock while another rank may need it to get there.
+        The CPU client of PJRT matches the participants of a collective by the compiled module, so a collective would
+        not complete if each rank compiled the graph itself. The first rank compiles, and the others start when the
+        result is in the cache, which all threads of a process share. Other ranks than ``ranks`` wait meanwhile, because
+        a graph that they add to the cache would be mistaken for the result. No rank releases its collective token
+        before all have executed, because releasing takes the GIL, which another rank may need to execute.
         """
         import torch_xla
 
@@ -291,11 +291,11 @@ class Meeting:
 
 
 class ThreadChannel(HostChannel):
-    """Ranks that are threads of one process.
+    """Channel of ranks that are threads of one process.
 
     Args:
-        meeting: where they meet; the same object for all.
-        rank: this one.
+        meeting: synchronizes the threads; the same object for all.
+        rank: this rank.
     """
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
@@ -327,11 +327,11 @@ class ThreadChannel(HostChannel):
 
 
 MEETING: ContextVar[Meeting | None] = ContextVar("neuron_accel.meeting", default=None)
-"""Set in every thread that is a rank, by the code that started the threads."""
+"""The :class:`Meeting` of the current thread, set by the code that starts a thread for each rank."""
 
 
 def run_in_threads(rank: Callable[[int], None], meeting: Meeting) -> None:
-    """Calls ``rank(index)`` in a thread for each device of this process and returns when all have returned."""
+    """Calls ``rank(index)`` in one thread per device of this process and returns when all have returned."""
     import torch
     import torch_xla.runtime as xr
     from torch_xla._internal import pjrt
@@ -347,7 +347,7 @@ def run_in_threads(rank: Callable[[int], None], meeting: Meeting) -> None:
         MEETING.set(meeting)
         rank(xr.global_ordinal())
 
-    # What torch_xla.launch does in each process that it starts; this one is started already.
+    # What torch_xla.launch does in each process that it starts.
     pjrt._run_thread_per_device(0, 1, begin, initialize)
 
 
@@ -392,9 +392,9 @@ class _Room:
 
 
 def _graphs() -> int:
-    """Changes when a rank of this process has put a graph into the cache, or found one there."""
+    """Returns a number that changes when a rank of this process adds a graph to the cache or finds one there."""
     import torch_xla
     import torch_xla.debug.metrics as metrics
 
-    # Compilations are counted a moment before the cache holds their results, which on a busy machine is a long one.
+    # The counter of compilations cannot be used: it is increased before the result is in the cache.
     return torch_xla._XLAC._xla_get_num_cached_compilation_graph() + (metrics.counter_value("CachedCompile") or 0)
