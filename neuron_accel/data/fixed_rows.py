@@ -1,10 +1,10 @@
-"""Batches of one shape, for devices that compile every shape they meet.
+"""Batches of a fixed shape, for devices that compile a graph for every shape.
 
-The last batch of an epoch is short, or was filled up with samples from the beginning so that every rank has one. Here
-it gets as many rows as the others, and what fills it up counts for nothing: integer labels of those rows are masked,
-what attends to them is masked, and the loss of a rank is weighted by its fraction of the real rows. With a loss that is
-a mean over samples, or one that is given to ``accelerator.backward`` with its ``num_items``, the gradient of the last
-step is that of the real samples alone, as in one process.
+The last batch of an epoch may be shorter than the others, or be padded with samples from the beginning so that every
+rank has one. Here it is padded to the number of rows of the others, and the padding does not count: integer labels of
+the padding rows are set to -100, the attention to them is masked, and the loss of a rank is weighted by its fraction of
+the real rows. If the loss is a mean over samples, or is passed to ``accelerator.backward`` with its ``num_items``, the
+gradient of the last step is that of the real samples alone, as in one process.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from neuron_accel.data.mixing import Mixin, as_mixed
 
-IGNORED_LABEL = -100  # what torch's cross entropy leaves out, and transformers' losses with it
+IGNORED_LABEL = -100  # default ignore_index of torch's cross entropy, which transformers' losses use
 
 
 def fill_rows(batch: Any, rows: int) -> Any:
-    """A batch of ``rows`` rows: what is missing is repeated from the beginning.
+    """Pads a batch to ``rows`` rows by repeating rows from its beginning.
 
     Args:
-        batch: any nesting; tensors whose first dim is the batch's are filled up, the rest stays.
-        rows: at least as many as there are.
+        batch: a nested structure. Tensors whose first dim is the batch dim are padded; other values are not changed.
+        rows: number of rows of the result, at least that of ``batch``.
     """
     count = rows_of(batch)
     if count is None or count >= rows or count == 0:
@@ -42,10 +42,10 @@ def fill_rows(batch: Any, rows: int) -> Any:
 
 
 def mask_rows(batch: Any, real: int) -> tuple[Any, bool]:
-    """A batch whose rows from ``real`` on count for nothing, and whether that could be said in it.
+    """Masks the rows of a batch from ``real`` on. Returns the batch, and whether it has labels that could be masked.
 
-    Integer tensors called ``labels``, ``label`` or ``*_labels`` get -100 there; of an ``attention_mask`` the first
-    position stays, for a row that attends to nothing has no softmax.
+    Integer tensors named ``labels``, ``label`` or ``*_labels`` are set to -100 in these rows. An ``attention_mask`` is
+    set to 0 there except at the first position, because a softmax over no position is NaN.
     """
     if not isinstance(batch, Mapping):
         return batch, False
@@ -69,18 +69,19 @@ def mask_rows(batch: Any, real: int) -> tuple[Any, bool]:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Length of the first dim of the first tensor that has one."""
+    """Returns the size of the first dim of the first tensor that has dims, or None if there is none."""
     return next((t.shape[0] for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim()), None)
 
 
 class _FixedRows(Mixin):
-    """Batches of one shape, on the device one ahead. Mixed into Accelerate's ``DataLoaderShard``.
+    """Pads batches to a fixed number of rows and moves them to the device one batch ahead. Mixed into Accelerate's
+    ``DataLoaderShard``.
 
     Attributes:
-        rows: of every batch.
-        place: index of this rank among those that read different samples, and their number.
-        row_share: while the loader is iterated, an fp32 tensor [1] on its device: what the loss of the current batch is
-            multiplied by; None where every batch is full.
+        rows: number of rows of each batch.
+        place: data-parallel rank, and number of data-parallel ranks.
+        row_share: while the loader is iterated, a float32 tensor of shape ``[1]`` on its device, the factor of the
+            current batch's loss; None if all batches are full.
     """
 
     prefix = "FixedRows"
@@ -92,7 +93,8 @@ class _FixedRows(Mixin):
         self.begin()
         self.set_epoch(self.iteration)
         rows, ranks = self.rows, self.place[1]
-        # What a stream of unknown length was filled up with on its way to several ranks cannot be told from the rest.
+        # The padding of a stream of unknown length, added by IterableDatasetShard, cannot be distinguished from
+        # samples.
         ragged = 0 < self.remainder < rows * ranks and not isinstance(self.dataset, IterableDatasetShard)
         full = self._share(1.0) if ragged and ranks > 1 else None
         ahead: list[tuple[Any, torch.Tensor | None, Any]] = []
@@ -130,7 +132,7 @@ class _FixedRows(Mixin):
             yield batch
 
     def _with_last(self: Any) -> Iterator[tuple[Any, bool, Any]]:
-        """Batches on the host, whether each is the last, and where a stateful loader is after it."""
+        """Yields batches on the host, whether each is the last, and the state of a stateful loader after it."""
         batches = iter(self.base_dataloader)
         nothing = object()
         current = next(batches, nothing)
@@ -142,21 +144,22 @@ class _FixedRows(Mixin):
             current = following
 
     def _masked(self: Any, batch: Any, real: int, full: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
-        # A rank without a real row keeps the labels: a mean over nothing is NaN, also times zero.
+        # A rank without a real row keeps its labels: a mean over no sample is NaN, which stays NaN when multiplied by
+        # zero.
         masked, possible = mask_rows(batch, real)
         share = self._share(real * self.place[1] / self.remainder) if full is not None and possible else full
         return (masked if real else batch), share
 
     def _share(self: Any, value: float) -> torch.Tensor:
-        share = torch.tensor([value])  # of no dims, torch_xla would make 0 and 1 constants of the graph
+        share = torch.tensor([value])  # without dims, torch_xla would make 0 and 1 constants of the graph
         return share if self.device is None else share.to(self.device)
 
 
 def with_fixed_rows(loader: Any, rows: int, place: tuple[int, int]) -> Any:
-    """``loader``, a ``DataLoaderShard`` of Accelerate's, as one whose batches have ``rows`` rows.
+    """Returns a copy of ``loader``, a ``DataLoaderShard`` of Accelerate, whose batches all have ``rows`` rows.
 
     Args:
-        place: index of this rank among those that read different samples, and their number.
+        place: data-parallel rank, and number of data-parallel ranks.
     """
     result = as_mixed(loader, _FixedRows)
     result.rows, result.place = rows, place
@@ -164,5 +167,5 @@ def with_fixed_rows(loader: Any, rows: int, place: tuple[int, int]) -> Any:
 
 
 def has_fixed_rows(loader: Any) -> bool:
-    """Whether ``loader`` comes from :func:`with_fixed_rows`."""
+    """Returns whether ``loader`` was returned by :func:`with_fixed_rows`."""
     return issubclass(type(loader), _FixedRows)

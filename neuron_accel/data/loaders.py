@@ -1,4 +1,4 @@
-"""Loaders under a plan: data-parallel ranks get different samples, ranks with the same samples identical ones."""
+"""Data loaders of a run: data-parallel ranks read different samples, the other ranks of each read the same."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ if TYPE_CHECKING:
 
 
 def prepare_data_loader(loader: DataLoader, run: Run, **options: Any) -> DataLoader:
-    """Accelerate's ``prepare_data_loader`` over the data-parallel ranks of the mesh instead of all processes.
+    """Calls Accelerate's ``prepare_data_loader`` for the data-parallel ranks of the mesh instead of all processes.
 
-    Ranks with the same samples compare the first batch of every epoch and raise DesyncError if theirs differ.
+    Ranks that read the same samples compare the first batch of every epoch and raise DesyncError if they differ.
 
     Args:
-        loader: the user's loader.
-        run: the run.
-        options: passed on. With ``dispatch_batches`` the main process reads for all ranks; by default, as in
-            Accelerate, where the dataset is iterable.
+        loader: the user's loader. run: the run. options: passed to Accelerate. With ``dispatch_batches=True`` the main
+            process reads for all ranks, which is the default for iterable datasets, as in Accelerate.
+
+        Returns:
+            The prepared loader.
+
+        Raises:
+            ConfigurationError: if an option is not possible on a lazy device.
     """
     shares, lazy = sharing_group(run).size > 1, run.backend.is_lazy
     if shares or lazy:
@@ -44,17 +48,17 @@ def prepare_data_loader(loader: DataLoader, run: Run, **options: Any) -> DataLoa
     )
     if lazy:
         prepared = _fixed(_without_step_boundaries(prepared, run, options["put_on_device"]), run)
-        if isinstance(sampler, RandomSampler) and generator is not None:  # Accelerate has put one of its own there
+        if isinstance(sampler, RandomSampler) and generator is not None:  # Accelerate has replaced it
             generator.set_state(run.backend.broadcast_object(generator.get_state(), run.world))
             sampler.generator = prepared.synchronized_generator = generator
-    else:  # elsewhere batches have fixed rows
+    else:  # on a lazy device batches have fixed rows instead
         count_stream(prepared)
     return positioned(counted(share(prepared, run) if shares else prepared))
 
 
 def _without_step_boundaries(prepared: Any, run: Run, put_on_device: bool) -> Any:
-    """Accelerate's loader without torch_xla's around it, which would execute what has collected at every batch. Ranks
-    agree on an order once: torch_xla's way of agreeing at every epoch is a graph of its own."""
+    """Removes torch_xla's loader around Accelerate's, which would execute the pending graph at every batch. Ranks
+    synchronize the order once, when the loader is prepared; doing it at every epoch would compile another graph."""
     inner = getattr(prepared, "dataloader", prepared)
     inner.device = run.device if put_on_device else None
     inner.rng_types = None
@@ -62,17 +66,17 @@ def _without_step_boundaries(prepared: Any, run: Run, put_on_device: bool) -> An
 
 
 def _each_reads_its_own(loader: DataLoader, run: Run, dispatch: bool | None) -> bool:
-    """Whether the main process reads for all, which is not possible on a lazy device.
+    """Returns False, the value for ``dispatch_batches``: on a lazy device each rank reads its own samples.
 
     Raises:
-        ConfigurationError: if it is asked for.
+        ConfigurationError: if ``dispatch`` is True.
     """
     if dispatch:
         raise ConfigurationError(
             "dispatch_batches=True is not possible here.",
             where=f"backend {run.backend.name!r}",
-            why="batches would go through the device twice, in graphs of their own",
-            fix="let every rank read its own samples: leave dispatch_batches out",
+            why="batches would be sent through the device, in graphs of their own",
+            fix="remove dispatch_batches, so that each rank reads its own samples",
         )
     if isinstance(loader.dataset, IterableDataset) and run.data_parallel_size > 1 and not loader.drop_last:
         warnings.warn(
@@ -84,10 +88,10 @@ def _each_reads_its_own(loader: DataLoader, run: Run, dispatch: bool | None) -> 
 
 
 def _fixed(loader: Any, run: Run) -> Any:
-    """``loader`` with batches of one shape; itself where batches have no size of their own.
+    """Returns ``loader`` with batches of a fixed shape, or ``loader`` itself if it has no batch size.
 
     Raises:
-        ConfigurationError: if ranks could have different numbers of batches.
+        ConfigurationError: if ranks could get different numbers of batches.
     """
     sampler = loader.batch_sampler
     if type(loader) is not DataLoaderShard or not isinstance(getattr(sampler, "batch_size", None), int):
@@ -96,18 +100,18 @@ def _fixed(loader: Any, run: Run) -> Any:
         raise ConfigurationError(
             "even_batches=False is not possible here.",
             where=f"backend {run.backend.name!r}",
-            why="a rank with fewer batches would leave the others waiting in their graphs",
-            fix="leave it out: what fills up the last batch is masked; or use DataLoader(drop_last=True)",
+            why="the other ranks would wait forever for a rank that has fewer batches",
+            fix="remove it, since padding of the last batch is masked; or use DataLoader(drop_last=True)",
         )
     rows = samples_at_once(loader) // run.data_parallel_size
     return with_fixed_rows(loader, rows, (run.data_parallel_rank, run.data_parallel_size))
 
 
 def skip_first_batches(loader: Any, count: int, run: Run) -> Any:
-    """A loader like a prepared one that leaves out its first ``count`` batches."""
+    """Returns a copy of a prepared loader without its first ``count`` batches."""
     original = getattr(loader, "run", None)
     skipping = _skip(loader, count, run)
-    # What Accelerate leaves behind, without which it is unknown how much of the last global batch is real.
+    # Attributes that Accelerate does not copy. They are needed to know the number of real samples in the last batch.
     skipping._drop_last = getattr(loader, "_drop_last", False)
     sampler = skipping.batch_sampler
     if isinstance(sampler, SkipBatchSampler):
@@ -122,7 +126,7 @@ def skip_first_batches(loader: Any, count: int, run: Run) -> Any:
 def _skip(loader: Any, count: int, run: Run) -> Any:
     if not run.backend.is_lazy:
         return without_first(loader, count)
-    # Accelerate expects a loader of torch_xla's there, and wraps what it makes in one.
+    # Accelerate expects torch_xla's loader here, and returns one.
     skipping = accelerate_skip(_Wrapped(loader, run.device), num_batches=count)
     inner = getattr(skipping, "dataloader", skipping)
     inner.device, inner.rng_types = loader.device, None
@@ -135,7 +139,7 @@ class _Wrapped:
 
 
 def _agree_on_shuffling(loader: DataLoader, run: Run) -> None:
-    """A random sampler without a generator would draw another order on every rank."""
+    """Gives a random sampler without a generator one with the same seed on all ranks, so that the order is the same."""
     sampler = None if isinstance(loader.dataset, IterableDataset) else get_sampler(loader)
     if isinstance(sampler, RandomSampler) and sampler.generator is None:
         seed = int(torch.empty((), dtype=torch.int64).random_().item())

@@ -1,4 +1,4 @@
-"""Loaders with abilities beyond Accelerate's, as classes made when they are needed, whose objects can be pickled."""
+"""Classes that combine a mixin with one of Accelerate's loaders, created on demand, whose objects can be pickled."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any, ClassVar
 
 
 class Mixin:
-    """What a class of Accelerate's loaders is mixed with.
+    """Base class of the mixins.
 
     Attributes:
-        prefix: begins the names of the classes that :func:`mixed` makes.
+        prefix: prefix of the names of the classes that :func:`mixed` creates.
     """
 
     prefix: ClassVar[str]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Accelerate's loaders reduce to a class of its own, whatever theirs is.
+        # Accelerate's own __reduce__ does not keep the class.
         return _rebuilt, (_recipe(type(self)),), dict(self.__dict__)
 
 
 def mixed(mixin: type[Mixin], cls: type) -> type:
-    """A class that is ``cls`` with ``mixin`` before it; always the same one."""
+    """Returns a subclass of ``mixin`` and ``cls``, the same one at each call."""
     made: Any = mixin  # mypy: a class whose __hash__ is an instance's is not Hashable
     return _mixed(made, cls)
 
@@ -33,14 +33,14 @@ def _mixed(mixin: Any, cls: Any) -> type:
 
 
 def as_mixed(loader: Any, mixin: type[Mixin]) -> Any:
-    """A copy of ``loader`` with the abilities of ``mixin``; Accelerate's constructors would make it anew."""
+    """Returns a copy of ``loader`` whose class also derives from ``mixin``, without calling the constructor."""
     result: Any = object.__new__(mixed(mixin, type(loader)))
     result.__dict__.update(loader.__dict__)
     return result
 
 
 def _recipe(cls: type) -> tuple[type, ...]:
-    """A class that can be found by its name, and what it was mixed with, the last first."""
+    """Returns the importable base class of ``cls``, and the mixins in the order in which they were added."""
     mixins = []
     while "mixed_from" in vars(cls):
         mixin, cls = vars(cls)["mixed_from"]

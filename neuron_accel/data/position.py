@@ -1,4 +1,4 @@
-"""The random numbers that decide the order of an epoch, so that a later run on another mesh can draw it again."""
+"""Position of a loader within an epoch, and its order, so that a later run on another mesh can resume from there."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from neuron_accel.data.streams import counted
 from neuron_accel.errors import CheckpointError
 
 Order = dict[str, Any]
-"""``default``: state of the default generator when the epoch began; ``own``: of the sampler's, or ``drawn``: of the one
-that it made itself from the default one; ``seed``: of a sampler that makes its generator from a seed and the epoch."""
+"""State of the random number generators that determine the order of an epoch. ``default``: state of the default
+generator at the beginning of the epoch. Beside it one of ``own``: state of the sampler's generator; ``drawn``: state of
+a generator that the sampler seeds from the default one; ``seed``: seed of a sampler that creates its generator from a
+seed and the epoch."""
 
 
 def sampler_of(loader: Any) -> Any:
-    """What draws single samples, below all batching; None if there is none."""
+    """Returns the sampler of single samples below all batch samplers, or None if there is none."""
     sampler = loader.batch_sampler
     while hasattr(sampler, "batch_sampler"):
         sampler = sampler.batch_sampler
@@ -38,7 +40,7 @@ def sampler_of(loader: Any) -> Any:
 
 
 def order_of(loader: Any) -> Order:
-    """What the epoch that begins now is drawn from. Draws nothing itself."""
+    """Returns the :data:`Order` of the epoch that begins now, without drawing random numbers."""
     order: Order = {"default": torch.get_rng_state()}
     sampler = sampler_of(loader)
     if isinstance(sampler, SeedableRandomSampler):
@@ -52,8 +54,8 @@ def order_of(loader: Any) -> Order:
 
 
 def _peek(loader: Any) -> torch.Tensor:
-    """The state of the generator that a random sampler without one will make: from the default one, after the loader
-    has drawn the seed of its workers."""
+    """Returns the state of the generator that a random sampler without one will create. Its seed is drawn from the
+    default generator, after the seed of the loader's workers."""
     now = torch.get_rng_state()
     try:
         if loader.base_dataloader.generator is None:
@@ -65,7 +67,7 @@ def _peek(loader: Any) -> torch.Tensor:
 
 
 def set_order(loader: Any, order: Order) -> None:
-    """The next epochs are drawn as those after ``order`` were: from the sampler's own generator, where it had one."""
+    """Sets the sampler's seed, or the state of its own generator, to that of ``order``."""
     sampler = sampler_of(loader)
     if isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = order.get("seed", sampler.initial_seed)
@@ -76,7 +78,8 @@ def set_order(loader: Any, order: Order) -> None:
 
 @contextmanager
 def drawing(loader: Any, order: Order) -> Iterator[None]:
-    """Inside, the order of an epoch is drawn from ``order``; the default generator is then as it was before."""
+    """Context in which the order of an epoch is drawn from ``order``. The state of the default generator is
+    restored."""
     now, sampler = torch.get_rng_state(), sampler_of(loader)
     set_order(loader, order)
     torch.set_rng_state(order["default"])
@@ -88,13 +91,12 @@ def drawing(loader: Any, order: Order) -> Iterator[None]:
         torch.set_rng_state(now)
 
 
-# ---- Loaders that know how far they are, and go on from there --------------------------------------------------------
-# A checkpoint taken in the middle of an epoch holds, for each loader, the epoch, the number of samples given out, and
-# the state of the random numbers that made its order. A loader that was told such a position begins its next epoch
-# with it, with the samples that were not given out yet, each once: also where the number of data-parallel ranks has
-# changed.
+# ---- Loaders that can be resumed within an epoch ---------------------------------------------------------------------
+# A checkpoint taken within an epoch contains, for each loader, the epoch, the number of samples returned so far, and
+# the state of the generators that determine the order. After such a position is set, the next iteration continues that
+# epoch with the remaining samples, each once, also with another number of data-parallel ranks.
 class _Positioned(Mixin):
-    """Counts what is given out. Mixed into Accelerate's loaders."""
+    """Counts the batches that a loader returns, and can resume within an epoch. Mixed into Accelerate's loaders."""
 
     prefix = "Positioned"
     _given: int = 0
@@ -113,11 +115,11 @@ class _Positioned(Mixin):
             for batch in batches:
                 self._given += 1
                 yield batch
-        finally:  # also where the loop is left early: the next one starts over
+        finally:  # also if the loop ends early: the next one starts a new epoch
             self._begin, self._given, self._before = None, 0, 0
 
     def _rest_of(self, resume: dict[str, Any]) -> Iterator[Any]:
-        """The batches of the epoch that was interrupted which were not given out yet."""
+        """Yields the remaining batches of the epoch that was interrupted."""
         self.iteration = epoch = resume["epoch"]
         self._before, self._begin, self._given = resume["samples"], resume["begin"], 0
         with drawing(self, resume["begin"]):
@@ -131,8 +133,8 @@ class _Positioned(Mixin):
 
     # ---- for checkpoints ---------------------------------------------------------------------------------------------
     def position(self) -> dict[str, Any]:
-        """Where this loader is: plain values and tensors; the same on all ranks that see the same data."""
-        if self._resume is not None:  # nothing was given out since it was set
+        """Returns the position of this loader: plain values and tensors, the same on all ranks."""
+        if self._resume is not None:  # no batch was returned since it was set
             return self._resume
         return {
             "epoch": self.iteration,  # type: ignore[attr-defined]
@@ -142,7 +144,11 @@ class _Positioned(Mixin):
         }
 
     def set_position(self, position: dict[str, Any]) -> None:
-        """The next epoch begins at ``position``."""
+        """Makes the next iteration start at ``position``.
+
+        Raises:
+            CheckpointError: as for :meth:`check_position`.
+        """
         self.check_position(position)
         self.iteration = position["epoch"]
         self._resume = dict(position) if position["begin"] is not None else None
@@ -150,11 +156,12 @@ class _Positioned(Mixin):
             set_order(self, position["next"])
 
     def forget_position(self) -> None:
-        """The caller skips what was given out."""
+        """Discards the position that was set, for callers that skip batches themselves."""
         self._resume = None
 
     def check_position(self, position: dict[str, Any]) -> None:
-        """Raises CheckpointError if the samples given out are not a multiple of this loader's batch size."""
+        """Raises CheckpointError if the samples returned so far are not a multiple of this loader's global batch
+        size."""
         samples = position["samples"]
         size = samples_at_once(self)
         sampler = _batch_sampler(self)
@@ -163,21 +170,22 @@ class _Positioned(Mixin):
         ):
             return
         raise CheckpointError(
-            f"A loader gave out {samples} samples of its epoch, which is not a multiple of the batch size {size}.",
+            f"A loader returned {samples} samples of its epoch, which is not a multiple of the batch size {size}.",
             why="a sample would be seen twice, or never",
             fix="resume with a batch size and a number of data-parallel ranks whose product divides that number",
         )
 
 
 def positioned(loader: Any) -> Any:
-    """``loader``, as Accelerate prepared it, as one that knows its position; itself if it is of another kind."""
+    """Returns a copy of a loader that Accelerate prepared, with ``position()`` and ``set_position()``. Other loaders
+    are returned unchanged."""
     if not issubclass(type(loader), (DataLoaderShard, DataLoaderDispatcher)):
         return loader
     return as_mixed(loader, _Positioned)
 
 
 def samples_at_once(loader: Any) -> int:
-    """How many samples all ranks together get from a loader at once."""
+    """Returns the number of samples in one batch of all ranks together."""
     shard = loader.dataset
     if isinstance(shard, IterableDatasetShard):
         return shard.batch_size * (1 if shard.split_batches else shard.num_processes)
@@ -188,26 +196,26 @@ def samples_at_once(loader: Any) -> int:
 
 
 def without_first(loader: Any, count: int) -> Any:
-    """A prepared loader, as Accelerate knows it, without its first ``count`` batches. Where one
-    process reads a map-style dataset for all, Accelerate counts the batches that are read, one for each rank, and fills
-    up a ragged end from the first batch that is left, where the whole epoch takes the first of all."""
+    """Returns a prepared loader without its first ``count`` batches. Corrects Accelerate's ``skip_first_batches`` for a
+    main process that reads a map-style dataset for all ranks: there it counts the batches of single ranks, and pads the
+    last batch from the first remaining batch instead of the first batch of the epoch."""
     iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
     if not isinstance(loader, DataLoaderDispatcher) or iterable:
         return skip_first_batches(loader, count)
     if _is_filled_up(loader) or count >= len(loader):
         rest = skip_first_batches(loader, 0)
-        rest.skip_batches = count  # reads them, to have the first; Accelerate cannot dispatch from an empty loader
+        rest.skip_batches = count  # reads the skipped batches too: Accelerate cannot dispatch from an empty loader
         return rest
     return skip_first_batches(loader, count if loader.split_batches else count * loader.state.num_processes)
 
 
 def _is_filled_up(loader: DataLoaderDispatcher) -> bool:
-    """Whether the last batch of an epoch is completed with samples from the first."""
+    """Returns whether the last batch of an epoch is padded with samples from the first."""
     if loader._drop_last:
         return False
     try:
         return len(sampler_of(loader)) % loader.state.num_processes != 0
-    except TypeError:  # of no known length
+    except TypeError:  # its length is unknown
         return True
 
 
@@ -215,7 +223,7 @@ _END = object()
 
 
 class _SkipBatches(SkipBatchSampler):
-    """A batch sampler that begins later and is like the other in everything else."""
+    """A batch sampler without its first batches, with all other attributes of the original."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "batch_sampler":
@@ -224,7 +232,7 @@ class _SkipBatches(SkipBatchSampler):
 
 
 class _Rest(DataLoaderShard):
-    """The rest of an epoch."""
+    """A loader of the remaining samples of an epoch."""
 
     skipped: int = 0
     remainder: int
@@ -240,7 +248,7 @@ def _batch_sampler(loader: Any) -> Any:
 
 
 def _without(loader: Any, samples: int) -> Any:
-    """A loader of the same epoch without the first ``samples``."""
+    """Returns a loader of the same epoch without its first ``samples`` samples."""
     at_once = samples_at_once(loader)
     sampler = _batch_sampler(loader)
     own_sampler = isinstance(loader.dataset, torch.utils.data.IterableDataset) or sampler is loader.sampler
@@ -250,7 +258,7 @@ def _without(loader: Any, samples: int) -> Any:
         return counted(share(rest, loader.run) if hasattr(loader, "run") else rest)
     if samples % at_once == 0:
         left: Any = _SkipBatches(sampler, samples // at_once)
-    else:  # dealt out to another number of ranks than those before
+    else:  # the number of data-parallel ranks has changed
         left = BatchSamplerShard(
             _SkipBatches(sampler.batch_sampler, samples // sampler.batch_size),
             num_processes=sampler.num_processes,

@@ -1,7 +1,7 @@
-"""Loaders of ranks with the same samples: equal batches on all of them, which is checked.
+"""Loaders for ranks that read the same samples, with a check that their batches are equal.
 
-Ranks along a model axis compute one forward pass together. If their batches differ, nothing fails: the loss is garbage
-that falls a little. So they compare a checksum of the first batch of every epoch, which costs one small message.
+Ranks along a model axis compute one forward pass together. Different batches would not raise an error but give a
+meaningless loss. These ranks therefore compare a checksum of the first batch of every epoch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def sharing_group(run: Run) -> Group:
-    """The ranks that see the same samples as this one."""
+    """Returns the group of ranks that read the same samples as this one."""
     return run.group(*(axis.name for axis in run.mesh.axes if axis.name not in run.mesh.data_axes))
 
 
 def checksum(batch: Any) -> int:
-    """A number that differs between batches whose tensors differ; other values count by their ``repr``."""
+    """Returns a checksum (CRC-32) of the tensors of a batch, and of the ``repr`` of its other values."""
     total = 0
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
@@ -44,10 +44,10 @@ def checksum(batch: Any) -> int:
 
 
 def check_same(batch: Any, run: Run) -> None:
-    """Collective over the ranks with the same samples.
+    """Checks that ``batch`` is equal on the ranks that read the same samples. Collective over them.
 
     Raises:
-        DesyncError: on all of them, if ``batch`` is not the same everywhere.
+        DesyncError: on all of these ranks, if ``batch`` differs between them.
     """
     group = sharing_group(run)
     sums = run.backend.all_gather_object(checksum(batch), group)
@@ -56,14 +56,14 @@ def check_same(batch: Any, run: Run) -> None:
         raise DesyncError(
             f"Rank {different[0]} reads other samples than rank {group.ranks[0]}.",
             where=f"first batch of an epoch, ranks {list(group.ranks)} of group {group.name!r}",
-            why="they hold shards of one model and must see the same data; their results would be meaningless",
-            fix="build the dataset alike on every rank (seed what is random in it), or let the main process read for "
-            "all: DataLoaderConfiguration(dispatch_batches=True)",
+            why="they hold shards of one model and must read the same data; their results would be meaningless",
+            fix="build the same dataset on every rank (seed its random numbers), or let the main process read for all: "
+            "DataLoaderConfiguration(dispatch_batches=True)",
         )
 
 
 class _Checked(Mixin):
-    """Compares the first batch of every pass."""
+    """Checks the first batch of every epoch."""
 
     prefix = "Shared"
     run: Run
@@ -76,18 +76,18 @@ class _Checked(Mixin):
 
 
 class SharedShard(_Checked, DataLoaderShard):
-    """A rank's own reading of its samples, which other ranks read as well."""
+    """A loader that reads the samples of this rank, which other ranks read too."""
 
 
 class SharedDispatcher(_Checked, DataLoaderDispatcher):
-    """The main process reads for all ranks and each gets the samples of its data-parallel rank.
+    """A loader of which the main process reads for all ranks, and each rank gets the samples of its data-parallel rank.
 
-    Accelerate's gives every process its own samples; here what it knows about processes is replaced by what holds
-    for data-parallel ranks.
+    Accelerate's class gives every process different samples; here its process state is replaced by that of the
+    data-parallel ranks.
     """
 
     state: Any
-    """The :class:`DataPlace` here; of Accelerate's ``PartialState`` there."""
+    """A :class:`DataPlace`; in Accelerate's class, a ``PartialState``."""
 
     def _fetch_batches(self, iterator: Any) -> tuple[Any, list[Any]]:
         place: DataPlace = self.state
@@ -97,12 +97,12 @@ class SharedDispatcher(_Checked, DataLoaderDispatcher):
         finally:
             self.state = place
         if batch is None and info[0] is not None and place.process_index == 0:
-            batch = initialize_tensors(info[0])  # shares the first share, but has not read it
+            batch = initialize_tensors(info[0])  # belongs to the first data-parallel rank, but has not read
         return batch, info
 
 
 class DataPlace:
-    """A rank's place among those that see different samples, under the names that Accelerate's state has for it."""
+    """Data-parallel rank and size, with the attribute names of Accelerate's ``PartialState``."""
 
     def __init__(self, run: Run, process_index: int | None = None) -> None:
         self.device = run.device
@@ -110,18 +110,19 @@ class DataPlace:
         self.process_index = run.data_parallel_rank if process_index is None else process_index
         if process_index is None:
             self.reading = DataPlace(run, run.backend.rank)
-            """The same where only the main process may count as the first."""
+            """The same with the global rank as index, so that only the main process reads."""
 
 
 def share(loader: Any, run: Run) -> Any:
-    """Converts a loader of Accelerate's for ranks with the same samples; others are returned as they are."""
+    """Returns a copy of a loader of Accelerate for ranks that read the same samples. Other loaders are returned
+    unchanged."""
     kinds: dict[type, type] = {DataLoaderShard: SharedShard, DataLoaderDispatcher: SharedDispatcher}
     kind = kinds.get(type(loader))
     if kind is None:
         if not has_fixed_rows(loader):
             return loader
         kind = mixed(_Checked, type(loader))
-    shared: Any = object.__new__(kind)  # Accelerate's constructors take what can no longer be asked for
+    shared: Any = object.__new__(kind)  # arguments of Accelerate's constructors are not available here
     shared.__dict__.update(loader.__dict__)
     shared.run = run
     if kind is SharedDispatcher:

@@ -1,8 +1,8 @@
-"""Streams that every rank reads and takes its samples from: what is left over at their end counts once.
+"""Iterable datasets that every rank reads: counts the samples of the last batch that are not padding.
 
-Ranks need equally many batches, so the last ones are filled up with samples from the beginning. No rank knows the
-length of a stream before it ends; and where several workers read, each one's samples end independently. So every batch
-says how many samples all ranks together really have in it.
+All ranks need the same number of batches, so the last ones are padded with samples from the beginning. The length of an
+iterable dataset is unknown until it ends, and with several workers each worker's part ends independently. Each batch
+therefore carries the number of real samples that all ranks together have in it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from neuron_accel.data.mixing import Mixin, as_mixed
 
 
 class Counted(NamedTuple):
-    """A sample, or a batch of them, on its way from the stream.
+    """A sample or a batch, with the number of real samples.
 
     Args:
         value: the sample or batch.
-        left_over: number of real samples in the global batch that it belongs to; None if all are.
+        left_over: number of real samples in its global batch; None if all are.
     """
 
     value: Any
@@ -28,10 +28,10 @@ class Counted(NamedTuple):
 
 
 class _Counting:
-    """The user's dataset, counted.
+    """The user's dataset, with a count of its samples.
 
     Attributes:
-        left_over: how many samples beyond whole global batches it had; None before its end.
+        left_over: number of samples in the incomplete global batch at its end; None before the end.
     """
 
     def __init__(self, dataset: Any, at_once: int) -> None:
@@ -55,7 +55,7 @@ class _Counting:
 
 
 class _CountedShard(IterableDatasetShard):
-    """Gives out counted samples."""
+    """Yields samples as :class:`Counted`."""
 
     def __iter__(self) -> Iterator[Counted]:
         for sample in super().__iter__():
@@ -63,7 +63,7 @@ class _CountedShard(IterableDatasetShard):
 
 
 class _Collate:
-    """The user's ``collate_fn``, of counted samples."""
+    """The user's ``collate_fn``, applied to :class:`Counted` samples."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -73,10 +73,10 @@ class _Collate:
 
 
 class _CountedLoader(Mixin):
-    """Gives out batches, and knows of the current one how much is real. Mixed into Accelerate's loaders.
+    """Returns batches, and knows the number of real samples of the current one. Mixed into Accelerate's loaders.
 
     Attributes:
-        left_over: number of real samples in the global batch that was given out last; None if all are.
+        left_over: number of real samples in the current global batch; None if all are.
     """
 
     prefix = "Counted"
@@ -86,15 +86,15 @@ class _CountedLoader(Mixin):
         try:
             for batch, self.left_over in super().__iter__():  # type: ignore[misc]
                 if self.left_over is not None:
-                    self.remainder = self.left_over  # also what Accelerate looks at, at the end
+                    self.remainder = self.left_over  # Accelerate reads this attribute after the last batch
                 yield batch
         finally:
             self.left_over = None
 
 
 def count_stream(loader: Any) -> Any:
-    """Lets a loader of Accelerate's count, if every rank reads its own samples of a stream through it. To be followed
-    by :func:`counted`."""
+    """Makes a loader of Accelerate count samples, if each rank reads its own samples of an iterable dataset through it.
+    Has to be followed by :func:`counted`."""
     shard: Any = getattr(loader, "dataset", None)
     if isinstance(loader, DataLoaderShard) and type(shard) is IterableDatasetShard:
         at_once = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
@@ -105,7 +105,8 @@ def count_stream(loader: Any) -> Any:
 
 
 def counted(loader: Any) -> Any:
-    """``loader``, made anew from one that counts, as one that does; itself if there is nothing to count."""
+    """Returns a copy of a loader that :func:`count_stream` has changed, with the attribute ``left_over``. Other loaders
+    are returned unchanged."""
     if not isinstance(getattr(loader, "dataset", None), _CountedShard) or isinstance(loader, _CountedLoader):
         return loader
     return as_mixed(loader, _CountedLoader)

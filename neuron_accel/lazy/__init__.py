@@ -1,7 +1,6 @@
-"""Models that are built without memory for their weights, and get what each rank needs of them when it is known.
+"""Lazy loading: models are built without memory for their weights, and each rank then loads only its shards.
 
-:func:`lazy_load_for_parallelism` is the context in which such a model is built; preparing the model, or
-:func:`materialize`, fills it.
+A model is built inside :func:`lazy_load_for_parallelism`. Preparing it, or :func:`materialize`, loads the weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Weights that are tied because a folder holds the same values for both.
+"""The context in which models are built and loaded without memory for their weights.
 
-A folder may hold both of two weights that a model ties; one of pickled weights always does. transformers then compares
-them, and ties them if they are equal. It cannot compare tensors without values, so that is done here.
+A checkpoint may contain both of two weights that a model ties; one of pickled weights always does. transformers then
+compares them, and ties them if they are equal. It cannot compare tensors without values, so that is done here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _ROWS = 4 << 20
 
 
 def tie_equal(model: nn.Module, recording: Recording) -> None:
-    """Ties what ``model`` (of transformers' making) declares tied, where both come from files and are equal there."""
+    """Ties the parameters that a model of transformers declares as tied, if both are read from files and are equal
+    there."""
     declared: dict[str, Any] = getattr(model, "all_tied_weights_keys", None) or {}
     for target, source in declared.items():
         try:
@@ -57,7 +58,8 @@ def tie_equal(model: nn.Module, recording: Recording) -> None:
 
 
 def equal(one: MappedTensor, other: MappedTensor) -> bool:
-    """Whether two tensors in files have the same values; read if they are not at the same place."""
+    """Returns whether two tensors in files have equal values. Reads both unless they are at the same offset of a
+    file."""
     if (one.path, one.offset) == (other.path, other.offset):
         return True
     if one.shape != other.shape or one.tensor.dtype != other.tensor.dtype or not one.shape:
@@ -75,10 +77,10 @@ def equal(one: MappedTensor, other: MappedTensor) -> bool:
     return True
 
 
-# ---- The context in which models are built without memory for their weights ------------------------------------------
+# ---- The context -----------------------------------------------------------------------------------------------------
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
-"""By this variable transformers is asked to convert weights in the thread that loads a model."""
+"""Environment variable that makes transformers convert weights in the thread that loads a model."""
 
 
 @contextmanager
@@ -88,11 +90,11 @@ def lazy_load_for_parallelism(
     """A context in which models are built and loaded without allocating memory for their weights.
 
     ``from_pretrained`` reads only the headers of files, and ``from_config`` draws no random numbers. ``prepare``
-    computes the layout, and each rank then reads only what it holds: the slices of its tensor-parallel shards, the
-    layers of its stages. Buffers are computed, weights stay tied, dtypes are those requested, and transformers'
-    conversions of a checkpoint (renamed keys, stacked experts, transposed weights) are applied to the slices. For other
-    conversions the full tensor is built temporarily. transformers reports missing, unexpected and mismatched weights as
-    usual. Pickled weights are memory-mapped, and only tensors are unpickled.
+    computes the layout, and each rank then reads only its own tensors: the slices of its tensor-parallel shards, and
+    the layers of its pipeline stages. Buffers are computed, weights stay tied, dtypes are those requested, and
+    transformers' conversions of a checkpoint (renamed keys, stacked experts, transposed weights) are applied to the
+    slices. For other conversions the full tensor is built temporarily. transformers reports missing, unexpected and
+    mismatched weights as usual. Pickled weights are memory-mapped, and only tensors are unpickled.
 
     A model that is built from its configuration gets, at every degree, bitwise the weights of a single process without
     this context: in ``prepare`` every rank draws all random numbers in the original order, and keeps its shards. The
@@ -105,8 +107,8 @@ def lazy_load_for_parallelism(
     context has no effect.
 
     Args:
-        tensor_parallel_size, pipeline_parallel_size: are checked against the plugins when the model is prepared; not
-            needed.
+        tensor_parallel_size, pipeline_parallel_size: optional; if given, ``prepare`` checks that the plugins have the
+            same degrees.
 
     Example::
 
@@ -121,7 +123,7 @@ def lazy_load_for_parallelism(
         if tensor is not None and recording.knows(tensor):
             view = recording.view(tensor)
             vars(module).setdefault(MARK, {})[name] = (recording, view)
-            if torch.get_default_device().type == "meta":  # a loader builds a model on the meta device, and fills it
+            if torch.get_default_device().type == "meta":  # from_pretrained builds a model on the meta device
                 recording.phantoms.add(view.memory)
 
     owners: dict[nn.Module, None] = {}
@@ -142,8 +144,8 @@ def lazy_load_for_parallelism(
 
 
 class _Values(TorchFunctionMode):
-    """Keeps track of values that tensors would have got other than by operations on them: from files, where a loader
-    copies or casts what is mapped; from numbers; and from initialisations that leave out tensors without memory."""
+    """Handles functions that give tensors values and that a dispatch mode does not see: copies and casts of mapped
+    tensors, tensors made of Python numbers, and initialisations that skip meta tensors."""
 
     def __init__(self, recording: Recording, recorder: Recorder) -> None:
         super().__init__()
@@ -159,12 +161,11 @@ class _Values(TorchFunctionMode):
             if source is not None:
                 with self._recorder.paused():
                     return self._recording.add_source(source, dtype)
-        # What is given would be lost. An empty list is how transformers asks where tensors are made.
+        # On the meta device the data would be lost. transformers uses an empty list to find out the default device.
         if func in (torch.tensor, torch.as_tensor) and _is_meta(kwargs.get("device")) and not _is_empty(args[0]):
             return func(*args, **{**kwargs, "device": torch.device("cpu")})
-        if func is torch.asarray and isinstance(
-            args[0], torch.UntypedStorage
-        ):  # how safetensors looks at mapped memory
+        # safetensors views mapped memory in this way.
+        if func is torch.asarray and isinstance(args[0], torch.UntypedStorage):
             with self._recorder.paused():
                 return func(*args, **kwargs)
         if func == _IS_META and self._recording.knows(args[0]):
@@ -172,7 +173,7 @@ class _Values(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _note_initialisation(self, tensor: torch.Tensor, asking: FrameType) -> None:
-        """Some functions of ``torch.nn.init`` ask whether a tensor has memory, and return if not."""
+        """Records a call of a function of ``torch.nn.init`` that returns early for meta tensors."""
         code = asking.f_code
         function = getattr(torch.nn.init, code.co_name, None)
         if code.co_filename != torch.nn.init.__file__ or function is None:
@@ -192,7 +193,7 @@ def _is_empty(data: Any) -> bool:
 
 
 def _is_elsewhere(value: Any) -> bool:
-    """Whether an argument of ``Tensor.to`` names another device than the host."""
+    """Returns whether an argument of ``Tensor.to`` is another device than the CPU, or may be one."""
     if isinstance(value, (str, torch.device)):
         return torch.device(value).type not in ("cpu", "meta")
     return isinstance(value, torch.Tensor) or (isinstance(value, int) and not isinstance(value, bool))

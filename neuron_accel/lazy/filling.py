@@ -1,4 +1,4 @@
-"""Gives a model that was built without memory what this rank needs of its weights."""
+"""Loads this rank's shards into a model that was built without memory for its weights."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 MARK = "_neuron_accel_recording"
-"""The attribute in which a module keeps, by name, the recordings of its parameters and buffers."""
+"""Name of the attribute in which a module keeps the recordings of its parameters and buffers, by their names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Filled:
-    """What it took to fill a model.
+    """Statistics of loading a model.
 
     Args:
-        bytes_read: of files.
-        straight: number of tensors whose slices came straight from files.
-        computed: number of tensors that were computed first, one at a time.
+        bytes_read: number of bytes read from files.
+        straight: number of tensors whose slices were read directly from files.
+        computed: number of tensors that were first computed in full, one at a time.
     """
 
     bytes_read: int = 0
@@ -54,11 +54,11 @@ class _Target:
 
 @dataclass
 class Origin:
-    """Where the tensors of a model without memory come from.
+    """The recordings from which the tensors of a model without memory can be computed.
 
     Args:
-        recordings: the recordings in which it was built.
-        views: for each name of a parameter or buffer, which tensor of which recording it is.
+        recordings: the recordings in which the model was built.
+        views: the recording and the view of each parameter and buffer, by name.
     """
 
     recordings: list[Recording] = field(default_factory=list)
@@ -66,7 +66,8 @@ class Origin:
 
     @classmethod
     def of(cls, model: nn.Module) -> Origin | None:
-        """The origin of a model; None if all its tensors have memory. To be asked before the model is rewritten."""
+        """Returns the origin of a model, or None if all its tensors have memory. Must be called before the model is
+        rewritten."""
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         lazy = {name: tensor for name, tensor in named if tensor.device.type == "meta"}
         if not lazy:
@@ -80,17 +81,17 @@ class Origin:
             recording, view = mark
             if recording.knows(tensor):
                 view = recording.view(tensor)
-            if view.size == tuple(tensor.shape):  # another dtype may have been asked for since
+            if view.size == tuple(tensor.shape):  # the dtype may have been changed since
                 origin.views[name] = (recording, view)
                 if not any(recording is known for known in origin.recordings):
                     origin.recordings.append(recording)
         return origin
 
     def check_degrees(self, mesh: Mesh) -> None:
-        """Checks that the model is prepared for the ranks for which it was built.
+        """Checks that the mesh has the degrees for which the model was built.
 
         Raises:
-            ConfigurationError: if not.
+            ConfigurationError: if it has not.
         """
         for recording in self.recordings:
             for kind, degree in recording.degrees.items():
@@ -100,23 +101,27 @@ class Origin:
                     raise ConfigurationError(
                         f"The model was built for {degree} ranks along {along}, and there are {mesh.size(axes)}.",
                         where="lazy_load_for_parallelism",
-                        why="its arguments are not those of the plugins",
-                        fix="leave them out: the layout of a model is computed in `prepare`",
+                        why="the arguments of lazy_load_for_parallelism differ from those of the plugins",
+                        fix="remove the arguments: the layout of a model is computed in `prepare`",
                     )
 
     def fill(
         self, model: nn.Module, parameters: ParameterMap, coordinates: Mapping[str, int], *, values: bool = True
     ) -> Filled:
-        """Gives every parameter and buffer of ``model`` that has none its memory, and what belongs there.
+        """Allocates all parameters and buffers of ``model`` that have no memory, and loads this rank's shards into
+        them.
 
         Args:
-            model: the model, rewritten by now.
-            parameters: has the layout of each parameter; it is updated.
+            model: the model, after it was rewritten.
+            parameters: the layouts of its parameters; updated to the new tensors.
             coordinates: this rank's position in the mesh.
-            values: whether parameters get values; False if they are loaded from somewhere else afterwards.
+            values: whether parameters are loaded; False if they are loaded from a checkpoint afterwards.
+
+        Returns:
+            Statistics of loading.
 
         Raises:
-            UsageError: for a tensor of which nothing is known.
+            UsageError: for a tensor that was not recorded.
             CheckpointError: if a file cannot be read, or has changed.
         """
         targets: dict[int, tuple[Recording, list[_Target]]] = {id(r): (r, []) for r in self.recordings}
@@ -150,7 +155,7 @@ class Origin:
         return done
 
     def _fill_plain(self, model: nn.Module, fresh) -> None:
-        """Buffers, and tensors that modules keep as plain attributes."""
+        """Allocates and loads buffers, and tensors that are plain attributes of modules."""
         done: dict[torch.Tensor, torch.Tensor] = {}
         for name, buffer in list(model.named_buffers(remove_duplicate=False)):
             if buffer.device.type != "meta":
@@ -174,10 +179,10 @@ class Origin:
         found = next((self.views[alias] for alias in known if alias in self.views), None)
         if found is None:
             raise UsageError(
-                f"{name!r} has no memory, and nothing is known of what it holds.",
-                why="it was not made inside of lazy_load_for_parallelism, or was replaced after",
-                fix="build the full model inside the context, and change it there or after `prepare`; one built "
-                "on the meta device otherwise needs checkpoint_dir",
+                f"{name!r} has no memory, and its values are unknown.",
+                why="it was not created inside lazy_load_for_parallelism, or was replaced afterwards",
+                fix="build the full model inside the context, and change it there or after `prepare`; a model built on "
+                "the meta device in another way needs checkpoint_dir",
             )
         return found
 
@@ -213,7 +218,7 @@ def materialize(model: nn.Module) -> Filled:
     """Loads the full weights of a model that was built inside ``lazy_load_for_parallelism``, in this process.
 
     Raises:
-        UsageError: if it was not built there.
+        UsageError: if the model has tensors without memory that were not created there.
         CheckpointError: if its files cannot be read, or have changed.
     """
     origin = Origin.of(model)
@@ -232,7 +237,7 @@ def _present(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
         try:
             if attribute in model.get_submodule(owner)._parameters:
                 yield name
-        except AttributeError:  # on another rank
+        except AttributeError:  # the module is on another rank
             continue
 
 
@@ -241,13 +246,13 @@ def _put(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     setattr(model.get_submodule(owner), attribute, tensor)
 
 
-# ---- Models without memory in a run of several ranks -----------------------------------------------------------------
+# ---- Lazy loading in a run of several ranks --------------------------------------------------------------------------
 def origin_of(model: nn.Module, run: Run) -> Origin | None:
-    """Where the tensors of a model without memory come from, asked before anything of it is rewritten; None if all have
-    memory.
+    """Returns the origin of a model, or None if all its tensors have memory. Must be called before the model is
+    rewritten.
 
     Raises:
-        ConfigurationError: if it was built for other numbers of ranks than there are.
+        ConfigurationError: if the model was built for other degrees than those of the mesh.
     """
     origin = Origin.of(model)
     if origin is not None:
@@ -256,11 +261,14 @@ def origin_of(model: nn.Module, run: Run) -> Origin | None:
 
 
 def give_memory(origin: Origin, record: PreparedModel, run: Run) -> Filled:
-    """Gives a rewritten model this rank's shards of its weights, or memory for them where a plugin names a
-    checkpoint that is loaded next. Collective.
+    """Loads this rank's shards into a rewritten model, or only allocates them if a plugin names a checkpoint that is
+    loaded next. Collective over all ranks.
+
+    Returns:
+        Statistics of loading.
 
     Raises:
-        UsageError: on every rank, for a tensor of which nothing is known.
+        UsageError: on every rank, for a tensor that was not recorded.
         CheckpointError: on every rank, if a file cannot be read, or has changed.
     """
     loaded_next = len(run.models) == 1 and any(p.initial_weights() is not None for p in run.plan.plugins)
@@ -269,7 +277,7 @@ def give_memory(origin: Origin, record: PreparedModel, run: Run) -> Filled:
 
 
 def _share_states(origin: Origin, run: Run) -> None:
-    """Lets every rank draw what the first one would have drawn, as if that had handed out its weights."""
+    """Broadcasts the states of rank 0's generator, so that all ranks compute the weights that rank 0 would have."""
     if run.world.size == 1:
         return
     for recording in origin.recordings:

@@ -1,8 +1,8 @@
-"""Tensors in files that are mapped into memory, read without touching the mapping.
+"""Reads slices of tensors in memory-mapped files, without using the mapping.
 
-What is read through a mapping becomes part of the process, in whole pages and with what the system reads ahead. So it
-is looked up which file lies where (``/proc/self/maps``, proc(5)), and boxes of a tensor are read with pread, the bytes
-that are wanted and no others, unless what is between them is so short that another call would cost more.
+Reading through a mapping makes entire pages resident in the process, including those that the system reads ahead.
+Instead, the file and offset of a mapped tensor are found through ``/proc/self/maps`` (proc(5)), and slices are read
+with pread: only the requested bytes, and short gaps between them where another call would cost more.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from neuron_accel.checkpoint.format.ranges import FileRanges, read_box
 from neuron_accel.errors import CheckpointError
 
 Box = tuple[tuple[int, int], ...]
-"""Start and stop along every dim."""
+"""Start and stop of a slice along each dim."""
 
 _BUFFER = 8 << 20
 _GAP = 512
-"""Bytes that are rather read than jumped over."""
+"""Longest gap, in bytes, that is read instead of skipped."""
 _MAPS = Path("/proc/self/maps")
 
 
 @dataclass(frozen=True)
 class Mapping:
-    """A slice of a file in memory: bytes ``start`` to ``stop`` of the address space hold the file from ``offset``
-    on."""
+    """A mapping of a file: addresses ``start`` to ``stop`` contain the bytes of the file from ``offset`` on."""
 
     start: int
     stop: int
@@ -44,10 +43,10 @@ class MappedTensor:
     """A tensor in a file.
 
     Args:
-        tensor: the tensor as it is mapped; kept, so that the mapping stays.
-        path: the file.
-        inode: its number, by which a file that took its place is noticed.
-        offset: of the tensor's first byte.
+        tensor: the mapped tensor, which keeps the mapping alive.
+        path: path of the file.
+        inode: inode of the file, to detect that it was replaced.
+        offset: offset in bytes of the tensor in the file.
     """
 
     tensor: torch.Tensor
@@ -62,12 +61,12 @@ class MappedTensor:
 
 @dataclass
 class Mappings:
-    """Looks up which tensors are slices of mapped files."""
+    """Finds the files of memory-mapped tensors."""
 
     _known: list[Mapping] = field(default_factory=list)
 
     def find(self, tensor: torch.Tensor) -> MappedTensor | None:
-        """The place of a tensor in a file; None if it has none, or is not contiguous there."""
+        """Returns the tensor with its place in a file, or None if it is not mapped or not contiguous."""
         if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
             return None
         start = tensor.data_ptr()
@@ -86,12 +85,12 @@ class Mappings:
         return self._known[place]
 
     def forget(self) -> None:
-        """Addresses may have changed their meaning."""
+        """Discards the cached mappings, which may have changed."""
         self._known = []
 
 
 def _read_maps() -> list[Mapping]:
-    """What of files is mapped privately, by address; nothing where the system does not say."""
+    """Returns the mappings of files, ordered by address; an empty list on systems without ``/proc/self/maps``."""
     if not _MAPS.exists():
         return []
     found = []
@@ -104,10 +103,10 @@ def _read_maps() -> list[Mapping]:
 
 
 class Reader:
-    """Reads boxes of mapped tensors; a context manager.
+    """Reads slices of mapped tensors. A context manager, which closes the files.
 
     Attributes:
-        bytes_read: how many bytes have been read.
+        bytes_read: number of bytes read so far.
     """
 
     def __init__(self) -> None:
@@ -125,7 +124,16 @@ class Reader:
         return self._files.bytes_read
 
     def read(self, source: MappedTensor, box: Box, out: torch.Tensor) -> None:
-        """Fills ``out``, of the shape of ``box`` and any dtype, with that slice of the tensor."""
+        """Reads a slice of a tensor into ``out``.
+
+        Args:
+            source: the tensor in a file.
+            box: the slice.
+            out: a tensor of the shape of ``box`` and any dtype, to which values are converted.
+
+        Raises:
+            CheckpointError: if the file cannot be read, or was replaced.
+        """
         if out.numel() == 0:
             return
         self._check(source)
@@ -144,7 +152,7 @@ class Reader:
                 target.copy_(buffer)
 
     def _fill(self, source: MappedTensor, shape: Sequence[int], box: Box, out: torch.Tensor) -> None:
-        """The same, byte by byte, for a contiguous ``out`` of the tensor's dtype."""
+        """Reads a slice into a contiguous ``out`` of the tensor's dtype."""
         item = out.element_size()
         slices = [slice(start, stop) for start, stop in box]
         slices[-1] = slice(slices[-1].start * item, slices[-1].stop * item)
@@ -163,6 +171,6 @@ class Reader:
                 f"{source.path!r} is another file than when the model was built.",
                 where=source.path,
                 why="its weights are read when the model is prepared, and it was replaced in between",
-                fix="leave the file alone until the model is prepared",
+                fix="do not change the file before the model is prepared",
             )
         self._checked.add(source.path)

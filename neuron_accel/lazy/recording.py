@@ -1,11 +1,10 @@
-"""What was done to tensors that have no memory, written down so that it can be done later.
+"""Records operations on tensors without memory, so that they can be replayed later.
 
-Inside a :class:`Recorder` tensors are made on the meta device, and every operation on them is recorded: where a model
-is built from its configuration, what initialises it; where it is loaded, which slice of which file goes where.
-Operations on tensors with memory are carried out as ever.
+Inside a :class:`Recorder` tensors are created on the meta device, and all operations on them are recorded: the
+initialisation of a model that is built from its configuration, and the slices of files that a loaded model consists of.
+Operations on other tensors are executed as usual.
 
-The idea of recording an initialisation to run it later is that of torchdistx's deferred initialisation
-(https://pytorch.org/torchdistx, "Deferred Module Initialization").
+The method is that of torchdistx (https://pytorch.org/torchdistx, "Deferred Module Initialization").
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from neuron_accel.lazy.mapped import MappedTensor
 
 @dataclass(frozen=True)
 class View:
-    """A tensor in terms of its memory.
+    """A tensor as a view of a storage.
 
     Args:
-        memory: which memory, by its number in the recording.
+        memory: number of the storage in the recording.
         dtype, size, stride, offset: as of a tensor; stride and offset in elements.
     """
 
@@ -41,18 +40,18 @@ class View:
 
 @dataclass(frozen=True)
 class Call:
-    """An operation.
+    """A recorded operation.
 
     Args:
-        function: the operator; None for reading ``source``.
-        args, kwargs: what it was called with; tensors without memory are :class:`View`.
-        outputs: what it returned in new memory.
-        written: the memory that it changes, besides that of its outputs.
-        read: the memory that it reads.
+        function: the operator; None if ``source`` is read.
+        args, kwargs: its arguments, with a :class:`View` in place of each tensor without memory.
+        outputs: the returned tensors that have new storage.
+        written: numbers of the storages that it changes, other than those of its outputs.
+        read: numbers of the storages that it reads.
         draws: whether it draws random numbers.
-        state: number, in the recording, of the state in which the generator was before; None if it went on from the
-            call before.
-        source: what is read.
+        state: index, in the recording, of the generator's state before the call; None if it is the state after the
+            previous call.
+        source: the tensor in a file that is read.
     """
 
     function: Callable[..., Any] | None
@@ -68,60 +67,61 @@ class Call:
 
 @dataclass
 class Recording:
-    """Calls in their order.
+    """Operations in the order in which they were called.
 
     Args:
-        degrees: for how many ranks along all axes of a kind the model is meant; empty if nothing was said.
+        degrees: number of ranks along the axes of a kind that the model was built for; empty if it was not given.
     """
 
     degrees: dict[AxisKind, int] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     states: list[torch.Tensor] = field(default_factory=list)
-    """States of the default generator, each where it was not where the call before had left it."""
+    """States of the default generator, one for each call that did not start from the state after the previous call."""
     phantoms: set[int] = field(default_factory=set)
-    """Memory of parameters that would have had none without this context, either: nothing is drawn for them."""
+    """Storages of parameters that are on the meta device also without this context. No random numbers are drawn for
+    them."""
     _memory: list[torch.UntypedStorage] = field(default_factory=list)
     _numbers: dict[int, int] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recording:
-        return self  # a copied model is filled with the same
+        return self  # a copied model is loaded from the same recording
 
     def size_of(self, memory: int) -> int:
-        """Bytes of a memory."""
+        """Returns the size of a storage in bytes."""
         return self._memory[memory].nbytes()
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is in memory of this recording."""
+        """Returns whether the storage of ``tensor`` belongs to this recording."""
         return tensor.device.type == "meta" and id(tensor.untyped_storage()) in self._numbers
 
     def view(self, tensor: torch.Tensor) -> View:
-        """``tensor`` in terms of its memory."""
+        """Returns ``tensor`` as a :class:`View`; adds its storage to the recording if needed."""
         storage = tensor.untyped_storage()
         number = self._numbers.get(id(storage))
-        if number is None:  # a storage is kept, so that its id stays its own
+        if number is None:  # the storage is kept, so that its id is not reused
             number = self._numbers[id(storage)] = len(self._memory)
             self._memory.append(storage)
         return View(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def source_of(self, tensor: torch.Tensor) -> MappedTensor | None:
-        """What a tensor is read from, if it is as it is in a file."""
+        """Returns the tensor in a file that ``tensor`` is read from without change, or None if there is none."""
         if not self.knows(tensor):
             return None
         view = self.view(tensor)
         return next((call.source for call in self.calls if call.source is not None and view in call.outputs), None)
 
     def add_source(self, source: MappedTensor, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that will be read from a file."""
+        """Records a tensor that will be read from a file, and returns it."""
         result = torch.empty(source.shape, dtype=dtype, device="meta")
         self.calls.append(Call(None, (), {}, (self.view(result),), source=source))
         return result
 
     def add_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """An operation that was carried out without memory."""
+        """Records an operation that was called on meta tensors."""
         outputs = [t for t in tensors_in(result) if not self.knows(t)]
         written = [self.view(t).memory for t in _written(function, args, kwargs)]
         if not outputs and not written:
-            return  # another view of memory that is known
+            return  # a view of a storage that is known
         read = frozenset(self.view(t).memory for t in tensors_in((args, list(kwargs.values()))) if _is_meta(t))
         draws = torch.Tag.nondeterministic_seeded in function.tags
         self.calls.append(
@@ -138,7 +138,7 @@ class Recording:
         )
 
     def add_initialisation(self, function: Callable[..., Any], tensor: torch.Tensor, options: dict[str, Any]) -> None:
-        """A function ``function(tensor, **options)`` that gives a tensor new values, and is not to be looked into."""
+        """Records a call ``function(tensor, **options)`` that initialises a tensor, as one operation."""
         view = self.view(tensor)
         memory = frozenset({view.memory})
         self.calls.append(Call(function, (view,), options, (), memory, memory, draws=True, state=self._state()))
@@ -155,7 +155,7 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):
-    """Makes tensors without memory, and records what is done with them."""
+    """Creates tensors on the meta device, and records the operations on them."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -179,9 +179,9 @@ class Recorder(TorchDispatchMode):
         for tensor in _written(func, args, kwargs):
             if not _is_meta(tensor):
                 raise UsageError(
-                    f"{func} writes into a tensor that has memory what has none.",
+                    f"{func} writes values of a tensor without memory into a tensor that has memory.",
                     where="lazy_load_for_parallelism",
-                    why="inside the context weights and what is computed from them have no values yet",
+                    why="inside the context, weights and tensors computed from them have no values yet",
                 )
         options = {**kwargs, "device": torch.device("meta")} if chooses else kwargs
         result = func(*exchanged(args, _to_meta), **{n: exchanged(v, _to_meta) for n, v in options.items()})
@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, operations are carried out as ever."""
+        """Context in which operations are executed without being recorded."""
         self._paused = True
         try:
             yield
@@ -199,7 +199,7 @@ class Recorder(TorchDispatchMode):
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of nested lists and tuples."""
+    """Yields the tensors of nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -208,7 +208,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def exchanged(value: Any, change: Callable[[Any], Any], kind: type | tuple[type, ...] = torch.Tensor) -> Any:
-    """Nested lists and tuples with ``change`` applied to what is of ``kind``."""
+    """Returns nested lists and tuples with ``change`` applied to the values of type ``kind``."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)):
@@ -217,8 +217,8 @@ def exchanged(value: Any, change: Callable[[Any], Any], kind: type | tuple[type,
 
 
 def _stays_as_it_is(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a tensor gets its memory at once: one without elements needs none, and some models look at the values
-    that linspace gives, to give each layer its own."""
+    """Returns whether an operator is executed although it creates a tensor: a tensor without elements needs no memory,
+    and some models read the values of ``torch.linspace`` in their constructor."""
     nothing = bool(args) and isinstance(args[0], (list, tuple)) and 0 in args[0]
     return nothing or function._schema.name == "aten::linspace"
 
@@ -232,7 +232,7 @@ def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The arguments that an operator changes."""
+    """Yields the tensor arguments that an operator changes in place."""
     for place, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))

@@ -1,4 +1,4 @@
-"""Does what a recording says for those tensors that are wanted, with one of them in memory at a time if possible."""
+"""Replays a recording for given tensors, with one of them in memory at a time if possible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OVERWRITE = frozenset({
     "aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", "aten::copy_", "aten::random_",
     "aten::exponential_", "aten::log_normal_", "aten::cauchy_", "aten::geometric_",
 })  # fmt: skip
-"""Operators that leave nothing of what was there."""
+"""Operators that overwrite the tensor without reading it."""
 
 
 def replay(
@@ -25,19 +25,19 @@ def replay(
     deliver: Callable[[int, torch.UntypedStorage], None],
     reader: Reader,
 ) -> None:
-    """Computes the contents of the memory ``wanted``.
+    """Computes the contents of the storages ``wanted``.
 
-    Random numbers are drawn in the order of the recording, those for tensors that are not wanted, too, so that what is
-    drawn for a tensor does not depend on which others are. The default generator is left as it was.
+    Random numbers are drawn in the order of the recording, also those of other tensors, so that the values of a tensor
+    do not depend on which others are wanted. The state of the default generator is restored.
 
     Args:
-        recording: what to do.
-        wanted: which memory.
-        deliver: called with each, once it is complete; its memory is released afterwards.
+        recording: the recording.
+        wanted: numbers of storages in the recording.
+        deliver: is called with the number and each complete storage, which is released afterwards.
         reader: reads files.
 
     Raises:
-        UsageError: if something was made before the recording.
+        UsageError: if a tensor was created outside of the recording.
     """
     if not wanted:
         return
@@ -51,7 +51,7 @@ def replay(
 
 
 class _Plan:
-    """Which calls have to be made, and when each memory has been used for the last time."""
+    """The calls that have to be made, and the last use of each storage."""
 
     def __init__(self, recording: Recording, wanted: set[int]) -> None:
         self.wanted = wanted
@@ -75,12 +75,12 @@ class _Plan:
                 live |= call.read
         if live:
             raise UsageError(
-                "A tensor was made outside of the context that has no memory.",
+                "A tensor without memory was created outside of the context.",
                 where="lazy_load_for_parallelism",
-                why="what it holds is not known",
+                why="its values are unknown",
                 fix="build the full model inside the context, and do not change it before it is prepared",
             )
-        # What other tensors would have drawn is drawn, too, as far as it comes before something that is needed.
+        # Calls that draw random numbers for other tensors are repeated too, if a needed call draws after them.
         self.drawn = [
             not self.needed[i] and i < last_draw and call.draws and not self._of_phantoms(recording, call)
             for i, call in enumerate(recording.calls)
@@ -98,11 +98,11 @@ class _Plan:
 
 
 def _overwrites(recording: Recording, call: Call) -> bool:
-    """Whether nothing is left of what was in the memory that a call writes."""
+    """Returns whether a call overwrites all of the storage that it writes, without reading it."""
     target = call.args[0] if call.args else None
     if len(call.written) != 1 or not isinstance(target, View) or call.function is None:
         return False
-    schema = getattr(call.function, "_schema", None)  # an initialisation has none, and leaves nothing either
+    schema = getattr(call.function, "_schema", None)  # an initialisation has none, and overwrites the tensor
     whole = math.prod(target.size) * target.dtype.itemsize == recording.size_of(target.memory)
     return whole and (schema is None or schema.name in _OVERWRITE)
 
@@ -146,7 +146,7 @@ class _Replay:
                 self._tensor(view).copy_(tensor)
 
     def _draw(self, call: Call) -> None:
-        """Draws what a call would have drawn."""
+        """Repeats a call only to draw its random numbers."""
         written = next(iter(call.written), None)
 
         def scratch(view: View) -> torch.Tensor:
@@ -155,7 +155,7 @@ class _Replay:
             raise UsageError(
                 f"{call.function} draws numbers that depend on another tensor.",
                 where="lazy_load_for_parallelism",
-                why="it would have to be kept for that",
+                why="that tensor would have to be kept in memory",
                 fix="build this model outside of the context",
             )
 
@@ -175,7 +175,7 @@ class _Replay:
 
 
 def tensor_of(view: View, storage: torch.UntypedStorage) -> torch.Tensor:
-    """A view of memory as a tensor."""
+    """Returns a tensor with the storage and the size, stride and offset of ``view``."""
     return torch.empty(0, dtype=view.dtype).set_(storage, view.offset, view.size, view.stride)
 
 

@@ -1,8 +1,8 @@
-"""Parts of recorded tensors, straight from files.
+"""Reads slices of recorded tensors directly from files.
 
-What transformers does with the tensors of a checkpoint is mostly moving them: it stacks those of experts, puts gate and
-up projection side by side, splits, transposes, changes their dtype. A box of the result is then made of boxes of what
-is in the files, and nothing else has to be read.
+transformers' conversions of a checkpoint mostly rearrange tensors: they stack the weights of experts, concatenate gate
+and up projections, split, transpose and change dtypes. A slice of the result then consists of slices of the tensors in
+the files, and nothing else has to be read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Boxes:
                 self._makers.setdefault(memory, []).append(call)
 
     def possible(self, view: View) -> bool:
-        """Whether a tensor consists only of slices of files."""
+        """Returns whether a tensor consists only of slices of files."""
         makers = self._makers.get(view.memory, ())
         if len(makers) != 1 or len(makers[0].outputs) != 1 or related(view, makers[0].outputs[0]) is None:
             return False
@@ -47,13 +47,13 @@ class Boxes:
         return _name(call) in _SAME and isinstance(call.args[0], View) and self.possible(call.args[0])
 
     def read(self, view: View, box: Box, out: torch.Tensor) -> None:
-        """Fills ``out``, of the shape of ``box`` and any dtype, with a slice of a tensor that is :meth:`possible`."""
+        """Reads a slice of a tensor that is :meth:`possible` into ``out``, of the shape of ``box`` and any dtype."""
         if out.numel() == 0:
             return
         (call,) = self._makers[view.memory]
         made = call.outputs[0]
         stored = made.dtype if call.source is None else call.source.tensor.dtype
-        if made.dtype not in (out.dtype, stored):  # one rounding after the other
+        if made.dtype not in (out.dtype, stored):  # round twice, as the recorded operations do
             between = torch.empty(out.shape, dtype=made.dtype)
             self.read(view, box, between)
             out.copy_(between)
@@ -92,8 +92,9 @@ def _dim(call: Call, dims: int) -> int:
 
 
 def related(view: View, base: View) -> list[tuple[int | None, int]] | None:
-    """``view`` as a slice of ``base``, a dense tensor in the same memory: for each dim of ``base`` the dim of ``view``
-    that runs along it, if any, and where it starts. None if a dim of ``view`` runs along no single one of ``base``."""
+    """Returns ``view`` as a slice of ``base``, a dense tensor with the same storage: for each dim of ``base`` the
+    corresponding dim of ``view``, or None, and the start of the slice. Returns None if a dim of ``view`` does not
+    correspond to one dim of ``base``."""
     along = {stride: dim for dim, (size, stride) in enumerate(zip(view.size, view.stride, strict=True)) if size > 1}
     if len(along) != sum(size > 1 for size in view.size) or view.dtype != base.dtype:
         return None
@@ -114,9 +115,9 @@ def _outer_first(base: View) -> Iterator[int]:
 
 
 def _onto(view: View, base: View, box: Box, out: torch.Tensor) -> tuple[Box, torch.Tensor]:
-    """A box of ``view`` as one of ``base``, and ``out`` with the dims of ``base``."""
+    """Returns a box of ``view`` as a box of ``base``, and ``out`` with the dims of ``base``."""
     relation = related(view, base)
-    assert relation is not None  # what `possible` asked
+    assert relation is not None  # checked by `possible`
     mapped = [dim for dim, _ in relation if dim is not None]
     single = [dim for dim in range(len(box)) if dim not in mapped]
     out = out.permute(*mapped, *single) if box else out

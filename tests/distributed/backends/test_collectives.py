@@ -410,7 +410,7 @@ def leave_the_group_of_others() -> None:
     assert dist.is_initialized()
     again = TorchBackend.connect()
     assert again.all_reduce(torch.ones(1), again.new_group([[0, 1], [2]], "tp")).item() == pair.size
-    with pytest.raises(UsageError, match="does not serve device 'cuda'"):
+    with pytest.raises(UsageError, match="does not support device 'cuda'"):
         check_serves(torch.device("cuda"))
 
 

@@ -173,7 +173,7 @@ def test_each_sample_is_seen_once(tmp_path, before, after, kind, stop, workers):
 
 
 def _batch_sizes_that_do_not_fit(folder: str) -> None:
-    with pytest.raises(CheckpointError, match="gave out 6 samples"):
+    with pytest.raises(CheckpointError, match="returned 6 samples"):
         _samples(folder, 4, "second")
 
 

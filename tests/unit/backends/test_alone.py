@@ -80,7 +80,7 @@ def test_unknown_reductions_are_refused(alone):
 
 
 def test_devices_that_are_unknown_or_absent_are_refused():
-    with pytest.raises(UsageError, match="does not serve device 'meta'"):
+    with pytest.raises(UsageError, match="does not support device 'meta'"):
         TorchBackend.connect("meta")
     with pytest.raises(UsageError, match="finds no device 'neuron'"):
         TorchBackend.connect("neuron:0")
