@@ -27,7 +27,7 @@ from torch import nn  # noqa: E402
 
 from neuron_accel.checkpoint.state.full_state import full_gradients, full_state_dict, without_ties  # noqa: E402
 from neuron_accel.checkpoint.state.session import Session, Source  # noqa: E402
-from neuron_accel.checkpoint.state.training import Training  # noqa: E402
+from neuron_accel.checkpoint.state.training import TrainingObjects  # noqa: E402
 from neuron_accel.data.loaders import prepare_data_loader, skip_first_batches  # noqa: E402
 from neuron_accel.engine.plan.config import RunConfig, load_config  # noqa: E402
 from neuron_accel.engine.plan.mesh import AxisKind  # noqa: E402
@@ -957,9 +957,9 @@ class NeuronAccelerator(Accelerator):
             load_hooks=self._load_model_state_pre_hook,
         )
 
-    def _training(self, modules: Sequence[nn.Module]) -> Training:
+    def _training(self, modules: Sequence[nn.Module]) -> TrainingObjects:
         wanted = {id(module) for module in modules}
-        return Training(
+        return TrainingObjects(
             run=self.run,
             models=[self.run.prepared(module) if id(module) in wanted else None for module in self._models],
             optimizers=[getattr(prepared, "optimizer", prepared) for prepared in self._optimizers],

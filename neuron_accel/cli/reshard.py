@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from neuron_accel.checkpoint.tools.consolidate import checkpoint_folder
-    from neuron_accel.checkpoint.tools.reshard import Division, reshard
+    from neuron_accel.checkpoint.tools.reshard import Sharding, reshard
     from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
     from neuron_accel.errors import ConfigurationError
 
@@ -70,14 +70,14 @@ def run(args: argparse.Namespace) -> int:
         AxisSpec(name="dp", degree=dp, kind=AxisKind.DATA),
         AxisSpec(name="tp", degree=tp, kind=AxisKind.MODEL),
     ]
-    division = Division(
+    sharding = Sharding(
         mesh=Mesh.build(axes, tp * pp * dp),
         layouts={} if model is None or tp == 1 else layouts_of(model, tp),
         stages={} if model is None or pp == 1 else stages_of(model, pp, args.virtual_stages),
-        divide_optimizer=args.zero_1,
+        shard_optimizer=args.zero_1,
     )
     with Bar(sys.stderr, hidden=args.quiet) as bar:
-        reshard(folder, args.output_dir, division, progress=bar.show)
+        reshard(folder, args.output_dir, sharding, progress=bar.show)
     print(f"{args.output_dir}: pp {pp} x dp {dp} x tp {tp}")
     return 0
 
@@ -110,9 +110,9 @@ def layouts_of(model: nn.Module, degree: int) -> dict[str, Layout]:
     from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards
 
     return {
-        join(division.fqn, name): layout
-        for division in plan_shards(architecture_of(model), degree)
-        for name, layout in division.layouts.items()
+        join(sharding.fqn, name): layout
+        for sharding in plan_shards(architecture_of(model), degree)
+        for name, layout in sharding.layouts.items()
         if layout.cuts
     }
 

@@ -1,7 +1,7 @@
-"""Durable operations on files, each of them a place where a crash may fall.
+"""Durable operations on files.
 
-Everything that a save does to a file system goes through one :class:`Files`, so that a test can end the process before
-any of its operations, and so that every failure names the file.
+All operations of a save on the file system are methods of one :class:`Files`, so that a test can end the process before
+any of them, and every error names the file.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 
 BLOCK = 64 << 20
-"""Files are checksummed in blocks of this size, so that many threads and ranks can process a large one together."""
+"""Size in bytes of the blocks that have a checksum each, so that threads and ranks can check a large file together."""
 _CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
-_CHUNK = 1 << 20  # fits into a core's cache, where it is written and checksummed
+_CHUNK = 1 << 20  # fits into a core's cache, from which it is written and checksummed
 
 
 @dataclass(frozen=True)
 class Written:
-    """A file that is complete on disk.
+    """Size and checksums of a file that was written.
 
     Args:
         size: in bytes.
-        checksums: of each of its blocks of ``BLOCK`` bytes, the last one shorter: XXH3 (64 bits, https://xxhash.com),
-            in hexadecimal. It finds damage about as fast as memory can be read; it does not protect against forgery.
+        checksums: checksum of each block of ``BLOCK`` bytes, of which the last may be shorter: 64-bit XXH3
+            (https://xxhash.com) in hexadecimal. It detects damage, not forgery.
     """
 
     size: int
@@ -47,7 +47,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Extent:
-    """A run of bytes in a file."""
+    """A range of bytes in a file."""
 
     path: Path
     offset: int
@@ -55,10 +55,10 @@ class Extent:
 
 
 class Files:
-    """A local or shared POSIX file system."""
+    """Operations on a local or shared POSIX file system."""
 
     def operation(self, name: str, path: Path) -> None:
-        """Called before every operation; for tests."""
+        """Is called before every operation, for tests."""
 
     def make_folder(self, path: Path) -> None:
         try:
@@ -68,7 +68,11 @@ class Files:
             raise failure("made", path, error) from error
 
     def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> Written:
-        """Writes a file of ``parts`` and returns once its contents are on disk."""
+        """Writes ``parts`` to a file, one after another, and returns once they are on disk.
+
+        Raises:
+            CheckpointError: if the file cannot be written.
+        """
         size, checksums = 0, _Checksums()
         try:
             self.operation("open", path)
@@ -89,8 +93,12 @@ class Files:
         return Written(size, checksums.of_blocks())
 
     def assemble(self, path: Path, parts: Iterable[bytes | memoryview | Extent]) -> None:
-        """Writes a file of bytes and of slices of other files, which the system copies itself where it can; returns
-        once its contents are on disk."""
+        """Writes bytes and slices of other files to a file, and returns once they are on disk. Slices are copied by the
+        system if possible.
+
+        Raises:
+            CheckpointError: if the file cannot be written, or a slice cannot be read.
+        """
         try:
             self.operation("open", path)
             with open(path, "wb", buffering=0) as file:
@@ -108,7 +116,7 @@ class Files:
             raise failure("written", path, error) from error
 
     def replace(self, path: Path, contents: bytes) -> Written:
-        """Gives a file new contents; at any moment it has either the old ones or the new ones, complete."""
+        """Replaces the contents of a file atomically."""
         temporary = path.with_name(f".{path.name}.new")
         written = self.write(temporary, [contents])
         try:
@@ -120,7 +128,7 @@ class Files:
         return written
 
     def sync_folder(self, path: Path) -> None:
-        """Makes the names in a folder durable."""
+        """Makes the entries of a folder durable."""
         try:
             self.operation("fsync", path)
             descriptor = os.open(path, os.O_RDONLY)
@@ -132,7 +140,7 @@ class Files:
             raise failure("made durable", path, error) from error
 
     def remove(self, path: Path) -> None:
-        """Removes a file, or a folder with all it holds; nothing happens where there is none."""
+        """Removes a file, or a folder with its contents, if it exists."""
         try:
             self.operation("remove", path)
             if path.is_dir() and not path.is_symlink():
@@ -144,7 +152,7 @@ class Files:
 
 
 def failure(verb: str, path: Path | str, error: OSError) -> CheckpointError:
-    """The error for a file that could not be written, read, ..."""
+    """Returns the error for a file that could not be ``verb``: ``"read"``, ``"written"`` and so on."""
     return CheckpointError(
         f"{Path(path).name!r} could not be {verb}: {error.strerror or error}.",
         where=str(path),
@@ -155,8 +163,8 @@ def failure(verb: str, path: Path | str, error: OSError) -> CheckpointError:
 
 
 def open_file(path: Path | str) -> int:
-    """A descriptor of a file to read from. Anything but a regular file (a pipe, a socket, a device, a folder) is
-    refused: opening or reading it might wait forever.
+    """Opens a file for reading and returns its descriptor. Only regular files are accepted, since opening or reading a
+    pipe, a socket or a device might wait forever.
 
     Raises:
         OSError: if it cannot be opened, or is not a regular file.
@@ -171,18 +179,18 @@ def open_file(path: Path | str) -> int:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The contents of a file.
+    """Returns the contents of a file.
 
     Raises:
-        OSError: as :func:`open_file`.
+        OSError: as for :func:`open_file`.
     """
     with open(open_file(path), "rb") as file:
         return file.read()
 
 
 def _copy_extent(extent: Extent, target: int) -> None:
-    """Appends an extent to an open file: by the system (copy_file_range(2)), which may share blocks instead of copying
-    them, or through memory where it cannot.
+    """Appends an extent to an open file: with copy_file_range(2), which may share blocks instead of copying them, or
+    through memory where that is not possible.
 
     Raises:
         CheckpointError: if the file ends before the extent does.
@@ -210,7 +218,7 @@ def _copy_extent(extent: Extent, target: int) -> None:
 
 
 class _Checksums:
-    """Of the blocks of a file that is written from its beginning to its end."""
+    """Computes the checksums of the blocks of a file that is written sequentially."""
 
     def __init__(self) -> None:
         self._complete: list[str] = []
@@ -231,15 +239,15 @@ class _Checksums:
 
 
 def number_of_blocks(size: int) -> int:
-    """Of a file of ``size`` bytes."""
+    """Returns the number of blocks of a file of ``size`` bytes."""
     return -(-size // BLOCK)
 
 
 def checksum_of_block(path: Path, block: int) -> str:
-    """The checksum of one block of a file, with a fixed amount of memory.
+    """Returns the checksum of one block of a file, using a fixed amount of memory.
 
     Raises:
-        CheckpointError: if it cannot be read.
+        CheckpointError: if the file cannot be read.
     """
     checksum, left = xxhash.xxh3_64(), BLOCK
     buffer = bytearray(_CHUNK)
@@ -255,30 +263,32 @@ def checksum_of_block(path: Path, block: int) -> str:
 
 
 def checksums_of(data: bytes | memoryview) -> tuple[str, ...]:
-    """The checksums of a file with these contents."""
+    """Returns the checksums of a file with the contents ``data``."""
     checksums = _Checksums()
     checksums.update(memoryview(data))
     return checksums.of_blocks()
 
 
-# ---- Moving bytes with several threads: one of them moves bytes more slowly than memory does, and than most disks do
+# ---- Several threads for reading and copying: one thread is slower than memory and than most disks -------------------
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_MOST = 4  # more do not make it faster, and there are other ranks
+_MOST = 4  # more threads are not faster
 
 
 def threads_of(run: Run) -> int:
-    """How many threads a rank may move bytes with, such that those of all ranks on its machine have a core each."""
+    """Returns how many threads this rank may use, such that the threads of all ranks on its machine have a core
+    each."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size))
     return max(1, min(_MOST, len(os.sched_getaffinity(0)) // max(1, ranks)))
 
 
 def in_order(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[tuple[Item, Result]]:
-    """Every item with ``work(item)``, in the order of the items; a few of them are worked on ahead.
+    """Yields each item with ``work(item)``, in the order of the items. ``work`` is called for a few items ahead, in
+    ``threads`` threads.
 
     Raises:
-        Whatever ``work`` raises, for the first item for which it does.
+        Exception: the exception of ``work``, for the first item for which it raises one.
     """
     if threads == 1:
         for item in items:

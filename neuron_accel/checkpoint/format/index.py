@@ -1,4 +1,4 @@
-"""The tensors of a folder: a checkpoint of any mesh, or a folder of transformers."""
+"""Index of the tensors in a folder: a checkpoint of any mesh, or a folder of transformers."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError, LayoutError
 
 METADATA = "neuron_accel"
-"""Key of a file's description of its tensors in the metadata of its header."""
+"""Key, in the metadata of a safetensors file, of the description of its tensors."""
 
 
 KINDS = ("model", "optimizer", "plugin")
-"""Kinds of files with tensors, which are also the first words of collections."""
+"""Kinds of files with tensors. The name of a collection begins with its kind."""
 
 MOST_RANKS = 2**20
-"""Over how many ranks a tensor may be sharded: more than any machine has, and few enough to count."""
+"""Largest number of ranks over which a tensor may be sharded, so that a forged file cannot cause a very long loop."""
 
 
 def model_collection(index: int) -> str:
+    """Returns the name of the collection of the parameters and buffers of the model at ``index``."""
     return f"model.{index}"
 
 
 def state_collection(index: int, entry: str) -> str:
-    """The entries called ``entry`` of an optimizer's state, ``exp_avg`` for instance."""
+    """Returns the name of the collection of one entry of an optimizer's state, such as ``exp_avg``."""
     return f"optimizer.{index}.state.{entry}"
 
 
 def plugin_collection(plugin: str, key: str) -> str:
-    """A plugin's state under ``key`` that is sharded like the parameters."""
+    """Returns the name of the collection of a plugin's state ``key`` that is sharded like the parameters."""
     return f"plugin.{plugin}.{key}"
 
 
 def kind_of(base: str, replica: int) -> str:
-    """The kind of a file in the manifest: ``model``, ``optimizer`` or ``plugin``, and from the second replica on its
-    number. So who knows nothing of replicas reads the first."""
+    """Returns the kind of a file in the manifest: ``model``, ``optimizer`` or ``plugin``, followed by ``@`` and the
+    number of the replica if it is not the first. A reader that does not know replicas thus reads the first."""
     return f"{base}@{replica}" if replica else base
 
 
 def replicas_in(manifest: Manifest) -> int:
-    """Of how many replicas a checkpoint has a copy."""
+    """Returns the number of replicas of which a checkpoint has a copy."""
     kinds = {entry.kind for entry in manifest.files.values()}
     count = 1
     while any(kind_of(base, count) in kinds for base in KINDS):
@@ -59,23 +60,24 @@ def replicas_in(manifest: Manifest) -> int:
 
 
 def master_collection(index: int) -> str:
-    """Master weights of an optimizer, where they are apart from the model's."""
+    """Returns the name of the collection of an optimizer's master weights, if they are separate from the model's
+    weights."""
     return f"optimizer.{index}.master"
 
 
 @dataclass
 class Index:
-    """Stored tensors by collection and name; a tied tensor by each of its names."""
+    """Stored tensors by collection and name. A tied tensor is listed under each of its names."""
 
     collections: dict[str, dict[str, SourceTensor]] = field(default_factory=dict)
 
     def find(self, collection: str, names: tuple[str, ...]) -> SourceTensor | None:
-        """The tensor stored under one of ``names``."""
+        """Returns the tensor stored under one of ``names``, or None."""
         tensors = self.collections.get(collection, {})
         return next((tensors[name] for name in names if name in tensors), None)
 
     def entries(self, optimizer: int, names: tuple[str, ...]) -> dict[str, SourceTensor]:
-        """The optimizer's state of one parameter, by entry."""
+        """Returns the optimizer's state of one parameter, by entry."""
         prefix = state_collection(optimizer, "")
         found = {
             collection.removeprefix(prefix): self.find(collection, names)
@@ -85,19 +87,19 @@ class Index:
         return {entry: tensor for entry, tensor in found.items() if tensor is not None}
 
     def tensors(self, collection: str) -> list[SourceTensor]:
-        """Each once, in the order in which they were found."""
+        """Returns the tensors of a collection, each once."""
         return list({id(t): t for t in self.collections.get(collection, {}).values()}.values())
 
     def add(self, path: Path, header: Header) -> None:
         """Adds the tensors of one file of a checkpoint.
 
         Raises:
-            CheckpointError: if the file does not describe them.
+            CheckpointError: if the description of the file's tensors is missing or invalid.
         """
         try:
             described = json.loads(header.metadata[METADATA])["tensors"]
             if set(described) != set(header.tensors):
-                raise ValueError("it describes other tensors than it holds")
+                raise ValueError("it describes other tensors than it contains")
             for key, description in described.items():
                 self._add(path, header, key, description)
         except (KeyError, TypeError, ValueError, AttributeError, LayoutError, RecursionError) as error:
@@ -125,9 +127,9 @@ class Index:
             for alias in (name, *aliases):
                 tensors[alias] = source
         if source.layout != layout or stored.dtype != layout.dtype:
-            raise ValueError(f"{name!r} is described in two ways")
+            raise ValueError(f"{name!r} has two different descriptions")
         numel = math.prod(layout.local_shape)
-        start, stop = map(operator.index, description.get("range") or (0, numel))  # a float is an error, also 1.0
+        start, stop = map(operator.index, description.get("range") or (0, numel))  # raises for floats, also for 1.0
         if not (0 <= start <= stop <= numel) or stored.numel != stop - start:
             raise ValueError(f"{name!r} has a range that does not fit")
         if math.prod(cut.degree for cut in layout.cuts) > MOST_RANKS:
@@ -145,15 +147,15 @@ def _check_types(description: Mapping[str, Any]) -> None:
 
 
 def index_checkpoint(folder: Path, manifest: Manifest, kinds: tuple[str, ...] = KINDS, replica: int = 0) -> Index:
-    """The tensors of a checkpoint. Reads headers only.
+    """Returns the index of a checkpoint. Reads only the headers of files.
 
     Args:
         folder, manifest: the checkpoint.
-        kinds: of which files.
-        replica: whose copy, where replicas have their own. What plugins keep for all of them is there for each.
+        kinds: kinds of the files to index.
+        replica: the replica whose copy to index. State that plugins keep for all replicas is included for each.
 
     Raises:
-        CheckpointError: if a file is missing or is not what it should be.
+        CheckpointError: if a file is missing or invalid.
     """
     index = Index()
     for kind in kinds:
@@ -167,7 +169,8 @@ def index_checkpoint(folder: Path, manifest: Manifest, kinds: tuple[str, ...] = 
 
 
 def is_pretrained(folder: Path) -> bool:
-    """Whether this is a folder of transformers with weights, not (what is left of) a checkpoint of ours."""
+    """Returns whether ``folder`` is a folder of transformers with weights, and not a complete or interrupted
+    checkpoint."""
     if has_manifest(folder) or (folder / MODEL_FOLDER).exists():
         return False
     return any((folder / name).is_file() for name in (*_SAFE, *_PICKLED))
@@ -178,11 +181,11 @@ _PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
 def index_pretrained(folder: Path) -> Index:
-    """The tensors of an unsharded folder of transformers, as the first model. Safetensors are preferred to pickled
-    weights, of which only tensors are unpickled.
+    """Returns the index of a folder of transformers, with its tensors as those of the first model. Safetensors are
+    preferred to pickled weights, of which only tensors are unpickled.
 
     Raises:
-        CheckpointError: if a file is missing or damaged, or has to run code to be read.
+        CheckpointError: if a file is missing or damaged, or reading it would run code.
     """
     index = Index()
     tensors = index.collections.setdefault(model_collection(0), {})
@@ -199,7 +202,15 @@ def index_pretrained(folder: Path) -> Index:
 
 
 def pretrained_files(folder: Path, names: tuple[str, str] = _SAFE) -> list[Path]:
-    """The weight files of a folder of transformers; empty if it has none of this kind."""
+    """Returns the paths of the weight files of a folder of transformers; empty if it has none of this kind.
+
+    Args:
+        folder: the folder.
+        names: names of the listing of several files, and of a single file.
+
+    Raises:
+        CheckpointError: if the listing cannot be read or is invalid.
+    """
     listing, single = folder / names[0], folder / names[1]
     if not listing.is_file():
         return [single] if single.is_file() else []

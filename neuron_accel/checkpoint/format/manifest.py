@@ -1,7 +1,7 @@
-"""The manifest: what makes a folder a checkpoint.
+"""The manifest of a checkpoint.
 
-``manifest.json`` is written last. It names every file with its size and checksum and carries a checksum of itself, so a
-folder that has one is complete, and one that was changed afterwards is found out.
+``manifest.json`` is written last. It lists every file with its size and checksums, and contains a checksum of itself. A
+folder with a manifest is therefore complete, and later changes are detected.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NAME = "manifest.json"
 FORMAT = "neuron_accel checkpoint"
 VERSION = 1
 MODEL_FOLDER = "tensor_parallel_shards"
-"""The folder of the model's files, whatever shards it: part of the format, and the folder that scripts written for
-optimum-neuron consolidate."""
+"""Name of the folder of the model's files, for any kind of sharding. Scripts written for optimum-neuron consolidate
+this folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ class FileEntry:
 
     Args:
         size: in bytes.
-        checksums: of its blocks, see :class:`~neuron_accel.checkpoint.format.files.Written`.
-        kind: ``"model"``, ``"optimizer"``, ``"plugin"``, ``"state"`` or ``"auxiliary"``; ``"model@1"`` is the model of
+        checksums: checksums of its blocks, see :class:`~neuron_accel.checkpoint.format.files.Written`.
+        kind: ``"model"``, ``"optimizer"``, ``"plugin"``, ``"state"`` or ``"auxiliary"``; ``"model@1"`` for the model of
             the second replica.
     """
 
@@ -43,12 +43,12 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of and where it comes from.
+    """The files of a checkpoint, and a description of the run that saved it.
 
     Args:
-        files: by path relative to the folder.
-        generation: how often the folder was saved into before.
-        info: mesh, plan, versions, step: plain data.
+        files: the files, by path relative to the folder.
+        generation: number of earlier saves into the folder.
+        info: mesh, plan, versions and counters, as plain data.
     """
 
     files: Mapping[str, FileEntry]
@@ -67,10 +67,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Manifest:
-        """The inverse of :meth:`to_bytes`.
+        """Inverse of :meth:`to_bytes`.
 
         Raises:
-            CheckpointError: if ``data`` is not a manifest, was damaged, or names a file outside of its folder.
+            CheckpointError: if ``data`` is not a manifest, is damaged, or lists a file outside of the folder.
         """
         try:
             body = json.loads(data.decode(), object_pairs_hook=_unique)
@@ -94,6 +94,7 @@ class Manifest:
             ) from error
 
     def of_kind(self, kind: str) -> list[str]:
+        """Returns the relative paths of the files of one kind."""
         return [path for path, entry in self.files.items() if entry.kind == kind]
 
 
@@ -102,7 +103,7 @@ def has_manifest(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in ``folder``.
+    """Reads the manifest of the checkpoint in ``folder``.
 
     Raises:
         CheckpointError: if there is no checkpoint, or it is incomplete or damaged.
@@ -131,20 +132,24 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def locate(folder: Path, relative: str) -> Path:
-    """The path of a file that a manifest names; symbolic links that leave the folder are refused."""
+    """Returns the path of a file that a manifest lists.
+
+    Raises:
+        CheckpointError: if it is a symbolic link to a file outside of the folder.
+    """
     path = folder / relative
     if not os.path.realpath(path).startswith(os.path.join(os.path.realpath(folder), "")):
         raise CheckpointError(
-            f"{relative!r} leaves the folder of its checkpoint.", where=str(path), why="it is a link to elsewhere"
+            f"{relative!r} is outside of the folder of its checkpoint.", where=str(path), why="it is a symbolic link"
         )
     return path
 
 
 def check_file(folder: Path, relative: str, entry: FileEntry) -> None:
-    """Checks that a file is what the manifest says.
+    """Checks the size and the checksums of a file.
 
     Raises:
-        CheckpointError: naming the file, if it is missing, has another size, or other contents.
+        CheckpointError: if the file is missing, or has another size or other contents.
     """
     check_size(folder, relative, entry)
     for block in range(number_of_blocks(entry.size)):
@@ -152,7 +157,7 @@ def check_file(folder: Path, relative: str, entry: FileEntry) -> None:
 
 
 def check_size(folder: Path, relative: str, entry: FileEntry) -> None:
-    """The first part of :func:`check_file`."""
+    """Checks that a file exists and has the size in the manifest; raises CheckpointError otherwise."""
     path = locate(folder, relative)
     if not path.is_file():
         raise CheckpointError(f"{relative!r} is missing.", where=str(path), fix="use another checkpoint")
@@ -161,13 +166,13 @@ def check_size(folder: Path, relative: str, entry: FileEntry) -> None:
         raise CheckpointError(
             f"{relative!r} has {size} bytes; it was saved with {entry.size}.",
             where=str(path),
-            why="it was truncated or exchanged",
+            why="it was truncated or replaced",
             fix="restore it from a copy, or use another checkpoint",
         )
 
 
 def check_block(folder: Path, relative: str, entry: FileEntry, block: int) -> None:
-    """The second part of :func:`check_file`, for one of the file's blocks."""
+    """Checks the checksum of one block of a file; raises CheckpointError if it does not match."""
     path = locate(folder, relative)
     if checksum_of_block(path, block) != entry.checksums[block]:
         raise CheckpointError(

@@ -1,8 +1,8 @@
-"""Pickled weights, as older folders of transformers have them, read without running what a pickle says.
+"""Reads pickled weights, as in older folders of transformers, without running code that a pickle contains.
 
-``torch.load(weights_only=True)`` makes tensors and containers and nothing else. Files of the format that torch has
-written since 1.6 (a zip archive, whose records are not compressed) are mapped, so that reading a slice takes no memory
-for the rest; the older format has to be read completely.
+``torch.load(weights_only=True)`` creates only tensors and containers. Files of the format that torch writes since 1.6
+(a zip archive of uncompressed records) are memory-mapped, so that reading a slice does not read the rest; files of the
+older format are read completely.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 def read_pickled(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file of ``torch.save``, by name, on the CPU; mapped where the format allows.
+    """Returns the tensors of a file written by ``torch.save``, by name, on the CPU; memory-mapped if the format allows.
 
     Raises:
-        CheckpointError: naming the file: if it cannot be read, is damaged, holds anything but named dense tensors, or
-            could be read only by running code that it contains.
+        CheckpointError: if the file cannot be read, is damaged, contains anything but a dict of dense tensors, or
+            reading it would run code.
     """
     import torch
 
     loaded = read_containers(path)
     if not isinstance(loaded, Mapping):
-        raise _damaged(path, f"it holds a {type(loaded).__name__}, no weights by name")
+        raise _damaged(path, f"it contains a {type(loaded).__name__}, not weights by name")
     for name, value in loaded.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             raise _damaged(path, f"{name!r} in it is a {type(value).__name__}, not a dense tensor")
@@ -40,17 +40,16 @@ def read_pickled(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_containers(path: Path) -> Any:
-    """What a file of ``torch.save`` holds: tensors, on the CPU and mapped where the format allows, numbers, text and
-    containers of these.
+    """Returns the contents of a file written by ``torch.save``: tensors, on the CPU and memory-mapped if the format
+    allows, numbers, strings and containers of these.
 
     Raises:
-        CheckpointError: naming the file: if it cannot be read, is damaged, or could be read only by running code that
-            it contains.
+        CheckpointError: if the file cannot be read, is damaged, or reading it would run code.
     """
     import torch
 
     try:
-        os.close(open_file(path))  # torch would wait for a pipe
+        os.close(open_file(path))  # raises for a pipe, on which torch would wait
         if is_mapped(path):
             _check_stored(path)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped(path))
@@ -60,12 +59,12 @@ def read_containers(path: Path) -> Any:
         raise _refused(path) from error
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a parser raises for random bytes
+    except Exception as error:  # parsers raise various types for invalid bytes
         raise _damaged(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 
 
 def is_mapped(path: Path) -> bool:
-    """Whether this file is of the format that can be mapped."""
+    """Returns whether a file is of the format that can be memory-mapped."""
     return zipfile.is_zipfile(path)
 
 
@@ -77,9 +76,9 @@ def _check_stored(path: Path) -> None:
 
 def _refused(path: Path) -> CheckpointError:
     return CheckpointError(
-        f"{path.name!r} holds more than tensors.",
+        f"{path.name!r} contains more than tensors.",
         where=str(path),
-        why="its contents need code to be run, which is not done here; or it is not a file of torch.save at all",
+        why="reading it would run code that it contains, or it was not written by torch.save",
         fix="if you trust it, load it with torch yourself and save the model with `model.save_pretrained(folder)`, "
         "which writes safetensors",
     )

@@ -1,8 +1,8 @@
-"""State of arbitrary objects as JSON and tensors, without pickle.
+"""Serializes the state of arbitrary objects as JSON and tensors, without pickle.
 
-``state_dict()`` of schedulers, scalers and objects of the user's own consists, nearly always, of numbers, strings,
-containers and tensors. Those are stored with their exact types; anything else is refused by name, because what cannot
-be described cannot be loaded safely either.
+The ``state_dict()`` of schedulers, gradient scalers and objects of the user nearly always consists of numbers, strings,
+containers and tensors. These are stored with their exact types. Any other type raises an error, because loading it
+could run code.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _TAG = "$"
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
-    """``value`` as data for JSON; tensors and arrays go into ``tensors``.
+    """Converts ``value`` to data for JSON, and adds its tensors and arrays to ``tensors``.
 
     Args:
-        value: built of None, bool, int, float, complex, str, bytes, lists, tuples, sets, dicts (also ordered, counting
-            and deques), tensors, dtypes, devices, numpy arrays and scalars.
-        tensors: gets CPU tensors, by keys that begin with ``where``.
-        where: what ``value`` belongs to, for keys and messages.
+        value: consists of None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, deque, dict,
+            OrderedDict, Counter, defaultdict, torch.Size, tensors, dtypes, devices, numpy arrays and numpy scalars.
+        tensors: receives CPU tensors, under keys that begin with ``where``.
+        where: name of the object that ``value`` belongs to, for keys and messages.
 
     Raises:
         CheckpointError: if a value cannot be stored; the error names its key.
@@ -59,13 +59,13 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
     raise CheckpointError(
         f"A value of type {type(value).__module__}.{type(value).__qualname__} cannot be saved.",
         where=where,
-        why="checkpoints hold numbers, strings, containers and tensors only, so that loading one runs no code",
+        why="checkpoints contain only numbers, strings, containers and tensors, so that loading one runs no code",
         fix="leave it out of `state_dict`, or represent it by such values",
     )
 
 
 def _put(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> str:
-    while where in tensors:  # of two keys that read alike
+    while where in tensors:  # different keys may have the same text
         where += "'"
     tensors[where] = tensor.to("cpu", copy=True).contiguous()
     return where
@@ -106,15 +106,20 @@ def _encode_mapping(kind: str, value: Mapping[Any, Any], tensors: dict[str, torc
         [encode(key, tensors, f"{where} (a key)"), encode(item, tensors, f"{where}.{key}")]
         for key, item in value.items()
     ]
-    # The factory of a defaultdict is code, and comes back as none.
+    # The factory of a defaultdict is code, and is not restored.
     return {_TAG: kind, "v": pairs}
 
 
 def decode(value: Any, tensor: Callable[[str], torch.Tensor], where: str) -> Any:
-    """The inverse of :func:`encode`; ``tensor`` gives a tensor by its key.
+    """Inverse of :func:`encode`.
+
+    Args:
+        value: data that :func:`encode` returned.
+        tensor: returns the tensor for a key.
+        where: name of the object, for messages.
 
     Raises:
-        CheckpointError: if ``value`` is nothing that :func:`encode` made.
+        CheckpointError: if ``value`` was not returned by :func:`encode`.
     """
     try:
         return _decode(value, tensor)

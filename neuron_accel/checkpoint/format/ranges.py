@@ -1,4 +1,4 @@
-"""Ranges of bytes, and boxes of tensors, read from files."""
+"""Reading ranges of bytes, and boxes of tensors, from files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _BUFFER = 16 << 20
 
 
 class FileRanges:
-    """Files, each opened once. A context manager; threads may share it.
+    """Reads ranges of files, each of which is opened once. A context manager, which closes the files; thread-safe.
 
     Attributes:
-        bytes_read: how many bytes have been read.
+        bytes_read: number of bytes read so far.
     """
 
     def __init__(self) -> None:
@@ -48,17 +48,21 @@ class FileRanges:
             return self._open[path]
 
     def inode(self, path: Path | str) -> int:
-        """The number of the file that is read."""
+        """Returns the inode of a file.
+
+        Raises:
+            CheckpointError: if the file cannot be opened.
+        """
         try:
             return os.fstat(self._descriptor(path)).st_ino
         except OSError as error:
             raise failure("read", path, error) from error
 
     def read(self, path: Path | str, offset: int, out: np.ndarray) -> None:
-        """Fills ``out`` (1-D, contiguous) with the bytes at ``offset``.
+        """Fills ``out`` (1-D, contiguous) with the bytes of a file from ``offset`` on.
 
         Raises:
-            CheckpointError: if the file cannot be read, or ends before.
+            CheckpointError: if the file cannot be read, or is too short.
         """
         try:
             descriptor, view = self._descriptor(path), out.data.cast("B")
@@ -82,25 +86,25 @@ def read_box(
     out: np.ndarray,
     gap: int | None = None,
 ) -> None:
-    """Reads a box of a tensor that lies row after row in a file.
+    """Reads a box of a tensor that is stored in row-major order in a file.
 
     Args:
-        read: fills a 1-D array with the tensor's elements from a number on.
-        shape: of the tensor; at least one dim.
-        box: start and stop along every dim.
-        out: of the shape of ``box``.
-        gap: how many bytes between wanted ones are rather read than jumped over; None: however many.
+        read: a function ``read(start, array)`` that fills a 1-D array with the tensor's elements from ``start`` on.
+        shape: shape of the tensor, with at least one dim.
+        box: start and stop along each dim.
+        out: array of the shape of ``box``.
+        gap: longest gap, in bytes, that is read instead of skipped; None to read gaps of any length.
     """
     import numpy as np
 
     strides = [1] * len(shape)
     for dim in reversed(range(len(shape) - 1)):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
-    first = len(shape) - 1  # along this dim, and inside of it, what is wanted lies side by side
+    first = len(shape) - 1  # from this dim on, the elements of the box are contiguous
     while first > 0 and box[first] == slice(0, shape[first]):
         first -= 1
     run, joined = (box[first].stop - box[first].start) * strides[first], first
-    while joined > 0 and strides[joined - 1] * out.itemsize <= _BUFFER:  # along this dim, with what is in between
+    while joined > 0 and strides[joined - 1] * out.itemsize <= _BUFFER:  # from this dim on, gaps are read too
         if gap is not None and (strides[joined - 1] - run) * out.itemsize >= gap:
             break
         joined -= 1

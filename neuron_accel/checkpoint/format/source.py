@@ -1,11 +1,11 @@
-"""Tensors in files, read with any other layout.
+"""Stored tensors, which can be read with any layout.
 
-A :class:`SourceTensor` is one tensor of the original model (or of the optimizer's state, which is sharded like it)
-together with all its stored shards, by the coordinates that hold them, and runs of elements of a shard where ZeRO
-sharded it further. Reading gives any rank of any mesh its own shard, by intersecting the boxes of two layouts; only
-bytes that lie between those wanted are read in addition.
+A :class:`SourceTensor` is one tensor of the original model, or of optimizer state of the same layout, with all its
+stored shards. A shard may be stored in several runs of elements, if ZeRO sharded it further. Any rank of any mesh reads
+its own shard: the boxes of the stored layout and of the rank's layout are intersected, and only the bytes of the
+intersections, and short gaps between them, are read.
 
-Elements are moved as opaque words, so that every dtype arrives with its exact bits.
+Elements are read as unsigned integers of the same size, so that the bits of every dtype are preserved.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     import torch
 
 Place = tuple[tuple[str, int], ...]
-"""Which shard: for every axis of a cut the coordinate of the first rank that holds it."""
+"""Identifies a shard: for the axis of each cut, the coordinate of the first rank that holds it."""
 
 
 class Bytes(FileRanges):
-    """The source of chunks. A context manager; threads may share it."""
+    """Reads bytes of files, and of tensors in pickled files. A context manager, which closes the files; thread-safe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ class Bytes(FileRanges):
         self._held.clear()
 
     def hold(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
-        """Makes tensors that were read from ``path`` already, by whatever names, those that :meth:`read_pickled`
-        finds there."""
+        """Registers tensors that were already read from ``path``, by the names that :meth:`read_pickled` will use."""
         self._held[path] = tensors
 
     def read_pickled(self, path: Path, key: str, offset: int, out: np.ndarray) -> None:
-        """The same for the tensor ``key`` of a file of pickled weights; ``offset`` counts from its first byte."""
+        """Reads bytes of the tensor ``key`` of a file of pickled weights into ``out``; ``offset`` is relative to its
+        first byte."""
         import torch
 
         with self._lock:
@@ -59,7 +59,7 @@ class Bytes(FileRanges):
                 tensors = self._held[path]
             elif path not in self._pickled:
                 for other in [p for p in self._pickled if not is_mapped(p)]:
-                    del self._pickled[other]  # of those that take memory, one at a time
+                    del self._pickled[other]  # files that are not mapped take memory, so only one is kept
                 self._pickled[path] = tensors = read_pickled(path)
             else:
                 tensors = self._pickled[path]
@@ -72,10 +72,10 @@ class Chunk:
     """A run of elements of one flattened shard in a file.
 
     Args:
-        start, stop: which elements of the shard.
+        start, stop: range of elements of the shard.
         path: the file.
-        offset: of the first byte.
-        key: in a file of pickled weights, the name of the tensor; ``offset`` counts from its first byte then.
+        offset: offset of the first byte in the file.
+        key: in a file of pickled weights, the name of the tensor; ``offset`` is then relative to its first byte.
     """
 
     start: int
@@ -87,13 +87,14 @@ class Chunk:
 
 @dataclass(kw_only=True)
 class SourceTensor:
-    """One stored tensor.
+    """A stored tensor.
 
     Args:
         name: FQN in the original model.
-        aliases: names tied to it.
+        aliases: further names of a tied tensor.
         layout: its layout when it was saved.
-        form: ``"parameter"``: has the shape of the parameter, or ``"own"``: has its own (scalars, factored moments).
+        form: ``"parameter"`` if it has the shape of the parameter; ``"own"`` for state of another shape (scalars,
+            factored moments).
         buffer: whether it is a buffer, not a parameter.
         parts: the chunks of each shard.
     """
@@ -111,18 +112,18 @@ class SourceTensor:
 
     @property
     def nbytes(self) -> int:
-        """The size of the full tensor, without padding."""
+        """Size of the full tensor in bytes, without padding."""
         return math.prod(self.layout.shape) * self.item_size
 
     def places(self) -> Iterator[Place]:
-        """Every shard there has to be."""
+        """Yields all shards of its layout."""
         return places_of(self.layout)
 
     def check(self) -> None:
         """Checks that all shards are complete, without gaps and overlaps.
 
         Raises:
-            CheckpointError: if not.
+            CheckpointError: if a shard is not.
         """
         numel = math.prod(self.layout.local_shape)
         for place in self.places():
@@ -134,15 +135,15 @@ class SourceTensor:
             if end != numel:
                 at = ", ".join(f"{axis} {index}" for axis, index in place) or "any rank"
                 raise CheckpointError(
-                    f"The checkpoint does not hold all of {self.name!r}: the shard of {at} is incomplete.",
+                    f"The checkpoint does not contain all of {self.name!r}: the shard of {at} is incomplete.",
                     where=", ".join(sorted({str(c.path) for c in self.parts.get(place, ())})) or "no file",
                     fix="use another checkpoint",
                 )
             self.parts[place] = sorted(self.parts.get(place, ()), key=lambda c: c.start)
 
     def extents(self) -> list[Extent] | None:
-        """The full tensor as consecutive ranges of bytes, if it is stored like that; call :meth:`check`
-        before. None where they are interleaved or padded."""
+        """Returns the full tensor as consecutive ranges of bytes in files, or None if its shards are interleaved or
+        padded. Call :meth:`check` before."""
         cuts = self.layout.cuts
         in_rows = len(cuts) == 1 and math.prod(self.layout.shape[: cuts[0].dim]) == 1 and len(cuts[0].blocks) == 1
         if cuts and not in_rows:
@@ -162,15 +163,15 @@ class SourceTensor:
         start: int = 0,
         stop: int | None = None,
     ) -> None:
-        """Reads what a rank needs of the tensor; call :meth:`check` before.
+        """Reads a rank's shard of the tensor, or a range of its elements. Call :meth:`check` before.
 
         Args:
             files: open files.
-            layout: the reader's layout of the tensor; of the same global shape.
-            at: the reader's coordinates.
-            out: 1-D, contiguous, of words of the size of an element: elements ``start`` to ``stop`` of the reader's
-                flattened shard. Padding becomes zero.
-            start, stop: by default the full shard.
+            layout: layout of the tensor on the reading ranks, with the same global shape.
+            at: coordinates of the reading rank.
+            out: 1-D, contiguous, of the dtype that :func:`words` returns: elements ``start`` to ``stop`` of the rank's
+                flattened shard. Padding is set to zero.
+            start, stop: range of elements; by default all.
         """
         stop = math.prod(layout.local_shape) if stop is None else stop
         if stop <= start:
@@ -197,7 +198,8 @@ class SourceTensor:
     def _boxes(
         self, layout: Layout, at: Mapping[str, int], first: int, last: int
     ) -> Iterator[tuple[Place, tuple[slice, ...], tuple[slice, ...]]]:
-        """Boxes to copy: shard, slices of the shard, slices of the reader's rows ``first`` to ``last``."""
+        """Yields the boxes to copy: stored shard, slices of that shard, slices of the reader's rows ``first`` to
+        ``last``."""
         for piece in layout.pieces(at):
             box = _clip_rows(_filled(piece.global_slices), _filled(piece.local_slices), first, last)
             if box is None:
@@ -231,7 +233,7 @@ class SourceTensor:
 
 
 def place_of(layout: Layout, at: Mapping[str, int]) -> Place:
-    """Which shard of ``layout`` the rank at ``at`` holds."""
+    """Returns which shard of ``layout`` the rank at coordinates ``at`` holds."""
     result = []
     for cut in layout.cuts:
         index = at.get(cut.axis, 0)
@@ -240,7 +242,7 @@ def place_of(layout: Layout, at: Mapping[str, int]) -> Place:
 
 
 def places_of(layout: Layout) -> Iterator[Place]:
-    """Every shard of ``layout``."""
+    """Yields all shards of ``layout``."""
     places: list[Place] = [()]
     for cut in layout.cuts:
         places = [(*p, (cut.axis, i)) for p in places for i in range(0, cut.degree, cut.replicas)]
@@ -248,21 +250,21 @@ def places_of(layout: Layout) -> Iterator[Place]:
 
 
 def words(size: int) -> Any:
-    """The numpy dtype of opaque elements of ``size`` bytes."""
+    """Returns the unsigned integer dtype of numpy with ``size`` bytes."""
     import numpy as np
 
     return np.dtype(f"u{size}")
 
 
 def _filled(slices: Iterable[slice]) -> tuple[slice, ...]:
-    """The slices of a box; a tensor without dims is one of a single element."""
+    """Returns the slices of a box; a tensor without dims is treated as one of shape ``[1]``."""
     return tuple(slices) or (slice(0, 1),)
 
 
 def _clip_rows(
     wanted: tuple[slice, ...], local: tuple[slice, ...], first: int, last: int
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """The slice of a box whose local rows are between ``first`` and ``last``."""
+    """Returns the part of a box whose local rows are between ``first`` and ``last``, or None if it is empty."""
     low, high = max(local[0].start, first), min(local[0].stop, last)
     if low >= high:
         return None
@@ -271,7 +273,8 @@ def _clip_rows(
 
 
 def _relative(common: Iterable[slice], of: Iterable[slice], into: Iterable[slice]) -> tuple[slice, ...]:
-    """``common``, which is inside ``of``, as slices of the destination of ``of``: ``into``."""
+    """Returns the slices of ``into`` that correspond to ``common``, which is inside ``of``; ``of`` and ``into`` are the
+    same box in two tensors."""
     return tuple(
         slice(c.start - o.start + i.start, c.stop - o.start + i.start) for c, o, i in zip(common, of, into, strict=True)
     )

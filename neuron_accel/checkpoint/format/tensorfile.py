@@ -1,8 +1,8 @@
-"""The safetensors format, read and written without torch.
+"""Reads and writes headers of safetensors files, without torch.
 
-Eight bytes of header length (little endian), a JSON header, then the tensors' bytes one after another
-(https://github.com/huggingface/safetensors, "Format"). Headers are trusted in nothing: every size and offset is checked
-against the file before anything is read through it.
+A file consists of the length of the header (eight bytes, little endian), a JSON header, and the bytes of the tensors
+(https://github.com/huggingface/safetensors, "Format"). Headers are not trusted: all sizes and offsets are checked
+against the size of the file before they are used.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _NAMES = {code: name for name, (code, _) in _DTYPES.items()}
 
 
 def item_size(dtype: str) -> int:
-    """Bytes of one element of a dtype given by its torch name.
+    """Returns the size in bytes of one element of a dtype, given by its torch name.
 
     Raises:
-        CheckpointError: if the format cannot hold it.
+        CheckpointError: if the format does not support the dtype.
     """
     if dtype not in _DTYPES:
         raise CheckpointError(
@@ -57,12 +57,12 @@ def item_size(dtype: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """The place of a tensor in a file.
+    """Description of a tensor in a file.
 
     Args:
-        dtype: its torch name, ``"bfloat16"``.
-        shape: as stored.
-        offset: of its first byte in the file.
+        dtype: torch's name of the dtype, such as ``"bfloat16"``.
+        shape: shape as stored.
+        offset: offset of the first byte in the file.
     """
 
     dtype: str
@@ -80,19 +80,19 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a file says about itself."""
+    """The header of a file: its tensors by key, its metadata, and the size of the file."""
 
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
     size: int
-    """Of the file, in bytes."""
+    """Size of the file in bytes."""
 
 
 def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """The bytes before the first tensor.
+    """Returns the bytes of a header, including its length.
 
     Args:
-        tensors: key, dtype (torch's name) and shape, in the order in which their bytes will follow.
+        tensors: key, dtype (torch's name) and shape of each tensor, in the order of their bytes.
         metadata: strings by name.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -102,7 +102,7 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata:
         entries[key] = {"dtype": _DTYPES[dtype][0], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin aligned
+    text += b" " * (-len(text) % 8)  # aligns the first tensor
     return struct.pack("<Q", len(text)) + text
 
 
@@ -110,7 +110,7 @@ def read_header(path: Path) -> Header:
     """Reads and checks the header of a file.
 
     Raises:
-        CheckpointError: if it cannot be read or is not a valid header of this file.
+        CheckpointError: if the file cannot be read, or its header is not valid.
     """
     try:
         with open(open_file(path), "rb") as file:

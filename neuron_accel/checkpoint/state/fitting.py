@@ -1,6 +1,6 @@
-"""Whether state that was read can take the place of what a training has, asked before anything is changed.
+"""Checks that state from a checkpoint fits the objects of a training run, before anything is changed.
 
-Checksums find damage and tell nothing about sense: a file may have been written by another program, or to do harm.
+Checksums detect damage, but a file may also have been written by another program, or with malicious intent.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from neuron_accel.errors import CheckpointError
 if TYPE_CHECKING:
     from neuron_accel.backends.randomness import DeviceGenerator
 
-_WORDS = 624  # of the state of a Mersenne twister
+_WORDS = 624  # length of the state of a Mersenne Twister
 
 
 def fits(saved: Any, present: Any) -> bool:
-    """Whether ``saved`` is of the kind of ``present``: a number for a number, text for text, a container of the same
-    kind. What is not there yet (None) may become anything, and the other way round."""
+    """Returns whether ``saved`` is of the same kind as ``present``: both numbers, both strings, tensors of equal shape,
+    or containers whose values are of the same kind. None fits everything."""
     if saved is None or present is None:
         return True
     if isinstance(present, bool):
@@ -47,11 +47,11 @@ def _is_number(value: Any) -> bool:
         return value.numel() == 1 and not value.is_complex()
     if isinstance(value, (int, np.integer)):
         return not isinstance(value, bool) and abs(value) < 2**63
-    return isinstance(value, (float, np.floating))  # infinity, too: the worst metric of ReduceLROnPlateau
+    return isinstance(value, (float, np.floating))  # also infinity, which ReduceLROnPlateau saves as its best metric
 
 
 def check_counters(counters: Any) -> dict[str, int]:
-    """Names and numbers that count something."""
+    """Returns ``counters`` if they are non-negative integers by name; raises CheckpointError otherwise."""
     if not isinstance(counters, dict) or not all(
         isinstance(name, str) and type(number) is int and 0 <= number < 2**63 for name, number in counters.items()
     ):
@@ -60,7 +60,17 @@ def check_counters(counters: Any) -> dict[str, int]:
 
 
 def check_options(saved: Any, present: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
-    """The options of one group of an optimizer; ``defaults`` are those that it was made with."""
+    """Checks the options of one group of an optimizer.
+
+    Args:
+        saved: the saved options.
+        present: the current options of the group.
+        defaults: the optimizer's ``defaults``.
+        where: name of the group, for messages.
+
+    Raises:
+        CheckpointError: if an option is of another kind.
+    """
     if not isinstance(saved, dict) or "params" in saved:
         raise _absurd("options", saved, where)
     for name, value in saved.items():
@@ -73,7 +83,7 @@ def check_options(saved: Any, present: Mapping[str, Any], defaults: Mapping[str,
 
 
 def check_values(values: Any, where: str) -> None:
-    """What an optimizer's state has beside tensors: values by parameter and entry."""
+    """Checks that the values of an optimizer's state that are not tensors are given by parameter and entry."""
     if not isinstance(values, dict) or not all(
         isinstance(name, str) and isinstance(entries, dict) and all(isinstance(entry, str) for entry in entries)
         for name, entries in values.items()
@@ -82,8 +92,8 @@ def check_values(values: Any, where: str) -> None:
 
 
 def check_scheduler(scheduler: Any, saved: Any, where: str) -> None:
-    """The state of a scheduler: its own entries, and for torch's schedulers of the kinds that they have. It must not
-    put values in the place of methods, or of the optimizer."""
+    """Checks the state of a scheduler. It must not replace methods or the optimizer. For torch's schedulers, each value
+    must be of the same kind as the current one."""
     if not isinstance(saved, dict) or not all(isinstance(name, str) for name in saved):
         raise _absurd("state", saved, where)
     inner = getattr(scheduler, "scheduler", scheduler)
@@ -99,7 +109,7 @@ def check_scheduler(scheduler: Any, saved: Any, where: str) -> None:
 
 
 def check_position(loader: Any, saved: Any, where: str) -> None:
-    """Where a loader was."""
+    """Checks the position of a data loader."""
     if saved is None or not hasattr(loader, "check_position"):
         return
     try:
@@ -112,12 +122,12 @@ def check_position(loader: Any, saved: Any, where: str) -> None:
             if order is not None:
                 _check_order(order)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"The position of a loader makes no sense: {error}.", where=where) from error
+        raise CheckpointError(f"The position of a loader is not valid: {error}.", where=where) from error
     loader.check_position(saved)
 
 
 def _check_order(order: Any) -> None:
-    """What a loader draws the order of an epoch from: states of torch's generator on the CPU, and perhaps a seed."""
+    """Checks the states of torch's CPU generator, and the seed, that determine the order of an epoch."""
     states = dict(order)
     seed = states.pop("seed", 0)
     if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**64):
@@ -129,7 +139,11 @@ def _check_order(order: Any) -> None:
 
 
 def check_random(state: Any, device: DeviceGenerator) -> None:
-    """The state of random number generators: tried out on generators that nothing uses."""
+    """Checks the states of random number generators, by setting them on generators that are not used otherwise.
+
+    Raises:
+        CheckpointError: if a state is not valid.
+    """
     try:
         version, words, extra = state["python"]
         random.Random().setstate((version, tuple(words), extra))
@@ -148,13 +162,13 @@ def check_random(state: Any, device: DeviceGenerator) -> None:
                 raise ValueError("the device's state is that of another generator")
             if isinstance(present, int) and not 0 <= state["device"] < 2**64:
                 raise ValueError("the device's state is out of range")
-    except Exception as error:  # whatever a generator says to a state that it never had
+    except Exception as error:  # generators raise various types for invalid states
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(f"The state of the random numbers cannot be used: {reason}.") from error
 
 
 def check_buffers(buffers: Any) -> dict[str, torch.Tensor]:
-    """Buffers by number of the model and name."""
+    """Returns ``buffers`` if they are tensors by name; raises CheckpointError otherwise."""
     if not isinstance(buffers, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in buffers.items()
     ):
@@ -163,6 +177,7 @@ def check_buffers(buffers: Any) -> dict[str, torch.Tensor]:
 
 
 def check_plugin_state(state: Any, name: str) -> None:
+    """Checks that the state of plugin ``name`` is a dict with string keys; raises CheckpointError otherwise."""
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise _absurd("state", state, f"plugin {name!r}")
 
@@ -171,6 +186,6 @@ def _absurd(what: str, value: Any, where: str | None = None) -> CheckpointError:
     return CheckpointError(
         f"The saved {what} cannot be used: {value!r:.80}.",
         where=where,
-        why="nothing that `save_state` writes looks like this, or it is that of another object",
+        why="it was not written by `save_state`, or it belongs to another object",
         fix="use another checkpoint",
     )

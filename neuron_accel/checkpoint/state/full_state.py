@@ -1,4 +1,4 @@
-"""Full tensors from shards: what leaves a run has the names and shapes of the original model."""
+"""Unsharded state dicts and gradients, with the names and shapes of the original model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import PreparedModel, Run
 
 
-# ---- Full tensors from shards: what leaves a run has the names and shapes of the original model ----------------------
+# ---- Unsharded state dicts and gradients -----------------------------------------------------------------------------
 def full_state_dict(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
-    """The state dict of the original model: original names and shapes; tied weights stay one tensor. Collective.
+    """Returns the state dict of the original model, with original names and shapes; tied weights are one tensor.
+    Collective.
 
     Returns:
-        On the main process all tensors, on the CPU, in memory of their own. On the others the same where nothing is
-        cut, else an empty dict: no rank but one holds the full model, and that rank one more tensor at a time.
+        On the main process copies of all tensors, on the CPU. On the other ranks the same if no parameter is sharded,
+        else an empty dict, so that only one rank needs memory for the full model.
     """
     module = getattr(model.module, "_orig_mod", model.module)
-    run.backend.step_boundary()  # what is read below exists then
+    run.backend.step_boundary()  # a lazy device computes the tensors that are read below
     stages = stage_group(run)
     if stages.size > 1:
         return _state_of_stages(model, module, run, stages)
@@ -49,15 +50,15 @@ def full_state_dict(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
 
 
 def without_ties(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What :func:`full_state_dict` returned with every tensor under its first name only."""
+    """Returns the result of :func:`full_state_dict` with each tensor under its first name only."""
     first = {id(value): name for name, value in reversed(state.items())}
     return {name: value for name, value in state.items() if first[id(value)] == name}
 
 
 def full_gradients(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
-    """The reduced gradients by FQN, in the shapes of the original model, on every rank's CPU. Collective.
+    """Returns the reduced gradients by FQN, in the shapes of the original model, on the CPU of every rank. Collective.
 
-    Meant for tests and for looking: it holds all gradients at once. Parameters without a gradient are left out.
+    For tests and debugging, since all gradients are in memory at once. Parameters without a gradient are left out.
     """
     from neuron_accel.engine.plan.plugin import Claim
 
@@ -79,15 +80,15 @@ def full_gradients(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
 
 
 def stage_group(run: Run) -> Group:
-    """The ranks that hold the other layers of this rank's copy of the model."""
+    """Returns the group of the pipeline stages of this rank's copy of the model."""
     return run.group(*run.mesh.names(AxisKind.STAGE))
 
 
 def _from_stage(
     tensor: torch.Tensor | None, form: tuple[tuple[int, ...], torch.dtype], run: Run, stages: Group, holder: int
 ) -> torch.Tensor:
-    """A tensor that the rank at position ``holder`` has, on all ranks of ``stages``. It goes through the host if
-    devices are lazy, where each form of tensor would be a graph to compile."""
+    """Broadcasts a tensor from the stage at position ``holder`` to all stages. On lazy devices it is sent through the
+    host, since each shape would be a graph to compile."""
     lazy = run.backend.is_lazy
     if stages.index != holder or tensor is None:
         tensor = torch.empty(form[0], dtype=form[1], device="cpu" if lazy else run.device)
@@ -97,7 +98,8 @@ def _from_stage(
 
 
 def _state_of_stages(model: PreparedModel, module: torch.nn.Module, run: Run, stages: Group) -> dict[str, torch.Tensor]:
-    """The state dict of a model with several pipeline stages, on the main process."""
+    """Returns the state dict of a model with several pipeline stages on the main process, and an empty dict
+    elsewhere."""
     local = module.state_dict(keep_vars=True)
     records = model.parameters
     described: dict[str, Any] = {}
@@ -132,22 +134,23 @@ def _state_of_stages(model: PreparedModel, module: torch.nn.Module, run: Run, st
     return result if run.backend.rank == 0 else {}
 
 
-# ---- ``save_pretrained`` of a model that is sharded over ranks -----------------------------------------------------
-# The method a model has of its own would write this rank's shards as if they were the model. So a sharded model gets
-# another one, on the object, like the ``forward`` that Accelerate gives it: the class is the user's. It stands for
-# this model in this run only: copies, and the model after the run, refuse to be saved rather than write shards.
+# ---- ``save_pretrained`` of a sharded model --------------------------------------------------------------------------
+# The model's own ``save_pretrained`` would write this rank's shards as if they were the model. It is therefore replaced
+# on the object, as Accelerate replaces ``forward``. The replacement is valid for this model during this run: for a
+# copy, and after the run, it raises an error.
 _METHOD = "save_pretrained"
 
 
 class SaveNothing:
-    """Replaces ``save_pretrained`` of a copy of a sharded model, or after the run: shards cannot be gathered then."""
+    """Replaces ``save_pretrained`` of a copy of a sharded model, and of the model after the run. Raises an error when
+    called, since shards cannot be gathered then."""
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise UsageError(
-            "This model holds one rank's shards of a sharded model.",
+            "This model contains one rank's shards of a sharded model.",
             where=_METHOD,
-            why="it is a copy of a prepared model, or its run is over; its shards would be written as if they were the "
-            "model",
+            why="it is a copy of a prepared model, or its run has ended; its shards would be written as if they "
+            "were the model",
             fix="save the prepared model itself, before the run ends, or use `accelerator.get_state_dict(model)`",
         )
 
@@ -155,8 +158,8 @@ class SaveNothing:
 class SaveFull:
     """Replaces ``save_pretrained`` of a sharded model.
 
-    Every process calls it; the main process writes the full model, with original names and shapes, and all return once
-    the files are complete.
+    All processes must call it. The main process writes the full model, with original names and shapes, and all
+    processes return when the files are complete.
 
     Args:
         record: the prepared model.
@@ -170,7 +173,7 @@ class SaveFull:
     def __call__(
         self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any
     ) -> None:
-        """As in transformers; a ``state_dict`` that is given is taken for the full one."""
+        """See transformers. A ``state_dict``, if given, must be the full one."""
         with self._run.calling("save_pretrained"):
             if state_dict is None:
                 state_dict = full_state_dict(self._record, self._run)
@@ -179,15 +182,15 @@ class SaveFull:
             self._run.backend.barrier()
 
     def __reduce__(self) -> tuple[type[SaveNothing], tuple[()]]:
-        return SaveNothing, ()  # of copies and pickles of the model
+        return SaveNothing, ()  # for copies and pickles of the model
 
     def remove(self) -> None:
-        """The run is over."""
+        """Is called at the end of the run."""
         setattr(self._record.original, _METHOD, SaveNothing())
 
 
 def save_in_full(record: PreparedModel, run: Run) -> None:
-    """Makes ``save_pretrained`` of a sharded model write the full one, until the run is over."""
+    """Makes ``save_pretrained`` of a sharded model write the full model, until the end of the run."""
     sharded = any(r.layout.cuts or r.holders for r in record.parameters)
     save = getattr(record.original, _METHOD, None)
     if sharded and save is not None:

@@ -1,7 +1,8 @@
-"""Loading a checkpoint into whatever mesh runs now.
+"""Loads a checkpoint on any mesh.
 
-First everything is checked: the manifest, the checksum of every file (shared out over the ranks), that every tensor
-wanted is there in full, and that the other state fits the training. Only when every rank agrees is anything changed.
+First everything is checked: the manifest, the checksums of all files (distributed over the ranks), that all needed
+tensors are complete, and that the other state fits the objects. Nothing is changed before the checks have passed on
+every rank.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from neuron_accel.checkpoint.format.source import Bytes, SourceTensor, words
 from neuron_accel.checkpoint.format.tensorfile import read_header
 from neuron_accel.checkpoint.state.save import STATE
 from neuron_accel.checkpoint.state.snapshot import buffers_of, pieces_of
-from neuron_accel.checkpoint.state.training import Restored, Training
+from neuron_accel.checkpoint.state.training import Restored, TrainingObjects
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError, did_you_mean
@@ -48,14 +49,15 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """A tensor that this rank needs.
+    """A tensor that this rank reads.
 
     Args:
-        source: where it comes from.
+        source: the stored tensor.
         layout: its layout in this run.
-        start, stop: elements of this rank's flattened shard.
-        target: is filled, converted to its dtype where that differs; may have padding at its end.
-        sink: takes what was read, flat: the target's memory, or without a target a new tensor on the CPU.
+        start, stop: range of elements of this rank's flattened shard.
+        target: the tensor to write to, with conversion to its dtype; may have padding at its end.
+        sink: is called with the values as a flat tensor, which has the memory of ``target`` or is a new tensor on the
+            CPU.
     """
 
     source: SourceTensor
@@ -67,7 +69,7 @@ class Need:
 
     @property
     def _direct(self) -> bool:
-        """Whether the file's bytes can be read directly into the target."""
+        """Whether the bytes of the file can be read directly into ``target``."""
         target = self.target
         return (
             target is not None
@@ -82,7 +84,8 @@ class Need:
         return getattr(torch, self.source.layout.dtype)
 
     def read(self, files: Bytes, coordinates: dict[str, int]) -> torch.Tensor:
-        """The elements, flat: in the target's own memory where they can be read there. Any thread may call it."""
+        """Returns the values as a flat tensor, in the memory of ``target`` if they can be read directly.
+        Thread-safe."""
         if self._direct and self.target is not None:
             flat = self.target.detach().reshape(-1)
         else:
@@ -94,7 +97,7 @@ class Need:
         return flat
 
     def put(self, flat: torch.Tensor) -> None:
-        """Hands over what was read."""
+        """Writes the values that :meth:`read` returned to ``target``, or passes them to ``sink``."""
         if self.sink is not None:
             self.sink(flat)
         elif not self._direct and self.target is not None:
@@ -103,24 +106,25 @@ class Need:
 
 
 def filled_up(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """``flat`` in a shape that may have more elements: on lazy devices shards of parameters end with padding."""
+    """Returns ``flat`` in a shape that may have more elements, padded with zeros. On lazy devices shards of parameters
+    have padding at their end."""
     missing = math.prod(shape) - flat.numel()
     return torch.nn.functional.pad(flat, (0, missing)).view(shape) if missing else flat.view(shape)
 
 
-def load(training: Training, folder: Path, *, verify: bool = True) -> dict[str, int]:
+def load(training: TrainingObjects, folder: Path, *, verify: bool = True) -> dict[str, int]:
     """Loads a checkpoint, or the weights of an unsharded folder of transformers. Collective.
 
     Args:
-        training: what is given the state.
+        training: the objects to restore.
         folder: the checkpoint.
         verify: whether to compare all files with their checksums first.
 
     Returns:
-        the counters of the training that was saved; empty for a folder of transformers.
+        The saved counters; an empty dict for a folder of transformers.
 
     Raises:
-        CheckpointError: on every rank; nothing is changed then.
+        CheckpointError: on every rank, if the checkpoint is damaged or does not fit; nothing is changed then.
     """
     run = training.run
     if agreed(run, lambda: is_pretrained(folder)):
@@ -131,7 +135,7 @@ def load(training: Training, folder: Path, *, verify: bool = True) -> dict[str, 
     manifest = agreed(run, lambda: read_manifest(folder))
     if verify:
         agreed(run, lambda: _check_files(folder, manifest, run))
-    # On another number of replicas each takes one of the copies that there are, in turns.
+    # If the number of replicas has changed, the copies are assigned to replicas in turn.
     replica = run.mesh.replica(run.backend.rank) % replicas_in(manifest)
     index = agreed(run, lambda: index_checkpoint(folder, manifest, replica=replica))
     with Bytes() as files:
@@ -147,10 +151,10 @@ def load(training: Training, folder: Path, *, verify: bool = True) -> dict[str, 
 def load_weights(model: PreparedModel, folder: Path, run: Run, number: int = 0) -> None:
     """Loads the weights of one model from a checkpoint or a folder of transformers. Collective.
 
-    Parameters that a strategy added to the model keep their values where there are none for them.
+    Parameters that a strategy added to the model keep their values if the folder has none for them.
 
     Raises:
-        CheckpointError: on every rank; nothing is changed then.
+        CheckpointError: on every rank, if the weights are damaged or do not fit; nothing is changed then.
     """
 
     def indexed() -> Index:
@@ -167,7 +171,7 @@ def load_weights(model: PreparedModel, folder: Path, run: Run, number: int = 0) 
 
 
 def _check_files(folder: Path, manifest: Manifest, run: Run) -> None:
-    """Checks this rank's blocks of the files."""
+    """Checks the sizes of all files, and the checksums of this rank's share of their blocks."""
     blocks = []
     for relative, entry in sorted(manifest.files.items()):
         check_size(folder, relative, entry)
@@ -176,7 +180,7 @@ def _check_files(folder: Path, manifest: Manifest, run: Run) -> None:
         pass
 
 
-def _restored(training: Training, folder: Path, manifest: Manifest, files: Bytes, replica: int) -> Restored:
+def _restored(training: TrainingObjects, folder: Path, manifest: Manifest, files: Bytes, replica: int) -> Restored:
     paths = manifest.of_kind("state")
     if len(paths) != 1:
         raise CheckpointError(f"The checkpoint names {len(paths)} files of training state.", where=str(folder))
@@ -190,7 +194,7 @@ def _restored(training: Training, folder: Path, manifest: Manifest, files: Bytes
     unread = set(header.tensors)
 
     def tensor(key: str) -> torch.Tensor:
-        if key not in unread:  # each is referred to once; else a small file could ask for any amount of memory
+        if key not in unread:  # a key may occur once only; otherwise a small file could require any amount of memory
             raise KeyError(key)
         unread.remove(key)
         stored = header.tensors[key]
@@ -207,7 +211,7 @@ def fulfil(needs: list[Need], files: Bytes, run: Run) -> None:
         need.put(flat)
 
 
-def _all_needs(training: Training, index: Index) -> list[Need]:
+def _all_needs(training: TrainingObjects, index: Index) -> list[Need]:
     needs: list[Need] = []
     for number, model in training.numbered_models():
         needs += _model_needs(model, index, number)
@@ -217,7 +221,7 @@ def _all_needs(training: Training, index: Index) -> list[Need]:
 
 
 def _plugin_needs(restored: Restored, index: Index, run: Run) -> Iterator[Need]:
-    """The state of this run's plugins that is sharded like the parameters."""
+    """Yields the state of this run's plugins that is sharded like the parameters."""
     present = {plugin.spec.name for plugin in run.plan.plugins}
     for plugin, keys in restored.plugin_forms.items():
         for key, form in keys.items() if plugin in present else ():
@@ -252,7 +256,7 @@ def _model_needs(model: PreparedModel, index: Index, number: int, *, may_lack_ad
     strangers = [t for t in strangers if t.name not in {name for names in buffers for name in names}]
     if strangers:
         raise CheckpointError(
-            f"The checkpoint has a weight {strangers[0].name!r}, the model has not.",
+            f"The checkpoint has a weight {strangers[0].name!r}, which the model does not have.",
             where=f"{type(model.original).__name__}; {len(strangers)} such weights",
             why="it is the checkpoint of another model",
             fix=did_you_mean(strangers[0].name, known),
@@ -316,7 +320,7 @@ def _state_needs(optimizer: Any, piece: StatePiece, entries: dict[str, SourceTen
     on_device = bool(options.get("capturable") or options.get("fused"))
 
     def put(entry: str, shape: tuple[int, ...]) -> Callable[[torch.Tensor], None]:
-        # The same rule as in torch.optim: a step counter stays on the host unless the device reads it.
+        # The same rule as in torch.optim: a step counter is on the CPU unless the optimizer is capturable or fused.
         place = "cpu" if entry == "step" and not on_device else parameter.device
 
         def sink(flat: torch.Tensor) -> None:
@@ -327,13 +331,13 @@ def _state_needs(optimizer: Any, piece: StatePiece, entries: dict[str, SourceTen
     for entry, source in entries.items():
         if source.form == "own":
             source.check()
-            whole, shape = source.layout, source.layout.shape
-            yield Need(source=source, layout=whole, start=0, stop=math.prod(shape), sink=put(entry, shape))
+            full, shape = source.layout, source.layout.shape
+            yield Need(source=source, layout=full, start=0, stop=math.prod(shape), sink=put(entry, shape))
             continue
         _check_shape(source, layout.shape, f"optimizer state {entry!r}")
         if piece.whole:
-            whole, shape = Layout(shape=layout.shape, dtype=layout.dtype), layout.shape
-            yield Need(source=source, layout=whole, start=0, stop=math.prod(shape), sink=put(entry, shape))
+            full, shape = Layout(shape=layout.shape, dtype=layout.dtype), layout.shape
+            yield Need(source=source, layout=full, start=0, stop=math.prod(shape), sink=put(entry, shape))
         else:
             shape = tuple(parameter.shape)
             present = _usable(piece.read_state(optimizer).get(entry), shape, source)
@@ -348,7 +352,7 @@ def _state_needs(optimizer: Any, piece: StatePiece, entries: dict[str, SourceTen
 
 
 def _usable(present: Any, shape: tuple[int, ...], source: SourceTensor) -> torch.Tensor | None:
-    """An entry that is there already, if what is read can take its place in memory."""
+    """Returns an existing entry of the state if values can be read directly into it, else None."""
     fits = (
         isinstance(present, torch.Tensor)
         and present.device.type == "cpu"
@@ -359,7 +363,7 @@ def _usable(present: Any, shape: tuple[int, ...], source: SourceTensor) -> torch
     return present if fits else None
 
 
-def _reset_states(training: Training, index: Index, restored: Restored) -> None:
+def _reset_states(training: TrainingObjects, index: Index, restored: Restored) -> None:
     """Restores the values of the optimizers that are not tensors, and allocates the tensors."""
     for number, optimizer in enumerate(training.optimizers):
         values = restored.optimizers[number]["values"]
@@ -382,7 +386,8 @@ def _check_shape(source: SourceTensor, shape: tuple[int, ...], what: str) -> Non
 
 
 def refresh_masters(optimizers: Any, run: Run, index: Index | None = None) -> None:
-    """Takes the model's weights as what optimizers update, wherever that is kept apart and was not loaded itself."""
+    """Sets master weights of optimizers from the model's weights, unless ``index`` has stored master weights for
+    them."""
     for number, optimizer in enumerate(optimizers):
         for piece in pieces_of(optimizer, run):
             names = piece.record.names
@@ -392,14 +397,14 @@ def refresh_masters(optimizers: Any, run: Run, index: Index | None = None) -> No
 
 
 # ---- Names in folders of transformers that differ from the model's ---------------------------------------------------
-# The folder of a model without a head lacks the prefix that its parameters have inside one with a head, and the other
-# way round; and older folders hold tables that models now compute. transformers settles both when it loads; so do we.
+# In the folder of a model without a head, names lack the prefix that they have in a model with a head, and vice versa.
+# Older folders also contain tables that models now compute. Both are handled here as in transformers.
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.masked_bias$")
-"""Tables that every family computes now, declared or not."""
+"""Names of tables that all families of models compute, whether their class declares them or not."""
 
 
 def named_as(index: Index, model: PreparedModel) -> Index:
-    """The tensors of a folder under the names of ``model``, without those that its class declares it has no use for."""
+    """Returns the tensors of a folder under the names of ``model``, without those that the model's class ignores."""
     module = model.original
     known = {name for record in model.parameters for name in record.names} | set(module.state_dict(keep_vars=True))
     prefix = f"{getattr(module, 'base_model_prefix', '')}."

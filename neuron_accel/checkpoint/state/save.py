@@ -1,7 +1,7 @@
-"""Writing a checkpoint: every rank its shards, the main process the rest, the manifest last.
+"""Writes a checkpoint: each rank its shards, then the main process all other state and finally the manifest.
 
-A folder is written into under names that the manifest in it, if there is one, does not use. So the checkpoint it held
-stays complete until the new manifest replaces the old one, in one operation; what only the old one named is then
+Files get names that an existing manifest in the folder does not use. The previous checkpoint in the folder thus stays
+complete until the new manifest replaces the old one atomically. Files that only the old manifest lists are then
 removed.
 """
 
@@ -44,20 +44,21 @@ if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import Run
 
 STATE = "training_state"
-"""Name of the file, and key in its metadata, of everything but models and optimizers."""
+"""Name of the file of the state other than models and optimizers, and key of that state in the file's metadata."""
 _POLL_SECONDS = 0.02
 _PATIENCE_SECONDS = 3600
 
 
 @dataclass(kw_only=True)
 class Contents:
-    """What one rank saves.
+    """What one rank saves. All fields but ``items`` are used on the main process only.
 
     Args:
         items: the tensors that this rank writes.
-        state: encoded state, with its tensors; the main process's.
-        info: for the manifest; the main process's.
-        auxiliary: further files (a model's configuration, a tokenizer) by name; the main process's.
+        state: other state, encoded.
+        state_tensors: the tensors that ``state`` refers to.
+        info: ``info`` of the manifest.
+        auxiliary: further files by name, such as the configuration of a model or the files of a tokenizer.
     """
 
     items: list[Item]
@@ -68,13 +69,13 @@ class Contents:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
-    """Where one save goes; the same on all ranks.
+class Destination:
+    """The folder of one save, the same on all ranks.
 
     Args:
         folder: the checkpoint.
-        generation: how often it was saved into before.
-        token: a word that no other save has.
+        generation: number of earlier saves into the folder.
+        token: a unique identifier of the save.
     """
 
     folder: Path
@@ -82,25 +83,29 @@ class Target:
     token: str
 
 
-def save(contents: Contents, target: Target, run: Run, files: Files, finished: Callable[[], None]) -> None:
-    """Writes a checkpoint. Collective; returns on every rank once it is durable.
+def save(contents: Contents, destination: Destination, run: Run, files: Files, finished: Callable[[], None]) -> None:
+    """Writes a checkpoint. Collective; returns on every rank when the checkpoint is durable.
 
     Args:
-        finished: called on the main process afterwards; for retention.
+        contents: what this rank saves.
+        destination: the folder.
+        run: the run.
+        files: performs the operations on files.
+        finished: is called on the main process afterwards, to remove older checkpoints.
 
     Raises:
-        CheckpointError: on every rank, if any could not write. What was in the folder before is still valid.
+        CheckpointError: on every rank, if any rank could not write. A previous checkpoint in the folder is still valid.
     """
     part: FileList | NeuronAccelError
     try:
-        part = _write_share(contents, target, run, files)
+        part = _write_files(contents, destination, run, files)
     except NeuronAccelError as error:
         part = error
     parts = run.backend.all_gather_object(part, run.world)
     result: NeuronAccelError | None = first_error(parts)
     if result is None and run.backend.rank == 0:
         try:
-            complete(contents, target, parts, files)
+            complete(contents, destination, parts, files)
             finished()
         except NeuronAccelError as error:
             result = error
@@ -110,32 +115,34 @@ def save(contents: Contents, target: Target, run: Run, files: Files, finished: C
 
 
 def first_error(parts: list[Any]) -> NeuronAccelError | None:
+    """Returns the first error in ``parts``, or None."""
     return next((part for part in parts if isinstance(part, NeuronAccelError)), None)
 
 
-def _write_share(contents: Contents, target: Target, run: Run, files: Files) -> FileList:
-    return write_items(target.folder, contents.items, facts_of(run), target.generation, files)
+def _write_files(contents: Contents, destination: Destination, run: Run, files: Files) -> FileList:
+    return write_items(destination.folder, contents.items, facts_of(run), destination.generation, files)
 
 
 def facts_of(run: Run) -> RankFacts:
-    """Coordinates along the axes that are there."""
+    """Returns this rank's coordinates along axes with more than one rank, and its replica."""
     degrees = {axis.name: axis.degree for axis in run.mesh.axes}
     coordinates = {axis: i for axis, i in run.coordinates.items() if degrees[axis] > 1}
     return RankFacts(coordinates=coordinates, replica=run.mesh.replica(run.backend.rank))
 
 
-def complete(contents: Contents, target: Target, parts: list[FileList], files: Files) -> None:
-    """The main process's end of a save: other state, auxiliary files, the manifest, and the removal of what is old."""
-    folder = target.folder
+def complete(contents: Contents, destination: Destination, parts: list[FileList], files: Files) -> None:
+    """Completes a save on the main process: writes other state, auxiliary files and the manifest, and removes old
+    files."""
+    folder = destination.folder
     entries: dict[str, tuple[str, Written]] = {path: entry for part in parts for path, entry in part.items()}
-    name = STATE + (f"-g{target.generation}" if target.generation else "") + ".safetensors"
+    name = STATE + (f"-g{destination.generation}" if destination.generation else "") + ".safetensors"
     tensors = sorted(contents.state_tensors.items())
     header = tensors_header(tensors, {"format": "pt", STATE: json.dumps(contents.state, separators=(",", ":"))})
     entries[name] = ("state", files.write(folder / name, [header, *(bytes_of(tensor) for _, tensor in tensors)]))
     previous = read_manifest(folder) if has_manifest(folder) else None
     changed = {n: data for n, data in contents.auxiliary.items() if not _holds(folder / n, data)}
     if previous is not None and set(changed) & set(previous.files):
-        # From here on the old checkpoint's auxiliary files are not its own any more; it stays valid without them.
+        # Auxiliary files are overwritten, so the old manifest must not list them; the old checkpoint is valid without.
         kept = {path: entry for path, entry in previous.files.items() if path not in changed}
         files.replace(folder / NAME, replace(previous, files=kept).to_bytes())
     for aux, data in contents.auxiliary.items():
@@ -147,7 +154,7 @@ def complete(contents: Contents, target: Target, parts: list[FileList], files: F
         files.sync_folder(inside)
     manifest = Manifest(
         files={path: FileEntry(size=w.size, checksums=w.checksums, kind=kind) for path, (kind, w) in entries.items()},
-        generation=target.generation,
+        generation=destination.generation,
         info=contents.info,
     )
     files.replace(folder / NAME, manifest.to_bytes())
@@ -165,7 +172,7 @@ def _holds(path: Path, data: bytes) -> bool:
 
 
 def _remove_old(folder: Path, manifest: Manifest, files: Files) -> None:
-    """Removes what earlier saves into the folder have left and the manifest does not name."""
+    """Removes files of earlier saves into the folder that the manifest does not list."""
     candidates = [*folder.glob(f"{STATE}*.safetensors"), *folder.glob(".*.new"), *folder.glob(".*.rank_*.json")]
     for inside in map(folder_of, KINDS):
         candidates += (folder / inside).glob("*rank_*.safetensors")
@@ -176,43 +183,47 @@ def _remove_old(folder: Path, manifest: Manifest, files: Files) -> None:
 
 # ---- in the background -----------------------------------------------------------------------------------------------
 class BackgroundSave:
-    """A save that goes on while training does.
+    """A save in a background thread.
 
-    Ranks do not talk to each other in the background, where their messages would get among those of training. Each
-    leaves a note of what it wrote in the folder, and the main process waits for all of them.
+    The thread issues no collectives, which would be mixed up with those of training. Each rank writes a note with the
+    list of its files into the folder, and the main process waits for all notes.
 
     Args:
-        contents: its tensors are copied to host memory here, which is all that the caller waits for.
-        memory: that memory, from one save to the next.
+        contents: what this rank saves. The constructor copies its tensors to host memory and then returns.
+        destination: the folder.
+        run: the run.
+        files: performs the operations on files.
+        finished: is called on the main process afterwards, to remove older checkpoints.
+        memory: the host memory to copy to, which is reused by later saves.
     """
 
     def __init__(
         self,
         contents: Contents,
-        target: Target,
+        destination: Destination,
         run: Run,
         files: Files,
         finished: Callable[[], None],
         memory: StagingMemory,
     ) -> None:
-        self._target, self._files, self._finished = target, files, finished
+        self._destination, self._files, self._finished = destination, files, finished
         self._contents = replace(contents, items=copy_to_host(contents.items, memory, threads_of(run)))
         self._rank, self._size, self._facts = run.backend.rank, run.world.size, facts_of(run)
         self.error: NeuronAccelError | None = None
-        self._share_done, self._abandoned = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="neuron_accel-save")
+        self._files_done, self._abandoned = threading.Event(), threading.Event()
+        self._thread = threading.Thread(destination=self._run, name="neuron_accel-save")
         self._thread.start()
 
-    def join_share(self) -> None:
-        """Returns when this rank has written its files, or has failed with :attr:`error`."""
-        self._share_done.wait()
+    def join_files(self) -> None:
+        """Waits until this rank has written its files, or has failed with :attr:`error`."""
+        self._files_done.wait()
 
     def abandon(self) -> None:
-        """Another rank has failed, and may not even have been able to leave a note of that."""
+        """Stops waiting for other ranks, because one has failed and may have been unable to write a note."""
         self._abandoned.set()
 
     def join(self) -> None:
-        """Returns when this rank has nothing left to do; :attr:`error` then says how it went here."""
+        """Waits until the save is complete on this rank, or has failed with :attr:`error`."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -220,26 +231,26 @@ class BackgroundSave:
             self._write()
         except NeuronAccelError as error:
             self.error = error
-        except Exception as error:  # a thread's exception would be printed and forgotten
-            self.error = CheckpointError(f"The background save failed: {error!r}", where=str(self._target.folder))
+        except Exception as error:  # an exception of a thread would only be printed
+            self.error = CheckpointError(f"The background save failed: {error!r}", where=str(self._destination.folder))
             self.error.__cause__ = error
         finally:
-            self._share_done.set()
+            self._files_done.set()
             self._contents = Contents(items=[])
 
     def _write(self) -> None:
-        folder, files = self._target.folder, self._files
+        folder, files = self._destination.folder, self._files
         try:
-            part = write_items(folder, self._contents.items, self._facts, self._target.generation, files)
+            part = write_items(folder, self._contents.items, self._facts, self._destination.generation, files)
         except NeuronAccelError as error:
-            with suppress(NeuronAccelError):  # a full disk has no room for a note either
+            with suppress(NeuronAccelError):  # on a full disk the note cannot be written either
                 self._leave_note({"error": str(error)})
             raise
         self._leave_note({"files": {path: [kind, w.size, w.checksums] for path, (kind, w) in part.items()}})
-        self._share_done.set()
+        self._files_done.set()
         if self._rank == 0:
             parts = [part, *(self._wait_for(rank) for rank in range(1, self._size))]
-            complete(self._contents, self._target, parts, files)
+            complete(self._contents, self._destination, parts, files)
             self._finished()
 
     def _leave_note(self, note: Mapping[str, Any]) -> None:
@@ -247,7 +258,7 @@ class BackgroundSave:
             self._files.replace(self._note(self._rank), json.dumps(note).encode())
 
     def _note(self, rank: int) -> Path:
-        return self._target.folder / f".{self._target.token}.rank_{rank}.json"
+        return self._destination.folder / f".{self._destination.token}.rank_{rank}.json"
 
     def _wait_for(self, rank: int) -> FileList:
         path, deadline = self._note(rank), time.monotonic() + _PATIENCE_SECONDS
@@ -259,8 +270,8 @@ class BackgroundSave:
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"Rank {rank} has not written its files of the checkpoint within {_PATIENCE_SECONDS} s.",
-                    where=str(self._target.folder),
-                    why="it ended, or its folder is not the one of the other ranks",
+                    where=str(self._destination.folder),
+                    why="the rank has ended, or its folder is on another file system",
                     fix="save into a folder on a file system that all machines share",
                 )
             time.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""``save_state`` and ``load_state``: Accelerate's arguments, the folder, and which checkpoints are kept."""
+"""``save_state`` and ``load_state``: Accelerate's arguments, names of folders, and which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from neuron_accel.checkpoint.format.files import Files, failure
 from neuron_accel.checkpoint.format.manifest import NAME, has_manifest, read_manifest
 from neuron_accel.checkpoint.state.full_state import full_state_dict, save_in_full
 from neuron_accel.checkpoint.state.load import load, load_weights
-from neuron_accel.checkpoint.state.save import BackgroundSave, Contents, Target, save
+from neuron_accel.checkpoint.state.save import BackgroundSave, Contents, Destination, save
 from neuron_accel.checkpoint.state.snapshot import check_equal as check_equal_values
 from neuron_accel.checkpoint.state.snapshot import folder_of, written_here
 from neuron_accel.checkpoint.state.staging import StagingMemory
-from neuron_accel.checkpoint.state.training import Training, capture, mesh_to
+from neuron_accel.checkpoint.state.training import TrainingObjects, capture, mesh_to
 from neuron_accel.checkpoint.tools.consolidate import checkpoint_folder
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.errors import CheckpointError, UsageError
@@ -44,30 +44,31 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What a loop has that checkpoints are made of.
+    """Gives a :class:`Session` access to the objects of an accelerator.
 
     Args:
         run: the run.
-        project: Accelerate's folders and numbers of checkpoints.
-        modules: gives the prepared modules.
-        training: gives everything that is saved, with the models of these modules only; others keep their number.
-        save_hooks, load_hooks: Accelerate's hooks before models are saved and loaded.
+        project: Accelerate's project configuration: folder and numbers of checkpoints.
+        modules: returns the prepared modules.
+        training: returns the objects to save or load, with the models of the given modules; the others are None.
+        save_hooks, load_hooks: hooks registered with ``register_save_state_pre_hook`` and
+            ``register_load_state_pre_hook``.
     """
 
     run: Run
     project: ProjectConfiguration
     modules: Callable[[], list[nn.Module]]
-    training: Callable[[Sequence[nn.Module]], Training]
+    training: Callable[[Sequence[nn.Module]], TrainingObjects]
     save_hooks: Mapping[Any, Callable[..., None]]
     load_hooks: Mapping[Any, Callable[..., None]]
 
 
 class Session:
-    """The checkpoints of one loop.
+    """Saves and loads the checkpoints of an accelerator.
 
     Args:
-        source: what is saved.
-        files: how files are written.
+        source: access to the objects to save and load.
+        files: performs the operations on files.
     """
 
     def __init__(self, source: Source, files: Files | None = None) -> None:
@@ -90,15 +91,15 @@ class Session:
             self._said_what_is_written = True
             _log.log(
                 logging.WARNING if self._is_main else logging.DEBUG,
-                "`save_state(safe_serialization=False)` writes safetensors and JSON all the same: unpickling a "
-                "checkpoint would run whatever code it contains. `save_model(..., safe_serialization=False)` writes "
+                "`save_state(safe_serialization=False)` writes safetensors and JSON too, because unpickling a "
+                "checkpoint would run code that it contains. `save_model(..., safe_serialization=False)` writes "
                 "pytorch_model.bin.",
             )
         if project.save_on_each_node:
             raise UsageError(
-                "`save_on_each_node` is not possible: a checkpoint is one folder that all machines share.",
+                "`save_on_each_node` is not supported: a checkpoint is one folder that all machines share.",
                 why="every rank writes its own shards into it",
-                fix="save to a file system that all machines see",
+                fix="save to a file system that all machines share",
             )
         automatic = project.automatic_checkpoint_naming
         folder = self._numbered() if automatic else self._common(_given(output_dir))
@@ -121,7 +122,7 @@ class Session:
         """See :meth:`NeuronAccelerator.load_state`.
 
         Returns:
-            the counters that were saved; none where a folder holds weights only; None if there was nothing to load.
+            The saved counters, an empty dict if the folder contains only weights, or None if there was nothing to load.
         """
         if resume is not None and (input_dir is not None or resume != LATEST):
             raise UsageError(f"`resume={resume!r}` is not possible here.", fix="use load_state(resume='latest')")
@@ -134,38 +135,42 @@ class Session:
         training = self._source.training(models)
         counters = self._checkpoints.load(training, folder, verify=verify)
         if not counters:
-            _log.warning("%s holds weights only: optimizers, schedulers and loaders begin anew.", folder)
+            _log.warning(
+                "%s contains only weights: optimizers, schedulers and loaders start from the beginning.", folder
+            )
         if self._project.automatic_checkpoint_naming:
             self._project.iteration = counters.get("iteration", self._project.iteration - 1) + 1
         return counters
 
     def adopt(self, record: PreparedModel) -> None:
-        """A model has been sharded: it takes the weights that a plugin names, and saves itself in full. Collective.
+        """Loads the weights that a plugin names into a sharded model, and makes its ``save_pretrained`` write the full
+        model. Collective.
 
         Raises:
-            CheckpointError: if the weights are not those of this model.
+            CheckpointError: if the weights do not fit the model.
         """
         run = self._run
         named = (folder for plugin in run.plan.plugins if (folder := plugin.initial_weights()) is not None)
-        folder = next(named, None)  # the plan has one at most
+        folder = next(named, None)  # the planner allows one at most
         if folder is not None and len(run.models) == 1:
             load_weights(record, checkpoint_folder(Path(folder)), run)
         save_in_full(record, run)
 
     def wait(self) -> None:
-        """Waits for a save in the background; raises its error on every rank. Collective."""
+        """Waits for a save in the background, and raises its error on every rank. Collective."""
         self._checkpoints.wait()
 
     # ---- folders -----------------------------------------------------------------------------------------------------
     def _common(self, folder: Path) -> Path:
-        """The main process's folder: others may have named a temporary one of their own."""
+        """Returns the folder that the main process was given; other ranks may have been given a temporary folder of
+        their own."""
         run = self._run
         return Path(run.backend.broadcast_object(str(folder), run.world))
 
     def _root(self) -> Path:
         if self._project.project_dir is None:
             raise UsageError(
-                "There is no project folder to keep checkpoints in.",
+                "No project folder is configured for checkpoints.",
                 fix="NeuronAccelerator(project_config=ProjectConfiguration(project_dir, "
                 "automatic_checkpoint_naming=True))",
             )
@@ -181,8 +186,8 @@ class Session:
         if message:
             raise UsageError(
                 message,
-                why="a new training would overwrite the checkpoints of another, one by one",
-                fix="load it first (`load_state()` goes on counting), or set "
+                why="a new training run would overwrite the checkpoints of another",
+                fix="load it first (`load_state()` continues its numbering), or set "
                 "`accelerator.project_configuration.iteration`",
             )
         return folder
@@ -200,7 +205,8 @@ class Session:
 
     # ---- contents ----------------------------------------------------------------------------------------------------
     def _kept_models(self, folder: Path) -> list[nn.Module]:
-        """Which models are still to be saved after the hooks; a hook that saves one itself takes its weights away."""
+        """Calls the hooks and returns the models that are still to be saved; a hook that saves a model itself removes
+        its weights from the list."""
         hooks, modules, run = list(self._source.save_hooks.values()), self._source.modules(), self._run
         if not hooks:
             return modules
@@ -216,8 +222,8 @@ class Session:
             hook(modules, weights, str(folder))
         return [m for m, given in zip(modules, all_weights, strict=True) if any(given is left for left in weights)]
 
-    def training(self) -> Training:
-        """All that a checkpoint covers."""
+    def training(self) -> TrainingObjects:
+        """Returns all objects that a checkpoint contains."""
         return self._source.training(self._source.modules())
 
     @property
@@ -236,17 +242,17 @@ def _given(folder: str | os.PathLike[str] | None) -> Path:
     return Path(os.path.abspath(os.path.expanduser(folder)))
 
 
-# ---- The checkpoints of one run: what ``save_state`` and ``load_state`` of the accelerator do ------------------------
+# ---- The checkpoints of one run --------------------------------------------------------------------------------------
 LATEST = "latest"
 _LIBRARIES = ("neuron-accel", "torch", "accelerate", "transformers", "safetensors", "torch-xla", "torch-neuronx")
 
 
 class Checkpoints:
-    """Saves and loads, one save at a time.
+    """Saves and loads checkpoints, one save at a time.
 
     Args:
         run: the run.
-        files: how files are written.
+        files: performs the operations on files.
     """
 
     def __init__(self, run: Run, files: Files | None = None) -> None:
@@ -256,7 +262,7 @@ class Checkpoints:
 
     def save(
         self,
-        training: Training,
+        training: TrainingObjects,
         folder: Path,
         *,
         auxiliary: Callable[[], Mapping[str, bytes]] = dict,
@@ -267,15 +273,15 @@ class Checkpoints:
         """Saves into ``folder``. Collective.
 
         Args:
-            training: what to save.
-            folder: is made; a checkpoint that it holds stays valid until the new one is complete.
-            auxiliary: gives further files by name; called on the main process.
-            keep: number of complete checkpoints ``checkpoint_N`` to keep beside this one, it included; None: all.
-            background: return as soon as everything is copied to host memory.
-            check_equal: whether to compare what several ranks hold and one writes.
+            training: the objects to save.
+            folder: the folder, created if needed. A checkpoint in it stays valid until the new one is complete.
+            auxiliary: returns further files by name; called on the main process.
+            keep: number of newest complete checkpoints ``checkpoint_N`` to keep, including this one; None for all.
+            background: whether to return as soon as all tensors are copied to host memory.
+            check_equal: whether to check that values that only one rank writes are equal on all ranks that hold them.
 
         Raises:
-            CheckpointError: on every rank; also if the background save before failed.
+            CheckpointError: on every rank, if the checkpoint cannot be written, or a previous background save failed.
         """
         self.wait()
         run, files = self._run, self._files
@@ -289,22 +295,22 @@ class Checkpoints:
         )
         generation = agreed(run, lambda: self._open(folder, contents, training, auxiliary))
         generation, token = run.backend.broadcast_object((generation, uuid.uuid4().hex), run.world)
-        target = Target(folder=folder, generation=generation, token=token)
+        destination = Destination(folder=folder, generation=generation, token=token)
 
         def finished() -> None:
             if keep is not None:
                 prune(folder.parent, keep, files)
 
         if not background:
-            save(contents, target, run, files, finished)
+            save(contents, destination, run, files, finished)
             return
-        self._pending = agreed(run, lambda: BackgroundSave(contents, target, run, files, finished, self._memory))
+        self._pending = agreed(run, lambda: BackgroundSave(contents, destination, run, files, finished, self._memory))
         atexit.register(self._at_exit)
 
     def _open(
-        self, folder: Path, contents: Contents, training: Training, auxiliary: Callable[[], Mapping[str, bytes]]
+        self, folder: Path, contents: Contents, training: TrainingObjects, auxiliary: Callable[[], Mapping[str, bytes]]
     ) -> int:
-        """The main process's preparations; returns the generation."""
+        """Prepares a save on the main process: creates folders and completes ``contents``. Returns the generation."""
         if self._run.backend.rank:
             return 0
         kinds = ("model", "optimizer", *(("plugin",) if contents.state.get("plugin_forms") else ()))
@@ -316,7 +322,7 @@ class Checkpoints:
             return 0
         try:
             return read_manifest(folder).generation + 1
-        except CheckpointError:  # damaged: nothing in there can be loaded, so nothing has to be kept
+        except CheckpointError:  # the manifest is damaged, so the checkpoint cannot be loaded and need not be kept
             self._files.remove(folder / NAME)
             return 0
 
@@ -335,7 +341,7 @@ class Checkpoints:
             if pending.error is not None:
                 raise pending.error
 
-        pending.join_share()
+        pending.join_files()
         try:
             agreed(self._run, report)
         except CheckpointError:
@@ -346,7 +352,7 @@ class Checkpoints:
         agreed(self._run, report)
 
     def _at_exit(self) -> None:
-        """The interpreter ends during a save: a failure must be reported."""
+        """Waits for a save when the interpreter exits, and reports its failure."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -354,23 +360,24 @@ class Checkpoints:
         if pending.error is not None:
             print(f"neuron_accel: the last checkpoint was not saved: {pending.error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
-            os._exit(1)  # an exit handler has no other way to change the exit code
+            os._exit(1)  # the only way to change the exit code in an exit handler
 
-    def load(self, training: Training, folder: Path, *, verify: bool = True) -> dict[str, int]:
-        """See :func:`neuron_accel.checkpoint.state.load.load`. Collective."""
+    def load(self, training: TrainingObjects, folder: Path, *, verify: bool = True) -> dict[str, int]:
+        """Loads a checkpoint, see :func:`neuron_accel.checkpoint.state.load.load`. Collective."""
         self.wait()
         return load(training, folder, verify=verify)
 
     def latest(self, folder: Path) -> Path | None:
-        """The newest complete checkpoint ``checkpoint_N`` in ``folder``, the same on every rank. Collective."""
+        """Returns the newest complete checkpoint ``checkpoint_N`` in ``folder``, the same on every rank, or None.
+        Collective."""
         self.wait()
         run = self._run
         found = agreed(run, lambda: latest(folder) if run.backend.rank == 0 else None)
         return run.backend.broadcast_object(found, run.world)
 
 
-def describe(training: Training) -> dict[str, Any]:
-    """What the manifest says about where a checkpoint comes from."""
+def describe(training: TrainingObjects) -> dict[str, Any]:
+    """Returns ``info`` of the manifest: a description of the run that saves a checkpoint."""
     run = training.run
     plan = run.plan.to_dict()
     return {
@@ -398,12 +405,12 @@ def _versions() -> dict[str, str]:
 
 
 def auxiliary_files(model: torch.nn.Module | None, tokenizer: Any, staging: Path) -> dict[str, bytes]:
-    """A model's configuration and a tokenizer's files, by name.
+    """Returns the files of a model's configuration and of a tokenizer, by name.
 
     Args:
-        model: as the user built it; None where there is none.
-        tokenizer: anything with ``save_pretrained``, or None.
-        staging: an empty folder for it to write into.
+        model: the model that the user built, or None.
+        tokenizer: an object with ``save_pretrained``, or None.
+        staging: an empty folder into which they are written first.
     """
     parts: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None), tokenizer]
     for part in parts:
@@ -414,12 +421,12 @@ def auxiliary_files(model: torch.nn.Module | None, tokenizer: Any, staging: Path
     }
 
 
-# ---- Numbered checkpoints in one folder: which is the latest, which may go -------------------------------------------
+# ---- Numbered checkpoints in one folder ------------------------------------------------------------------------------
 _NAME = re.compile(r"checkpoint_(\d+)")
 
 
 def numbered(folder: Path) -> dict[int, Path]:
-    """The folders ``checkpoint_N`` by number, complete or not."""
+    """Returns the folders ``checkpoint_N`` by number, complete or not."""
     try:
         names = list(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
@@ -429,9 +436,9 @@ def numbered(folder: Path) -> dict[int, Path]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint in ``folder``; None if there is none.
+    """Returns the newest complete checkpoint in ``folder``, or None if there is none.
 
-    One that was not finished is passed over; so is one whose manifest is damaged: an older one is better than none.
+    Incomplete checkpoints, and those whose manifest is damaged, are skipped.
     """
     for path in reversed(numbered(folder).values()):
         if has_manifest(path):
@@ -444,13 +451,13 @@ def latest(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, keep: int, files: Files) -> list[Path]:
-    """Removes all but the newest ``keep`` complete checkpoints, and older ones that were never finished.
+    """Removes all but the newest ``keep`` complete checkpoints, and incomplete ones that are older than the newest.
 
-    Call it when the newest is durable. The manifest of a checkpoint goes first, so that a crash in between leaves
-    nothing that looks complete.
+    Must be called when the newest is durable. The manifest of a checkpoint is removed first, so that an interruption
+    does not leave a folder that looks complete.
 
     Returns:
-        what was removed.
+        The removed folders.
     """
     complete = [(number, path) for number, path in numbered(folder).items() if has_manifest(path)]
     if not complete:

@@ -1,4 +1,4 @@
-"""What a rank contributes to a checkpoint: its tensors, those of them that it writes, and its files."""
+"""A rank's part of a checkpoint: its tensors, which of them it writes, and its files."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ class Item:
     """A tensor on this rank.
 
     Args:
-        collection: which of the checkpoint's collections it belongs to.
-        name: FQN; together with ``aliases`` the names of one parameter.
+        collection: the collection of the checkpoint that it belongs to.
+        name: FQN.
+        aliases: further names of a tied parameter.
         layout: the layout of the full tensor over the mesh.
-        tensor: this rank's shard of it.
-        start, stop: elements of the flattened shard, where it is only a run of them; else None.
+        tensor: this rank's shard.
+        start, stop: range of elements of the flattened shard, if ``tensor`` is only a part of it; else None.
         form: ``"parameter"`` or ``"own"``, see :class:`~neuron_accel.checkpoint.format.source.SourceTensor`.
         axes: axes along which ranks hold other shards, besides those of the layout.
-        leads: axes along which all ranks hold the same, and the first writes it.
-        buffer: whether it is a buffer: only the first of the ranks that have one is heard.
+        leads: axes along which all ranks hold the same values, and the first rank writes them.
+        buffer: whether it is a buffer, of which the first rank that has it writes its values.
         record: the parameter.
     """
 
@@ -68,14 +69,14 @@ class Item:
 
     @property
     def numel(self) -> int:
-        """How many elements are stored; what ``tensor`` has beyond them is padding of a lazy device's."""
+        """Number of elements that are stored. On a lazy device ``tensor`` may have padding after them."""
         if self.start is not None and self.stop is not None:
             return self.stop - self.start
         return math.prod(self.layout.local_shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As stored: a run of elements is flat."""
+        """Shape as stored; flat if only a part of the shard is stored."""
         return tuple(self.tensor.shape) if self.tensor.numel() == self.numel else (self.numel,)
 
     @property
@@ -84,8 +85,8 @@ class Item:
 
     @property
     def key(self) -> str:
-        """Its name in a file: the FQN for the first model, so that other programs can read it; a second model can have
-        the same FQNs."""
+        """Key in a file. For the first model it is the FQN, so that other programs can read the file; other keys begin
+        with the collection, since a second model may have the same FQNs."""
         if self.collection == "model.0":
             return self.name
         return f"{self.collection}/{self.name}" + (f"@{self.start}" if self.start is not None else "")
@@ -95,7 +96,7 @@ class Item:
         return self.collection.partition(".")[0]
 
     def describe(self, coordinates: dict[str, int]) -> dict[str, Any]:
-        """What the file says about it."""
+        """Returns the description of the tensor for the metadata of the file."""
         result: dict[str, Any] = {
             "collection": self.collection,
             "name": self.name,
@@ -114,12 +115,12 @@ class Item:
 
 
 def inner_module(model: PreparedModel) -> torch.nn.Module:
-    """The module whose state dict has the original names, below a compiled one."""
+    """Returns the module whose state dict has the original names, without the wrapper of ``torch.compile``."""
     return getattr(model.module, "_orig_mod", model.module)
 
 
 def buffers_of(model: PreparedModel) -> dict[tuple[str, ...], torch.Tensor]:
-    """Persistent buffers by their names; one that is shared has several."""
+    """Returns persistent buffers by their names; a shared buffer has several."""
     names: dict[torch.Tensor, list[str]] = {}
     for name, value in inner_module(model).state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and name not in model.parameters:
@@ -128,7 +129,7 @@ def buffers_of(model: PreparedModel) -> dict[tuple[str, ...], torch.Tensor]:
 
 
 def items_of_model(model: PreparedModel, index: int) -> list[Item]:
-    """Parameters and persistent buffers of one model on this rank."""
+    """Returns the parameters and persistent buffers of one model on this rank."""
     collection = model_collection(index)
     items = []
     for record in model.parameters:
@@ -158,7 +159,15 @@ def items_of_model(model: PreparedModel, index: int) -> list[Item]:
 
 
 def pieces_of(optimizer: Any, run: Run) -> list[StatePiece]:
-    """What an optimizer, the one below Accelerate's wrapper, holds on this rank."""
+    """Returns the parameters, or ranges of elements of them, that an optimizer updates on this rank.
+
+    Args:
+        optimizer: the optimizer below Accelerate's wrapper.
+        run: the run.
+
+    Raises:
+        CheckpointError: if a parameter belongs to no prepared model.
+    """
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.state_pieces()
     pieces = []
@@ -170,17 +179,17 @@ def pieces_of(optimizer: Any, run: Run) -> list[StatePiece]:
                     f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} of no prepared "
                     "model.",
                     where=f"param_groups[{index}]",
-                    why="its state could not be found again",
+                    why="its state could not be assigned to a parameter when the checkpoint is loaded",
                 )
             pieces.append(StatePiece(record=record, parameter=parameter, start=0, stop=parameter.numel(), group=index))
     return pieces
 
 
 def items_of_optimizer(optimizer: Any, index: int, run: Run) -> tuple[list[Item], dict[str, dict[str, Any]]]:
-    """An optimizer's state on this rank.
+    """Returns an optimizer's state on this rank.
 
     Returns:
-        The tensors, and other values by FQN and entry.
+        The tensors; and the values that are not tensors, by FQN and entry.
 
     Raises:
         CheckpointError: if an entry does not have the shape of its parameter, and the parameter is sharded.
@@ -189,14 +198,14 @@ def items_of_optimizer(optimizer: Any, index: int, run: Run) -> tuple[list[Item]
     values: dict[str, dict[str, Any]] = {}
     for piece in pieces_of(optimizer, run):
         if piece.start == piece.stop and math.prod(piece.record.layout.local_shape) > 0:
-            continue  # on lazy devices every rank has a shard of every parameter, and some are padding only
+            continue  # on lazy devices every rank has a shard of every parameter, and some consist of padding only
         if piece.master:
             items.append(_state_item(master_collection(index), piece, piece.parameter.detach(), "parameter", False))
         for entry, value in piece.read_state(optimizer).items():
             if isinstance(value, torch.Tensor):
                 form = form_of(value, piece)
                 if form == "own" and piece.start:
-                    continue  # the shard that begins the parameter represents all
+                    continue  # only the rank with the first shard of the parameter saves it
                 everywhere = form == "own" or piece.whole
                 items.append(_state_item(state_collection(index, entry), piece, value.detach(), form, everywhere))
             elif not piece.start:
@@ -205,7 +214,12 @@ def items_of_optimizer(optimizer: Any, index: int, run: Run) -> tuple[list[Item]
 
 
 def form_of(value: torch.Tensor, piece: StatePiece) -> str:
-    """Whether an entry is sharded like its parameter, or has another shape."""
+    """Returns ``"parameter"`` if an entry of the state is sharded like its parameter, or ``"own"`` if it has another
+    shape.
+
+    Raises:
+        CheckpointError: if the entry has another shape and the parameter is sharded.
+    """
     shape = piece.record.layout.shape if piece.whole else tuple(piece.parameter.shape)
     if tuple(value.shape) == shape and value.dim() > 0:
         return "parameter"
@@ -217,14 +231,15 @@ def form_of(value: torch.Tensor, piece: StatePiece) -> str:
             f"The optimizer's state of {piece.record.fqn!r} cannot be saved: an entry has shape "
             f"{tuple(value.shape)}, the parameter's shard on this rank has {tuple(piece.parameter.shape)}.",
             where=f"a parameter that is sharded over {', '.join(piece.record.layout.axes) or 'data-parallel'} ranks",
-            why="it is not known how such an entry of a shard maps to the full parameter",
+            why="the relation between this entry of a shard and the full parameter is unknown",
             fix="train with an optimizer whose state has the parameter's shape, or without sharding parameters",
         )
     return "own"
 
 
 def _state_item(collection: str, piece: StatePiece, value: torch.Tensor, form: str, everywhere: bool) -> Item:
-    """An entry; ``everywhere``: whether all ranks along the axes of the parameter's cuts have the same."""
+    """Returns the item of one entry. ``everywhere``: whether it is equal on all ranks along the parameter's sharded
+    axes."""
     record = piece.record
     partial = not everywhere and piece.stop - piece.start < math.prod(record.layout.local_shape)
     return Item(
@@ -243,10 +258,11 @@ def _state_item(collection: str, piece: StatePiece, value: torch.Tensor, form: s
 
 
 def items_of_plugin(plugin: str, key: str, state: ShardedState, run: Run, *, per_replica: bool) -> list[Item]:
-    """A plugin's state on this rank that is sharded like the parameters.
+    """Returns the state of a plugin on this rank that is sharded like the parameters.
 
     Raises:
-        CheckpointError: if a tensor has another shape than the parameter of its name.
+        CheckpointError: if a tensor has another shape than this rank's shard of the parameter, or there is no such
+            parameter.
     """
     where = f"plugin {plugin!r}, checkpoint_state()[{key!r}]"
     if not 0 <= state.model < len(run.models):
@@ -269,7 +285,7 @@ def items_of_plugin(plugin: str, key: str, state: ShardedState, run: Run, *, per
                 f"The tensor for {fqn!r} has shape {tuple(tensor.shape)}, the parameter has "
                 f"{record.layout.local_shape} on this rank.",
                 where=where,
-                fix="give it the shape of the parameter, or keep it as a plain tensor that is alike on every rank",
+                fix="give it the shape of the parameter, or save it as a plain tensor that is equal on all ranks",
             )
         items.append(
             Item(
@@ -290,10 +306,10 @@ def _typed(layout: Layout, tensor: torch.Tensor) -> Layout:
 
 
 def written_here(items: Iterable[Item], run: Run) -> list[Item]:
-    """Those of ``items`` that this rank writes, such that every shard is written once and the work is balanced.
+    """Returns those of ``items`` that this rank writes. Every shard is written once, and the work is balanced.
 
-    Every rank decides alone: ranks that hold the same shards list them in the same order. Collective where there are
-    stages.
+    Each rank decides without communication, since ranks that hold the same shards list them in the same order.
+    Collective over pipeline stages, for buffers.
     """
     items = list(items)
     stages = run.mesh.names(AxisKind.STAGE)
@@ -314,18 +330,19 @@ def written_here(items: Iterable[Item], run: Run) -> list[Item]:
 
 
 def _axes_of_equals(item: Item, run: Run, stages: Sequence[str]) -> tuple[str, ...]:
-    """Axes along which all ranks have the same values; they divide the work of writing them."""
+    """Returns the axes along which all ranks hold the same values, so that any of them may write the item."""
     holders = stages if item.record is None else item.record.holders
     apart = {*item.axes, *item.leads, *item.layout.axes, *holders, *run.mesh.replica_axes}
     return tuple(axis.name for axis in run.mesh.axes if axis.name not in apart)
 
 
 def check_equal(items: Sequence[Item], run: Run) -> None:
-    """Checks that ranks that should hold the same values do, since only one of them is going to write each. Collective.
+    """Checks that values that only one rank writes are equal on all ranks that hold them. Collective.
 
-    Ranks along axes of samples and positions are compared; buffers, of which ranks may have their own, are not. On the
-    host values are hashed; on a device their sum and the sum of their squares are compared, which is a few bytes to
-    copy. A lazy device would compile and execute a graph for that, so there values are copied to the host and hashed.
+    Ranks along axes of samples and positions are compared. Buffers are not, since they may differ. On the CPU the
+    values' checksums are compared. On a device the sum and the sum of squares are compared, so that only a few bytes
+    are copied. A lazy device would compile and execute a graph for this, so there values are copied to the CPU and
+    their checksums compared.
 
     Raises:
         CheckpointError: on every rank, naming the first tensor that differs.
@@ -369,23 +386,25 @@ def _compare(everyone: list[Any], group: Group) -> None:
                 raise CheckpointError(
                     f"Ranks {other} and {rank} have different values of {what} {name!r}, and a checkpoint keeps one.",
                     where="save_state",
-                    why="they took steps without reducing gradients: inside `no_sync`, or because the plugin that owns "
-                    "gradient_reduction lets them train apart; what one rank writes does not fit to what others write",
-                    fix="make them equal before saving (a plugin: in `before_save`), let the plugin bring an axis of "
-                    "kind AxisKind.REPLICA, along which a checkpoint keeps a copy of each, or call "
-                    "`save_state(check_equal=False)` to save without looking",
+                    why="the ranks took steps without reducing gradients: inside `no_sync`, or because the plugin that "
+                    "owns gradient_reduction does not reduce at every step; the values of different ranks would not "
+                    "belong together",
+                    fix="make them equal before saving (a plugin: in `before_save`), let the plugin add an axis of "
+                    "kind AxisKind.REPLICA, for which a checkpoint has a copy of each replica, or call "
+                    "`save_state(check_equal=False)` to save without this check",
                 )
 
 
 def _buffers_before(items: list[Item], stages: tuple[str, ...], run: Run) -> set[str]:
-    """Names of buffers that an earlier stage has, too: it is the one that writes them."""
+    """Returns the names of buffers that an earlier stage also has, and therefore writes."""
     group = run.group(*stages)
     names = [item.name for item in items if item.buffer]
     return {name for held in run.backend.all_gather_object(names, group)[: group.index] for name in held}
 
 
 def _speaks(item: Item, coordinates: dict[str, int]) -> bool:
-    """Whether this rank is the first holder of this shard, along axes that shard other tensors."""
+    """Returns whether this rank is the first that holds this shard along the axes of stages, of ``leads`` and of
+    replicated cuts."""
     holders = {} if item.record is None else item.record.holders
     if any(coordinates.get(axis, 0) != indices[0] for axis, indices in holders.items()):
         return False
@@ -396,16 +415,16 @@ def _speaks(item: Item, coordinates: dict[str, int]) -> bool:
 
 # ---- files ---------------------------------------------------------------------------------------------------------
 def copy_to_host(items: Sequence[Item], memory: StagingMemory, threads: int) -> list[Item]:
-    """The items with tensors in ``memory``, which training does not change."""
+    """Returns the items with their tensors copied to ``memory``, so that training does not change them."""
     copies = memory.copy([item.tensor for item in items], threads)
     return [replace(item, tensor=copy) for item, copy in zip(items, copies, strict=True)]
 
 
 def write_items(folder: Path, items: Iterable[Item], run_facts: RankFacts, generation: int, files: Files) -> FileList:
-    """Writes the tensors of this rank, a file for each kind; each is on disk when this returns.
+    """Writes the tensors of this rank, one file for each kind. Returns the files, which are then on disk.
 
     Raises:
-        CheckpointError: naming the file that could not be written.
+        CheckpointError: if a file cannot be written.
     """
     by_kind: dict[str, list[Item]] = {}
     for item in items:
@@ -422,20 +441,20 @@ def write_items(folder: Path, items: Iterable[Item], run_facts: RankFacts, gener
 
 
 def folder_of(kind: str) -> str:
-    """The place of files of a kind in a checkpoint."""
+    """Returns the folder, within a checkpoint, of the files of one kind."""
     return MODEL_FOLDER if kind == "model" else kind
 
 
 FileList = dict[str, tuple[str, Written]]
-"""Relative path to kind and what was written."""
+"""Kind, and size with checksums, of each file by its relative path."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """Who writes.
+    """The rank that writes a file.
 
     Args:
-        coordinates: this rank's position along every axis of the mesh that has more than one rank.
+        coordinates: its coordinates along the axes of the mesh that have more than one rank.
         replica: the number of its replica.
     """
 
@@ -448,7 +467,7 @@ class RankFacts:
 
 
 def file_parts(items: Sequence[Item], coordinates: dict[str, int]) -> Iterable[bytes | memoryview]:
-    """The bytes of a file that holds ``items``: header first, then one tensor after another."""
+    """Yields the bytes of a file that contains ``items``: the header, then one tensor after another."""
     described = {item.key: item.describe(coordinates) for item in items}
     metadata = {"format": "pt", METADATA: json.dumps({"version": 1, "tensors": described}, separators=(",", ":"))}
     yield encode_header([(item.key, _dtype_name(item.tensor), item.shape) for item in items], metadata)
@@ -461,13 +480,13 @@ def tensors_header(tensors: Iterable[tuple[str, torch.Tensor]], metadata: dict[s
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:
-    """torch's name of its dtype. Raises CheckpointError if files cannot hold it."""
+    """Returns torch's name of the dtype. Raises CheckpointError if safetensors does not support it."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     item_size(dtype)
     return dtype
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in host memory; without a copy if it is contiguous there."""
+    """Returns the bytes of a tensor on the CPU, without a copy if it is contiguous there."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

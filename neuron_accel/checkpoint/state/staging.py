@@ -1,7 +1,7 @@
-"""Memory that background saves copy tensors to, kept from one save to the next.
+"""Host memory that background saves copy tensors to.
 
-Memory that is new to a process costs more than the copy itself: the system has to find and clear every page. So there
-is one region for all tensors, of large pages where the system has them, and each save uses it again.
+Allocating memory costs more than copying, since the system has to find and clear every page. All tensors are therefore
+copied to one region, of huge pages if available, which is kept and reused by each save.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ _ALIGNMENT = 64
 
 
 class StagingMemory:
-    """A region that grows as needed. One save at a time may use it."""
+    """A region of host memory that grows as needed. One save at a time may use it."""
 
     def __init__(self) -> None:
         self._region = torch.empty(0, dtype=torch.uint8)
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return self._region.numel()
 
     def copy(self, tensors: Sequence[torch.Tensor], threads: int) -> list[torch.Tensor]:
-        """Copies of ``tensors``, contiguous, on the host. The next call overwrites them.
+        """Returns contiguous copies of ``tensors`` on the CPU. The next call overwrites them.
 
         Args:
-            tensors: on any device.
-            threads: how many to use if they are on the host.
+            tensors: tensors on any device.
+            threads: number of threads to use if all tensors are on the CPU.
         """
         offsets, size = [], 0
         for tensor in tensors:
             offsets.append(size)
             size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         if size > self.size:
-            self._region = torch.empty(0, dtype=torch.uint8)  # released before more is allocated
+            self._region = torch.empty(0, dtype=torch.uint8)  # releases the memory before more is allocated
             self._region = _pages(size)
         copies = [
             self._region[offset : offset + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
             for tensor, offset in zip(tensors, offsets, strict=True)
         ]
         if any(tensor.device.type != "cpu" for tensor in tensors):
-            threads = 1  # devices belong to the thread that trains
+            threads = 1  # devices may be used by the training thread only
         for _ in in_order(_copy, zip(copies, tensors, strict=True), threads):
             pass
         return copies

@@ -1,4 +1,5 @@
-"""What a training consists of, beside its tensors: taken when a checkpoint is saved, given back when it is loaded."""
+"""The state of a training run other than the tensors of models and optimizers: captured for a checkpoint, and
+restored."""
 
 from __future__ import annotations
 
@@ -48,16 +49,17 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class Training:
-    """The objects that a checkpoint covers.
+class TrainingObjects:
+    """The objects whose state is saved in a checkpoint.
 
     Args:
         run: the run.
-        models: prepared models; None for one that is saved or loaded elsewhere.
-        optimizers: as the plugins made them, below Accelerate's wrapper.
-        schedulers, loaders, custom: with ``state_dict`` and ``load_state_dict``; loaders with ``position``.
-        scaler: of fp16 training, or None.
-        counters: numbers to keep: the accumulation step, the number of the next checkpoint.
+        models: prepared models; None for a model that a hook of the user saves or loads.
+        optimizers: the optimizers that the plugins created, below Accelerate's wrapper.
+        schedulers, custom: objects with ``state_dict`` and ``load_state_dict``.
+        loaders: prepared data loaders.
+        scaler: the gradient scaler of fp16 training, or None.
+        counters: numbers to save, such as the accumulation step and the number of the next checkpoint.
     """
 
     run: Run
@@ -70,17 +72,18 @@ class Training:
     counters: Mapping[str, int] = field(default_factory=dict)
 
     def numbered_models(self) -> list[tuple[int, PreparedModel]]:
+        """Returns the models to save or load, with their positions in ``models``."""
         return [(index, model) for index, model in enumerate(self.models) if model is not None]
 
 
 @dataclass(kw_only=True)
 class Captured:
-    """This rank's view of a training at one moment.
+    """The captured state on this rank.
 
     Args:
         items: all tensors of models and optimizers on this rank.
-        state: everything else, encoded; complete on the main process only.
-        tensors: those that ``state`` refers to.
+        state: all other state, encoded; complete on the main process only.
+        tensors: the tensors that ``state`` refers to.
     """
 
     items: list[Item]
@@ -88,14 +91,14 @@ class Captured:
     tensors: dict[str, torch.Tensor]
 
 
-def capture(training: Training) -> Captured:
-    """Collective: the main process gets what the others know.
+def capture(training: TrainingObjects) -> Captured:
+    """Captures the state of all objects. Collective; state of other ranks is gathered on the main process.
 
     Raises:
-        CheckpointError: on every rank, if the state of some object cannot be stored.
+        CheckpointError: on every rank, if the state of an object cannot be stored.
     """
     run = training.run
-    run.backend.step_boundary()  # a lazy device computes what is saved
+    run.backend.step_boundary()  # a lazy device computes the tensors that are saved
     items, facts = agreed(run, lambda: _local(training))
     facts["buffers"] = rank_buffers(training)
     everyone = run.backend.all_gather_object(facts, run.world)
@@ -104,7 +107,7 @@ def capture(training: Training) -> Captured:
     return Captured(items=items, state=state, tensors=tensors)
 
 
-def _local(training: Training) -> tuple[list[Item], dict[str, Any]]:
+def _local(training: TrainingObjects) -> tuple[list[Item], dict[str, Any]]:
     items = [item for index, model in training.numbered_models() for item in items_of_model(model, index)]
     values = []
     for index, optimizer in enumerate(training.optimizers):
@@ -125,8 +128,11 @@ def _local(training: Training) -> tuple[list[Item], dict[str, Any]]:
     return items, facts
 
 
-def _of_replica(training: Training, plugins: PluginStates) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
-    """What a replica but the first has of its own, and tensors that it refers to; from its first rank only."""
+def _of_replica(
+    training: TrainingObjects, plugins: PluginStates
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
+    """Returns the state that each replica has of its own, and the tensors that it refers to; None on the first replica,
+    and on all ranks of another but its first."""
     mesh, rank = training.run.mesh, training.run.backend.rank
     number = mesh.replica(rank)
     if rank != min(other for other in range(mesh.world_size) if mesh.replica(other) == number):
@@ -144,7 +150,7 @@ def _of_replica(training: Training, plugins: PluginStates) -> tuple[dict[str, An
     return state, tensors
 
 
-def _numbered(training: Training) -> list[tuple[int, Any]]:
+def _numbered(training: TrainingObjects) -> list[tuple[int, Any]]:
     return list(enumerate(training.optimizers))
 
 
@@ -155,14 +161,16 @@ def _options(optimizer: Any, tensors: dict[str, torch.Tensor], where: str) -> li
     ]
 
 
-def _state(training: Training, everyone: list[dict[str, Any]], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _state(
+    training: TrainingObjects, everyone: list[dict[str, Any]], tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
     mesh = training.run.mesh
     by_replica: list[list[dict[str, Any]]] = [[] for _ in range(mesh.replicas)]
     for rank, one in enumerate(everyone):
         by_replica[mesh.replica(rank)].append(one)
     state = _state_of_all(training, everyone, by_replica[0], tensors)
     forms: dict[str, Any] = {}
-    for one in everyone:  # a stage of a pipeline may have nothing to say
+    for one in everyone:  # a pipeline stage may have none
         forms |= one["plugin_forms"]
     if forms:
         state["plugin_forms"] = dict(sorted(forms.items()))
@@ -179,14 +187,17 @@ def _state(training: Training, everyone: list[dict[str, Any]], tensors: dict[str
 
 
 def _values(index: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The values in an optimizer's state that are not tensors, by FQN and entry."""
+    """Returns the values in an optimizer's state that are not tensors, by FQN and entry."""
     return {name: entries for one in ranks for name, entries in one["values"][index].items()}
 
 
 def _state_of_all(
-    training: Training, everyone: list[dict[str, Any]], first: list[dict[str, Any]], tensors: dict[str, torch.Tensor]
+    training: TrainingObjects,
+    everyone: list[dict[str, Any]],
+    first: list[dict[str, Any]],
+    tensors: dict[str, torch.Tensor],
 ) -> dict[str, Any]:
-    """Of the first replica, and of all ranks what each has of its own."""
+    """Returns the state of the first replica, and the state that each rank has of its own."""
     return {
         "counters": dict(training.counters),
         "optimizers": [_optimizer(training, index, first, tensors) for index in range(len(training.optimizers))],
@@ -203,20 +214,20 @@ def _state_of_all(
 
 
 class PluginStates:
-    """What plugins keep, taken on this rank. Collective.
+    """The state of plugins on this rank. Collective.
 
     Attributes:
         items: tensors that are sharded like the parameters.
-        plain: everything else, by plugin and key.
-        forms: by plugin and key, of the values that are not plain or that replicas have their own of, how they are
-            kept.
+        plain: all other values, by plugin and key.
+        forms: how a value is stored, by plugin and key, for values that are sharded or that each replica has its own
+            of.
     """
 
     def __init__(self, run: Run) -> None:
         self.items: list[Item] = []
         self.plain: dict[str, dict[str, Any]] = {}
         self.forms: dict[str, dict[str, dict[str, Any]]] = {}
-        hooks: list[Any] = [*run.hooks["checkpoint_state"]]  # methods of plugins
+        hooks: list[Any] = [*run.hooks["checkpoint_state"]]  # bound methods of plugins
         for state in hooks:
             plugin = state.__self__.spec.name
             for key, value in state(run).items():
@@ -237,7 +248,7 @@ class PluginStates:
             self.plain.setdefault(plugin, {})[key] = value
 
     def of_replica(self) -> dict[str, dict[str, Any]]:
-        """The plain values that this replica has of its own."""
+        """Returns the plain values that this replica has of its own."""
         return {
             name: {key: value for key, value in state.items() if self.forms.get(name, {}).get(key, {}).get("replica")}
             for name, state in self.plain.items()
@@ -255,8 +266,9 @@ def _states(objects: Sequence[Any], kind: str, tensors: dict[str, torch.Tensor])
     ]
 
 
-def group_names(training: Training) -> list[list[list[str]]] | None:
-    """FQNs by optimizer and group; only from one rank of each stage, the others would repeat it."""
+def group_names(training: TrainingObjects) -> list[list[list[str]]] | None:
+    """Returns FQNs by optimizer and group, on one rank of each pipeline stage; None on the others, which have the
+    same."""
     run = training.run
     stages = run.mesh.names(AxisKind.STAGE)
     if any(index for axis, index in run.coordinates.items() if axis not in stages):
@@ -271,7 +283,7 @@ def group_names(training: Training) -> list[list[list[str]]] | None:
 
 
 def _optimizer(
-    training: Training, index: int, everyone: list[dict[str, Any]], tensors: dict[str, torch.Tensor]
+    training: TrainingObjects, index: int, everyone: list[dict[str, Any]], tensors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     optimizer = training.optimizers[index]
     names = [one["names"][index] for one in everyone if one["names"] is not None]
@@ -290,28 +302,29 @@ def _optimizer(
     }
 
 
-# ---- back ------------------------------------------------------------------------------------------------------------
+# ---- restoring -------------------------------------------------------------------------------------------------------
 class Restored:
-    """The state of a checkpoint, decoded and checked against a training; nothing is changed before :meth:`apply`.
+    """The state of a checkpoint, decoded and checked against the objects. Nothing is changed before :meth:`apply`.
 
     Args:
-        training: what is to be given the state.
-        state: as :func:`capture` made it.
-        tensor: gives one of its tensors.
-        info: the manifest's.
-        replica: whose copy of the state it is, where replicas have their own.
+        training: the objects to restore.
+        state: state as :func:`capture` returned it.
+        tensor: returns the tensor for a key.
+        info: ``info`` of the manifest.
+        replica: number of the replica whose state to restore, if the checkpoint has a copy for each.
 
     Attributes:
-        plugin_forms: by plugin and key, how values are kept that are not plain.
-        sharded: for those that are sharded like the parameters, this rank's shards, by FQN; filled when they are read.
+        plugin_forms: how a plugin's value is stored, by plugin and key, for values that are not plain.
+        sharded: this rank's shards, by FQN, of plugin state that is sharded like the parameters; added when they are
+            read.
 
     Raises:
-        CheckpointError: if it does not fit the training.
+        CheckpointError: if the state does not fit the objects.
     """
 
     def __init__(
         self,
-        training: Training,
+        training: TrainingObjects,
         state: Mapping[str, Any],
         tensor: Callable[[str], torch.Tensor],
         info: Mapping[str, Any],
@@ -334,7 +347,7 @@ class Restored:
             self._plugins = {name: decode(o, tensor, f"plugin {name}") for name, o in state.get("plugins", {}).items()}
             random = [decode(o, tensor, f"random {i}") for i, o in enumerate(state["random"])]
             saved = mesh_from(info["mesh"])
-            if saved.world_size != len(random):  # also so that no mesh is larger than the file
+            if saved.world_size != len(random):  # also limits the size of the mesh to that of the file
                 raise ValueError(f"a mesh of {saved.world_size} ranks, and {len(random)} states of random numbers")
             own = state["buffers"][training.run.backend.rank] if saved == training.run.mesh else {}
             self._buffers = check_buffers(decode(own, tensor, "buffers"))
@@ -362,10 +375,10 @@ class Restored:
         ):
             check_scheduler(scheduler, saved_state, f"scheduler {index}")
         for index, (custom, saved_state) in enumerate(zip(training.custom, self._states["custom"], strict=True)):
-            # What these hold is theirs alone, and may change its form with time.
+            # Only the type is compared: the contents belong to the object, and may change between versions.
             if isinstance(saved_state, dict) != isinstance(custom.state_dict(), dict):
                 raise CheckpointError(
-                    "The saved state of an object registered for checkpointing is that of another one.",
+                    "The saved state of an object registered for checkpointing belongs to another object.",
                     where=f"custom object {index} ({type(custom).__name__})",
                     fix="register the same objects in the same order as when the checkpoint was saved",
                 )
@@ -391,7 +404,7 @@ class Restored:
             raise CheckpointError(
                 f"The checkpoint's optimizer has {len(groups)} groups, this one has {len(optimizer.param_groups)}.",
                 where=where,
-                fix="build the optimizer as it was when the checkpoint was saved",
+                fix="build the optimizer with the same groups as when the checkpoint was saved",
             )
         for i, (saved, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
             check_options(saved["options"], group, getattr(optimizer, "defaults", {}), f"{where}, group {i}")
@@ -402,12 +415,12 @@ class Restored:
                     raise CheckpointError(
                         f"{name} is not in this group of the checkpoint's optimizer.",
                         where=f"{where}, group {i}",
-                        why="its learning rate and other options would be those of other parameters",
-                        fix="build the optimizer's groups as they were when the checkpoint was saved",
+                        why="it would get the learning rate and other options of other parameters",
+                        fix="build the optimizer with the same groups as when the checkpoint was saved",
                     )
 
     def apply(self) -> None:
-        """Gives everything but tensors of models and optimizers back."""
+        """Restores all state other than the tensors of models and optimizers. Collective."""
         training = self._training
         set_rank_buffers(training, self._buffers)
         for optimizer, saved in zip(training.optimizers, self.optimizers, strict=False):
@@ -424,13 +437,15 @@ class Restored:
         plugins = {plugin.spec.name: plugin for plugin in training.run.plan.plugins}
         for name in sorted({*self._plugins, *self.plugin_forms}):
             if name in plugins:
-                with _refusing(f"Plugin {name!r} cannot take back its state."):
+                with _refusing(f"Plugin {name!r} cannot load its state."):
                     plugins[name].load_checkpoint_state(self._plugin_state(name), training.run)
             else:
-                _log.warning("The checkpoint has state of a plugin %r, which this run has not; it is left out.", name)
+                _log.warning(
+                    "The checkpoint has state of plugin %r, which this run does not use; it is not loaded.", name
+                )
         state, newcomer = self._random
-        # A lazy device puts what was loaded in its place, so that the next step's graph is like any other. It moves its
-        # random numbers on when it does so.
+        # A lazy device executes the copies, so that the graph of the next step is like any other. Executing advances
+        # its random number generator, which is therefore restored afterwards.
         training.run.backend.step_boundary()
         generator = training.run.backend.generator
         set_random_state(state, generator)
@@ -438,7 +453,7 @@ class Restored:
             reseed(newcomer, generator)
 
     def _plugin_state(self, name: str) -> dict[str, Any]:
-        """As the plugin gave it."""
+        """Returns a plugin's state in the form in which the plugin returned it."""
         state = dict(self._plugins.get(name, {}))
         for key, form in self.plugin_forms.get(name, {}).items():
             if form["model"] is not None:
@@ -449,12 +464,14 @@ class Restored:
 
     def _apply_custom(self) -> None:
         for index, (custom, state) in enumerate(zip(self._training.custom, self._states["custom"], strict=True)):
-            with _refusing(f"Object {index} registered for checkpointing ({type(custom).__name__}) refuses its state."):
+            with _refusing(
+                f"Object {index} registered for checkpointing ({type(custom).__name__}) cannot load its state."
+            ):
                 custom.load_state_dict(state)
 
 
 def _with_own(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The state, with what a replica but the first has of its own."""
+    """Returns the state with the parts that a replica other than the first has of its own."""
     optimizers = [
         {
             **optimizer,
@@ -474,7 +491,11 @@ def _with_own(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
 
 
 def _forms(forms: Any) -> dict[str, dict[str, dict[str, Any]]]:
-    """How plugins keep their values, checked."""
+    """Returns how the values of plugins are stored, after checking the types.
+
+    Raises:
+        ValueError: if a value has the wrong type.
+    """
     for keys in forms.values():
         for form in keys.values():
             model = form["model"]
@@ -485,7 +506,7 @@ def _forms(forms: Any) -> dict[str, dict[str, dict[str, Any]]]:
 
 @contextmanager
 def _refusing(what: str) -> Iterator[None]:
-    """What code that is not ours says to a state becomes a CheckpointError."""
+    """Context that converts exceptions of other code into a CheckpointError with the message ``what``."""
     try:
         yield
     except NeuronAccelError:
@@ -495,11 +516,12 @@ def _refusing(what: str) -> Iterator[None]:
             what,
             where=f"load_state_dict: {type(error).__name__}: {error}",
             why="models, optimizers and schedulers have been loaded already",
-            fix="load another checkpoint before going on, or mend the object",
+            fix="load another checkpoint before training continues, or correct the object",
         ) from error
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Sets the options of an optimizer's group; tensors are written in place."""
     for name, value in options.items():
         present = group.get(name)
         if isinstance(present, torch.Tensor):
@@ -518,24 +540,29 @@ def _wrong_count(kind: str, saved: int, present: int) -> CheckpointError:
 
 
 def mesh_to(mesh: Mesh) -> list[dict[str, Any]]:
-    """A mesh as plain data."""
+    """Returns a mesh as plain data."""
     return [{"name": axis.name, "degree": axis.degree, "kind": axis.kind.value} for axis in mesh.axes]
 
 
 def mesh_from(data: Sequence[Mapping[str, Any]]) -> Mesh:
-    """The inverse of :func:`mesh_to`."""
+    """Inverse of :func:`mesh_to`.
+
+    Raises:
+        ValueError: if ``data`` is not a valid mesh.
+    """
     axes = tuple(AxisSpec(name=a["name"], degree=a["degree"], kind=AxisKind(a["kind"])) for a in data)
     if not all(isinstance(axis.name, str) and type(axis.degree) is int and axis.degree >= 1 for axis in axes):
         raise ValueError(f"{data!r:.80} is not a valid mesh")
     return Mesh(axes)
 
 
-# ---- Random numbers of every kind, taken and given back --------------------------------------------------------------
-_ODD = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: neighbouring numbers become seeds far apart
+# ---- States of random number generators ------------------------------------------------------------------------------
+_ODD = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, so that seeds of neighbouring ranks differ in many bits
 
 
 def random_state(device: DeviceGenerator) -> dict[str, Any]:
-    """The state of Python's, numpy's and torch's default generators, and of the device's own."""
+    """Returns the state of the default generators of Python, numpy and torch, and of the device's generator if it has
+    one."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if device.apart:
         state["device"] = device.get_state()
@@ -543,8 +570,8 @@ def random_state(device: DeviceGenerator) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: DeviceGenerator) -> None:
-    """The inverse of :func:`random_state`. A device of its own that the saved training did not have gets a seed that
-    follows from the rest of the state."""
+    """Inverse of :func:`random_state`. If the state has none for the device's generator, the generator is seeded with a
+    number that is computed from the rest of the state."""
     version, words, extra = state["python"]
     random.setstate((version, tuple(words), extra))
     np.random.set_state(state["numpy"])
@@ -558,14 +585,15 @@ def set_random_state(state: dict[str, Any], device: DeviceGenerator) -> None:
 
 
 def state_for(states: list[dict[str, Any]], saved: Mesh, mesh: Mesh, rank: int) -> tuple[dict[str, Any], int | None]:
-    """The saved state that a rank of another mesh goes on with.
+    """Returns the saved state with which a rank continues.
 
-    On an equal mesh every rank gets its own. On another, ranks that share data must draw the same numbers, so the state
-    comes from the saved ranks that were first along all axes but the data's.
+    If the mesh is the saved one, each rank gets its own state. Otherwise ranks that read the same samples must draw the
+    same numbers, so a data-parallel rank gets the state of the saved rank with that data-parallel index and index 0
+    along all other axes.
 
     Returns:
-        The state, and the number of a data-parallel rank that the saved mesh did not have: it makes itself a seed from
-        the state and this number, so that it does not draw what another rank does.
+        The state; and the data-parallel rank if the saved mesh did not have it, else None. In that case the rank calls
+        :func:`reseed` with this number, so that it does not draw the numbers of another rank.
     """
     if saved == mesh:
         return states[rank], None
@@ -575,7 +603,7 @@ def state_for(states: list[dict[str, Any]], saved: Mesh, mesh: Mesh, rank: int) 
 
 
 def reseed(index: int, device: DeviceGenerator) -> None:
-    """Gives a rank without a saved state its own: a function of the one it was given and its number."""
+    """Seeds all generators of a rank without a saved state with a function of its current state and its number."""
     seed = (_seed() + index * _ODD) % 2**63
     torch.manual_seed(seed)
     random.seed(seed)
@@ -588,11 +616,11 @@ def _seed() -> int:
     return int(torch.randint(2**62, (), dtype=torch.int64))
 
 
-# ---- Buffers that ranks have different values of ---------------------------------------------------------------------
-# A buffer is stored once, with the first rank's values, and any mesh loads these. But ranks see different samples,
-# and until they are made equal have running statistics of their own. Those are stored besides, so that the same
-# mesh goes on exactly.
-def _buffers(training: Training) -> dict[str, torch.Tensor]:
+# ---- Buffers that differ between ranks -------------------------------------------------------------------------------
+# A buffer is stored once, with the values of the first rank, which any mesh loads. But data-parallel ranks process
+# different samples, so their running statistics differ until they are synchronized. The values of the other ranks are
+# stored too, so that training on the same mesh continues exactly.
+def _buffers(training: TrainingObjects) -> dict[str, torch.Tensor]:
     return {
         f"{index}/{names[0]}": value.detach()
         for index, model in training.numbered_models()
@@ -600,8 +628,8 @@ def _buffers(training: Training) -> dict[str, torch.Tensor]:
     }
 
 
-def rank_buffers(training: Training) -> dict[str, torch.Tensor]:
-    """This rank's buffers whose values are not those of the first rank of its replica that has them, on the host.
+def rank_buffers(training: TrainingObjects) -> dict[str, torch.Tensor]:
+    """Returns this rank's buffers whose values differ from those of the first rank of its replica, on the CPU.
     Collective."""
     run = training.run
     mine = {name: value.to("cpu", copy=True) for name, value in _buffers(training).items()}
@@ -614,8 +642,8 @@ def rank_buffers(training: Training) -> dict[str, torch.Tensor]:
     return {name: value for name, value in mine.items() if sums[name] != first[name]}
 
 
-def set_rank_buffers(training: Training, values: dict[str, torch.Tensor]) -> None:
-    """The inverse, after all buffers were loaded."""
+def set_rank_buffers(training: TrainingObjects, values: dict[str, torch.Tensor]) -> None:
+    """Inverse of :func:`rank_buffers`. Must be called after the buffers of all models were loaded."""
     buffers = _buffers(training)
     with torch.no_grad():
         for name, value in values.items():

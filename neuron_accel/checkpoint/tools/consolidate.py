@@ -1,4 +1,4 @@
-"""From a checkpoint of any mesh to a standard folder of transformers, a few megabytes at a time."""
+"""Consolidates a checkpoint of any mesh into a standard folder of transformers, a few megabytes at a time."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     import torch
 
 _WEIGHTS = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
-_BLOCK = 1 << 20  # fits into a core's cache, where it is read, compared and written
+_BLOCK = 1 << 20  # fits into a core's cache
 _SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all."""
+"""Is called with the number of bytes done and the total number of bytes."""
 
 
 def checkpoint_folder(given: Path) -> Path:
-    """The checkpoint that a user means: its folder, or the one of its model's shards."""
+    """Returns the folder of the checkpoint, given that folder or the folder of the model's shards in it."""
     given = given.resolve()
     if given.name == MODEL_FOLDER and not has_manifest(given) and has_manifest(given.parent):
         return given.parent
@@ -45,7 +45,7 @@ def checkpoint_folder(given: Path) -> Path:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from ``"5GB"``, ``"500MB"``, ``"2GiB"`` or a number.
+    """Returns the number of bytes of a size like ``"5GB"``, ``"500MB"``, ``"2GiB"``, or of a number.
 
     Raises:
         CheckpointError: if ``text`` is not a positive size.
@@ -72,20 +72,22 @@ def consolidate(
     progress: Progress = lambda done, total: None,
     files: Files | None = None,
 ) -> list[Path]:
-    """Writes the model of a checkpoint with its original names and shapes. Ties and padding are undone.
+    """Writes the model of a checkpoint with its original names and shapes. A tied weight is written once, and padding
+    is removed.
 
     Args:
         folder: the checkpoint, or the folder of its model's shards.
-        output: is made; must hold no weights.
+        output: the folder to create; if it exists, it must not contain weights.
         form: ``"safetensors"`` or ``"pytorch"``.
-        max_shard_size: of a file of weights, in bytes; a larger tensor has a file of its own.
-        verify: whether to compare the model's files with their checksums; if they differ, nothing is left.
-        replica: whose copy, where replicas that train apart have their own.
-        progress: called with the progress.
-        files: how files are written.
+        max_shard_size: maximum size of a file of weights in bytes; a larger tensor gets a file of its own.
+        verify: whether to compare the model's files with their checksums. If they differ, the written files are
+            removed.
+        replica: the replica whose copy is written, if the checkpoint has a copy for each replica.
+        progress: is called with the bytes written so far and the total.
+        files: performs the operations on files.
 
     Returns:
-        the files of weights.
+        The paths of the files of weights.
 
     Raises:
         CheckpointError: if the checkpoint is incomplete or damaged, or the output cannot be written.
@@ -99,24 +101,24 @@ def consolidate(
         raise CheckpointError(
             f"The checkpoint has no replica {replica}.",
             where=str(folder),
-            why=f"it has {copies}, numbered from 0" if copies > 1 else "its replicas did not train apart",
-            fix="name one of them, or leave the number out for the first",
+            why=f"it has {copies} replicas, numbered from 0" if copies > 1 else "it has a single copy of the model",
+            fix="give the number of one of them, or leave it out for the first",
         )
     index = index_checkpoint(folder, manifest, ("model",), replica)
     tensors = sorted(index.tensors(model_collection(0)), key=lambda tensor: tensor.name)
     for tensor in tensors:
         tensor.check()
     if not tensors:
-        raise CheckpointError("The checkpoint holds no model.", where=str(folder))
+        raise CheckpointError("The checkpoint contains no model.", where=str(folder))
     held = [path.name for pattern in ("*.safetensors*", "*.bin*") for path in output.glob(pattern)]
     reserved = [name for name in manifest.of_kind("auxiliary") if _WEIGHTS.fullmatch(name)]
     if reserved:
         raise CheckpointError(
-            f"The checkpoint has a file {reserved[0]!r} that would take the place of weights.", where=str(folder)
+            f"The checkpoint has an auxiliary file with the name of a weight file: {reserved[0]!r}.", where=str(folder)
         )
     if held:
         raise CheckpointError(
-            f"{str(output)!r} holds weights already: {held[0]}.", where=str(output), fix="name a new folder"
+            f"{str(output)!r} already contains weights: {held[0]}.", where=str(output), fix="give a new folder"
         )
     files.make_folder(output)
     shards = split_by_size(tensors, max_shard_size)
@@ -126,10 +128,10 @@ def consolidate(
             paths = _write_shards(shards, output, form, progress, files, written)
             check()
         except BaseException:
-            for path in written:  # what was read may be damaged
+            for path in written:  # the files that were read may be damaged
                 path.unlink(missing_ok=True)
             raise
-    for relative in manifest.of_kind("auxiliary"):  # last: a folder without configuration does not load
+    for relative in manifest.of_kind("auxiliary"):  # last, since a folder without a configuration cannot be loaded
         path = output / relative
         if path.parent != output:
             files.make_folder(path.parent)
@@ -140,8 +142,8 @@ def consolidate(
 
 @contextmanager
 def checked_meanwhile(folder: Path, manifest: Manifest, kinds: tuple[str, ...]) -> Iterator[Callable[[], None]]:
-    """Compares files with their checksums while something else is done with them. The result waits until all are
-    compared, and raises CheckpointError if one is damaged."""
+    """Context in which files are compared with their checksums in another thread. Yields a function that waits for the
+    comparison and raises CheckpointError if a file is damaged."""
     relatives = [relative for kind in kinds for relative in manifest.of_kind(kind)]
     with ThreadPoolExecutor(1, thread_name_prefix="neuron_accel-check") as pool:
         checks = [pool.submit(check_file, folder, relative, manifest.files[relative]) for relative in relatives]
@@ -158,7 +160,7 @@ def checked_meanwhile(folder: Path, manifest: Manifest, kinds: tuple[str, ...]) 
 
 
 def split_by_size(tensors: list[SourceTensor], limit: int) -> list[list[SourceTensor]]:
-    """Runs of tensors of ``limit`` bytes at most; at least one tensor each."""
+    """Splits tensors into consecutive lists of at most ``limit`` bytes, or of one larger tensor."""
     shards: list[list[SourceTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -173,7 +175,8 @@ def split_by_size(tensors: list[SourceTensor], limit: int) -> list[list[SourceTe
 def _write_shards(
     shards: list[list[SourceTensor]], output: Path, form: str, progress: Progress, files: Files, written: list[Path]
 ) -> list[Path]:
-    """Writes the files of weights, and their index if there are several; ``written`` gets each before it is begun."""
+    """Writes the files of weights, and an index if there are several. Adds the path of each to ``written`` before it is
+    written."""
     stem, suffix = {"safetensors": ("model", ".safetensors"), "pytorch": ("pytorch_model", ".bin")}[form]
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
     done = 0
@@ -203,7 +206,7 @@ def _write_shards(
 
 
 def _parts(tensors: list[SourceTensor], count: Callable[[int], None]) -> Iterator[bytes | memoryview | Extent]:
-    """The bytes of a file of safetensors."""
+    """Yields the bytes of a safetensors file."""
     yield encode_header([(t.name, t.layout.dtype, t.layout.shape) for t in tensors], {"format": "pt"})
     with Bytes() as source:
         for tensor in tensors:
@@ -221,20 +224,20 @@ def blocks_of(
     start: int = 0,
     stop: int | None = None,
 ) -> Iterator[memoryview]:
-    """The bytes of a tensor in order, a few megabytes at a time; each block is overwritten by the next.
+    """Yields the bytes of a tensor in order, a few megabytes at a time. Each block is overwritten by the next.
 
     Args:
-        tensor: what is read.
+        tensor: the tensor.
         source: open files.
-        layout, at: which shard; by default the full tensor.
-        start, stop: which of its elements; by default all.
+        layout, at: layout and coordinates of the shard to read; by default the full tensor.
+        start, stop: range of elements; by default all.
     """
     import numpy as np
 
     layout = layout or Layout(shape=tensor.layout.shape, dtype=tensor.layout.dtype)
     stop = math.prod(layout.local_shape) if stop is None else stop
     row = max(1, math.prod(layout.local_shape[1:]))
-    # Full rows, as long as a row is not large: then a block is read from each shard at once.
+    # Full rows, unless a row is large, so that each shard is read once for a block.
     step = max(1, _BLOCK // (row * tensor.item_size)) * row
     buffer = np.empty(min(step, stop - start), dtype=words(tensor.item_size))
     for begin in range(start, stop, step):
@@ -245,7 +248,8 @@ def blocks_of(
 
 
 def _write_pickled(path: Path, tensors: list[SourceTensor], count: Callable[[int], None], files: Files) -> None:
-    """A file for ``torch.load``. torch writes it from a mapped file, so that memory stays free for others."""
+    """Writes a file for ``torch.load``. The tensors are memory-mapped from a temporary file, so that they take no
+    memory."""
     import torch
 
     temporary = path.with_name(f".{path.name}.tensors")
@@ -254,7 +258,7 @@ def _write_pickled(path: Path, tensors: list[SourceTensor], count: Callable[[int
         header = read_header(temporary)
         state = {}
         for name, stored in header.tensors.items():
-            # Its own mapping for each: torch saves whole storages.
+            # Each tensor has its own mapping, since torch.save writes entire storages.
             bytes_ = _mapped(temporary, stored.offset, stored.nbytes)
             state[name] = bytes_.view(getattr(torch, stored.dtype)).view(stored.shape)
         files.operation("write", path)

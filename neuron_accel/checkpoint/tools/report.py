@@ -1,4 +1,4 @@
-"""Inspecting a checkpoint: its contents, and whether it is complete. Needs neither torch nor numpy."""
+"""Inspects and verifies checkpoints. Needs neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from neuron_accel.errors import CheckpointError, NeuronAccelError
 
 
 def inspect(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds, as plain data. Reads the manifest and headers only.
+    """Returns a description of the contents of a checkpoint, as plain data. Reads only the manifest and headers.
 
     Raises:
-        CheckpointError: if it is incomplete or a header is damaged.
+        CheckpointError: if the checkpoint is incomplete, or a header is damaged.
     """
     manifest = read_manifest(folder)
     index = index_checkpoint(folder, manifest)
@@ -50,7 +50,7 @@ def inspect(folder: Path) -> dict[str, Any]:
 
 
 def _check_info(info: Mapping[str, Any], folder: Path) -> None:
-    """Checks the types of what is shown."""
+    """Checks the types of the values that are shown."""
     try:
         known = {
             "saved": (str, type(None)),
@@ -79,7 +79,7 @@ def _check_info(info: Mapping[str, Any], folder: Path) -> None:
 
 
 def _by_number(name: str) -> list[Any]:
-    """Sorts names as a model has them, as far as names tell: ``layers.2`` before ``layers.10``."""
+    """Sort key of names that orders numbers in them numerically: ``layers.2`` before ``layers.10``."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
@@ -99,14 +99,14 @@ def _tensor(tensor: SourceTensor) -> dict[str, Any]:
 
 
 def verify(folder: Path, progress: Callable[[str], None] = lambda path: None) -> list[str]:
-    """Everything that is wrong with a checkpoint; empty if nothing is.
+    """Returns descriptions of everything that is wrong with a checkpoint; an empty list if nothing is.
 
-    Compares every file with its checksum, checks that the shards of every tensor are complete, without gaps, and that
-    the weights have the shapes that the configuration beside them says.
+    Compares every file with its checksums, and checks that the shards of every tensor are complete and that weights
+    have the shapes of the model's configuration.
 
     Args:
         folder: the checkpoint.
-        progress: called with every file before it is read.
+        progress: is called with the relative path of each file before it is read.
     """
     try:
         manifest = read_manifest(folder)
@@ -119,7 +119,7 @@ def verify(folder: Path, progress: Callable[[str], None] = lambda path: None) ->
             check_file(folder, relative, entry)
         except CheckpointError as error:
             wrong.append(str(error))
-    if wrong:  # what damaged files say about their tensors tells nothing more
+    if wrong:  # headers of damaged files are not examined
         return wrong
     try:
         copies = [index_checkpoint(folder, manifest, replica=number) for number in range(replicas_in(manifest))]
@@ -141,10 +141,10 @@ def verify(folder: Path, progress: Callable[[str], None] = lambda path: None) ->
 
 
 def _against_model(index: Index) -> list[str]:
-    """The optimizer's state belongs to parameters of the models."""
+    """Checks that optimizer state belongs to parameters of the models."""
     names = {name for c, tensors in index.collections.items() if c.startswith("model.") for name in tensors}
     return [
-        f"{collection} holds an entry for {tensor.name!r}, which no model has."
+        f"{collection} has an entry for {tensor.name!r}, which no model has."
         for collection in index.collections
         if collection.startswith("optimizer.")
         for tensor in index.tensors(collection)
@@ -157,7 +157,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 
 
 def _against_config(folder: Path, manifest: Manifest, index: Index) -> list[str]:
-    """What a configuration of transformers says about shapes, in the words that its decoders use."""
+    """Compares weights with the configuration of transformers: shape of the embedding, and number of layers."""
     if "config.json" not in manifest.of_kind("auxiliary"):
         return []
     try:

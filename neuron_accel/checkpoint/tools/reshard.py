@@ -1,7 +1,7 @@
-"""A checkpoint resharded for another mesh, whose ranks then read only their own files. With the optimizer; streaming.
+"""Reshards a checkpoint, including optimizer state, for another mesh, whose ranks then read only their own files.
 
-Loading never needs this: any mesh loads any checkpoint. It saves reading across files where many ranks load often, or
-from a slow file system.
+Loading does not require this: any mesh loads any checkpoint. It reduces the number of files that each rank reads, if
+many ranks load often or from a slow file system. Tensors are streamed, so the model need not fit into memory.
 """
 
 from __future__ import annotations
@@ -28,38 +28,45 @@ from neuron_accel.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:
-    """How a model and its optimizer are sharded over a mesh.
+class Sharding:
+    """How a model and its optimizer state are sharded over a mesh.
 
     Args:
-        mesh: the mesh. Ranks along its axes of samples and positions hold the same parameters.
-        layouts: layouts of parameters over its model axes, by FQN; parameters that are missing are replicated.
-        stages: index along its axis of stages, of which there is one at most, of the first rank that holds a parameter
-            or buffer, by FQN; by default 0.
-        divide_optimizer: whether the optimizer's state is sharded over data-parallel ranks, as under ZeRO-1.
+        mesh: the mesh. Parameters are replicated along its axes of samples and positions.
+        layouts: layouts of parameters over the model axes, by FQN; parameters that are missing are replicated.
+        stages: index of the first pipeline stage that holds a parameter or buffer, by FQN; 0 for those that are
+            missing. The mesh has one axis of stages at most.
+        shard_optimizer: whether optimizer state is sharded over data-parallel ranks, as with ZeRO-1.
     """
 
     mesh: Mesh
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     stages: Mapping[str, int] = field(default_factory=dict)
-    divide_optimizer: bool = False
+    shard_optimizer: bool = False
 
     def degrees(self) -> dict[str, int]:
+        """Returns the degree of each axis of the mesh."""
         return {axis.name: axis.degree for axis in self.mesh.axes}
 
     def layout_of(self, source: SourceTensor) -> Layout:
-        whole = Layout(shape=source.layout.shape, dtype=source.layout.dtype)
+        """Returns the layout of a stored tensor on the mesh.
+
+        Raises:
+            CheckpointError: if the tensor has another shape than in ``layouts``.
+        """
+        full = Layout(shape=source.layout.shape, dtype=source.layout.dtype)
         wanted = next((self.layouts[name] for name in _names(source) if name in self.layouts), None)
         if wanted is None or source.form != "parameter":
-            return whole
-        if wanted.shape != whole.shape:
+            return full
+        if wanted.shape != full.shape:
             raise CheckpointError(
-                f"{source.name!r} has shape {whole.shape} in the checkpoint and {wanted.shape} in the model.",
+                f"{source.name!r} has shape {full.shape} in the checkpoint and {wanted.shape} in the model.",
                 why="the configuration beside the checkpoint is that of another model",
             )
-        return replace(wanted, dtype=whole.dtype)
+        return replace(wanted, dtype=full.dtype)
 
     def stage_of(self, source: SourceTensor) -> int:
+        """Returns the index of the first stage that holds a stored tensor."""
         return min((self.stages[name] for name in _names(source) if name in self.stages), default=0)
 
 
@@ -68,21 +75,21 @@ def _names(source: SourceTensor) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Portion:
-    """What a file will hold of a tensor."""
+class StoredShard:
+    """A shard, or a run of its elements, that is written to a file."""
 
     source: SourceTensor
     item: Item
 
 
-Rank = tuple[int, ...]
-"""Indices along the axes of the mesh, outer to inner."""
+Coordinates = tuple[int, ...]
+"""Coordinates of a rank: indices along the axes of the mesh, outer to inner."""
 
 
 def reshard(
     folder: Path,
     output: Path,
-    division: Division,
+    sharding: Sharding,
     *,
     progress: Progress = lambda done, total: None,
     files: Files | None = None,
@@ -91,10 +98,10 @@ def reshard(
 
     Args:
         folder: the checkpoint.
-        output: is made; must be empty.
-        division: the mesh, and what its ranks hold.
-        progress: called with the progress.
-        files: how files are written.
+        output: the folder to create; it must be empty if it exists.
+        sharding: the mesh, and how tensors are sharded over it.
+        progress: is called with the bytes written so far and the total.
+        files: performs the operations on files.
 
     Raises:
         CheckpointError: if the checkpoint is damaged, or the output is not empty.
@@ -114,12 +121,12 @@ def reshard(
     count = _counter(copies, progress)
     entries: dict[str, FileEntry] = {}
     for replica, index in enumerate(copies):
-        for (kind, rank), portions in sorted(_shares(index, division).items()):
-            at = dict(zip(division.mesh.axis_names, rank, strict=True))
-            named = {axis: i for axis, i in at.items() if division.mesh.degree(axis) > 1}
+        for (kind, rank), shards in sorted(_files_of_ranks(index, sharding).items()):
+            at = dict(zip(sharding.mesh.axis_names, rank, strict=True))
+            named = {axis: i for axis, i in at.items() if sharding.mesh.degree(axis) > 1}
             named |= {"replica": replica} if len(copies) > 1 else {}
             relative = f"{folder_of(kind)}/{RankFacts(coordinates=named).file_name(0)}"
-            written = files.write(output / relative, _parts(portions, at, count))
+            written = files.write(output / relative, _parts(shards, at, count))
             kind = kind_of(kind, replica)
             entries[relative] = FileEntry(size=written.size, checksums=written.checksums, kind=kind)
     for relative, entry in manifest.files.items():
@@ -130,12 +137,12 @@ def reshard(
             entries[relative] = FileEntry(size=copied.size, checksums=copied.checksums, kind=entry.kind)
     for path in (*folders, output):
         files.sync_folder(path)
-    made = replace(manifest, files=entries, generation=0, info={**manifest.info, "resharded": division.degrees()})
+    made = replace(manifest, files=entries, generation=0, info={**manifest.info, "resharded": sharding.degrees()})
     files.replace(output / NAME, made.to_bytes())
 
 
 def _copy(folder: Path, manifest: Manifest, replica: int) -> Index:
-    """The tensors that one replica has of its own; the first also what plugins keep for all."""
+    """Returns the index of one replica's tensors. Plugin state that is kept for all replicas belongs to the first."""
     index = index_checkpoint(folder, manifest, ("model", "optimizer"), replica)
     for relative in sorted(manifest.of_kind(kind_of("plugin", replica))):
         path = locate(folder, relative)
@@ -143,25 +150,26 @@ def _copy(folder: Path, manifest: Manifest, replica: int) -> Index:
     return index
 
 
-def _shares(index: Index, division: Division) -> dict[tuple[str, Rank], list[Portion]]:
-    """The contents of each rank's files, by kind and rank; data-parallel ranks divide the work."""
-    shares: dict[tuple[str, Rank], list[Portion]] = {}
-    loads: dict[Rank, int] = {}
+def _files_of_ranks(index: Index, sharding: Sharding) -> dict[tuple[str, Coordinates], list[StoredShard]]:
+    """Returns the contents of each rank's files, by kind and rank. The work is distributed over data-parallel ranks."""
+    contents: dict[tuple[str, Coordinates], list[StoredShard]] = {}
+    loads: dict[Coordinates, int] = {}
     for collection in sorted(index.collections):
         kind = collection.partition(".")[0]
         for source in sorted(index.tensors(collection), key=lambda s: (-s.nbytes, s.name)):
             source.check()
-            for rank, portion in _portions(source, collection, division, loads):
-                shares.setdefault((kind, rank), []).append(portion)
-    return shares
+            for rank, shard in _stored_shards(source, collection, sharding, loads):
+                contents.setdefault((kind, rank), []).append(shard)
+    return contents
 
 
-def _portions(
-    source: SourceTensor, collection: str, division: Division, loads: dict[Rank, int]
-) -> Iterator[tuple[Rank, Portion]]:
-    """Which ranks write which slices of one tensor. ``loads``: how much each has to write already."""
-    mesh, layout = division.mesh, division.layout_of(source)
-    stages = dict.fromkeys(mesh.names(AxisKind.STAGE), division.stage_of(source))
+def _stored_shards(
+    source: SourceTensor, collection: str, sharding: Sharding, loads: dict[Coordinates, int]
+) -> Iterator[tuple[Coordinates, StoredShard]]:
+    """Yields the ranks that write one tensor, and the shard or run of elements that each writes. ``loads`` has the
+    bytes that each rank writes already, and is updated."""
+    mesh, layout = sharding.mesh, sharding.layout_of(source)
+    stages = dict.fromkeys(mesh.names(AxisKind.STAGE), sharding.stage_of(source))
     item = Item(
         collection=collection,
         name=source.name,
@@ -172,41 +180,42 @@ def _portions(
         buffer=source.buffer,
     )
     numel, ranks = math.prod(layout.local_shape), mesh.size(mesh.gradient_axes)
-    sharded = division.divide_optimizer and item.kind == "optimizer" and source.form == "parameter" and numel >= ranks
+    sharded = sharding.shard_optimizer and item.kind == "optimizer" and source.form == "parameter" and numel >= ranks
     for place in places_of(layout):
         at = stages | dict(place)
         if sharded:
             bounds = [numel * index // ranks for index in range(ranks + 1)]
             for index, rank in enumerate(_ranks(mesh, at, mesh.gradient_axes)):
                 run = replace(item, start=bounds[index], stop=bounds[index + 1])
-                yield rank, Portion(source, run)
+                yield rank, StoredShard(source, run)
             continue
         equal = [name for name in mesh.axis_names if name not in at]
         rank = min(_ranks(mesh, at, equal), key=lambda rank: (loads.get(rank, 0), rank))
         loads[rank] = loads.get(rank, 0) + source.nbytes + 1
-        yield rank, Portion(source, item)
+        yield rank, StoredShard(source, item)
 
 
-def _ranks(mesh: Mesh, at: Mapping[str, int], along: Sequence[str]) -> Iterator[Rank]:
-    """The ranks at ``at`` with every index along further axes; 0 along those that are not named."""
+def _ranks(mesh: Mesh, at: Mapping[str, int], along: Sequence[str]) -> Iterator[Coordinates]:
+    """Yields the ranks at coordinates ``at`` with all indices along the axes ``along``, and index 0 along all
+    others."""
     for indices in itertools.product(*(range(mesh.degree(axis)) for axis in along)):
         here = {**at, **dict(zip(along, indices, strict=True))}
         yield tuple(here.get(axis, 0) for axis in mesh.axis_names)
 
 
-def _parts(portions: list[Portion], at: dict[str, int], count: Callable[[int], None]) -> Iterator[bytes | memoryview]:
+def _parts(shards: list[StoredShard], at: dict[str, int], count: Callable[[int], None]) -> Iterator[bytes | memoryview]:
     described, header = {}, []
-    for portion in portions:
-        item = portion.item
+    for shard in shards:
+        item = shard.item
         shape = item.layout.local_shape if item.start is None else ((item.stop or 0) - item.start,)
         header.append((item.key, item.layout.dtype, shape))
         described[item.key] = item.describe(at)
     metadata = {"format": "pt", METADATA: json.dumps({"version": 1, "tensors": described}, separators=(",", ":"))}
     yield encode_header(header, metadata)
     with Bytes() as source:
-        for portion in portions:
-            item = portion.item
-            for block in blocks_of(portion.source, source, item.layout, at, item.start or 0, item.stop):
+        for shard in shards:
+            item = shard.item
+            for block in blocks_of(shard.source, source, item.layout, at, item.start or 0, item.stop):
                 yield block
                 count(len(block))
 
@@ -217,7 +226,7 @@ def _counter(copies: list[Index], progress: Progress) -> Callable[[int], None]:
 
     def count(size: int) -> None:
         nonlocal done
-        done = min(total, done + size)  # padding and replicas come on top
+        done = min(total, done + size)  # padding is written but not counted in the total
         progress(done, total)
 
     return count

@@ -273,7 +273,7 @@ def test_whatever_is_forged_is_refused_before_anything_changes_or_loads(good, tm
 def use(tool, folder: Path, output: Path) -> None:
     from neuron_accel.checkpoint.tools.consolidate import consolidate
     from neuron_accel.checkpoint.tools.report import inspect, verify
-    from neuron_accel.checkpoint.tools.reshard import Division, reshard
+    from neuron_accel.checkpoint.tools.reshard import Sharding, reshard
     from neuron_accel.cli.inspect import format_report
     from neuron_accel.engine.plan.mesh import Mesh
 
@@ -286,7 +286,7 @@ def use(tool, folder: Path, output: Path) -> None:
     elif tool == "consolidate":
         consolidate(folder, output)
     else:
-        reshard(folder, output, Division(mesh=Mesh.build([], 2), divide_optimizer=True))
+        reshard(folder, output, Sharding(mesh=Mesh.build([], 2), shard_optimizer=True))
 
 
 @pytest.mark.parametrize("tool", ["inspect", "verify", "consolidate", "reshard"])

@@ -13,7 +13,7 @@ import torch
 from neuron_accel import contract
 from neuron_accel.checkpoint.tools.consolidate import consolidate
 from neuron_accel.checkpoint.tools.report import inspect, verify
-from neuron_accel.checkpoint.tools.reshard import Division, reshard
+from neuron_accel.checkpoint.tools.reshard import Sharding, reshard
 from neuron_accel.contract import AxisKind, AxisSpec, Phase, PluginSpec, ReplicaState, ShardedState, StrategyPlugin
 from neuron_accel.engine.plan.mesh import Mesh
 from neuron_accel.errors import CheckpointError, UsageError
@@ -204,7 +204,7 @@ def test_islands_equal_their_reference_and_resume_in_the_middle_of_a_round(tmp_p
     # Another mesh: twice as many islands take the copies in turns, or as many that are not sharded.
     islands = 4 if not plugins else 2
     if plugins == [TP2]:
-        reshard(folder, tmp_path / "resharded", Division(mesh=Mesh.build([], 2), divide_optimizer=True))
+        reshard(folder, tmp_path / "resharded", Sharding(mesh=Mesh.build([], 2), shard_optimizer=True))
         assert verify(tmp_path / "resharded") == []
         folder = tmp_path / "resharded"
     if plugins != ["zero1"]:
