@@ -23,7 +23,7 @@ from neuron_accel.checkpoint.format.source import Bytes, Chunk, SourceTensor
 from neuron_accel.checkpoint.state.load import fulfil, load_weights, optimizer_needs, refresh_masters
 from neuron_accel.checkpoint.state.snapshot import pieces_of
 from neuron_accel.checkpoint.state.training import (
-    Training,
+    TrainingObjects,
     group_names,
     random_state,
     reseed,
@@ -100,7 +100,7 @@ def _random(path: Path) -> dict[str, Any]:
         raise _damaged(path, f"it has no entry {error}") from error
 
 
-def restore(training: Training, model: PreparedModel, scheduler: Any, folder: Path) -> dict[str, Any] | None:
+def restore(training: TrainingObjects, model: PreparedModel, scheduler: Any, folder: Path) -> dict[str, Any] | None:
     """Loads the weights, the optimizer's state and the scheduler's state of a checkpoint. Collective.
 
     Args:
@@ -151,7 +151,9 @@ class _Named:
         CheckpointError: if the state does not match the optimizer.
     """
 
-    def __init__(self, training: Training, state: dict[str, Any] | None, everyone: list[Any], path: Path) -> None:
+    def __init__(
+        self, training: TrainingObjects, state: dict[str, Any] | None, everyone: list[Any], path: Path
+    ) -> None:
         (self._optimizer,) = training.optimizers
         self._run, self._path = training.run, path
         self._index = Index()

@@ -211,7 +211,7 @@ class BackgroundSave:
         self._rank, self._size, self._facts = run.backend.rank, run.world.size, facts_of(run)
         self.error: NeuronAccelError | None = None
         self._files_done, self._abandoned = threading.Event(), threading.Event()
-        self._thread = threading.Thread(destination=self._run, name="neuron_accel-save")
+        self._thread = threading.Thread(target=self._run, name="neuron_accel-save")
         self._thread.start()
 
     def join_files(self) -> None:
