@@ -1,4 +1,4 @@
-"""Buckets: parameters whose gradients are reduced together, and the memory in which they travel."""
+"""Buckets: parameters whose gradients are reduced together, and the memory for these gradients."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose gradients travel together: one dtype, one set of axes to reduce over.
+    """Parameters whose gradients are reduced together: of one dtype, over one set of axes.
 
     Args:
-        records: in the order in which backward is expected to reach them.
+        records: records of the parameters, in the order in which the backward pass is expected to reach them.
         parameters: the parameters of these records.
-        dtype: of the gradients.
+        dtype: dtype of the gradients.
         partial_axes: axes over which the gradients are partial sums, beside the mesh's gradient axes.
-        reduction_axes: those of the mesh's gradient axes whose ranks hold the same shards of these parameters, over
-            which gradients are therefore summed (:meth:`ParameterRecord.reduction_axes`). Whatever they are, the sum is
-            divided by the number of ranks along all gradient axes, to be the average over the global batch.
+        reduction_axes: the gradient axes of the mesh whose ranks hold the same shards of these parameters, over which
+            gradients are therefore summed (:meth:`ParameterRecord.reduction_axes`). The sum is always divided by the
+            number of ranks along all gradient axes, which gives the average over the global batch.
         sharded_axes: the other gradient axes: their ranks hold different shards.
     """
 
@@ -46,14 +46,15 @@ class Bucket:
 
 
 def make_buckets(records: Iterable[ParameterRecord], cap_bytes: int, mesh: Mesh) -> list[Bucket]:
-    """Buckets of about ``cap_bytes`` in the reverse order of ``records``, since backward reaches the last layers first.
+    """Returns buckets of about ``cap_bytes`` in the reverse order of ``records``, since backward reaches the last
+    layers first.
 
     A parameter larger than the cap gets a bucket of its own.
 
     Args:
         records: parameters that this rank holds, in the order of the model.
         cap_bytes: size of a bucket in bytes.
-        mesh: whose gradient axes the gradients are averaged over.
+        mesh: the mesh, over whose gradient axes gradients are averaged.
     """
     Key = tuple[torch.dtype, tuple[str, ...], tuple[str, ...]]
     open_buckets: dict[Key, list[ParameterRecord]] = {}
@@ -91,13 +92,14 @@ def make_buckets(records: Iterable[ParameterRecord], cap_bytes: int, mesh: Mesh)
 
 
 def used_anywhere(local: list[bool], run: Run, group: Group) -> list[bool]:
-    """Which parameters have a gradient on any rank of ``group``; a parameter without one keeps None, as in one process.
+    """Returns which parameters have a gradient on any rank of ``group``. A parameter without one keeps None, as in one
+    process.
 
-    Where reading a value would stall the device, this rank's own answer is used: ranks of such devices run the same
-    graph.
+    If reading a value would stall the device, returns ``local``: all ranks of such devices run the same graph.
 
     Args:
-        local: for each parameter, whether this rank has a gradient.
+        local: for each parameter, whether this rank has a gradient. run: the run. group: the ranks. Collective over
+            them.
     """
     if group.size == 1 or not run.backend.reads_are_free:
         return local
@@ -106,15 +108,14 @@ def used_anywhere(local: list[bool], run: Run, group: Group) -> list[bool]:
 
 
 class FlatGradients:
-    """Memory for the gradients of a bucket, kept from pass to pass to avoid page faults in every step.
+    """Memory for the gradients of a bucket, which is kept to avoid page faults in every step.
 
-    Gradients are moved here as they arrive, while they are in the cache, and scaled on the way, which then needs no
-    separate pass over memory.
+    Gradients are copied here as they arrive, while they are in the cache, and scaled at the same time.
 
     Args:
         bucket: the parameters.
-        flags: whether the gradients are followed by a one or zero for each parameter: whether it has a gradient. Summed
-            along with the gradients, the flags show whether any rank has one, without a separate message.
+        flags: whether to append, for each parameter, 1 if it has a gradient and else 0. As these flags are summed with
+            the gradients, they show whether any rank has one, without a separate message.
     """
 
     def __init__(self, bucket: Bucket, *, flags: bool = False) -> None:
@@ -124,7 +125,8 @@ class FlatGradients:
         self._taken = [False] * len(bucket.parameters)
 
     def take(self, index: int, scale: float) -> None:
-        """Moves a parameter's gradient here, multiplied by ``scale``; one that comes after it is added."""
+        """Moves a parameter's gradient here, multiplied by ``scale``. A further gradient of the same parameter is
+        added."""
         parameter = self._bucket.parameters[index]
         gradient = parameter.grad
         if gradient is None:
@@ -136,12 +138,13 @@ class FlatGradients:
         if self._taken[index]:
             slot.add_(gradient.detach(), alpha=scale)
         else:
-            torch.mul(gradient.detach(), scale, out=slot)  # it may be the slot itself, where a loop keeps gradients
+            torch.mul(gradient.detach(), scale, out=slot)  # gradient may be slot, if a loop does not zero gradients
         self._taken[index] = True
         parameter.grad = None
 
     def collect(self, scale: float) -> tuple[torch.Tensor, list[bool]]:
-        """The gradients one after another, and the flags, zeros for those that have none; and which have one."""
+        """Returns a flat tensor of the gradients, with zeros for parameters without one, followed by the flags; and
+        which parameters have a gradient."""
         for index in range(len(self._taken)):
             self.take(index, scale)
         flat = self._flat if self._flat is not None else self._allocate()
@@ -163,18 +166,18 @@ class FlatGradients:
         return self._flat
 
     def parts(self, reduced: torch.Tensor) -> list[torch.Tensor]:
-        """The gradients in the reduced result of :meth:`collect`, in the shapes of the parameters; the same tensors
-        every time if it was reduced in place."""
+        """Returns the gradients in the reduced result of :meth:`collect`, in the shapes of the parameters; the same
+        tensors at every call if it was reduced in place."""
         if self._flat is not None and reduced.data_ptr() == self._flat.data_ptr():
             return self._slots
         return split_like(reduced, self._bucket.parameters)
 
     def used_anywhere(self, reduced: torch.Tensor, local: Sequence[bool]) -> list[bool]:
-        """Which parameters have a gradient on any rank.
+        """Returns which parameters have a gradient on any rank.
 
         Args:
             reduced: the sum over ranks of the result of :meth:`collect`.
-            local: which have one on this rank.
+            local: for each parameter, whether this rank has a gradient.
         """
         if not self._flags or all(local):
             return list(local)
@@ -182,21 +185,21 @@ class FlatGradients:
 
 
 def check_dense(gradient: torch.Tensor, record: ParameterRecord) -> None:
-    """Refuses a sparse gradient.
+    """Checks that a gradient is dense.
 
     Raises:
-        UsageError: naming the parameter.
+        UsageError: if it is sparse.
     """
     if gradient.is_sparse:
         raise UsageError(
             f"The gradient of {record.fqn!r} is sparse.",
-            why="gradients travel in dense buckets",
+            why="gradients are reduced in dense buckets",
             fix="build the embedding with sparse=False",
         )
 
 
 def split_like(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Consecutive views of ``flat`` with the shapes of ``parameters``."""
+    """Returns consecutive views of ``flat`` with the shapes of ``parameters``."""
     views, begin = [], 0
     for parameter in parameters:
         end = begin + parameter.numel()

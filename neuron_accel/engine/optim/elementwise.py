@@ -1,8 +1,8 @@
-"""Whether an optimizer treats the elements of a parameter alike, or at least each parameter independently.
+"""Tests whether an optimizer is element-wise, or at least updates each parameter independently.
 
-Only then may a parameter, or a list of parameters, be sharded over ranks. A list of names would say nothing about a
-user's own class, so the optimizer is tested instead: a few steps on small matrices, in one optimizer and in several
-independent ones, must agree.
+Only then can a parameter, or a list of parameters, be sharded over ranks. A list of known classes would not cover
+classes of users, so the optimizer is tested instead: a few steps on small matrices with one optimizer, and with several
+independent ones, must give the same result.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _CUT = 24 * 40 // 3 + 7
 _STEPS = 3
 _KINDS = 4
 _TOLERANCE = 1e-3
-"""Tolerance, relative to the largest movement of an element. Optimizers that use full parameters are far off."""
+"""Tolerance relative to the largest update of an element. Optimizers that use full parameters differ by far more."""
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether updating the shards of a parameter, each by a separate optimizer, gives the same result as updating the
-    full parameter, with the optimizer's own options.
+    """Returns whether updating the shards of a parameter, each by a separate optimizer, gives the same result as
+    updating the full parameter, with the optimizer's own options.
 
     Args:
-        optimizer: unchanged; a twin of it is tested for each of its groups.
+        optimizer: the optimizer, which is not changed: a twin of it is tested for each of its groups.
     """
     return why_not_elementwise(optimizer) is None
 
 
 def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
-    """None for an optimizer of which :func:`is_elementwise` is true, else an explanation."""
+    """Returns the reason why :func:`is_elementwise` is False, or None if it is True."""
 
     def flat_pieces(matrix: torch.Tensor) -> Sequence[torch.Tensor]:
         return matrix.reshape(-1).split([_CUT, matrix.numel() - _CUT])
@@ -52,11 +52,12 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether updating parameters with one optimizer each gives the same result as with one for all; not so if the
-    optimizer uses all of them together (a global norm, an estimate of the best learning rate).
+    """Returns whether updating parameters with one optimizer each gives the same result as with one for all. This is
+    False if the optimizer uses all parameters together (a global norm, an estimate of the best learning rate).
 
     Args:
-        optimizer: as in :func:`is_elementwise`. One that cannot be tested on matrices is assumed to be separable.
+        optimizer: as for :func:`is_elementwise`. An optimizer that cannot be tested on matrices is assumed to be
+            separable.
     """
     try:
         return all(_agrees(optimizer, group, owner, matrices=2) for group, owner in _kinds(optimizer))
@@ -65,8 +66,7 @@ def is_separable(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _kinds(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
-    """Groups, each with a parameter of every kind by the attributes that were set; a few, where each has a name
-    of its own."""
+    """Yields each group with one parameter for every set of attributes that parameters have, a few at most."""
     for group in optimizer.param_groups:
         kinds: dict[Any, torch.Tensor] = {}
         for parameter in sorted(group["params"], key=lambda p: optimizer.state.get(p) is None or not p.dim()):
@@ -77,7 +77,8 @@ def _kinds(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], t
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer cannot step without a closure, as LBFGS: it runs forward and backward inside a step."""
+    """Returns whether an optimizer cannot step without a closure, like LBFGS, which runs forward and backward inside a
+    step."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
@@ -104,21 +105,21 @@ def _agrees(
 
 
 def _examples(count: int) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
-    """Matrices, and the gradients of every step for each. In fp64, where also the smallest movement shows."""
+    """Returns matrices, and for each the gradients of all steps. In float64, so that small updates are visible."""
     generator = torch.Generator().manual_seed(0)
 
     def random() -> torch.Tensor:
         return torch.randn(24, 40, generator=generator, dtype=torch.float64)
 
-    # Large and uneven enough that factored or normalised updates show, with rows and columns of unequal scale. Of much
-    # the same direction in every step, as estimates of the best learning rate expect of training.
+    # Large, and with rows and columns of different scale, so that factored or normalised updates differ. Gradients have
+    # a similar direction in every step, as estimates of the best learning rate expect.
     values = [random() * torch.logspace(-2, 1, 40) for _ in range(count)]
     gradients = []
     for index in range(count):
         scale, direction = torch.logspace(1 + index, -2 + index, 24)[:, None], random()
         gradients.append([(direction + random() / 2) * scale for _ in range(_STEPS)])
     for value, (first, *_) in zip(values, gradients, strict=True):
-        # Orthogonal to the parameter, from which some (AdamP) conclude that its scale does not matter.
+        # Orthogonal to the parameter, from which some optimizers (AdamP) conclude that its scale does not matter.
         first -= value * ((first * value).sum() / value.square().sum())
     return values, gradients
 
@@ -130,7 +131,7 @@ def _updated(
     values: Sequence[torch.Tensor],
     gradients: Sequence[Sequence[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """The parameters with these values after the steps of one optimizer."""
+    """Returns the values of the parameters after the steps of one optimizer."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     trial = _twin(optimizer, group, owner, parameters)
     for step in range(_STEPS):
@@ -146,9 +147,9 @@ def _twin(
     owner: torch.Tensor | None,
     parameters: list[nn.Parameter],
 ) -> torch.optim.Optimizer:
-    # An optimizer with state from the start (Adagrad) begins with the same here: constant, so any element will do.
-    # Of a parameter with dims, where what is kept per element can be told from what is kept once. Beside its values, an
-    # optimizer may know attributes and names of a parameter, and keep something by it.
+    # An optimizer that has state from the start (Adagrad) begins with equal state here; it is constant, so that any
+    # element can be used. The owner is a parameter with dims, so that state per element can be distinguished from
+    # scalars. An optimizer may also depend on a parameter's attributes and name, and store values by parameter.
     stand_ins = [StandIn(p, partial(_initial, owner=owner, parameter=p)) for p in parameters if owner is not None]
     state: dict[torch.Tensor, dict[str, Any]] = {}
     for mine in stand_ins:
@@ -165,7 +166,7 @@ def _twin(
     lr = options.get("lr")
     if torch.is_tensor(lr):
         options["lr"] = torch.full_like(lr, 1e-2)  # reading it could stall a device
-    elif lr == 0:  # a warm-up may begin so, and an optimizer that does nothing proves nothing
+    elif lr == 0:  # as at the start of a warm-up; without updates the test would always succeed
         options["lr"] = 1e-2
     trial = twin(optimizer, [{**options, "params": parameters}], state)
     if owner is not None:

@@ -1,8 +1,8 @@
-"""Exact steps of optimizers that need full parameters, where ranks hold only shards of them.
+"""Exact steps of optimizers that need full parameters while ranks hold shards of them.
 
 LAMB scales by a parameter's norm, Adafactor factors its rows and columns, Muon orthogonalises the matrix: applied to a
-shard, each would silently compute something else. So for the duration of a step a rank gathers its parameters, updates
-them in full, as do the other ranks that hold shards of them, and keeps its own shard.
+shard, each would silently compute something else. For the duration of a step all ranks that hold shards of a parameter
+therefore gather it and update it in full, and each then keeps its own shard.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 
 def full_parameter_step(optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
-    """``optimizer``, or a wrapper that makes it exact if it needs full parameters and ranks hold shards of some.
+    """Returns ``optimizer``, or a :class:`FullParameterOptimizer` around it if it needs full parameters and some are
+    sharded.
 
-    A plugin that owns the optimizer's state handles this itself.
+    If a plugin owns the optimizer's state, ``optimizer`` is returned unchanged: the plugin handles this itself.
     """
     if run.owner(Claim.OPTIMIZER_STATE) is not None:
         return optimizer
@@ -44,8 +45,8 @@ class FullParameterOptimizer(torch.optim.Optimizer):
     Every rank along an axis over which a parameter is sharded holds the optimizer's state for the full parameter.
 
     Args:
-        optimizer: holds the shards, and has no state yet.
-        layout_of: the layout of each shard's full parameter. Its owner may add to it.
+        optimizer: the optimizer of the shards, without state.
+        layout_of: the layout of the full parameter of each shard. The caller may add to it later.
         run: the run.
     """
 
@@ -55,59 +56,60 @@ class FullParameterOptimizer(torch.optim.Optimizer):
         layout_of: MutableMapping[nn.Parameter, Layout],
         run: Run,
     ) -> None:
-        # An optimizer by interface only, like Accelerate's wrapper: see Zero1Optimizer.
+        # Like Accelerate's wrapper, this has the interface of an optimizer but does not call its constructor, which
+        # would create groups, state and defaults of its own.
         self.optimizer = optimizer
         self._layout_of, self._run = ChainMap({}, layout_of), run
-        self._wholes: dict[nn.Parameter, nn.Parameter] = {}
+        self._full: dict[nn.Parameter, nn.Parameter] = {}
         if recipe_of(optimizer) is not None:  # its constructor needs the parameters that it will update
-            self._put_together()
+            self._gather()
         self.inner = twin(optimizer, [self._inner_group(group) for group in optimizer.param_groups])
         self._translate()
         self._release()
         if recipe_of(optimizer) is not None:
             del optimizer._neuron_accel_recipe  # type: ignore[attr-defined]
 
-    def _whole(self, part: nn.Parameter) -> nn.Parameter:
-        layout = self._layout_of.get(part)
+    def _full_of(self, shard: nn.Parameter) -> nn.Parameter:
+        layout = self._layout_of.get(shard)
         if layout is None or not layout.axes:
-            return part
-        if part not in self._wholes:
-            self._wholes[part] = nn.Parameter(part.new_empty(0), requires_grad=part.requires_grad)
-            self._stand_in(part).take_attributes(part)
-        return self._wholes[part]
+            return shard
+        if shard not in self._full:
+            self._full[shard] = nn.Parameter(shard.new_empty(0), requires_grad=shard.requires_grad)
+            self._stand_in(shard).take_attributes(shard)
+        return self._full[shard]
 
-    def _stand_in(self, part: nn.Parameter) -> StandIn:
-        def whole(value: torch.Tensor) -> torch.Tensor:
-            return full_tensor(value, self._layout_of[part], self._run)
+    def _stand_in(self, shard: nn.Parameter) -> StandIn:
+        def full(value: torch.Tensor) -> torch.Tensor:
+            return full_tensor(value, self._layout_of[shard], self._run)
 
-        return StandIn(self._wholes[part], whole)
+        return StandIn(self._full[shard], full)
 
     def _translate(self) -> None:
-        """Translates what the optimizer stores by shard to full parameters."""
-        translate(self.inner, {part: [self._stand_in(part)] for part in self._wholes})
+        """Adds the full parameters to what the optimizer stores by shard."""
+        translate(self.inner, {shard: [self._stand_in(shard)] for shard in self._full})
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {**group, "params": [self._whole(part) for part in group["params"]]}
+        return {**group, "params": [self._full_of(shard) for shard in group["params"]]}
 
-    def _put_together(self) -> None:
+    def _gather(self) -> None:
         for group in self.optimizer.param_groups:
-            for part in group["params"]:
-                whole = self._whole(part)
-                if whole is not part:
-                    layout = self._layout_of[part]
-                    whole.requires_grad_(part.requires_grad)
-                    self._stand_in(part).take_attributes(part)
-                    whole.data = full_tensor(part.detach(), layout, self._run)
-                    whole.grad = None if part.grad is None else full_tensor(part.grad, layout, self._run)
+            for shard in group["params"]:
+                full = self._full_of(shard)
+                if full is not shard:
+                    layout = self._layout_of[shard]
+                    full.requires_grad_(shard.requires_grad)
+                    self._stand_in(shard).take_attributes(shard)
+                    full.data = full_tensor(shard.detach(), layout, self._run)
+                    full.grad = None if shard.grad is None else full_tensor(shard.grad, layout, self._run)
 
-    def _hand_out(self) -> None:
-        """Every rank keeps its own shard."""
-        for part, whole in self._wholes.items():
-            part.copy_(self._layout_of[part].shard(whole.detach(), self._run.coordinates))
+    def _scatter(self) -> None:
+        """Copies this rank's shard of each full parameter to the sharded parameter."""
+        for shard, full in self._full.items():
+            shard.copy_(self._layout_of[shard].shard(full.detach(), self._run.coordinates))
 
     def _release(self) -> None:
-        for whole in self._wholes.values():
-            whole.data, whole.grad = whole.new_empty(0), None
+        for full in self._full.values():
+            full.data, full.grad = full.new_empty(0), None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -119,41 +121,42 @@ class FullParameterOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:  # type: ignore[override]
-        """State by shard; it is that of the full parameter."""
-        parts = [part for group in self.param_groups for part in group["params"]]
+        """The state of the full parameter, by shard."""
+        shards = [shard for group in self.param_groups for shard in group["params"]]
         state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        state.update({p: self.inner.state[self._whole(p)] for p in parts if self._whole(p) in self.inner.state})
+        state.update({p: self.inner.state[self._full_of(p)] for p in shards if self._full_of(p) in self.inner.state})
         return state
 
-    def _learn(self, parts: Sequence[nn.Parameter]) -> None:
-        """Records the layouts of further shards."""
-        for part in parts:
-            record = self._run.find_parameter(part)
+    def _learn(self, shards: Sequence[nn.Parameter]) -> None:
+        """Adds the layouts of further shards."""
+        for shard in shards:
+            record = self._run.find_parameter(shard)
             if record is not None and record.layout.axes:
-                self._layout_of[part] = record.layout
+                self._layout_of[shard] = record.layout
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
         self._learn(self.optimizer.param_groups[-1]["params"])
         self.inner.add_param_group(self._inner_group(self.optimizer.param_groups[-1]))
 
-    def extend_group(self, index: int, parts: Sequence[nn.Parameter]) -> None:
-        """Further shards for a group."""
-        self.optimizer.param_groups[index]["params"].extend(parts)
-        self._learn(parts)
-        self.inner.param_groups[index]["params"].extend(self._whole(part) for part in parts)
+    def extend_group(self, index: int, shards: Sequence[nn.Parameter]) -> None:
+        """Adds further shards to a group."""
+        self.optimizer.param_groups[index]["params"].extend(shards)
+        self._learn(shards)
+        self.inner.param_groups[index]["params"].extend(self._full_of(shard) for shard in shards)
         self._translate()
 
-    def put_state(self, part: nn.Parameter, entries: dict[str, Any]) -> None:
-        """State of a shard, which becomes that of the full parameter; collective along the axes of its cuts."""
-        store, key = self.place_of_state(part)
-        if key is part:
+    def put_state(self, shard: nn.Parameter, entries: dict[str, Any]) -> None:
+        """Gives the optimizer the state of a shard, which is gathered to that of the full parameter. Collective along
+        the axes over which it is sharded."""
+        store, key = self.place_of_state(shard)
+        if key is shard:
             store[key] = entries
             return
-        layout = self._layout_of[part]
+        layout = self._layout_of[shard]
         store[key] = {
             name: full_tensor(value, layout, self._run)
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape == part.shape
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == shard.shape
             else value
             for name, value in entries.items()
         }
@@ -163,52 +166,52 @@ class FullParameterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
-        """One step on full parameters; collective along the axes over which they are sharded."""
+        """Performs a step on full parameters. Collective along the axes over which they are sharded."""
         loss, inside = None, needs_closure(self.inner)
         if closure is not None and not inside:
             with torch.enable_grad():
                 loss = closure()
 
-        @torch.no_grad()  # LBFGS calls it with gradients on
+        @torch.no_grad()  # LBFGS calls it with gradients enabled
         def evaluate() -> Any:
-            """The user's closure, at the weights that the optimizer tries."""
-            self._hand_out()
+            """Calls the user's closure with the weights that the optimizer tries."""
+            self._scatter()
             with torch.enable_grad():
                 loss = closure()  # type: ignore[misc]
-            self._put_together()
+            self._gather()
             return loss
 
-        self._put_together()
+        self._gather()
         copy_options(self.optimizer, self.inner)
         if closure is not None and inside:
             loss = self.inner.step(evaluate, **options)
         else:
             self.inner.step(**options)
         copy_options(self.inner, self.optimizer)
-        self._hand_out()
+        self._scatter()
         self._release()
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks at it
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler checks this attribute
         return loss
 
-    def place_of_state(self, part: nn.Parameter) -> tuple[MutableMapping[torch.Tensor, dict[str, Any]], nn.Parameter]:
-        """Where the state for a shard is stored: a mapping and the key in it."""
-        return self.inner.state, self._whole(part)
+    def place_of_state(self, shard: nn.Parameter) -> tuple[MutableMapping[torch.Tensor, dict[str, Any]], nn.Parameter]:
+        """Returns where the state of a shard is stored: a mapping and the key in it."""
+        return self.inner.state, self._full_of(shard)
 
     def state_pieces(self) -> list[StatePiece]:
-        """What this rank holds, in terms of the original model's parameters."""
+        """Returns this rank's state, one :class:`StatePiece` for each parameter of the original model."""
         pieces = []
         for index, group in enumerate(self.param_groups):
-            for part in group["params"]:
-                record, (store, key) = self._run.find_parameter(part), self.place_of_state(part)
+            for shard in group["params"]:
+                record, (store, key) = self._run.find_parameter(shard), self.place_of_state(shard)
                 if record is not None:
                     pieces.append(
                         StatePiece(
                             record=record,
-                            parameter=part,
+                            parameter=shard,
                             start=0,
-                            stop=part.numel(),
+                            stop=shard.numel(),
                             group=index,
-                            whole=key is not part,
+                            whole=key is not shard,
                             key=key,
                             store=store,
                         )
@@ -216,7 +219,8 @@ class FullParameterOptimizer(torch.optim.Optimizer):
         return pieces
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """State of the full parameters, equal on every rank along the axes of their cuts; options as they are now."""
+        """Returns the state of the full parameters, which is equal on all ranks along the axes over which they are
+        sharded, with the current options."""
         copy_options(self.optimizer, self.inner)
         return self.inner.state_dict()
 

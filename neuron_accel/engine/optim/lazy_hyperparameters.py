@@ -1,11 +1,11 @@
 """Hyper-parameters that change from step to step, on devices that compile graphs.
 
-On a lazy device a Python number becomes an operand of the graph, but 0 and 1 become constants of it, and one transfer
-serves all numbers of equal value: a schedule that starts at 0, or a bias correction that reaches 1 after a few hundred
-steps, would be another graph. So for the length of an optimizer step such numbers are moved by less than the arithmetic
-of the device can tell, or are tensors there. PyTorch's own Adam counts on the host then, as long as it has updated all
-its parameters equally often. Others that can use one receive the learning rate as a tensor, and their counters live on
-the device, which costs some thirty operations for each parameter.
+On a lazy device a Python number becomes an input of the graph, but 0 and 1 become constants, and numbers of equal value
+become one input. A schedule that starts at 0, or a bias correction that reaches 1 after a few hundred steps, would
+therefore be another graph. During an optimizer step such numbers are changed by less than the precision of the device,
+or replaced by tensors. PyTorch's own Adam then keeps its step counters on the host, as long as it has updated all its
+parameters equally often. Other optimizers receive the learning rate as a tensor if they support it, and their counters
+are on the device, which costs about thirty operations for each parameter.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ import torch
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend
 
-_TINY = 1e-30  # in place of 0: updates are negligible in float32, and capturable Adam, which divides by it, can do so
-_BESIDE_ONE = 1.0 + 1e-12  # in place of 1: the same float32
+_TINY = 1e-30  # instead of 0: updates are negligible in float32, and capturable Adam can divide by it
+_BESIDE_ONE = 1.0 + 1e-12  # instead of 1: equal in float32
 
 
 @contextmanager
 def as_device_data(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterator[None]:
-    """A context in which ``optimizer`` steps without changing numbers in its graph. Does nothing on eager devices.
+    """Context in which ``optimizer`` steps with the same graph whatever its hyper-parameters are. Does nothing on eager
+    devices.
 
     Args:
-        optimizer: its groups are as before afterwards.
+        optimizer: the optimizer; its groups are restored afterwards.
+        backend: the backend.
     """
     if not backend.is_lazy:
         yield
@@ -40,7 +42,7 @@ def as_device_data(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterat
 
 @contextmanager
 def _kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Options are as before afterwards."""
+    """Context that restores the options of all groups at its end."""
     names = ("lr", "capturable", "weight_decay")
     kept: list[dict[str, Any]] = [
         {name: group[name] for name in names if name in group} for group in optimizer.param_groups
@@ -70,8 +72,8 @@ def _on_device(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterator[N
 
 # ---- Adam with its numbers computed on the host ----------------------------------------------------------------------
 def _can_count_on_host(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this is PyTorch's own Adam, every number of it is on the host, and one pair of corrections serves all
-    parameters. Different counters become equal at some step: another graph."""
+    """Returns whether this is PyTorch's own Adam with all numbers on the host and equal counters for all parameters.
+    Bias corrections that differ between parameters and become equal at some step would be another graph."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return False
     for group in optimizer.param_groups:
@@ -98,7 +100,7 @@ def _on_host(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterator[Non
             if group["decoupled_weight_decay"] and group["weight_decay"]:
                 _decay(group["params"], 1 - rate * group["weight_decay"], backend)
                 group["weight_decay"] = 0
-            # Groups whose rates are all 0 still have one number each.
+            # If the rates of several groups are 0, each gets a different number.
             group["lr"] = _BESIDE_ONE if rate == 1.0 else max(rate, _TINY * (1 + index))
         beyond = [(state, count) for state, count in counted if count >= last]
         for state, _ in beyond:
@@ -111,7 +113,7 @@ def _on_host(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterator[Non
 
 
 def _decay(parameters: list[torch.Tensor], factor: float, backend: Backend) -> None:
-    """The weight decay at the start of AdamW's step; its factor is 1 in float32 while the rate is small."""
+    """Applies the weight decay of AdamW, whose factor is 1 in float32 for small rates."""
     given = backend.number(factor)
     with torch.no_grad():
         for parameter in parameters:
@@ -120,8 +122,8 @@ def _decay(parameters: list[torch.Tensor], factor: float, backend: Backend) -> N
 
 
 def _last_correction(beta: float) -> float:
-    """The last step at which the root of Adam's correction of the second moment is not 1 in a float32 yet, but the
-    number before it; all later ones count as this."""
+    """Returns the last step at which the square root of Adam's second bias correction is less than 1 in float32. All
+    later steps use this one."""
     if not 0.0 < beta < 1.0:
         return math.inf
     return max(1.0, float(math.floor(math.log(1.3e-7) / math.log(beta))))
@@ -137,8 +139,8 @@ def _rate(value: Any, as_tensor: bool, backend: Backend) -> Any:
 
 
 def _move_counters(optimizer: torch.optim.Optimizer, backend: Backend) -> None:
-    """What was loaded, or counted before, on the host. A number that is moved like any other tensor is shared, and not
-    updated in place: the first step after loading would be a graph of its own."""
+    """Moves step counters that are on the host to the device. With ``Tensor.to``, equal numbers would share one tensor
+    that is not updated in place, and the first step after loading would be a graph of its own."""
     for state in optimizer.state.values():
         step = state.get("step")
         if isinstance(step, torch.Tensor) and step.device.type == "cpu":

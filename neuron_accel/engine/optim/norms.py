@@ -1,4 +1,4 @@
-"""The norm of gradients that are spread over ranks, every element of the original parameters counted once."""
+"""Global norms and clipping of sharded gradients, with every element of the original parameters counted once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GradientPart:
-    """A piece of a gradient on this rank.
+    """A shard of a gradient on this rank.
 
     Args:
-        tensor: the elements, any shape; None if this rank holds no elements of the gradient but others do.
-        axes: axes whose ranks hold other elements of the same gradient.
-        replicas: how many ranks along these axes hold the same elements.
+        tensor: the elements, in any shape; None if only other ranks hold elements of the gradient.
+        axes: axes along which ranks hold other elements of the same gradient.
+        replicas: number of ranks along these axes that hold the same elements.
     """
 
     tensor: torch.Tensor | None
@@ -28,7 +28,7 @@ class GradientPart:
 
 
 def unsharded_gradients(parameters: Iterable[torch.Tensor], run: Run) -> list[GradientPart]:
-    """The gradients that are stored at their parameters, ``parameter.grad``, as parts."""
+    """Returns the gradients ``parameter.grad`` of ``parameters`` as :class:`GradientPart` objects."""
     parts = []
     for parameter in parameters:
         if parameter.grad is not None:
@@ -39,17 +39,17 @@ def unsharded_gradients(parameters: Iterable[torch.Tensor], run: Run) -> list[Gr
 
 
 def elsewhere(run: Run, axes: Iterable[str] = ()) -> list[GradientPart]:
-    """An empty part for every gradient that only some ranks along an axis have, so that all take part in the same
-    reductions; ``axes`` are additional axes."""
+    """Returns an empty part for every gradient that only some ranks along an axis have, so that all ranks take part in
+    the same reductions. ``axes`` are added to the axes of each part."""
     records = (record for model in run.models for record in model.parameters if record.holders)
     return [GradientPart(None, (*record.axes, *axes), record.replicas) for record in records]
 
 
 def global_norm(parts: Iterable[GradientPart], run: Run, norm_type: float = 2.0) -> torch.Tensor:
-    """The ``norm_type``-norm over all parts of all ranks; 0-dim, fp32, equal on every rank.
+    """Returns the ``norm_type``-norm over all parts of all ranks; 0-dim, float32, equal on every rank.
 
-    Collective: every rank names the same gradients, with an empty part where it holds none, so that all take part in
-    the same reductions.
+    Collective: every rank must pass the same gradients, with an empty part for those of which it holds no elements, so
+    that all ranks take part in the same reductions.
     """
     by_axes: dict[tuple[str, ...], dict[int, list[torch.Tensor]]] = {}
     for part in parts:
@@ -71,8 +71,8 @@ def global_norm(parts: Iterable[GradientPart], run: Run, norm_type: float = 2.0)
 
 
 def _local(by_replicas: dict[int, list[torch.Tensor]], run: Run, norm_type: float) -> torch.Tensor:
-    """Sum of p-th powers of this rank's elements (their maximum for the infinity norm), divided by the number of
-    replicas."""
+    """Returns the sum of p-th powers of this rank's elements, divided by the number of replicas; for the infinity norm,
+    their maximum."""
     if norm_type == float("inf"):
         norms = [torch.linalg.vector_norm(t, norm_type) for tensors in by_replicas.values() for t in tensors]
         return torch.stack([n.float() for n in norms]).max() if norms else torch.zeros((), device=run.device)
@@ -87,28 +87,29 @@ def _local(by_replicas: dict[int, list[torch.Tensor]], run: Run, norm_type: floa
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Real numbers of the same norm, in fp32."""
+    """Returns real numbers of the same norm, in float32."""
     return (tensor.abs() if tensor.is_complex() else tensor).float()
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The factor for gradients that brings their norm to ``max_norm`` at most; 0-dim. The same small constant as in
-    ``torch.nn.utils.clip_grad_norm_``, so that both agree."""
+    """Returns the factor that reduces the norm of gradients to at most ``max_norm``; 0-dim. Uses the same small
+    constant as :func:`torch.nn.utils.clip_grad_norm_`."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def clip_by_norm(parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, run: Run) -> torch.Tensor:
-    """Scales reduced gradients, ``parameter.grad``, so that their global norm is ``max_norm`` at most: what the owner
-    of gradient clipping does if gradients are stored at their parameters. Collective.
+    """Scales reduced gradients ``parameter.grad`` in place, so that their global norm is at most ``max_norm``. For
+    owners of gradient clipping that keep gradients at their parameters. Collective.
 
     Args:
-        parameters: of prepared models, sharded or not; the same on every rank that holds them.
-        max_norm: the largest norm.
-        norm_type: which norm; ``inf`` for the largest absolute value.
+        parameters: parameters of prepared models, sharded or not; the same on every rank that holds them.
+        max_norm: the maximum norm.
+        norm_type: p of the p-norm; ``inf`` for the largest absolute value.
+        run: the run.
 
     Returns:
-        the norm before clipping, every element of the original parameters counted once; 0-dim, fp32, equal on every
-        rank.
+        The norm before clipping, with every element of the original parameters counted once; 0-dim, float32, equal on
+        every rank.
     """
     norm = global_norm(unsharded_gradients(parameters, run), run, norm_type)
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -118,7 +119,7 @@ def clip_by_norm(parameters: Sequence[torch.Tensor], max_norm: float, norm_type:
 
 
 def clip_by_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-    """Clamps reduced gradients, ``parameter.grad``, to ``-clip_value`` to ``clip_value``, in place."""
+    """Clamps reduced gradients ``parameter.grad`` to ``[-clip_value, clip_value]``, in place."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.clamp_(-clip_value, clip_value)

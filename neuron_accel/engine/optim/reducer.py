@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 MEET_S = 300.0
-"""How long a rank on which a parameter begins to train waits for the others to notice the same."""
+"""Seconds that a rank on which a parameter has begun to train waits until the others notice the same."""
 
 
 class GradientReducer:
@@ -74,9 +74,9 @@ class GradientReducer:
 
     # ---- what the owner calls ----------------------------------------------------------------------------------------
     def begin_backward(self) -> None:
-        """A backward pass begins. If a loop did not zero gradients, those of earlier passes are reduced already: where
-        the sum and the division are over different ranks, reducing them again would change them, so they are set aside
-        until the pass has ended."""
+        """Must be called at the start of a backward pass. If a loop did not zero gradients, those of earlier passes are
+        already reduced. If the sum and the division are over different ranks, reducing them again would change them, so
+        they are stored until the pass has ended."""
         if not self._model.synchronises:
             return
         for index, bucket in enumerate(self._buckets):
@@ -86,7 +86,7 @@ class GradientReducer:
                         self._before[parameter], parameter.grad = parameter.grad.clone(), None
 
     def end_backward(self) -> None:
-        """The backward pass is over: gradients of a pass that synchronises are reduced."""
+        """Must be called at the end of a backward pass. Completes the reduction, if the pass synchronises."""
         self._watcher.finish()
         self._put_back()
 
@@ -97,8 +97,8 @@ class GradientReducer:
             self._watcher.flush()
 
     def before_step(self) -> None:
-        """Called before gradients are used. In a step inside ``no_sync``, data-parallel ranks are independent, but
-        ranks that hold one copy of the model together still sum their partial gradients."""
+        """Must be called before gradients are used. In a step inside ``no_sync``, data-parallel ranks are independent,
+        but ranks that together hold one copy of the model still sum their partial gradients."""
         self.flush()
         if self._model.sync_enabled:
             return
@@ -117,8 +117,9 @@ class GradientReducer:
         self._done()
 
     def _inside_replica(self, bucket: Bucket, inside: list[str]) -> tuple[Group, int]:
-        """Over which ranks a bucket is summed if replicas are not averaged, and the number by which it is divided: the
-        ranks over which a parameter is sharded hold one copy of it, whose gradient includes each rank's loss."""
+        """Returns the group over which a bucket is summed if replicas are not averaged, and the number by which the sum
+        is divided: ranks over which a parameter is sharded hold one copy of it, whose gradient includes the loss of
+        each of them."""
         reduced = [axis for axis in inside if axis in bucket.reduction_axes]
         return (
             self._run.group(*reduced, *bucket.partial_axes),
@@ -126,14 +127,14 @@ class GradientReducer:
         )
 
     def leave(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Leaves these parameters to the caller from now on."""
+        """Excludes these parameters from the reduction from now on."""
         new = set(parameters) - self._left
         self._left |= new
         if any(record.current in new for record in self._model.parameters):
             self.restart()
 
     def restart(self) -> None:
-        """Makes new buckets, for parameters whose shapes have changed."""
+        """Creates the buckets again, for parameters whose shapes have changed."""
         self._watcher.close()
         self._watch(agreed=True)
 
@@ -144,7 +145,7 @@ class GradientReducer:
     # ---- one bucket after another ------------------------------------------------------------------------------------
     def _watch(self, *, agreed: bool) -> None:
         model = self._model
-        # Where reading a value would stall the device, this rank's own gradients stand for all ranks.
+        # If reading a value would stall the device, all ranks are assumed to have the same gradients as this one.
         lazy = self._run.backend.is_lazy
         self._buckets: list[Bucket] = []
         self._memory: list[FlatGradients] | None = None if lazy else []
@@ -157,7 +158,7 @@ class GradientReducer:
             driven=lambda: model.in_backward,
             ready=self._ready,
             done=self._done,
-            overlap=not lazy,  # nothing runs before the graph is complete; then the compiler decides
+            overlap=not lazy,  # a lazy device runs nothing before the graph is complete, and its compiler schedules it
             action=self._action,
             take=None if lazy else self._take,
             agreed=agreed,
@@ -184,7 +185,7 @@ class GradientReducer:
         self._send(index, self._group(self._buckets[index]), self._data_group.size)
 
     def _send(self, index: int, group: Group, ranks: int) -> None:
-        """Starts the sum over ``group`` that makes an average over ``ranks`` of a bucket's gradients."""
+        """Starts the sum of a bucket's gradients over ``group``, divided by ``ranks``."""
         if self._memory is None:
             self._average(self._buckets[index], group, ranks)
             return
@@ -192,7 +193,7 @@ class GradientReducer:
         self._pending.append((index, used, self._run.backend.start_all_reduce(flat, group)))
 
     def _average(self, bucket: Bucket, group: Group, ranks: int) -> None:
-        """The same on lazy devices, where execution is deferred anyway."""
+        """The same on lazy devices, which defer execution themselves."""
         used = [p.grad is not None for p in bucket.parameters]
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket.parameters]
         if group.size == 1:
@@ -210,14 +211,14 @@ class GradientReducer:
             bucket, memory = self._buckets[index], self._memory[index]
             flat = work.wait()
             anywhere = memory.used_anywhere(flat, used)
-            if bucket.sharded_axes:  # one parameter to the optimizer of one process: used if any shard of it is
+            if bucket.sharded_axes:  # as for one process, a parameter is used if any shard of it is
                 anywhere = used_anywhere(anywhere, self._run, self._run.group(*bucket.sharded_axes))
             for parameter, part, is_used in zip(bucket.parameters, memory.parts(flat), anywhere, strict=True):
                 if is_used:
                     parameter.grad = part
         self._put_back()
         if self._watcher.is_mixed and not self._watcher.unsynchronised:
-            self.restart()  # otherwise frozen parameters would be sent, too, and delay their bucket
+            self.restart()  # otherwise frozen parameters would be sent too, and delay their bucket
 
     def _put_back(self) -> None:
         before, self._before = self._before, {}
@@ -226,20 +227,21 @@ class GradientReducer:
 
 
 class BackwardWatcher:
-    """Follows backward passes over the parameters of a list that require gradients.
+    """Reports when the gradients of each bucket are complete in a backward pass.
 
-    Which of them do is checked at the end of every pass that is reduced, and at the latest before gradients are used: a
-    parameter that has begun to train joins with its full accumulated gradient, and a bucket without training parameters
-    takes no part. ``requires_grad`` is the same on every rank.
+    Which parameters require gradients is checked at the end of every pass that is reduced, and at the latest before
+    gradients are used. A parameter that has begun to train is then reduced with its full accumulated gradient, and a
+    bucket without training parameters is skipped. ``requires_grad`` must be the same on every rank.
 
     Args:
         records: all parameters that may train, in the same order on every rank.
-        admit: called with those of ``records`` that begin to train, the first time before anything was watched; returns
-            the buckets to watch from then on, in addition.
+        admit: is called with those of ``records`` that begin to train, for the first time by the constructor; returns
+            the buckets to watch in addition.
         run: the run.
-        group: the ranks whose parameters train at the same time.
-        synchronises: whether gradients that arrive now are announced, or only accumulate.
-        driven: whether the code that runs the backward pass will call :meth:`finish`; else autograd does at its end.
+        group: the ranks on which the same parameters must train.
+        synchronises: returns whether gradients that arrive now are to be reduced, or only accumulate.
+        driven: returns whether the code that runs the backward pass will call :meth:`finish`; otherwise autograd calls
+            it at the end of the pass.
         ready: called with a bucket's index once its gradients are complete; in ascending order, each at most once per
             pass.
         done: called at the end of a pass, after every bucket that takes part in it was ready.
@@ -271,16 +273,16 @@ class BackwardWatcher:
         self._ready, self._done = ready, done
         self._synchronises, self._driven, self._overlap = synchronises, driven, overlap
         self._candidates: list[ParameterRecord] = []
-        self._frozen: list[int] = []  # those of them that never trained
-        self._joined: list[tuple[int, ...]] = []  # those that began to train, one entry each time
+        self._frozen: list[int] = []  # indices of the candidates that never trained
+        self._joined: list[tuple[int, ...]] = []  # indices of those that began to train, one entry each time
         self._buckets: list[Bucket] = []
-        # By number of the parameter: a hook costs microseconds, and looking a tensor up in a dict is a call, too.
+        # Lists by the number of a parameter: a hook takes microseconds, and looking up a tensor in a dict is slower.
         self._where: list[int] = []
         self._position: list[int] = []
         self._records: list[ParameterRecord] = []
         self._late: list[bool] = []
         self._handles: list[Any] = []
-        self._owed: list[bool] = []  # of each bucket: whether gradients were left unreduced
+        self._owed: list[bool] = []  # for each bucket, whether it has gradients that were not reduced
         self._active: list[bool] = []
         self._seen = bytearray()
         self._missing: list[int] = []
@@ -292,7 +294,7 @@ class BackwardWatcher:
         self.extend(records, agreed=agreed)
 
     def extend(self, records: Iterable[ParameterRecord], *, agreed: bool = False) -> None:
-        """Watches further parameters, if they train, and as soon as they do. Collective."""
+        """Watches further parameters from the time when they train. Collective."""
         begin = len(self._candidates)
         self._candidates += [record for record in records if record.current is not None]
         self._frozen += range(begin, len(self._candidates))
@@ -307,10 +309,10 @@ class BackwardWatcher:
             meets: whether all ranks are known to check now.
 
         Returns:
-            whether any have.
+            Whether any have.
 
-        Raises:
-            DesyncError: if other parameters have on other ranks.
+            Raises:
+                DesyncError: if other parameters have begun to train on other ranks.
         """
         begun = tuple(index for index in self._frozen if self._candidates[index].trains)
         if begun:
@@ -320,15 +322,16 @@ class BackwardWatcher:
         return bool(begun)
 
     def _check_agreement(self, begun: Iterable[int], *, meets: bool) -> None:
-        """Checks that the same of the candidates begin to train on all ranks.
+        """Checks that the same parameters begin to train on all ranks.
 
         Args:
-            begun: those that do here.
-            meets: whether all ranks are known to be here. If not, the others may have seen nothing begin, and go on to
-                another collective: then this rank waits for them for a limited time, and not in a collective.
+            begun: indices of those that begin on this rank.
+            meets: whether all ranks are known to check now. If not, other ranks may not have noticed anything and
+                continue with another collective. This rank then waits for them for a limited time, without a
+                collective.
         """
         if self._group.size == 1 or (self._action is not None and self._action.announced):
-            return  # ranks with data send the others which parameters train
+            return  # ranks with data tell the others which parameters train
         names = [self._candidates[i].fqn for i in begun]
         if meets:
             everyone = self._run.backend.all_gather_object(names, self._group)
@@ -340,7 +343,7 @@ class BackwardWatcher:
             raise self._differs(differs[0], ranks, f"{len(differs)} such parameters")
 
     def _meet(self, names: list[str]) -> list[list[str]]:
-        """What begins to train on each rank, once all have noticed that something does."""
+        """Waits until all ranks have noticed that parameters begin to train, and returns the names of each rank."""
         board, key = self._run.backend.board(), "trains/" + ",".join(map(str, self._group.ranks))
         board.put(f"{key}/{self._group.index}", b"begun")
         end, missing = time.monotonic() + MEET_S, list(range(self._group.size))
@@ -350,7 +353,7 @@ class BackwardWatcher:
                     here = [rank for index, rank in enumerate(self._group.ranks) if index not in missing]
                     raise self._differs(names[0], here, f"the others have not noticed any for {MEET_S:g} s")
                 time.sleep(0.001)
-            # No rank gets through this before all have seen all notes.
+            # Also a barrier: all ranks have read all notes before any rank removes its own.
             return self._run.backend.all_gather_object(names, self._group)
         finally:
             board.put(f"{key}/{self._group.index}", b"")
@@ -385,19 +388,19 @@ class BackwardWatcher:
 
     @property
     def unsynchronised(self) -> bool:
-        """Whether gradients have arrived that were not announced through ``ready`` yet."""
+        """Whether gradients have arrived that were not reported through ``ready`` yet."""
         return any(self._owed)
 
     def owes(self, index: int) -> bool:
-        """Whether a bucket has such gradients."""
+        """Returns whether a bucket has gradients that were not reported yet."""
         return self._owed[index]
 
     def owe(self) -> None:
-        """Marks gradients that arrived unseen."""
+        """Marks all buckets with training parameters as having gradients that were not reported."""
         self._owed = [owed or self._learns(i) for i, owed in enumerate(self._owed)]
 
     def forget(self) -> None:
-        """Drops the mark of gradients that were not announced."""
+        """Removes that mark from all buckets."""
         self._owed = [False] * len(self._buckets)
 
     def _learns(self, index: int) -> bool:
@@ -405,7 +408,7 @@ class BackwardWatcher:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether a bucket has parameters that train and others that do not any more."""
+        """Whether a bucket has parameters that train and others that no longer do."""
         return any(
             len({parameter.requires_grad for parameter in bucket.parameters}) > 1
             for bucket, active in zip(self._buckets, self._active, strict=True)
@@ -424,7 +427,7 @@ class BackwardWatcher:
                 # A plain loss.backward(): autograd itself reports its end.
                 torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         if self._late[number]:
-            return  # goes with its bucket at the end
+            return  # its bucket is complete at the end of the pass only
         if self._seen[number]:
             if index < self._next:
                 raise UsageError(
@@ -444,14 +447,14 @@ class BackwardWatcher:
             self._advance()
 
     def _begin(self, *, left: bool = False, follows: bool = False) -> None:
-        """A pass begins.
+        """Begins a pass.
 
         Args:
-            left: whether it reduces what others have left, and nothing else.
-            follows: whether this rank has no data, and does what others announce.
+            left: whether it only reduces gradients that earlier passes have left unreduced.
+            follows: whether this rank has no data, and follows the ranks that have.
         """
         self._running = True
-        # Of several, the order of completion depends on a rank's samples; after the pass it is fixed.
+        # With several watchers the order of completion depends on a rank's samples; at the end of the pass it is fixed.
         alone = not any(other._buckets for other in self._run.watchers if other is not self)
         self._sends_early = self._overlap and alone
         self._next = 0
@@ -466,8 +469,8 @@ class BackwardWatcher:
             self._check_resumed(resumed)
 
     def _check_resumed(self, resumed: tuple[int, ...]) -> None:
-        """Checks that the same buckets have parameters that train again, where none did in the last pass, on all ranks.
-        What ranks have agreed on once is not checked again, since some loops freeze and unfreeze at every step."""
+        """Checks that buckets whose parameters did not train in the last pass, and now do, are the same on all ranks. A
+        set of buckets is checked once only, since some loops freeze and unfreeze parameters at every step."""
         announced = self._action is not None and self._action.announced
         if resumed and resumed not in self._agreed and not announced:
             candidates = {id(record): index for index, record in enumerate(self._candidates)}
@@ -486,10 +489,10 @@ class BackwardWatcher:
                 return
 
     def finish(self) -> None:
-        """The backward pass is over: announces what is left. Between passes, only handles parameters that have begun to
-        train."""
+        """Must be called at the end of a backward pass: reports the remaining buckets. Between passes it only handles
+        parameters that have begun to train."""
         if self._running and not (self._action and self._action.announced):
-            self._advance(everything=True)  # some ranks have sent early what others have only now, so it comes first
+            self._advance(everything=True)  # first, since some ranks have started these collectives during the pass
         begun = (self._running or self._synchronises()) and self.follow(owed=True)
         if not self._running:
             if not begun:
@@ -507,7 +510,7 @@ class BackwardWatcher:
         self._done()
 
     def flush(self) -> None:
-        """Announces gradients that arrived in passes that did not synchronise, if there are any."""
+        """Reports gradients that arrived in passes that did not synchronise, if there are any."""
         self.finish()
         self.follow(owed=True)
         if self.unsynchronised:
@@ -517,12 +520,12 @@ class BackwardWatcher:
     def take_part(
         self, trains: tuple[bool, ...], joined: tuple[tuple[int, ...], ...], active: tuple[bool, ...]
     ) -> None:
-        """Takes part in a pass without data: this rank contributes the gradients it has, or zeros.
+        """Takes part in a pass of other ranks without data: this rank contributes the gradients that it has, or zeros.
 
         Args:
-            trains: which parameters train on the ranks that have data; from now on also on this one.
-            joined: which of them began to, one entry each time.
-            active: which buckets take part.
+            trains: which parameters train on the ranks with data, and from now on on this rank.
+            joined: indices of parameters that have begun to train, one entry each time.
+            active: which buckets are reduced.
         """
         for record, does in zip(self._candidates, trains, strict=True):
             if record.current is not None and record.current.requires_grad != does:
@@ -534,7 +537,7 @@ class BackwardWatcher:
         self._complete()
 
     def close(self) -> None:
-        """Stops watching."""
+        """Removes the hooks."""
         if self in self._run.watchers:
             self._run.watchers.remove(self)
         for handle in self._handles:
@@ -543,8 +546,8 @@ class BackwardWatcher:
 
 
 def _hooked(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Registers a hook for gradients that arrive, also if it does not train now: torch requires ``requires_grad`` for
-    that."""
+    """Registers a hook for accumulated gradients, also on a parameter that does not require a gradient now, which torch
+    does not allow otherwise."""
     trains = parameter.requires_grad
     parameter.requires_grad_(True)
     try:

@@ -1,4 +1,4 @@
-"""The same optimizer for other parameters, and its state in terms of the original parameters."""
+"""Copies of an optimizer for other parameters, and its state in terms of the original parameters."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import Run
 
 # ---- Rebuilding an optimizer for other parameters: shards or rewritten versions of those it was created with ---------
-# Some optimizers have state from the start (Adagrad), and constructors of users' classes are unknown. So an optimizer
-# is never constructed by name: it is either copied around other parameters, with its state sharded like them, or, if
-# its constructor was recorded by :func:`make_optimizer_constructor_lazy`, constructed at the end.
-# Not copied: a scheduler wraps `step` on the original object, and the others are set anew.
+# Some optimizers have state from the start (Adagrad), and the constructors of users' classes are unknown. So no
+# optimizer is constructed from its class: it is either copied for other parameters, with its state sharded like them,
+# or, if its constructor was recorded by :func:`make_optimizer_constructor_lazy`, constructed at the end. The following
+# attributes are not copied: a scheduler wraps `step` on the original object, and the others are set.
 _OWN = ("step", "state", "param_groups", "_neuron_accel_recipe")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to construct a deferred optimizer."""
+    """Class and arguments of an optimizer whose construction is deferred."""
 
     cls: type[torch.optim.Optimizer]
     arguments: Mapping[str, Any]
@@ -36,7 +36,7 @@ class Recipe:
 
 
 class _Groups(torch.optim.Optimizer):
-    """Parameter groups, checked and completed as torch does. Holds nothing else, and never steps."""
+    """Checks and completes parameter groups as torch does. Never steps."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {})
@@ -46,25 +46,25 @@ class _Groups(torch.optim.Optimizer):
 
 
 def checked_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Parameter groups, as an optimizer has them.
+    """Returns parameter groups in the form of ``Optimizer.param_groups``.
 
     Raises:
-        ValueError, TypeError: what torch raises for parameters that no optimizer can hold.
+        ValueError, TypeError: as torch does, for invalid parameters.
     """
     return _Groups(params).param_groups
 
 
 def make_optimizer_constructor_lazy(cls: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """A replacement for ``cls`` whose instances hold no state for their parameters.
+    """Returns a replacement for ``cls`` whose instances have no state for their parameters.
 
     ``prepare`` constructs the optimizer for each rank's shards. Until then the instance is an optimizer like any other:
     its groups can be edited, and schedulers can use it.
 
-    Raises:
-        ValueError, TypeError: what torch raises for ``params`` that no optimizer can hold.
-
     Args:
         cls: the optimizer's class. Its first argument is the parameters; all others are given by keyword.
+
+    Raises:
+        ValueError, TypeError: as torch does, when the replacement is called with invalid parameters.
 
     Example::
 
@@ -87,12 +87,12 @@ def make_optimizer_constructor_lazy(cls: type[torch.optim.Optimizer]) -> Callabl
 
 
 def recipe_of(optimizer: torch.optim.Optimizer) -> Recipe | None:
-    """How to build an optimizer made by :func:`make_optimizer_constructor_lazy`; None for any other."""
+    """Returns the recipe of an optimizer made by :func:`make_optimizer_constructor_lazy`; None for any other."""
     return getattr(optimizer, "_neuron_accel_recipe", None)
 
 
 def build_deferred(optimizer: torch.optim.Optimizer) -> None:
-    """Gives a deferred optimizer the state it would have had from the start, for the parameters that it holds now."""
+    """Constructs the state of a deferred optimizer for the parameters that it holds now."""
     recipe = recipe_of(optimizer)
     if recipe is not None:
         optimizer.state = recipe.build(optimizer.param_groups).state
@@ -100,27 +100,28 @@ def build_deferred(optimizer: torch.optim.Optimizer) -> None:
 
 
 def copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """Gives the groups of ``target`` the hyper-parameters of those of ``source``, except options that name
+    """Copies the hyper-parameters of the groups of ``source`` to those of ``target``, except options that contain
     parameters."""
     for theirs, mine in zip(source.param_groups, target.param_groups, strict=True):
         mine.update({k: v for k, v in theirs.items() if k not in ("params", "param_names") and not names_parameters(v)})
 
 
-# ---- what an optimizer may know about a parameter besides its values -------------------------------------------------
+# ---- attributes of parameters, and values that an optimizer stores by parameter --------------------------------------
 @dataclass(frozen=True, eq=False)
 class StandIn:
-    """What an optimizer updates instead of a parameter, or of a shard of it.
+    """A tensor that an optimizer updates instead of a parameter, such as a shard of it.
 
     Args:
         parameter: the tensor that is updated.
-        cut: takes the slice that belongs to it from a tensor in the shape of the original parameter.
+        cut: returns the part of a tensor, in the shape of the original parameter, that corresponds to ``parameter``.
     """
 
     parameter: torch.Tensor
     cut: Callable[[torch.Tensor], torch.Tensor]
 
     def value(self, value: Any, original: torch.Tensor) -> Any:
-        """A value that belongs to ``original``, converted to this parameter."""
+        """Converts a value of ``original`` to this parameter: a tensor of the same shape is cut, other values are
+        returned unchanged."""
         cuts = isinstance(value, torch.Tensor) and value.dim() and value.shape == original.shape
         return self.cut(value) if cuts else value
 
@@ -131,7 +132,7 @@ class StandIn:
 
 
 def attributes_of(parameter: torch.Tensor) -> tuple[tuple[str, str], ...]:
-    """The attributes that were set on a parameter, to tell whether another has the same."""
+    """Returns the attributes that were set on a parameter, in a form that can be compared with those of another."""
     plain = (bool, int, float, str, type(None))
     return tuple(
         (name, repr(value) if isinstance(value, plain) else f"{type(value).__name__} {id(value)}")
@@ -140,12 +141,13 @@ def attributes_of(parameter: torch.Tensor) -> tuple[tuple[str, str], ...]:
 
 
 def names_parameters(value: Any) -> bool:
-    """Whether an option is a collection of parameters, or of values by parameter."""
+    """Returns whether ``value`` is a collection of parameters, or of values by parameter."""
     return isinstance(value, (Mapping, Set, list, tuple)) and any(isinstance(entry, nn.Parameter) for entry in value)
 
 
 def knows_by_parameter(optimizer: torch.optim.Optimizer) -> str | None:
-    """The name of an attribute or option that stores values by parameter, or lists parameters."""
+    """Returns the name of an attribute or option of ``optimizer`` that contains parameters or values by parameter, or
+    None."""
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = [item for item in vars(optimizer).items() if item[0] not in _OWN]
     named += [item for group in optimizer.param_groups for item in group.items() if item[0] != "params"]
@@ -158,8 +160,8 @@ def knows_by_parameter(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def translate(optimizer: torch.optim.Optimizer, stand_ins: Mapping[torch.Tensor, Sequence[StandIn]]) -> None:
-    """Adds stand-ins to what an optimizer stores by parameter: in its attributes and options, under the parameter
-    itself or its ``id``."""
+    """Adds stand-ins to the collections in attributes and options of an optimizer that contain parameters, or values by
+    parameter or by the ``id`` of a parameter."""
     for name, value in vars(optimizer).items():
         if name not in _OWN:
             vars(optimizer)[name] = translated(value, stand_ins)
@@ -170,12 +172,12 @@ def translate(optimizer: torch.optim.Optimizer, stand_ins: Mapping[torch.Tensor,
 
 
 def translated(value: Any, stand_ins: Mapping[torch.Tensor, Sequence[StandIn]]) -> Any:
-    """``value``, or if it is a collection that names some of these parameters, a copy that also names their
-    stand-ins."""
+    """Returns ``value``, or, if it is a collection that contains some of these parameters, a copy that also contains
+    their stand-ins."""
     if not isinstance(value, (Mapping, Set, list, tuple)) or not value:
         return value
 
-    # By id throughout: a dict would compare a tensor with a number of the same hash, element by element.
+    # By id: a dict would compare a tensor with a number of the same hash, element by element.
     by_id = {id(parameter): (parameter, mine) for parameter, mine in stand_ins.items()}
 
     def found(entry: Any) -> tuple[torch.Tensor, Sequence[StandIn]] | None:
@@ -206,7 +208,7 @@ def translated(value: Any, stand_ins: Mapping[torch.Tensor, Sequence[StandIn]]) 
 
 
 def extend_group(optimizer: torch.optim.Optimizer, index: int, parameters: Sequence[torch.Tensor]) -> None:
-    """Adds further parameters to a group of an optimizer, which has no state for them yet."""
+    """Adds parameters, for which it has no state yet, to a group of an optimizer."""
     own = getattr(optimizer, "extend_group", None)
     if own is not None:
         own(index, parameters)
@@ -215,7 +217,7 @@ def extend_group(optimizer: torch.optim.Optimizer, index: int, parameters: Seque
 
 
 def put_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entries: dict[str, Any]) -> None:
-    """Gives an optimizer the state of a parameter, with entries of the parameter's shape or of none."""
+    """Sets an optimizer's state of a parameter. Entries have the parameter's shape or are scalars."""
     own = getattr(optimizer, "put_state", None)
     if own is not None:
         own(parameter, entries)
@@ -228,12 +230,12 @@ def twin(
     groups: list[dict[str, Any]],
     state: Mapping[torch.Tensor, dict[str, Any]] | None = None,
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class and options around other groups of parameters.
+    """Returns an optimizer of the same class and options for other groups of parameters.
 
     Args:
-        optimizer: unchanged.
+        optimizer: the optimizer, which is not changed.
         groups: groups with all their options.
-        state: state to begin with. A deferred optimizer begins with the state from its constructor.
+        state: initial state. A deferred optimizer gets the state from its constructor instead.
     """
     recipe = recipe_of(optimizer)
     if recipe is not None:
@@ -246,22 +248,23 @@ def twin(
     return result
 
 
-# ---- How the state of an optimizer belongs to the parameters of the original model -----------------------------------
-# A plugin that shards an optimizer over ranks describes what each rank holds by FQN and layout. That is all a
-# checkpoint needs to store the state and to load it on any mesh.
+# ---- The state of an optimizer in terms of the parameters of the original model --------------------------------------
+# A plugin that shards an optimizer over ranks describes the state of each rank by FQN and layout. With that a
+# checkpoint can store the state and load it on any mesh.
 @dataclass(frozen=True, kw_only=True)
 class StatePiece:
-    """The state that a rank's optimizer holds for one parameter.
+    """The state of one parameter in a rank's optimizer.
 
     Args:
         record: the parameter.
-        parameter: what the optimizer updates, and the key of its state; its elements are a range of the parameter's
-            shard on this rank, flattened.
+        parameter: the tensor that the optimizer updates, and the key of its state. Its elements are a range of the
+            parameter's flattened shard on this rank.
         start, stop: that range.
         group: index of the parameter's group.
         axes: axes of the mesh along which ranks hold other ranges of the same shard.
         master: whether ``parameter`` has values of its own, of higher precision than those in the model.
-        whole: whether the state is that of the full parameter, equal on all ranks along the axes of its cuts.
+        whole: whether the state is that of the full parameter, equal on all ranks along the axes over which it is
+            sharded.
         key, store: where the state is stored: ``store[key]``; by default ``optimizer.state[parameter]``.
     """
 
@@ -277,23 +280,23 @@ class StatePiece:
     store: MutableMapping[torch.Tensor, dict[str, Any]] | None = None
 
     def read_state(self, optimizer: Any) -> dict[str, Any]:
-        """The entries that ``optimizer``, which holds this piece, has for it; empty before the first step."""
+        """Returns the entries of the state in ``optimizer``; empty before the first step."""
         store = optimizer.state if self.store is None else self.store
         return store.get(self.parameter if self.key is None else self.key, {})
 
     def new_state(self, optimizer: Any) -> dict[str, Any]:
-        """An empty dict in place of the entries so far."""
+        """Replaces the entries of the state by an empty dict, and returns it."""
         store = optimizer.state if self.store is None else self.store
         entries = store[self.parameter if self.key is None else self.key] = {}
         return entries
 
     def drop_state(self, optimizer: Any) -> None:
-        """As before the first step."""
+        """Removes the state, as before the first step."""
         store = optimizer.state if self.store is None else self.store
         store.pop(self.parameter if self.key is None else self.key, None)
 
     def take_weights(self, run: Run) -> None:
-        """Copies the model's weights into what the optimizer updates, if that is separate."""
+        """Copies the model's weights into ``parameter``, if it is separate from the model's parameter."""
         current = self.record.current
         if current is None or current is self.parameter:
             return
@@ -301,21 +304,20 @@ class StatePiece:
             # A lazy device would compile a graph for each slice.
             values = run.backend.to_host(current) if run.backend.is_lazy else current.detach()
             part = values.reshape(-1)[self.start : self.stop]
-            if missing := self.parameter.numel() - part.numel():  # on lazy devices they end with padding
+            if missing := self.parameter.numel() - part.numel():  # on lazy devices shards have padding at their end
                 part = nn.functional.pad(part, (0, missing))
             self.parameter.copy_(part.view(self.parameter.shape))
 
 
 @dataclass(frozen=True)
 class ShardedState:
-    """A value in a plugin's ``checkpoint_state`` that is sharded like the parameters: an outer momentum, or an average
-    of the weights. A checkpoint stores it in slices, and any mesh loads it: ``load_checkpoint_state`` receives an
-    object of this class with this rank's shards, on the CPU.
+    """A value in a plugin's ``checkpoint_state`` that is sharded like the parameters, such as an outer momentum or an
+    average of the weights. It can be loaded on any mesh: ``load_checkpoint_state`` receives an object of this class
+    with this rank's shards, on the CPU.
 
     Args:
-        tensors: by FQN; each has the shape that the parameter has on this rank, and any dtype. A rank provides those of
-            parameters that it holds.
-        model: whose parameters: the position in ``run.models``.
+        tensors: this rank's shards by FQN, each of the shape of the parameter on this rank and of any dtype.
+        model: position in ``run.models`` of the model whose parameters these are.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -324,8 +326,8 @@ class ShardedState:
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """A value in a plugin's ``checkpoint_state`` of which every replica has its own, see ``AxisKind.REPLICA``; within a
-    replica it is equal on every rank. ``load_checkpoint_state`` receives an object of this class with the replica's.
+    """A value in a plugin's ``checkpoint_state`` that differs between replicas, see ``AxisKind.REPLICA``, and is equal
+    on all ranks of a replica. ``load_checkpoint_state`` receives an object of this class with the value of its replica.
 
     Args:
         value: plain values and tensors, or a :class:`ShardedState`.
@@ -336,22 +338,22 @@ class ReplicaState:
 
 @runtime_checkable
 class ShardedOptimizer(Protocol):
-    """An optimizer that holds shards of parameters."""
+    """Protocol of optimizers that update shards of parameters."""
 
     state: dict[torch.Tensor, dict]
     param_groups: list[dict]
 
     def state_pieces(self) -> list[StatePiece]:
-        """This rank's state, one entry for each parameter."""
+        """Returns this rank's state, one entry for each parameter."""
         ...
 
 
 def take_weights(optimizer: Any, run: Run) -> None:
-    """Makes an optimizer continue from the model's weights, after a plugin has changed them in place: ZeRO-1 updates
-    its own shards, and mixed precision master weights.
+    """Copies the model's weights to the tensors that an optimizer updates, after a plugin has changed them in place.
+    Needed for ZeRO-1, which updates shards of its own, and for master weights.
 
     Args:
-        optimizer: as hooks receive it, below Accelerate's wrapper.
+        optimizer: the optimizer as hooks receive it, below Accelerate's wrapper.
         run: the run.
     """
     for piece in optimizer.state_pieces() if isinstance(optimizer, ShardedOptimizer) else ():

@@ -1,7 +1,7 @@
-"""Converts plain data to the type of a dataclass annotation: strictly, and with errors that name the place.
+"""Converts plain data to the types of dataclass annotations, and checks objects against them.
 
-A boolean is not a valid number, nor a number a valid boolean; an integer is accepted where a float is expected. Nothing
-is dropped or guessed. Objects created in Python must match the same annotations: :func:`check_fields`.
+The conversion is strict: a boolean is not a valid number, and a number is not a valid boolean; an integer is valid for
+a float. Objects created in Python are checked against the same annotations, see :func:`check_fields`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def build(cls: type[T], options: Any, at: Location, subject: str) -> T:
 
     Args:
         cls: the dataclass.
-        options: the values of its fields; null means none.
-        at: their place.
-        subject: the object's description in messages: ``"plugin 'zero1'"``.
+        options: the values of its fields; None for no options.
+        at: the place of the options.
+        subject: description of the object in messages, such as ``"plugin 'zero1'"``.
 
     Raises:
-        ConfigurationError: for an unknown or missing field, a wrong type, or a value that the class itself refuses.
+        ConfigurationError: for an unknown or missing field, a wrong type, or a value that the class rejects.
     """
     options = {} if options is None else options
     if not isinstance(options, Mapping):
@@ -82,7 +82,7 @@ def _is_required(f: dataclasses.Field) -> bool:
 
 
 def field_type(cls: type, f: dataclasses.Field) -> Any:
-    """The annotation of a field, resolved; ``torch`` need not have been imported where the class is defined.
+    """Returns the resolved annotation of a field. ``torch`` need not be imported in the module of the class.
 
     Raises:
         PluginError: if it refers to a name that does not exist at run time.
@@ -109,10 +109,10 @@ def field_type(cls: type, f: dataclasses.Field) -> Any:
 
 
 def convert(value: Any, hint: Any, at: Location) -> Any:
-    """``value`` converted to the type of the annotation ``hint``.
+    """Converts ``value`` to the type of the annotation ``hint``.
 
     Raises:
-        ConfigurationError: if it is not of that type.
+        ConfigurationError: if it is not valid for that type.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if hint in (Any, object):
@@ -151,7 +151,7 @@ def _to_union(value: Any, hint: Any, members: tuple[Any, ...], at: Location) -> 
             failures.append((member, error))
     real = [(member, error) for member, error in failures if member is not type(None)]
     if len(real) == 1 and real[0][1].what != _wrong_type(value, real[0][0], at).what:
-        raise real[0][1]  # the error of the one alternative to null is more specific
+        raise real[0][1]  # for "X | None" the error of X is more specific
     return _refuse(value, hint, at)
 
 
@@ -222,20 +222,20 @@ def _to_dtype(value: Any, hint: Any, at: Location) -> Any:
 def check_fields(obj: Any) -> None:
     """Checks that the fields of a dataclass object have the types of their annotations, and that numbers are finite.
 
-    The rules are those for a configuration file, but nothing is converted: where a file has the name of a dtype or of
-    an enum's member, an object has the dtype or the member. A list is accepted for a tuple. Infinity and NaN are
-    accepted for a field with ``metadata={"finite": False}``. Other annotations (a ``TypeVar``, a name that exists for
+    The rules are those for a configuration file, but nothing is converted: where a file has the name of a dtype or the
+    value of an enum member, an object must have the dtype or the member. A list is valid for a tuple. Infinity and NaN
+    are valid for a field with ``metadata={"finite": False}``. Other annotations (a ``TypeVar``, a name that exists for
     type checkers only) are not checked.
 
     Raises:
-        ConfigurationError: naming the class and the field.
+        ConfigurationError: if a field has another type; the message names the class and the field.
     """
     for f in dataclasses.fields(obj):
         if not f.init or not hasattr(obj, f.name):
             continue
         try:
             hint = field_type(type(obj), f)
-        except PluginError:  # a file cannot give it either, and gets an error
+        except PluginError:  # a name for type checkers only; such an option raises an error in a configuration file
             continue
         value, at = getattr(obj, f.name), Location(source=type(obj).__name__, path=(f.name,))
         if not _is_a(value, hint):
@@ -279,15 +279,15 @@ def _is_a(value: Any, hint: Any) -> bool:
         return callable(value)
     try:
         return isinstance(value, base)
-    except TypeError:  # of what cannot be checked at run time: a type variable, a protocol
+    except TypeError:  # type variables and protocols cannot be checked at run time
         return True
 
 
 def check_arguments(cls: type, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """Checks that the constructor of a dataclass takes these arguments.
+    """Checks that the constructor of a dataclass accepts these arguments.
 
     Raises:
-        ConfigurationError: with the nearest name, for an unknown one.
+        ConfigurationError: if it does not; for an unknown option with the nearest name.
     """
     signature = inspect.signature(cls.__init__)  # type: ignore[misc]
     try:
@@ -326,7 +326,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _expected_object(hint: Any) -> str:
-    """The expected type of an annotation, in Python's terms."""
+    """Returns a description of an annotation for Python objects."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(_expected_object(member) for member in get_args(hint))
@@ -363,7 +363,7 @@ def _advice_object(value: Any, hint: Any) -> str | None:
 
 # ---- messages --------------------------------------------------------------------------------------------------------
 def _name(at: Location) -> str:
-    """The last key, and the indices below it."""
+    """Returns the last key of a place, with the indices below it."""
     path = at.path
     while len(path) > 1 and type(path[-1]) is int:
         path = path[:-1]
@@ -387,7 +387,7 @@ def _wrong_type(value: Any, hint: Any, at: Location) -> ConfigurationError:
 
 
 def _expected(hint: Any) -> str:
-    """The expected type of an annotation, in words."""
+    """Returns a description of an annotation for configuration files."""
     origin, arguments = get_origin(hint), get_args(hint)
     base = origin or hint
     if origin in (Union, types.UnionType):
@@ -428,7 +428,7 @@ def _shown(value: Any) -> str:
 
 
 def _advice(value: Any, hint: Any) -> str | None:
-    """What to do about the mistakes that YAML invites."""
+    """Returns advice for common mistakes in YAML, or None."""
     alternatives = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     words = [word for kind in alternatives if get_origin(kind) is Literal for word in get_args(kind)]
     words += [m.value for kind in alternatives if isinstance(kind, type) and issubclass(kind, Enum) for m in kind]

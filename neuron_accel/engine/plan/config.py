@@ -31,13 +31,13 @@ from neuron_accel.errors import ConfigurationError, PluginError
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A configuration.
+    """The configuration of a run.
 
     Args:
         plugins: the strategies, configured.
-        accelerate: arguments for ``accelerate.Accelerator``; only those that were given.
-        dataloader: arguments for ``accelerate.utils.DataLoaderConfiguration``; only those that were given.
-        backend: name of the backend, None to choose by the devices found.
+        accelerate: the given arguments of ``accelerate.Accelerator``.
+        dataloader: the given arguments of ``accelerate.utils.DataLoaderConfiguration``.
+        backend: name of the backend; None to choose it by the available devices.
     """
 
     plugins: tuple[StrategyPlugin, ...] = ()
@@ -52,7 +52,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class _DataLoaderKeys:
-    """The keys under ``dataloader``; defaults only mark what was not given."""
+    """The keys under ``dataloader``. Defaults are not used: only given keys are passed on."""
 
     split_batches: bool = False
     dispatch_batches: bool | None = None
@@ -65,7 +65,7 @@ class _DataLoaderKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class _Keys:
-    """The keys at the top; defaults only mark what was not given."""
+    """The keys at the top level. Defaults are not used: only given keys are passed on."""
 
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None
     gradient_accumulation_steps: int = 1
@@ -81,7 +81,7 @@ class _Keys:
 
 
 def option_type(name: str) -> Any:
-    """The type of an option at the top of a configuration, which the argument of that name has as well."""
+    """Returns the type of a key at the top level, which is also that of the accelerator's argument of that name."""
     return field_type(_Keys, next(f for f in dataclasses.fields(_Keys) if f.name == name))
 
 
@@ -93,7 +93,8 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any], *, registry:
         registry: where plugins are looked up; by default those installed and registered in this process.
 
     Raises:
-        ConfigurationError: for a key, type or value that is not usable; it names file, line, key and valid values.
+        ConfigurationError: for an unknown key, or an invalid type or value; the message has file, line, key and valid
+            values.
         PluginError: if a plugin cannot be loaded.
     """
     data, root = open_document(source)
@@ -122,7 +123,7 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any], *, registry:
 
 
 def _plugin(entry: Any, at: Location, registry: Registry) -> StrategyPlugin:
-    """The plugin of one item of the list: ``name`` or ``{name: options}``."""
+    """Returns the plugin of one item of the list: ``name`` or ``{name: options}``."""
     name, options = _name_and_options(entry, at)
     at = at / name
     try:
@@ -152,13 +153,13 @@ def _name_and_options(entry: Any, at: Location) -> tuple[str, Any]:
 
 
 def to_config(plugins: Iterable[StrategyPlugin], *, registry: Registry | None = None) -> dict[str, Any]:
-    """The inverse of :func:`load_config` for plugins: plain data that reads back as equal ones.
+    """Inverse of :func:`load_config` for plugins: returns a configuration that creates equal plugins.
 
-    Every option is written out, so that the result keeps its meaning when a default changes. A plugin whose class is
-    not registered under its name in ``registry`` is named by its class.
+    All options are included, so that the result does not depend on defaults. A plugin whose class is not registered
+    under its name in ``registry`` is given by its class.
 
     Raises:
-        ConfigurationError: if an option has a value that a configuration cannot hold.
+        ConfigurationError: if an option has a value that cannot be written in a configuration.
     """
     registry = default_registry() if registry is None else registry
     return {"plugins": [{_config_name(type(plugin), registry): _options(plugin)} for plugin in plugins]}

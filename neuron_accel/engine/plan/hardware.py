@@ -1,7 +1,4 @@
-"""The limits of a kind of machine, as data for the planner, and whether a mesh fits it.
-
-The planner knows no machine by name: the caller describes the hardware.
-"""
+"""Limits of a kind of machine, as data for the planner, and checks of a mesh against them."""
 
 from __future__ import annotations
 
@@ -19,15 +16,15 @@ class Hardware:
     """Limits of one kind of host.
 
     Args:
-        name: of the machine, for messages.
-        ranks_per_host: the numbers of ranks that may run on one host; the largest fills it.
-        model_groups: the sizes of groups that shard parameters (tensor parallel), which stay within a host; one rank is
-            always possible.
-        several_hosts: whether ranks of several hosts can form groups. Then they fill their hosts.
-        partitions: the most ways in which one graph may divide the ranks into groups; None: any number.
-        torus: chips of a host along each dim of the torus that links them, row by row; empty where each is linked to
-            each other one, or there is one.
-        ranks_per_chip: neighbouring ranks on one chip.
+        name: name of the machine, for messages.
+        ranks_per_host: valid numbers of ranks on one host; the largest is a full host.
+        model_groups: valid sizes of groups that shard parameters (tensor parallel), which are within a host; 1 is
+            always valid.
+        several_hosts: whether ranks of several hosts can form groups; all hosts must then be full.
+        partitions: maximum number of partitions of the ranks into groups in one graph; None for any number.
+        torus: number of chips of a host along each dim of the torus that connects them, row-major; empty if all chips
+            are connected with each other, or there is only one.
+        ranks_per_chip: number of neighbouring ranks on one chip.
     """
 
     name: str
@@ -40,11 +37,11 @@ class Hardware:
 
     @property
     def full(self) -> int:
-        """Ranks on a full host."""
+        """Number of ranks on a full host."""
         return max(self.ranks_per_host)
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises :class:`PlanError`, with the nearest legal number, unless this many ranks can run together."""
+        """Raises :class:`PlanError`, with the nearest valid number, if this number of ranks cannot run together."""
         if ranks in self.ranks_per_host or (self.several_hosts and ranks % self.full == 0):
             return
         legal = {*self.ranks_per_host}
@@ -64,7 +61,7 @@ class Hardware:
         )
 
     def check_mesh(self, mesh: Mesh) -> None:
-        """Raises :class:`PlanError`, with the nearest legal choice, unless every group of ``mesh`` can be formed."""
+        """Raises :class:`PlanError`, with the nearest valid choice, if a group of ``mesh`` cannot be formed."""
         self.check_ranks(mesh.world_size)
         for axis in mesh.axes:
             if axis.kind is AxisKind.MODEL and axis.degree > 1 and axis.degree not in self.model_groups:
@@ -79,8 +76,8 @@ class Hardware:
         self._check_partitions(mesh)
 
     def _check_partitions(self, mesh: Mesh) -> None:
-        """The ways in which a step divides the ranks into groups, at least: along each axis, those that average
-        gradients together with each axis that may shard them, those that hold one model, and all."""
+        """Checks the number of partitions of the ranks that a step uses at least: along each axis, along the gradient
+        axes together with each model axis, along the data, gradient and model axes, and all ranks."""
         axes = tuple(axis.name for axis in mesh.axes if axis.degree > 1)
         wanted = {
             *((axis,) for axis in axes),
@@ -101,8 +98,8 @@ class Hardware:
             )
 
     def _check_hosts(self, mesh: Mesh) -> None:
-        """Groups include the same number of ranks on every host: the axes from the innermost up to any one fill hosts,
-        or a fraction of one."""
+        """Checks that groups have the same number of ranks on every host: the axes from the innermost up to any other
+        must fill hosts, or a fraction of one."""
         inner = 1
         for axis in reversed(mesh.axes):
             reached = inner * axis.degree
@@ -121,12 +118,12 @@ class Hardware:
                 )
             inner = reached
 
-    # ---- what single collectives ask for -----------------------------------------------------------------------------
+    # ---- checks of single collectives --------------------------------------------------------------------------------
     def groups_problem(self, groups: Sequence[Sequence[int]]) -> str | None:
-        """Why a collective's groups cannot be formed, as a sentence; None if they can.
+        """Returns the reason why the groups of a collective cannot be formed, or None if they can.
 
-        Within a host, groups are blocks of neighbouring ranks, of a number that the machine knows, at equal distances;
-        groups of several hosts have the same ranks of each.
+        Within a host, a group must consist of blocks of neighbouring ranks, of a valid size, at equal distances. A
+        group over several hosts must have the same ranks of each.
         """
         if len({len(group) for group in groups}) > 1:
             return "groups of one collective have equal sizes"
@@ -137,7 +134,7 @@ class Hardware:
                 hosts.setdefault(rank // self.full, []).append(rank % self.full)
             first = next(iter(hosts.values()))
             if any(ranks != first for ranks in hosts.values()):
-                return f"ranks {_some(group)} are other ones on each host of {self.full}"
+                return f"ranks {_some(group)} differ between hosts of {self.full} ranks"
             block = next((i for i in range(1, len(first)) if first[i] != first[0] + i), len(first))
             starts = first[::block]
             distances = {b - a for a, b in itertools.pairwise(starts)}
@@ -149,10 +146,10 @@ class Hardware:
         return None
 
     def ring_problem(self, pairs: Sequence[tuple[int, int]]) -> str | None:
-        """Why a permutation cannot be made by sending from rank to rank, as a sentence; None if it can.
+        """Returns the reason why a permutation cannot be made by point-to-point messages, or None if it can.
 
         Args:
-            pairs: source and target of each.
+            pairs: source and target rank of each message.
         """
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         if len({*sources}) < len(pairs) or sorted(sources) != sorted(targets):
@@ -163,7 +160,7 @@ class Hardware:
         return None
 
     def _are_linked(self, one: int, other: int) -> bool:
-        """Whether two ranks are on the same chip, or on chips of one host that a link connects."""
+        """Returns whether two ranks are on the same chip, or on chips of one host that are directly connected."""
         if one // self.full != other // self.full:
             return False
         chips = [rank % self.full // self.ranks_per_chip for rank in (one, other)]
@@ -183,7 +180,7 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def _nearest(wanted: int, legal: Iterable[int]) -> str:
-    """The legal number below and the one above ``wanted``, the nearer first."""
+    """Returns the valid number below and the one above ``wanted``, the nearer first."""
     around = [
         max((n for n in legal if 0 < n < wanted), default=None),
         min((n for n in legal if n > wanted), default=None),

@@ -1,7 +1,7 @@
-"""The mesh of ranks: pure arithmetic from axes to rank groups.
+"""The mesh of ranks: named axes, coordinates of ranks, and groups of ranks.
 
-Ranks are laid out row-major over the axes, outer to inner: stages, replicas, data, sequence, model (pp, ..., dp, cp,
-tp), so that the axis that communicates most has neighbouring ranks.
+Ranks are numbered row-major over the axes, outer to inner: stages, replicas, data, sequence, model (pp, ..., dp, cp,
+tp), so that ranks along the axis that communicates most are neighbours.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from neuron_accel.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class AxisSpec:
-    """One axis of the mesh that a plugin adds.
+    """An axis of the mesh.
 
     Args:
-        name: the usual short name: ``pp``, ``dp``, ``cp``, ``tp``.
-        degree: number of ranks along it; 1 is allowed and means that the axis is absent.
-        kind: what differs between these ranks.
+        name: short name, such as ``pp``, ``dp``, ``cp``, ``tp``.
+        degree: number of ranks along the axis; with 1 it has no effect.
+        kind: what differs between ranks along the axis.
     """
 
     name: str
@@ -32,7 +32,7 @@ class AxisSpec:
 
 
 DATA_AXIS = "dp"
-"""The axis of the remaining ranks, which no plugin needs to add."""
+"""Name of the axis of the remaining ranks, which no plugin needs to add."""
 
 
 class AxisKind(Enum):
@@ -70,10 +70,11 @@ class Mesh:
 
     @classmethod
     def build(cls, axes: Iterable[AxisSpec], world_size: int) -> Mesh:
-        """The mesh of ``world_size`` ranks with ``axes`` and, for the ranks that are left over, :data:`DATA_AXIS`.
+        """Returns the mesh of ``world_size`` ranks with ``axes`` and, for the remaining ranks, :data:`DATA_AXIS`.
 
         Raises:
-            PlanError: if a degree is impossible, an axis comes twice, or the number of ranks does not match.
+            PlanError: if a degree is not valid, an axis is given twice, or the degrees do not match the number of
+                ranks.
         """
         axes = list(axes)
         names = [axis.name for axis in axes]
@@ -128,7 +129,7 @@ class Mesh:
         return math.prod(axis.degree for axis in self.axes)
 
     def degree(self, axis: str) -> int:
-        """The degree of ``axis``; 1 if the mesh has none of that name."""
+        """Returns the degree of ``axis``; 1 if the mesh has no axis of that name."""
         return next((a.degree for a in self.axes if a.name == axis), 1)
 
     @property
@@ -137,12 +138,13 @@ class Mesh:
         return tuple(axis.name for axis in self.axes)
 
     def names(self, *kinds: AxisKind) -> tuple[str, ...]:
-        """Names of the axes of these kinds that have more than one rank, outer to inner."""
+        """Returns the names of the axes of these kinds that have more than one rank, outer to inner."""
         return tuple(axis.name for axis in self.axes if axis.kind in kinds and axis.degree > 1)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks see different samples: they govern loaders, schedulers and gathered metrics."""
+        """Axes along which ranks process different samples. Their size determines loaders, schedulers and gathered
+        metrics."""
         return self.names(AxisKind.REPLICA, AxisKind.DATA)
 
     @property
@@ -156,15 +158,15 @@ class Mesh:
         return self.size(self.replica_axes)
 
     def replica(self, rank: int) -> int:
-        """The number of the replica that a global rank belongs to; 0 where there is only one."""
+        """Returns the number of the replica that a global rank belongs to; 0 if there is only one."""
         return self.position(rank, self.replica_axes)
 
     def size(self, axes: Iterable[str]) -> int:
-        """How many ranks differ along ``axes`` only."""
+        """Returns the number of ranks that differ along ``axes`` only."""
         return math.prod(self.degree(axis) for axis in axes)
 
     def position(self, rank: int, axes: Iterable[str]) -> int:
-        """The position of a global rank among the :meth:`size` ranks that differ along ``axes`` only."""
+        """Returns the position of a global rank among the ranks that differ along ``axes`` only."""
         at, number = self.coordinates(rank), 0
         for axis in axes:
             number = number * self.degree(axis) + at.get(axis, 0)
@@ -182,7 +184,7 @@ class Mesh:
         return self.names(AxisKind.STAGE, AxisKind.MODEL)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of a global rank along every axis."""
+        """Returns the index of a global rank along each axis."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in a mesh of {self.world_size}")
         result = {}
@@ -191,7 +193,8 @@ class Mesh:
         return {axis.name: result[axis.name] for axis in self.axes}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """Inverse of :meth:`coordinates`; axes left out count as 0, and an absent axis has only 0."""
+        """Inverse of :meth:`coordinates`. Axes that are left out have index 0; an axis that the mesh does not have must
+        have index 0."""
         for name, index in coordinates.items():
             if not 0 <= index < self.degree(name):
                 raise ValueError(f"index {index} is not on axis {name!r} of degree {self.degree(name)}")
@@ -201,7 +204,8 @@ class Mesh:
         return rank
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """The partition of all ranks into groups that differ only along ``axes``; ranks ascend in each group."""
+        """Returns the partition of all ranks into groups that differ only along ``axes``, with ranks ascending in each
+        group."""
         inner = [axis for axis in self.axes if axis.name in axes]
         outer = [axis for axis in self.axes if axis.name not in axes]
         result = []

@@ -1,4 +1,5 @@
-"""The resolved, immutable, printable decision of what runs, in which order, over which mesh."""
+"""The plan of a run: mesh, plugins in order, and owners of responsibilities; its comparison between ranks, and its
+description as text."""
 
 from __future__ import annotations
 
@@ -30,14 +31,15 @@ ABSENT = "<absent>"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The decisions for a run. Made by :func:`~neuron_accel.engine.plan.planner.make_plan`.
+    """The plan of a run. Created by :func:`~neuron_accel.engine.plan.planner.make_plan`.
 
     Args:
         mesh: the mesh of ranks.
-        plugins: in the order in which they act.
-        owners: responsibility to the name of the plugin that owns it.
-        capabilities: what plugins and backend offer together.
-        reasons: why: ``"plugins.NAME"`` for a plugin's place, ``"owners.CLAIM"`` for the owner of a responsibility.
+        plugins: the plugins in the order in which they act.
+        owners: name of the plugin that owns each responsibility.
+        capabilities: the capabilities of plugins and backend.
+        reasons: explanations: ``"plugins.NAME"`` for a plugin's place, ``"owners.CLAIM"`` for the owner of a
+            responsibility.
         provenance: plugin name to the distribution and version, or the module, that it comes from.
     """
 
@@ -57,7 +59,7 @@ class Plan:
         return _rebuild, ({name: dict(v) if isinstance(v, MappingProxyType) else v for name, v in values.items()},)
 
     def plugin(self, name: str) -> StrategyPlugin:
-        """The plugin of that name.
+        """Returns the plugin of that name.
 
         Raises:
             PlanError: if the plan has none.
@@ -71,7 +73,7 @@ class Plan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data: equal on two ranks exactly if they decided the same. Reasons are left out.
+        """Returns the plan as plain data, which ranks compare. Reasons are left out.
 
         Raises:
             PluginError: if a plugin's configuration cannot be written as plain data.
@@ -109,12 +111,13 @@ class Plan:
         }
 
     def fingerprint(self) -> str:
-        """SHA-256 over :meth:`to_dict` as canonical JSON, in hexadecimal; ranks compare it before touching a model."""
+        """Returns the SHA-256 of :meth:`to_dict` as canonical JSON, in hexadecimal."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def explain(self) -> str:
-        """A readable account of the mesh, the plugins in order, the owners of responsibilities, and why."""
+        """Returns a readable description of the mesh, the plugins in order, and the owners of responsibilities, with
+        reasons."""
         return explain(self)
 
     def __str__(self) -> str:
@@ -130,7 +133,7 @@ def _rebuild(values: dict[str, Any]) -> Plan:
 
 
 def _reference(value: Any) -> str:
-    """The name of a function or class, or the type of a device: the same on every rank."""
+    """Returns the name of a function or class, or the type of a device, which is the same on every rank."""
     if type(value).__module__ == "torch" and type(value).__name__ == "device":
         return value.type
     if hasattr(value, "__module__") and hasattr(value, "__qualname__"):
@@ -139,7 +142,7 @@ def _reference(value: Any) -> str:
 
 
 class Difference(NamedTuple):
-    """One value in which two plans differ; :data:`ABSENT` where one of them has none."""
+    """A value in which two plans differ; :data:`ABSENT` if one of them does not have it."""
 
     path: str
     left: Any
@@ -150,7 +153,7 @@ class Difference(NamedTuple):
 
 
 def difference(a: Any, b: Any, path: str = "") -> list[Difference]:
-    """Where two results of :meth:`Plan.to_dict` differ, as dotted paths with both values."""
+    """Returns the differences between two results of :meth:`Plan.to_dict`, as dotted paths with both values."""
     if isinstance(a, dict) and isinstance(b, dict):
         result = []
         for key in sorted({*a, *b}):
@@ -162,9 +165,10 @@ def difference(a: Any, b: Any, path: str = "") -> list[Difference]:
     return [] if json.dumps(a) == json.dumps(b) else [Difference(path, a, b)]
 
 
-# ---- as readable text ----------------------------------------------------------------------------------------------
+# ---- description as text ---------------------------------------------------------------------------------------------
 def explain(plan: Plan) -> str:
-    """What ``plan`` decided and why, in sections: mesh, plugins, owners, and what happens in order."""
+    """Returns a readable description of ``plan`` in sections: mesh, plugins, owners, and what each plugin does in
+    order."""
     ranks = plan.mesh.world_size
     lines = [f"Plan for {ranks} rank{'s' if ranks > 1 else ''}: {plan.mesh}", ""]
     lines += ["Mesh, outer to inner axis", *_mesh(plan.mesh), ""]
@@ -236,7 +240,7 @@ def _moments(plan: Plan) -> list[str]:
 
 
 def _first_sentence(plugin: StrategyPlugin, name: str) -> str:
-    """The first sentence of a hook's docstring; the hook's name if it has none."""
+    """Returns the first sentence of a hook's docstring, or the hook's name if it has none."""
     doc = getattr(type(plugin), name).__doc__ or name
     sentence = re.split(r"(?<=[a-z)`])[.:](?:\s|$)", " ".join(doc.split()), maxsplit=1)[0]
     return textwrap.shorten(sentence, WIDTH - 45, placeholder=" ...")
@@ -246,7 +250,7 @@ def _owners(plan: Plan) -> list[str]:
     rows = [("responsibility", "owner", "why")]
     for claim in Claim:
         owner = plan.owners.get(claim)
-        # What no plugin owns works as in plain PyTorch.
+        # A responsibility without an owner is handled as in plain PyTorch.
         default = "autograd (default)" if claim is Claim.BACKWARD else "no plugin claims it"
         why = plan.reasons.get(f"owners.{claim.value}", "not recorded" if owner else default)
         rows.append((claim.value, owner or "-", why))
@@ -254,22 +258,24 @@ def _owners(plan: Plan) -> list[str]:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Returns the lines of a table with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
 
 
-# ---- The start of a run: every rank plans for itself, and all find out whether they agree before a model is touched
+# ---- Comparing plans between ranks -----------------------------------------------------------------------------------
 def agree_on_plan(decide: Callable[[], Plan], backend: Backend) -> Plan:
-    """The plan of this rank, if it is that of every rank. Collective, also where deciding fails.
+    """Returns this rank's plan if it is equal on all ranks. Collective, also if ``decide`` fails.
 
     Args:
-        decide: makes this rank's plan.
+        decide: returns this rank's plan.
+        backend: the backend.
 
     Raises:
-        DesyncError: on every rank, naming what differs, or the rank that could not decide.
-        NeuronAccelError: whatever ``decide`` raises, on the rank where it does.
+        DesyncError: on every rank, if plans differ, or ``decide`` failed on another rank.
+        NeuronAccelError: the error of ``decide``, on the rank where it failed.
     """
     plan: Plan | None = None
     failure: Exception | None = None

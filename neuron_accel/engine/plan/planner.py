@@ -1,4 +1,5 @@
-"""The order in which plugins act: by phase, then by declaration, then by name; never by their order in a list."""
+"""Makes the plan of a run. Plugins are ordered by phase, then by their declarations, then by name, not as they are
+given."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from neuron_accel.engine.plan.plugin import Claim, PlanContext, StrategyPlugin, 
 from neuron_accel.errors import PlanError, PluginError
 
 Edges = dict[str, dict[str, str]]
-"""Successor to its predecessors, each with the declaration that says so."""
+"""Predecessors of each plugin, each with the declaration that makes it one."""
 
 
 def in_order(plugins: Mapping[str, StrategyPlugin]) -> list[tuple[StrategyPlugin, str]]:
-    """The plugins in acting order, each with the reason for its place.
+    """Returns the plugins in the order in which they act, each with the reason for its place.
 
     Raises:
         PlanError: if declarations form a cycle, or contradict the phases.
@@ -69,7 +70,8 @@ def _reason(plugin: StrategyPlugin, predecessors: Mapping[str, str], alone: bool
 
 
 def _cycle_error(edges: Edges) -> PlanError:
-    """Every one of ``edges`` waits for another one: walking back from any of them ends in a cycle."""
+    """Returns the error for a cycle. Every plugin in ``edges`` waits for another one, so following predecessors leads
+    into a cycle."""
     walk = [min(edges)]
     while True:
         before = min(name for name in edges[walk[-1]] if name in edges)
@@ -87,9 +89,9 @@ def _cycle_error(edges: Edges) -> PlanError:
     )
 
 
-# ---- From plugins, a number of ranks and the backend's capabilities to a plan: a pure function -----------------------
-# Nothing here uses a process group, a tensor or the environment, and nothing depends on the order in which plugins are
-# given, so every rank computes the same plan, or the same error.
+# ---- The planner, a pure function ------------------------------------------------------------------------------------
+# It uses no process group, no tensor and no environment variable, and does not depend on the order in which plugins are
+# given, so that every rank makes the same plan, or raises the same error.
 BACKEND = "the backend"
 """Represents the backend among the providers of a capability."""
 
@@ -100,7 +102,7 @@ Provenance = Callable[[type[StrategyPlugin]], str]
 
 
 def module_of(cls: type[StrategyPlugin]) -> str:
-    """The source of a class of which only the module is known."""
+    """Returns the provenance of a class of which only the module is known."""
     return f"module {cls.__module__}"
 
 
@@ -114,21 +116,21 @@ def make_plan(
     provenance: Provenance = module_of,
     hardware: Hardware | None = None,
 ) -> Plan:
-    """Decides what runs, in which order, over which mesh.
+    """Makes the plan of a run.
 
     Args:
-        plugins: the requested strategies, in any order.
+        plugins: the requested plugins, in any order.
         world_size: number of ranks.
-        backend_capabilities: what the backend offers.
-        backend_missing: why it lacks a capability, by its name, where that was tried.
+        backend_capabilities: capabilities of the backend.
+        backend_missing: reasons why it lacks a capability, by its name, if it was probed.
         default_owners: the plugins that own responsibilities which no other plugin claims. A default owner owns only
-            those, also if it is among ``plugins``; one that owns nothing takes no part.
+            those, also if it is among ``plugins``; one that owns nothing is not part of the plan.
         provenance: returns the distribution and version of a plugin class.
-        hardware: what the machines can do; None: anything.
+        hardware: limits of the machines; None for no limits.
 
     Raises:
-        PluginError: if something is not a plugin, or was written for another version of the contract.
-        PlanError: if the plugins cannot run together, or not on this many ranks.
+        PluginError: if an object is not a plugin, or was written for another version of the contract.
+        PlanError: if the plugins cannot be combined, or cannot run on this number of ranks.
     """
     given = _by_name(_with_companions(plugins), provenance)
     defaults = {claim: given.get(plugin.spec.name, plugin) for claim, plugin in sorted(default_owners.items())}
@@ -174,7 +176,7 @@ def _with_companions(plugins: Iterable[StrategyPlugin]) -> Iterator[StrategyPlug
 
 
 def _by_name(plugins: Iterable[StrategyPlugin], provenance: Provenance) -> dict[str, StrategyPlugin]:
-    """Plugins by name, sorted, after checking that each is one and none comes twice."""
+    """Returns plugins by name, sorted, after checking that each is a plugin and none is given twice."""
     plugins = list(plugins)
     for plugin in plugins:
         _check_object(plugin, provenance)
@@ -212,7 +214,7 @@ def _check_object(plugin: object, provenance: Provenance) -> None:
 def _owners(
     given: Mapping[str, StrategyPlugin], defaults: Mapping[Claim, StrategyPlugin], sources: Mapping[str, str]
 ) -> tuple[dict[Claim, str], dict[str, str]]:
-    """Responsibility to the name of its owner, and the reasons."""
+    """Returns the name of the owner of each responsibility, and the reasons."""
     owners: dict[Claim, str] = {}
     reasons: dict[str, str] = {}
     for claim in Claim:
@@ -313,7 +315,7 @@ def _mesh(plugins: Mapping[str, StrategyPlugin], world_size: int, sources: Mappi
 def _providers(
     plugins: Mapping[str, StrategyPlugin], mesh: Mesh, backend_capabilities: Iterable[str]
 ) -> dict[str, set[str]]:
-    """Capability to the names of its providers."""
+    """Returns the names of the providers of each capability."""
     bringing = {axis.name: name for name, plugin in plugins.items() for axis in plugin.axes()}
     providers: dict[str, set[str]] = {}
     for capability in backend_capabilities:
@@ -352,7 +354,7 @@ def _check_requirements(
 
 
 def _missing_axis(axis: str, plugins: Mapping[str, StrategyPlugin]) -> tuple[str, str]:
-    """Why no axis of that name has several ranks, and what to do."""
+    """Returns why no axis of that name has several ranks, and what to do."""
     for name, plugin in plugins.items():
         if any(brought.name == axis for brought in plugin.axes()):
             return f"{name!r} adds that axis with degree 1", f"raise the degree of axis {axis!r} in {name!r} above 1"

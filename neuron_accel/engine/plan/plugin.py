@@ -1,12 +1,12 @@
-"""The contract between the engine and a strategy.
+"""The interface between the engine and a strategy.
 
-A strategy is a frozen, keyword-only dataclass derived from :class:`StrategyPlugin`. Its fields are its configuration,
-its class attribute ``spec`` declares how it relates to others, and its hooks, all optional, do the work. It keeps no
-run-time state in itself: what it needs later lives in the objects it returns or in ``run.state(self)``.
+A strategy is a frozen, keyword-only dataclass derived from :class:`StrategyPlugin`. Its fields are its options, its
+class attribute ``spec`` declares its relation to other plugins, and its hooks, all optional, implement it. It has no
+run-time state of its own: that is kept in the objects that its hooks return, or in ``run.state(self)``.
 
-Options are checked when a plugin is made, whether a configuration file or Python names them: each has the type that its
-annotation says, and numbers are finite, unless the field says otherwise with ``metadata={"finite": False}``. A
-``__post_init__`` may turn what users like to give into what the annotation says; it is checked afterwards.
+Options are checked when a plugin is created, from a configuration file or in Python: each must have the type of its
+annotation, and numbers must be finite, unless the field has ``metadata={"finite": False}``. A ``__post_init__`` may
+convert other values to the annotated type; options are checked after it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 API_VERSION = 2
-"""Version of this contract. A plugin that declares another one is an error."""
+"""Version of this contract. A plugin that declares another version raises a PluginError."""
 
 
 class Phase(IntEnum):
-    """When a strategy acts on a model; smaller acts first.
+    """When a strategy acts on a model; smaller phases act first.
 
     The model is placed on its device between :attr:`PRECISION` and :attr:`GRADIENTS`.
     """
@@ -98,18 +98,18 @@ def hook(text: str, *, owner: Claim | None = None) -> Callable[[_Method], _Metho
 
 @dataclass(frozen=True, kw_only=True)
 class PluginSpec:
-    """What a plugin declares about itself.
+    """Name, phase and relations of a plugin.
 
     Args:
         name: the name used in configuration files and messages.
         phase: when it acts.
-        after, before: names of plugins of the same phase that it must follow or precede, where they are present.
-        requires, conflicts: names of plugins, or capabilities: ``"axis:tp"`` stands for "an axis named tp has a degree
-            above one"; anything in another plugin's ``provides`` works too.
+        after, before: names of plugins of the same phase after or before which it must act, if they are present.
+        requires, conflicts: names of plugins, or capabilities: those of the backend, those in ``provides`` of another
+            plugin, or ``"axis:tp"``, which means that an axis named tp has a degree above one.
         provides: capabilities that others may require or conflict with.
         claims: responsibilities that only this plugin owns.
         refines: responsibilities that it takes part in without owning them; each then needs an owner.
-        api_version: the version of this contract it was written for.
+        api_version: the version of this contract that it was written for.
     """
 
     name: str
@@ -126,13 +126,13 @@ class PluginSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanContext:
-    """What :meth:`StrategyPlugin.validate` may use.
+    """Argument of :meth:`StrategyPlugin.validate`.
 
     Args:
         mesh: the mesh of ranks.
-        plugins: every plugin of the run by name, in the order in which they will act.
-        capabilities: what plugins and backend offer.
-        missing: why the backend lacks a capability, by its name, where it was tried.
+        plugins: all plugins of the run by name, in the order in which they act.
+        capabilities: the capabilities of plugins and backend.
+        missing: reasons why the backend lacks a capability, by its name, if it was probed.
     """
 
     mesh: Mesh
@@ -145,17 +145,17 @@ class _KnownOptionsOnly:
     """A constructor that raises a ConfigurationError with the nearest name for an unknown option, instead of Python's
     TypeError."""
 
-    if not TYPE_CHECKING:  # to a type checker the constructor is the one that dataclass makes
+    if not TYPE_CHECKING:  # for a type checker the constructor is the one that dataclass creates
 
         def __new__(cls, *args: Any, **kwargs: Any) -> _KnownOptionsOnly:
-            if args or kwargs:  # copies are made without
+            if args or kwargs:  # copies are created without arguments
                 check_arguments(cls, args, kwargs)
             return super().__new__(cls)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyPlugin(_KnownOptionsOnly):
-    """Base class of every strategy. All hooks default to doing nothing.
+    """Base class of all strategies. By default hooks do nothing.
 
     Hooks are called in the order of the plan, ``teardown`` in reverse.
     """
@@ -163,10 +163,10 @@ class StrategyPlugin(_KnownOptionsOnly):
     spec: ClassVar[PluginSpec]
 
     def __post_init__(self) -> None:
-        """Checks the options. A subclass's own ``__post_init__`` runs before: see the module.
+        """Checks the options. The ``__post_init__`` of a subclass runs before, see the module's docstring.
 
         Raises:
-            ConfigurationError: if an option is not of its type, or not a finite number.
+            ConfigurationError: if an option does not have its type, or is not a finite number.
         """
         if type(self).__post_init__ is StrategyPlugin.__post_init__:  # else: what surrounds the class's own checks them
             check_fields(self)
@@ -179,12 +179,12 @@ class StrategyPlugin(_KnownOptionsOnly):
 
         @functools.wraps(own)
         def checked(self: StrategyPlugin, *init_only: Any) -> None:
-            outermost = type(self).__post_init__ is checked  # a class further up may leave options for one below
+            outermost = type(self).__post_init__ is checked  # a subclass may convert options of its base class
             try:
                 own(self, *init_only)
             except NeuronAccelError:
                 raise
-            except Exception as error:  # 'a' <= 0: the error is that it was not a number
+            except Exception as error:  # such as 'a' <= 0: the actual error is that the option is not a number
                 if outermost:
                     try:
                         check_fields(self)
@@ -198,12 +198,12 @@ class StrategyPlugin(_KnownOptionsOnly):
 
     # ---- planning: pure, no process group, no tensors ----------------------------------------------------------------
     def axes(self) -> tuple[AxisSpec, ...]:
-        """Mesh axes that this plugin adds. The rest of the ranks becomes the ``dp`` axis."""
+        """Returns the mesh axes that this plugin adds. The remaining ranks form the ``dp`` axis."""
         return ()
 
     def companions(self) -> tuple[StrategyPlugin, ...]:
-        """Further strategies that this one consists of, which act in their own phases. They take part in the plan as if
-        they had been given with it."""
+        """Returns further plugins that this one consists of. They act in their own phases, as if the user had given
+        them."""
         return ()
 
     def validate(self, context: PlanContext) -> None:
@@ -212,40 +212,40 @@ class StrategyPlugin(_KnownOptionsOnly):
     # ---- life of a run -----------------------------------------------------------------------------------------------
     @hook("the run begins")
     def setup(self, run: Run) -> None:
-        """Groups exist, no model has been seen."""
+        """Called when groups exist, before any model is prepared."""
 
     @hook("models are built")
     def model_init(self, run: Run) -> AbstractContextManager[Any]:
-        """A context in which users create models."""
+        """Returns a context in which users create models."""
         return nullcontext()
 
     @hook("models are prepared")
     def initial_weights(self) -> str | os.PathLike[str] | None:
-        """A checkpoint, or a folder of transformers, from which the first prepared model loads its weights once it is
-        sharded; None: it keeps its own. Also called at planning: one plugin of a run may name a folder, several are a
-        :class:`~neuron_accel.errors.PlanError`."""
+        """Returns a checkpoint, or a folder of transformers, from which the first prepared model loads its weights
+        after it is sharded; None to keep the model's weights. Also called at planning: if several plugins of a run
+        return a folder, a :class:`~neuron_accel.errors.PlanError` is raised."""
         return None
 
     @hook("models are prepared")
     def transform_model(self, model: PreparedModel, run: Run) -> None:
-        """Rewrites ``model.module`` in place, or replaces it by another module. FQNs keep their meaning; a parameter
-        whose shape changes receives its :class:`~neuron_accel.contract.Layout` through
+        """Rewrites ``model.module`` in place, or replaces it by another module. FQNs must be kept; for a parameter
+        whose shape changes the plugin sets a :class:`~neuron_accel.contract.Layout` with
         ``model.parameters.set_layout``."""
 
     @hook("loaders are prepared")
     def transform_dataloader(self, dataloader: Any, run: Run) -> Any:
-        """Wraps a loader that is already sharded over data-parallel ranks."""
+        """Wraps a loader that is already sharded over data-parallel ranks; returns the loader to use."""
         return dataloader
 
     @hook("optimizers are prepared")
     def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
-        """Wraps an optimizer, which holds the rewritten parameters already."""
+        """Wraps an optimizer, which already holds the rewritten parameters; returns the optimizer to use."""
         return optimizer
 
     # ---- a step, in order --------------------------------------------------------------------------------------------
     @hook("backward begins")
     def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
-        """The loss of a micro-batch, 0-dim, before its backward pass; returns the one to differentiate."""
+        """Called with the loss of a micro-batch, 0-dim, before its backward pass; returns the loss to differentiate."""
         return loss
 
     @hook("backward", owner=Claim.BACKWARD)
@@ -256,7 +256,7 @@ class StrategyPlugin(_KnownOptionsOnly):
 
     @hook("backward ends")
     def after_backward(self, run: Run) -> None:
-        """``accelerator.backward`` returns; gradients of this micro-batch exist."""
+        """Called before ``accelerator.backward`` returns, when the gradients of this micro-batch exist."""
 
     @hook("gradients are averaged over items", owner=Claim.GRADIENT_REDUCTION)
     def scale_gradients(self, parameters: list[torch.nn.Parameter], factor: torch.Tensor, run: Run) -> None:
@@ -284,71 +284,74 @@ class StrategyPlugin(_KnownOptionsOnly):
 
     @hook("gradients are read", owner=Claim.GRADIENT_REDUCTION)
     def full_gradient(self, parameter: torch.nn.Parameter, run: Run) -> torch.Tensor | None:
-        """Owner of :attr:`Claim.GRADIENT_REDUCTION`: the reduced gradient of a local parameter, in its local shape, or
-        None if it has none. Collective: every rank of the parameter's group calls it in the same order."""
+        """Owner of :attr:`Claim.GRADIENT_REDUCTION`: returns the reduced gradient of a local parameter, in its local
+        shape, or None if it has none. Collective: all ranks of the parameter's group call it in the same order."""
         return parameter.grad
 
     @hook("the optimizer steps")
     def should_step(self, optimizer: torch.optim.Optimizer, run: Run) -> bool:
-        """Whether an optimizer may update weights now; False, on every rank, skips the step: ``before_step`` and
-        ``after_step`` are not called then, and schedulers do not advance. Every plugin is asked. Not called for steps
-        that accumulation skips or that receive a closure, nor with a gradient scaler. Collective."""
+        """Returns whether an optimizer may update weights now. False, which must be returned on every rank, skips the
+        step: ``before_step`` and ``after_step`` are then not called, and schedulers do not advance. All plugins are
+        called. Not called for steps that accumulation skips or that receive a closure, nor with a gradient scaler.
+        Collective."""
         return True
 
     @hook("the optimizer steps")
     def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Just before an optimizer updates weights. Not called for steps that accumulation skips. ``optimizer`` is what
-        :meth:`transform_optimizer` returned, below Accelerate's wrapper."""
+        """Called before an optimizer updates weights. Not called for steps that accumulation skips. ``optimizer`` is
+        the one that :meth:`transform_optimizer` returned, below Accelerate's wrapper."""
 
     @hook("the optimizer has stepped")
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Just after an optimizer updated weights."""
+        """Called after an optimizer has updated weights."""
 
     @hook("the device has the step")
     def after_boundary(self, run: Run) -> None:
-        """The operations of a step, or of a micro-batch before the last, were submitted to the device: the place to
-        inspect what a lazy device compiled."""
+        """Called after the operations of a step, or of a micro-batch before the last, were submitted to the device.
+        Plugins can inspect here what a lazy device has compiled."""
 
     # ---- now and then ------------------------------------------------------------------------------------------------
     @hook("a checkpoint is saved")
     def before_save(self, run: Run) -> None:
-        """A checkpoint is about to be saved: completes pending work, before any tensor is read. Collective."""
+        """Called before a checkpoint is saved, to complete pending work before any tensor is read. Collective."""
 
     @hook("a checkpoint is saved")
     def checkpoint_state(self, run: Run) -> dict[str, Any]:
-        """What a checkpoint stores for this plugin besides parameters and optimizers: plain values and tensors,
+        """Returns this plugin's state for a checkpoint, other than parameters and optimizers: plain values and tensors,
         unsharded and equal on every rank, so that any mesh can load them. A value may also be a
-        :class:`~neuron_accel.contract.ShardedState`, tensors sharded like the parameters, or a
-        :class:`~neuron_accel.contract.ReplicaState`, of which every replica has its own. Collective."""
+        :class:`~neuron_accel.contract.ShardedState`, for tensors that are sharded like the parameters, or a
+        :class:`~neuron_accel.contract.ReplicaState`, for values that differ between replicas. Collective."""
         return {}
 
     @hook("a checkpoint is loaded")
     def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
-        """Restores what :meth:`checkpoint_state` returned, in the same form; tensors are on the CPU. Called if a
-        checkpoint has state for a plugin of this name, after everything else was loaded. Collective."""
+        """Restores the state that :meth:`checkpoint_state` returned, in the same form; tensors are on the CPU. Called
+        if a checkpoint has state for a plugin of this name, after everything else was loaded. Collective."""
 
     @hook("parameters get other shapes")
     def before_reshape(self, model: PreparedModel, run: Run) -> None:
-        """Some parameters of a prepared model are about to change their shapes, in place: raises a
-        :class:`~neuron_accel.errors.UsageError` on every rank if that is not possible any more."""
+        """Called before some parameters of a prepared model change their shapes, in place. Raises a
+        :class:`~neuron_accel.errors.UsageError` on every rank if that is no longer possible."""
 
     @hook("parameters got other shapes")
     def after_reshape(self, model: PreparedModel, run: Run) -> None:
-        """Parameters have changed their shapes and layouts; their gradients were dropped."""
+        """Called after parameters have changed their shapes and layouts; their gradients were dropped."""
 
     @hook("a model is explained")
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
-        """What this plugin does in a model that it transformed, as readable text; empty for nothing.
+        """Returns a readable description of what this plugin does in a model that it transformed; empty if there is
+        nothing to say.
 
         Args:
-            tokens: how many tokens this rank has in a step, for amounts that depend on it; None: they are for each
-                token.
+            model: the model.
+            run: the run.
+            tokens: number of tokens of this rank in a step, for amounts that depend on it; None for amounts per token.
         """
         return ""
 
     @hook("the run ends")
     def teardown(self, run: Run) -> None:
-        """The run ends; called in reverse order."""
+        """Called at the end of the run, in reverse order of the plan."""
 
 
 HOOKS: Mapping[str, Moment] = MappingProxyType(
@@ -364,34 +367,34 @@ _ENTAILS: Mapping[Claim, tuple[frozenset[str], ...]] = {
     Claim.GRADIENT_CLIPPING: (frozenset({"clip_grad_norm"}), frozenset({"clip_grad_value"})),
     Claim.OPTIMIZER_STATE: (frozenset({"transform_optimizer"}),),
 }
-"""What an owner implements: of each of these sets at least one hook."""
+"""Hooks that an owner must implement: at least one of each set."""
 
 
 def overrides(plugin: StrategyPlugin | type[StrategyPlugin], name: str) -> bool:
-    """Whether a plugin implements a hook."""
+    """Returns whether a plugin implements a hook."""
     cls = plugin if isinstance(plugin, type) else type(plugin)
     return getattr(cls, name) is not getattr(StrategyPlugin, name)
 
 
-# ---- Whether a class conforms to the plugin contract -----------------------------------------------------------
+# ---- Checking a plugin class -----------------------------------------------------------------------------------------
 def check_contract(cls: object, source: str) -> None:
-    """Checks the form of a plugin class.
+    """Checks that a plugin class conforms to the contract.
 
     Args:
-        cls: the class that should be a subclass of :class:`~neuron_accel.engine.plan.plugin.StrategyPlugin`.
-        source: the distribution or module it comes from, for messages.
+        cls: the class, which should be a subclass of :class:`~neuron_accel.engine.plan.plugin.StrategyPlugin`.
+        source: the distribution or module that it comes from, for messages.
 
     Raises:
-        PluginError: if it is not a plugin class, was written for another version of the contract, has a method that is
-            almost a hook or takes other arguments than the hook is called with, or claims a responsibility without the
-            hooks that it entails.
+        PluginError: if it is not a plugin class, was written for another version of the contract, has a method whose
+            name is similar to that of a hook, a hook that does not accept its arguments, or claims a responsibility
+            without the hooks that it requires.
     """
     if not (isinstance(cls, type) and issubclass(cls, StrategyPlugin)):
         raise PluginError(
             f"{cls!r} is not a plugin class.",
             where=source,
             why="strategies derive from neuron_accel.StrategyPlugin",
-            fix="name a subclass of it",
+            fix="give a subclass of it",
         )
     where = f"class {cls.__qualname__} of {source}"
     spec = getattr(cls, "spec", None)
@@ -429,7 +432,8 @@ def check_contract(cls: object, source: str) -> None:
 
 
 def hook_problems(cls: type[StrategyPlugin]) -> list[str]:
-    """Methods whose name is almost that of a hook, and hooks that do not accept their arguments."""
+    """Returns descriptions of methods whose name is similar to that of a hook, and of hooks that do not accept their
+    arguments."""
     problems = []
     known = [*HOOKS, "axes", "companions", "validate"]
     for base in cls.__mro__:
@@ -446,7 +450,7 @@ def hook_problems(cls: type[StrategyPlugin]) -> list[str]:
 
 
 def _signature_problems(name: str, function: Callable[..., Any]) -> list[str]:
-    """A hook takes what the contract passes: by position under any name, keyword-only arguments by theirs."""
+    """Checks that a hook accepts its arguments: positional ones under any name, keyword-only ones under their names."""
     expected = list(inspect.signature(getattr(StrategyPlugin, name)).parameters.values())
     keywords = {p.name: object() for p in expected if p.kind is inspect.Parameter.KEYWORD_ONLY}
     positional = [object() for p in expected if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
@@ -459,7 +463,8 @@ def _signature_problems(name: str, function: Callable[..., Any]) -> list[str]:
 
 
 def claim_problems(cls: type[StrategyPlugin]) -> list[str]:
-    """Responsibilities claimed without their hooks, and an owner's hooks on a plugin that does not own."""
+    """Returns descriptions of responsibilities that are claimed without their hooks, and of hooks of responsibilities
+    that are not claimed."""
     claims, problems = cls.spec.claims, []
     for name, moment in HOOKS.items():
         if moment.owner is not None and moment.owner not in claims and overrides(cls, name):

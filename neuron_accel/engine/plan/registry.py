@@ -1,8 +1,8 @@
-"""Where plugins are found: entry points, classes registered in this process, and ``"package.module:Class"``.
+"""Finds plugins: entry points, classes registered in this process, and ``"package.module:Class"``.
 
-Entry points are listed at once and loaded only when named, so an installed but unused plugin costs nothing, and one
-that cannot be imported breaks no other. The built-in plugins are found in the same way; the only difference is that an
-installed distribution cannot take their names and responsibilities.
+Entry points are loaded only when they are used, so that an installed but unused plugin costs nothing, and one that
+cannot be imported does not affect others. Built-in plugins are found in the same way, except that installed
+distributions cannot replace their names and responsibilities.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from neuron_accel.engine.plan.plugin import Claim, PluginSpec, StrategyPlugin, c
 from neuron_accel.errors import PluginError, did_you_mean
 
 PLUGIN_GROUP = "neuron_accel.plugins"
-"""Entry points of this group name plugin classes; the name is that of the plugin's spec."""
+"""Group of entry points of plugin classes; the name is that of the plugin's spec."""
 
 DEFAULT_OWNER_GROUP = "neuron_accel.default_owners"
-"""Entry points of this group name the default owner of a responsibility; the name is that of the claim."""
+"""Group of entry points of default owners of responsibilities; the name is that of the claim."""
 
 SWITCH_GROUP = "neuron_accel.switches"
-"""Entry points of this group name the plugin that an argument of the accelerator adds when it is True; the name is that
-of the argument. Only this distribution's count."""
+"""Group of entry points of plugins that an argument of the accelerator adds when it is True; the name is that of the
+argument. Those of other distributions are ignored."""
 
 DISABLE_VARIABLE = "NEURON_ACCEL_DISABLE_PLUGINS"
 """Environment variable: names of plugins, separated by commas, that must not be used."""
@@ -38,21 +38,21 @@ DISABLE_VARIABLE = "NEURON_ACCEL_DISABLE_PLUGINS"
 IN_PROCESS = "registered in this process"
 
 OWN_DISTRIBUTION = "neuron-accel"
-"""The distribution whose plugins keep their names and default responsibilities whatever else is installed."""
+"""The distribution whose plugins other installed distributions cannot replace."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PluginEntry:
-    """A plugin that could be used.
+    """A known plugin, which may not be loaded yet.
 
     Args:
         name: its name in configuration files.
         value: ``"package.module:Class"``.
         distribution: the installed distribution that provides it; None if it was registered in this process.
-        version: that distribution's version.
-        disabled: whether the environment forbids its use.
+        version: version of that distribution.
+        disabled: whether the environment variable disables it.
     """
 
     name: str
@@ -74,7 +74,8 @@ class PluginEntry:
         return self.distribution == OWN_DISTRIBUTION
 
     def stands_for(self, cls: type) -> bool:
-        """Whether ``cls`` is the class of this entry, also under a name that a package gives it; imports nothing."""
+        """Returns whether ``cls`` is the class of this entry, also if a package exports it under another name. Imports
+        nothing."""
         if self.value == _value(cls):
             return True
         module, _, path = self.value.partition(":")
@@ -84,10 +85,10 @@ class PluginEntry:
             return False
 
     def load(self) -> type[StrategyPlugin]:
-        """Imports the class.
+        """Imports and returns the class.
 
         Raises:
-            PluginError: if that fails, or it is not a plugin of this name.
+            PluginError: if that fails, or the class is not a plugin of this name.
         """
         if self.loaded is not None:
             return self.loaded
@@ -125,8 +126,8 @@ class Registry:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Registry:
-        """The installed plugins, except those that :data:`DISABLE_VARIABLE` in ``environ`` (by default the process's)
-        forbids."""
+        """Returns a registry of the installed plugins. Those in :data:`DISABLE_VARIABLE` of ``environ``, by default
+        ``os.environ``, are disabled."""
         value = (os.environ if environ is None else environ).get(DISABLE_VARIABLE, "")
         points = [
             point
@@ -146,7 +147,7 @@ class Registry:
         )
 
     def register(self, cls: type[StrategyPlugin], *, override: bool = False) -> type[StrategyPlugin]:
-        """Registers a class under its spec's name, in this process only; returns it.
+        """Registers a class under the name of its spec, in this process only, and returns it.
 
         Args:
             override: whether it may replace another plugin of that name.
@@ -168,7 +169,8 @@ class Registry:
         return cls
 
     def entries(self) -> list[PluginEntry]:
-        """Every plugin known, by name; nothing is imported. A class registered here replaces installed ones."""
+        """Returns all known plugins, sorted by name, without importing them. A class registered here replaces installed
+        ones."""
         registered = [
             PluginEntry(
                 name=name,
@@ -184,9 +186,8 @@ class Registry:
         return sorted([*registered, *installed], key=lambda entry: (entry.name, entry.source))
 
     def problems(self) -> list[PluginError]:
-        """Installed plugins that cannot be used as they declare, although they affect no run that does not name them.
-
-        Nothing is imported but default owners."""
+        """Returns errors of installed plugins that cannot be used as declared, and of unknown names in
+        :data:`DISABLE_VARIABLE`. Imports default owners only."""
         known = {entry.name for entry in self.entries()}
         return [
             *(_taken(entry) for entry in self._hidden),
@@ -201,7 +202,7 @@ class Registry:
         ]
 
     def get(self, name: str) -> type[StrategyPlugin]:
-        """The plugin class named ``name``: a known name, or ``"package.module:Class"``.
+        """Returns the plugin class for ``name``: a known name, or ``"package.module:Class"``.
 
         Raises:
             PluginError: if it is unknown, ambiguous, disabled, or cannot be loaded.
@@ -225,7 +226,7 @@ class Registry:
         return entries[0].load()
 
     def switched_on(self, argument: str) -> StrategyPlugin:
-        """The plugin, with default options, that the accelerator's ``argument=True`` adds.
+        """Returns the plugin, with default options, that the accelerator's ``argument=True`` adds.
 
         Raises:
             PluginError: if it is disabled or cannot be loaded.
@@ -236,7 +237,7 @@ class Registry:
         return self.get(cls.spec.name)()
 
     def refuse_disabled(self, cls: type[StrategyPlugin]) -> None:
-        """Raises PluginError if plugins of a class must not be used; other classes are not checked here."""
+        """Raises PluginError if a plugin class is disabled. Classes without a spec are not checked here."""
         if isinstance(getattr(cls, "spec", None), PluginSpec):
             self._refuse_disabled(cls.spec.name, self.provenance(cls))
 
@@ -250,12 +251,11 @@ class Registry:
             )
 
     def default_owners(self) -> dict[Claim, StrategyPlugin]:
-        """The owners of responsibilities that no plugin claims, with default options. A disabled plugin is not a
-        default.
+        """Returns the default owners of responsibilities that no plugin claims, with default options. Disabled plugins
+        are left out.
 
-        Other distributions may provide default owners, too, for responsibilities that the built-in ones leave open. One
-        that cannot be used (it cannot be loaded, two claim the same responsibility) is left out with a warning that
-        names its distribution.
+        Other distributions may provide default owners for responsibilities that have no built-in one. If one cannot be
+        loaded, or two have the same responsibility, it is left out with a warning.
 
         Raises:
             PluginError: if a built-in one cannot be loaded.
@@ -302,17 +302,14 @@ class Registry:
         return known[entry.name], cls
 
     def provenance(self, cls: type[StrategyPlugin]) -> str:
-        """The distribution and version that a plugin class comes from, or its module; imports nothing."""
+        """Returns the distribution and version of a plugin class, or its module. Imports nothing."""
         entry = next((e for e in (*self._installed, *self._default_owners) if e.stands_for(cls)), None)
         return entry.source if entry else module_of(cls)
 
 
 @functools.cache
 def default_registry() -> Registry:
-    """The registry of this process, created at the first call.
-
-    It is the one process-wide object of the engine, because registration is process-wide.
-    """
+    """Returns the registry of this process, which the first call creates."""
     return Registry.from_environment()
 
 
@@ -334,10 +331,10 @@ def _value(cls: type) -> str:
 
 
 def _distribution(point: EntryPoint) -> tuple[str, str]:
-    """Name and version of the distribution of an entry point; metadata may be damaged."""
+    """Returns name and version of the distribution of an entry point, whose metadata may be damaged."""
     try:
         name, version = (point.dist.name, point.dist.version) if point.dist else (None, None)
-    except Exception:  # whatever a parser makes of it
+    except Exception:  # parsers raise various types for damaged metadata
         name, version = None, None
     return name or "an unnamed distribution", version or "of unknown version"
 

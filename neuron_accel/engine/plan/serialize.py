@@ -1,4 +1,4 @@
-"""Configuration values as plain data, for JSON and YAML."""
+"""Conversion of configuration values to plain data, for JSON and YAML."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 
 
 def to_plain(value: Any, fallback: Callable[[Any], Any] | None = None) -> Any:
-    """``value`` as null, booleans, numbers, strings, lists, and dicts with string keys.
+    """Converts ``value`` to None, booleans, numbers, strings, lists, and dicts with string keys.
 
-    Dtypes and enum members become their names and values, paths strings, tuples and sets (sorted) lists, dataclasses
-    dicts of their constructor's arguments. The result depends on the value alone, so that ranks can compare it.
+    Dtypes become their names, enum members their values, paths strings, tuples and sets (sorted) lists, and dataclasses
+    dicts of their constructor's arguments. The result depends on the value only, so that ranks can compare it.
 
     Args:
-        fallback: called for values without a plain form; by default that is an error.
+        value: the value.
+        fallback: is called for values of other types; by default these raise an error.
 
     Raises:
-        TypeError: if there is no plain form, or two keys of a mapping have the same.
+        TypeError: if a value cannot be converted, or two keys of a mapping become the same string.
     """
     if isinstance(value, Enum):
         return to_plain(value.value, fallback)
@@ -46,5 +47,5 @@ def to_plain(value: Any, fallback: Callable[[Any], Any] | None = None) -> Any:
 
 
 def is_dtype(value: Any) -> bool:
-    """Whether ``value`` is a ``torch.dtype``; does not import torch."""
+    """Returns whether ``value`` is a ``torch.dtype``, without importing torch."""
     return type(value).__module__ == "torch" and type(value).__name__ == "dtype"

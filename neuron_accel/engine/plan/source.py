@@ -1,4 +1,4 @@
-"""A configuration document, and the place of each value in it, so that errors can name it."""
+"""Reads configuration files, and records the line of each value for error messages."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ IN_PYTHON = "the configuration given in Python"
 MOST_BYTES = 256 * 1024
 MOST_DEPTH = 40
 MOST_VALUES = 10_000
-"""The limits of a configuration file: bytes, levels of nesting, and values with aliases expanded. Far above what any
-configuration needs, and read in seconds and some megabytes at worst."""
+"""Limits of a configuration file: bytes, levels of nesting, and values after aliases are expanded. They bound the time
+and memory for reading a malicious file."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """A place in a document.
+    """The place of a value in a configuration.
 
     Args:
-        source: the file's name, or :data:`IN_PYTHON`.
-        lines: line number, from 1, of every place in a file.
-        path: keys and indices that lead to the place.
+        source: name of the file, or :data:`IN_PYTHON`.
+        lines: line number, from 1, of each place in the file.
+        path: the keys and indices that lead to the value.
     """
 
     source: str = IN_PYTHON
@@ -45,7 +45,7 @@ class Location:
 
     @property
     def key_path(self) -> str:
-        """``plugins[1].zero1.max_norm``"""
+        """The path as text, such as ``plugins[1].zero1.max_norm``."""
         text = "".join(f"[{key}]" if type(key) is int else f".{key}" for key in self.path)
         return text.removeprefix(".")
 
@@ -56,12 +56,12 @@ class Location:
         return ", ".join(part for part in parts if part)
 
     def error(self, what: str, *, why: str | None = None, fix: str | None = None) -> ConfigurationError:
-        """An error about this place, for the caller to raise."""
+        """Returns an error with this place, for the caller to raise."""
         return ConfigurationError(what, where=str(self), why=why, fix=fix)
 
 
 def open_document(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Any, Location]:
-    """The data of a YAML file or a mapping, and the location of its root.
+    """Returns the data of a YAML file or a mapping, and the location of its root.
 
     Raises:
         ConfigurationError: if the file cannot be read, is not YAML or is empty.
@@ -132,11 +132,12 @@ def _first_line(error: BaseException) -> str:
 
 
 def _check_size(events: Iterable[yaml.Event], name: str) -> None:
-    """Raises an error for nesting that is too deep, and aliases that expand to too much, before parsing."""
+    """Raises a ConfigurationError for too deep nesting, or too many values after aliases are expanded, before
+    parsing."""
     import yaml
 
     sizes: dict[str, int] = {}
-    open_ones: list[tuple[str | None, int]] = []  # anchors of the collections around, and the values before them
+    open_ones: list[tuple[str | None, int]] = []  # anchors of enclosing collections, and number of values before them
     count = 0
     for event in events:
         at = f"{name}, line {event.start_mark.line + 1}" if event.start_mark else name
@@ -146,7 +147,7 @@ def _check_size(events: Iterable[yaml.Event], name: str) -> None:
         elif isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)):
             count += 1
             if anchor is not None:
-                sizes[anchor] = 1  # a collection's is known at its end
+                sizes[anchor] = 1  # that of a collection is set at its end
         if isinstance(event, yaml.CollectionStartEvent):
             open_ones.append((anchor, count - 1))
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -165,12 +166,13 @@ def _check_size(events: Iterable[yaml.Event], name: str) -> None:
                 f"The configuration has more than {MOST_VALUES} values.",
                 where=at,
                 why="aliases (*name) count as often as they are used",
-                fix="write less, or give what is so large as an object in Python",
+                fix="reduce it, or give the plugin as an object in Python",
             )
 
 
 def _note_lines(node: yaml.Node, at: Location, lines: dict[KeyPath, int], above: tuple[int, ...]) -> None:
-    """Records the line of every key and item below ``node``, and raises errors for what YAML would silently accept."""
+    """Records the line of every key and item below ``node``. Raises errors for duplicate keys, keys that are
+    collections, and values that contain themselves, which YAML accepts."""
     import yaml
 
     if id(node) in above:

@@ -1,7 +1,7 @@
-"""Buffers that training changes (running statistics), alike on ranks that see different samples.
+"""Synchronizes buffers that training changes (running statistics) between ranks that process different samples.
 
-Each rank's forward passes change its own. As in DistributedDataParallel, those of the first rank count: what is
-evaluated, copied or saved after a step is the same on every rank.
+The forward passes of each rank change its own buffers. As in DistributedDataParallel, those of the first rank are
+broadcast, so that all ranks evaluate, copy or save the same values after a step.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class BufferBroadcast:
-    """Gives the persistent buffers of one model the values of the first rank, or of the first that still has data.
+    """Broadcasts the persistent buffers of one model from the first rank, or from the first that still has data.
 
-    A strategy whose ranks see different samples makes one in ``transform_model``, in phase ``GRADIENTS`` or later, and
-    calls :meth:`after_step` from its hook of that name. Nothing is sent for a model without such buffers, or whose
-    training forward has not run since.
+    A strategy whose ranks process different samples creates one in ``transform_model``, in phase ``GRADIENTS`` or
+    later, and calls :meth:`after_step` from its hook of that name. Nothing is sent for a model without buffers, or if
+    no training forward has run since the last broadcast. All methods are collective.
 
     Args:
-        model: after all rewrites. Collective, like every method.
+        model: the model, after all rewrites.
         run: the run.
     """
 
@@ -43,13 +43,14 @@ class BufferBroadcast:
         self._handle = model.module.register_forward_pre_hook(notice) if buffers_by_axes(model, run) else None
 
     def after_step(self) -> None:
-        """An optimizer has stepped: sends the buffers, if a training forward may have changed them."""
+        """Must be called after an optimizer step. Broadcasts the buffers, if a training forward may have changed
+        them."""
         if self._is_stale and not self._run.join.is_through:
             self._action()
             self._send()
 
     def close(self) -> None:
-        """Stops watching forward passes."""
+        """Removes the forward hook."""
         if self._handle is not None:
             self._handle.remove()
 
@@ -60,10 +61,11 @@ class BufferBroadcast:
 
 
 def buffers_by_axes(model: PreparedModel, run: Run) -> dict[tuple[str, ...], list[torch.Tensor]]:
-    """The persistent buffers of a model, each once, by the gradient axes whose ranks hold the same modules.
+    """Returns the persistent buffers of a model, each once, by the gradient axes along which ranks hold the same
+    modules.
 
-    A buffer belongs to the closest module around it that has parameters. Where all of these are sharded along an axis
-    of samples (experts over data-parallel ranks), ranks along it have other modules, with buffers of their own.
+    A buffer belongs to the closest module around it that has parameters. If all of these are sharded along an axis of
+    samples (experts over data-parallel ranks), ranks along that axis hold other modules, with buffers of their own.
     """
     result: dict[tuple[str, ...], list[torch.Tensor]] = {}
     saved = model.module.state_dict(keep_vars=True)

@@ -1,10 +1,10 @@
-"""Uneven inputs: what data-parallel ranks do together, so that a rank that has run out of data can take part.
+"""Uneven inputs: ranks that have run out of data take part in the collectives of the others.
 
 A data-parallel step is a sequence of collectives in which every rank takes part. A rank whose epoch ended earlier would
 leave the others waiting. While inputs may be uneven, ranks therefore announce each action of such a sequence before
-they start it; a rank without data listens, and performs the same actions: it contributes zeros to sums, takes the same
-optimizer steps, and stays equal to the others. The idea is that of torch's ``Join``, in which a joined rank is not
-updated but overwritten at the end.
+they start it. A rank without data receives the announcements and performs the same actions: it contributes zeros to
+sums and takes the same optimizer steps, so that its weights stay equal to those of the others. This is like torch's
+``Join``, in which a joined rank is not updated but overwritten at the end.
 
 Nothing is announced, and nothing sent, outside :meth:`Join.uneven`.
 """
@@ -39,12 +39,12 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class JoinAction:
-    """An action of a step that ranks do together. Call it with the arguments of ``perform`` to announce it.
+    """A collective action of a step. Call it with the arguments of ``perform`` to announce it.
 
     Args:
-        join: the ranks.
-        name: for messages.
-        perform: called on a rank without data.
+        join: the join that it belongs to.
+        name: name for messages.
+        perform: is called on ranks without data.
         settle: completes pending reductions; called before other actions with ``settles``.
         settles: whether pending reductions are completed before it.
     """
@@ -57,7 +57,7 @@ class JoinAction:
 
     @property
     def announced(self) -> bool:
-        """Whether announcing has an effect now."""
+        """Whether calls are announced to other ranks now."""
         return self.join.is_uneven
 
     def __call__(self, *arguments: Any) -> None:
@@ -71,8 +71,8 @@ class Join:
     Attributes:
         leader: position in their group of the first rank that still has (or was the last to have) data.
         has_parted: whether some rank has run out of data before others since inputs became uneven.
-        is_uneven: whether actions are announced: inputs may be uneven, and this rank has data.
-        is_through: whether this rank has run out of data, and does what others announce.
+        is_uneven: whether this rank announces actions: inputs may be uneven, and it has data.
+        is_through: whether this rank has run out of data, and performs the actions that others announce.
     """
 
     def __init__(self, run: Ranks) -> None:
@@ -84,7 +84,7 @@ class Join:
         self._collective_only = self.register("a collective of the loop", _refuse)
 
     def register(self, name: str, perform: Callable[..., Any], **options: Any) -> JoinAction:
-        """A new action; see :class:`JoinAction`. Every rank registers the same ones in the same order."""
+        """Creates an action; see :class:`JoinAction`. All ranks must register the same actions in the same order."""
         action = JoinAction(self, name, perform, **options)
         self._actions.append(action)
         return action
@@ -97,7 +97,7 @@ class Join:
         """Announces the next action to ranks without data, and waits for them. Collective.
 
         Raises:
-            DesyncError: on every rank, if ranks with data are about to do different things.
+            DesyncError: on every rank, if ranks with data announce different actions.
         """
         if action.settles:
             for other in self._actions:
@@ -114,10 +114,10 @@ class Join:
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """A context that ranks may leave at different times; those that have left take part with the others.
+        """Context that ranks may leave at different times; ranks that have left perform the actions of the others.
 
         Raises:
-            UsageError: on a mesh with replicas, which communicate in ways that are not announced.
+            UsageError: on a mesh with replicas, whose communication is not announced.
         """
         if axes := self._run.mesh.replica_axes:
             raise UsageError(
@@ -129,7 +129,7 @@ class Join:
         self.is_uneven, self.has_parted, self.leader = True, False, 0
         try:
             yield
-            self.is_uneven, self.is_through = False, True  # from here on other ranks announce what this one does
+            self.is_uneven, self.is_through = False, True  # from here on this rank performs what others announce
             while (announced := self._exchange(None)) is not None:
                 index, arguments = announced
                 self._actions[index].perform(*arguments)
@@ -137,15 +137,15 @@ class Join:
             self.is_uneven = self.is_through = False
 
     def position_of_leader(self, axes: Sequence[str]) -> int:
-        """Where in the group along ``axes``, some of the gradient axes, the rank is that has the leader's coordinates
-        along them."""
+        """Returns the position, in the group along some of the gradient axes, of the rank with the leader's coordinates
+        along these axes."""
         run = self._run
         group, everyone = run.group(*axes), run.group(*run.mesh.gradient_axes)
         leader = run.mesh.coordinates(everyone.ranks[self.leader])
         return group.ranks.index(run.mesh.rank(run.coordinates | {axis: leader[axis] for axis in axes}))
 
     def _exchange(self, mine: tuple[int, tuple[Any, ...]] | None) -> tuple[int, tuple[Any, ...]] | None:
-        """What ranks with data announce; None if there is no such rank any more."""
+        """Returns the action that ranks with data announce, or None if no rank has data."""
         everyone = self._run.backend.all_gather_object(mine, self._run.group(*self._run.mesh.gradient_axes))
         busy = {position: announced for position, announced in enumerate(everyone) if announced is not None}
         if not busy:
@@ -156,7 +156,7 @@ class Join:
         if len(wanted) > 1:
             names = {position: self._actions[index].name for position, (index, _) in busy.items()}
             raise DesyncError(
-                "Ranks with data are about to do different things.",
+                "Ranks announce different actions of a step.",
                 where="; ".join(f"data-parallel rank {position}: {name}" for position, name in names.items()),
                 why="each would wait for the others forever",
                 fix="let every rank run the same loop: the same accumulation, the same number of steps per batch",

@@ -1,4 +1,4 @@
-"""A prepared model as text; before it is prepared, from a copy without weights or collectives."""
+"""Descriptions of a prepared model as text, also of one that is not prepared yet, through a copy without weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _OnPaper:
-    """A backend that knows the ranks but does not communicate."""
+    """A backend that has the attributes of another but raises an error for collectives."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -44,12 +44,14 @@ class _OnPaper:
 
 
 def preview(model: nn.Module, run: Run) -> tuple[PreparedModel, Run]:
-    """``model`` as it would be prepared on this rank, and a run to explain it. ``model`` is not changed; not
-    collective.
+    """Transforms a copy of ``model``, without weights, as ``prepare`` would on this rank. Not collective.
+
+    Returns:
+        The prepared copy, and a run to explain it with.
 
     Raises:
-        UsageError: if a plugin needs other ranks to transform a model.
-        NeuronAccelError: what preparing it would raise.
+        UsageError: if a plugin communicates with other ranks when it transforms a model.
+        NeuronAccelError: the errors that ``prepare`` would raise.
     """
     paper = Run(plan=run.plan, backend=_OnPaper(run.backend))  # type: ignore[arg-type]
     paper.set_known_groups(run)
@@ -61,7 +63,7 @@ def preview(model: nn.Module, run: Run) -> tuple[PreparedModel, Run]:
 
 
 def without_weights(model: nn.Module) -> nn.Module:
-    """A copy of a model on the meta device."""
+    """Returns a copy of a model on the meta device."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
@@ -76,12 +78,13 @@ _SEGMENT = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def explain_parameters(prepared: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
-    """The placement of every parameter of a prepared model, and what the plugins report about its modules.
+    """Returns a table of the placement of each parameter of a prepared model, and the plugins' descriptions of its
+    modules. Equal parameters of repeated blocks are one row, with ``*`` for the number of the block.
 
     Args:
+        prepared: the model.
+        run: the run.
         tokens: number of tokens of this rank in a step; plugins then report bytes per step instead of per token.
-
-    Equal parameters of repeated blocks are one row, with ``*`` for the block's number.
     """
     rows: dict[tuple[str, ...], list[int]] = {}
     for record in prepared.parameters:
@@ -100,7 +103,8 @@ def explain_parameters(prepared: PreparedModel, run: Run, *, tokens: int | None 
 
 
 def _layout(record: ParameterRecord) -> tuple[str, str, str, str]:
-    """A parameter's placement, its shape, its shape on this rank, and the axes over which its gradient is summed."""
+    """Returns a parameter's placement, its shape, its shape on this rank, and the axes over which its gradient is
+    summed."""
     cuts = []
     for cut in record.layout.cuts:
         extra = [f"{cut.replicas} replicas of each shard"] if cut.replicas > 1 else []

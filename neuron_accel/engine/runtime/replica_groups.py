@@ -1,7 +1,7 @@
-"""The number of ways in which one graph divides the ranks into groups, also for groups that plugins create themselves.
+"""Limits the number of partitions of the ranks into replica groups in one graph.
 
-The planner counts what the mesh will need (:meth:`Hardware.check_mesh`) in advance. Which further groups a plugin
-creates, and whether they are used in the same graph, is known only when it uses them.
+The planner counts the partitions that the mesh needs in advance (:meth:`Hardware.check_mesh`). Groups that a plugin
+creates itself are counted when they are used.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _PASSED_THROUGH = tuple(
 
 
 class PartitionLimit(CollectiveObserver):
-    """Raises an error for the collective by which a graph would divide the ranks in more ways than the hardware allows.
+    """Raises an error for a collective with which a graph would have more partitions of the ranks than the hardware
+    allows.
 
-    All ranks build the same graph, so all of them raise in the same place, and none waits for another. Collectives
-    outside of a graph (eager devices, objects) are not counted: each is a program by itself.
+    All ranks build the same graph, so all of them raise the error for the same collective. Collectives outside of a
+    graph (on eager devices, or on objects) are not counted, since each is a program of its own.
 
     Args:
-        most: how many ways one graph may have.
+        most: maximum number of partitions in one graph.
         hardware: name of the machine, for messages.
     """
 
@@ -49,8 +50,8 @@ class PartitionLimit(CollectiveObserver):
         """See :class:`CollectiveObserver`.
 
         Raises:
-            PlanError: naming this collective and the ways that the graph has already, each with the code that requested
-                it first.
+            PlanError: if the graph would have too many partitions. The message names this collective and the earlier
+                ones, each with the code that called it.
         """
         if not deferred or group.partition in self._ways:
             return
@@ -72,7 +73,8 @@ class PartitionLimit(CollectiveObserver):
 
 
 def _who_asks() -> str:
-    """``"neuron_accel_lora/layers.py:87"``: the innermost frame that only uses engine and backends."""
+    """Returns the innermost frame outside of the engine, the backends and torch, as
+    ``"neuron_accel_lora/layers.py:87"``."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""The state of one run: a plan with ranks and devices."""
+"""The state of one run: a plan, a backend, the prepared models, and the state of plugins."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class PreparedModel:
-    """A model and the map of its parameters.
+    """A prepared model.
 
     Args:
-        original: the object the user passed.
-        module: the object that trains.
+        original: the module that the user passed.
+        module: the module that trains.
+        parameters: the parameters, with their layouts, by FQN in the original model.
         optimizable: whether it was prepared for training.
     """
 
@@ -42,18 +43,18 @@ class PreparedModel:
     """Whether the next backward pass sums gradients over ranks; determined in the forward pass, as in
     DistributedDataParallel."""
     in_backward: bool = False
-    """Whether the run itself drives the backward pass, and reports its end."""
+    """Whether the run itself runs the backward pass, and notifies the plugins of its end."""
 
     handles: list[Any] = field(default_factory=list)
-    """Hooks to be removed when the run releases the model."""
+    """Handles whose ``remove()`` is called when the run releases the model."""
 
     @property
     def inner(self) -> nn.Module:
-        """The module whose parameters have the original names, below a compiled one."""
+        """The module whose parameters have the original names, without the wrapper of ``torch.compile``."""
         return getattr(self.module, "_orig_mod", self.module)
 
     def settle_synchronisation(self, *_: Any) -> None:
-        """Called at the start of a forward pass that will be followed by a backward pass."""
+        """Sets :attr:`synchronises`; called at the start of a forward pass."""
         if torch.is_grad_enabled():
             self.synchronises = self.sync_enabled
 
@@ -71,11 +72,11 @@ class BoundHooks:
         }
 
     def __getitem__(self, name: str) -> tuple[Callable[..., Any], ...]:
-        """The methods to call, in order."""
+        """Returns the bound methods to call, in order."""
         return self._bound[name]
 
     def transform(self, name: str, value: Any, run: Run) -> Any:
-        """Applies the hooks of that name to ``value``, one after another."""
+        """Passes ``value`` through the hooks of that name, one after another, and returns the result."""
         for hook in self._bound[name]:
             value = hook(value, run)
         return value
@@ -87,7 +88,7 @@ def _unwatched(_: str) -> AbstractContextManager[None]:
 
 @dataclass
 class Run:
-    """The explicit state of a run. Plugins receive it in every hook and keep their state in :meth:`state`.
+    """The state of a run. Plugins receive it in every hook, and keep their own state in :meth:`state`.
 
     Args:
         plan: the plan.
@@ -100,15 +101,15 @@ class Run:
     unprepared: list[ParameterMap] = field(default_factory=list, init=False)
     """Parameters of no prepared model that optimizers hold, which is possible in one process only."""
     backward_scale: Callable[[], float] = lambda: 1.0
-    """The factor of a loss before its backward pass: one over the number of accumulated micro-batches. For plugins that
-    run backward passes before the loss is returned."""
+    """Returns the factor of a loss before its backward pass: one over the number of accumulated micro-batches. For
+    plugins that run backward passes before the loss is returned."""
     hooks: BoundHooks = field(init=False)
     """The plugins' hooks, called by the code that drives the run."""
     calling: Callable[[str], AbstractContextManager[None]] = field(init=False)
-    """A context for operations that every rank must call, by name: if others wait too long, an error names rank and
-    operation."""
+    """Returns a context for an operation of that name that every rank must call. If a rank does not arrive in time, the
+    error names the rank and the operation."""
     join: Join = field(init=False)
-    """How a rank that has run out of data takes part with the others."""
+    """Lets ranks that have run out of data take part in the collectives of the others."""
     watchers: list[Any] = field(default_factory=list, init=False)
     """The watchers that reduce gradients as they arrive: one for each optimizer or model that owns some."""
 
@@ -121,7 +122,7 @@ class Run:
         self.join, self.calling = Join(self), _unwatched
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy for another process: mesh and rank, without anything that was prepared."""
+        """Pickles plan, backend and groups, without anything that was prepared."""
         return {"plan": self.plan, "backend": self.backend, "_groups": self._groups}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -138,12 +139,12 @@ class Run:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's position along every axis."""
+        """Index of this rank along each axis, by the axis' name."""
         return self.mesh.coordinates(self.backend.rank)
 
     def group(self, *axes: str) -> Group:
-        """The group of ranks that differ from this one only along ``axes``. Created at the first request, collectively:
-        every rank asks for the same groups in the same order.
+        """Returns the group of ranks that differ from this one only along ``axes``. The first call creates it,
+        collectively: all ranks must request the same groups in the same order.
 
         Raises:
             UsageError: if the mesh has no axis of that name.
@@ -165,14 +166,15 @@ class Run:
         self._groups = dict(other._groups)
 
     def set_groups(self, axes: Sequence[str], partition: Sequence[Sequence[int]]) -> None:
-        """Uses these groups of ranks for ``axes`` instead of the mesh's own; collective, before they are asked for."""
+        """Uses the groups of ``partition`` for ``axes`` instead of those of the mesh. Collective; must be called before
+        the groups are first requested."""
         key = tuple(axis.name for axis in self.mesh.axes if axis.name in axes and axis.degree > 1)
         if len(key) == len(axes):
             self._groups[key] = self.backend.new_group(partition, " x ".join(key))
 
     def randomness(self, axis: str) -> RankRandomness:
-        """The random state of ranks along ``axis``: equal, or different on each. If a strategy lets them differ
-        temporarily, that also holds for other users of it."""
+        """Returns the object that makes random numbers equal or different on ranks along ``axis``. It is shared by all
+        plugins."""
         if axis not in self._randomness:
             index = self.group(axis).index
             self._randomness[axis] = RankRandomness(self.device, index, self.backend.generator)
@@ -184,7 +186,7 @@ class Run:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of ranks that see different samples."""
+        """Number of data-parallel ranks, which process different samples."""
         return self.group(*self.mesh.data_axes).size
 
     @property
@@ -192,21 +194,23 @@ class Run:
         return self.group(*self.mesh.data_axes).index
 
     def owner(self, claim: Claim) -> StrategyPlugin | None:
-        """The plugin that owns a responsibility."""
+        """Returns the plugin that owns a responsibility, or None."""
         name = self.plan.owners.get(claim)
         return None if name is None else self.plan.plugin(name)
 
     def state(self, plugin: StrategyPlugin) -> dict[str, Any]:
-        """A dict for the run-time state of one plugin."""
+        """Returns the dict for the run-time state of one plugin."""
         return self._state.setdefault(plugin.spec.name, {})
 
     def prepared(self, model: nn.Module) -> PreparedModel | None:
-        """The record of a model, by the object the user passed, the one that trains, or the latter compiled."""
+        """Returns the record of a model, given the module that the user passed, the one that trains, or the latter
+        compiled; None if it is not prepared."""
         inner = getattr(model, "_orig_mod", model)
         return next((m for m in self.models if m.module is model or m.original is model or m.module is inner), None)
 
     def find_parameter(self, parameter: torch.Tensor) -> ParameterRecord | None:
-        """The record of a parameter of any prepared model, or of one that only an optimizer holds."""
+        """Returns the record of a parameter of a prepared model, or of one that only an optimizer holds; None for any
+        other."""
         return next((r for r in (each.find(parameter) for each in self.parameter_maps) if r is not None), None)
 
     @property
@@ -216,7 +220,7 @@ class Run:
 
     @contextmanager
     def driving_backward(self) -> Iterator[None]:
-        """Marks a backward pass whose end the run announces to the plugins itself."""
+        """Context for a backward pass that the run itself executes, and of whose end it notifies the plugins."""
         for model in self.models:
             model.in_backward = True
         try:
@@ -227,10 +231,11 @@ class Run:
 
 
 def transform_model(model: PreparedModel, run: Run, *, since: Phase | None = None, before: Phase | None = None) -> None:
-    """Lets the plugins of these phases transform a model, one after another, and checks its parameters after each.
+    """Calls ``transform_model`` of the plugins from phase ``since`` on and before phase ``before``, one after another,
+    and checks the model's parameters after each.
 
     Raises:
-        NeuronAccelError: what a plugin raises.
+        NeuronAccelError: the errors of plugins, and ParameterError if parameters do not match their layouts.
     """
     for hook in run.hooks["transform_model"]:
         plugin = hook.__self__  # type: ignore[attr-defined]  # a bound method
@@ -242,12 +247,13 @@ def transform_model(model: PreparedModel, run: Run, *, since: Phase | None = Non
             model.parameters.follow(model.inner)
 
 
-# ---- Ranks that fail together: if one rank fails, none continues -----------------------------------------------------
+# ---- Errors on all ranks: if one rank fails, none continues ----------------------------------------------------------
 T = TypeVar("T")
 
 
 def agreed(run: Run, work: Callable[[], T]) -> T:
-    """``work()``, if it succeeds on every rank; its first error otherwise, on every rank. Collective."""
+    """Returns ``work()`` if it succeeds on all ranks. Otherwise raises its own error on ranks where it failed, and the
+    first error on the others. Collective."""
     result: Any = None
     error: NeuronAccelError | None = None
     try:

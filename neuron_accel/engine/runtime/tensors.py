@@ -1,4 +1,5 @@
-"""Tensors on several ranks: gathered in full, broadcast before anything is sharded, placed on a device."""
+"""Operations on tensors of several ranks: gathering full tensors, broadcasting weights, moving a model to its
+device."""
 
 from __future__ import annotations
 
@@ -17,17 +18,18 @@ if TYPE_CHECKING:
 
 # ---- A full tensor from the shards of several ranks ------------------------------------------------------------------
 def full_tensor(local: torch.Tensor, layout: Layout, run: Run) -> torch.Tensor:
-    """The full tensor of which every rank holds the shard given by ``layout``; collective over the axes of its cuts.
+    """Gathers the full tensor of which every rank holds the shard given by ``layout``. Collective over the axes along
+    which it is sharded.
 
     Returns:
-        a tensor of ``layout.shape`` on the device of ``local``, or the CPU if that device is lazy: ``local`` itself
-        if nothing is sharded.
+        A tensor of shape ``layout.shape`` on the device of ``local``, or on the CPU if that device is lazy; ``local``
+        itself if nothing is sharded.
     """
     if not layout.cuts:
         return local
     group = run.group(*(cut.axis for cut in layout.cuts))
     if run.backend.is_lazy:
-        local = run.backend.to_host(local)  # on the device each form of tensor would be a graph to compile
+        local = run.backend.to_host(local)  # on the device each shape would be a graph to compile
     shards = run.backend.all_gather(local.detach().contiguous().unsqueeze(0), group)
     full = torch.empty(layout.shape, dtype=local.dtype, device=shards.device)
     for rank, shard in zip(group.ranks, shards, strict=True):
@@ -40,8 +42,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], run: Run, group: Group, source: int = 0) -> None:
-    """Gives every rank of ``group`` the values of the one at position ``source``, in place, a few large messages at a
-    time."""
+    """Broadcasts ``tensors`` from the rank at position ``source`` of ``group``, in place, in a few large messages."""
     if group.size == 1:
         return
     with torch.no_grad():
@@ -70,7 +71,7 @@ def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def state_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Parameters and persistent buffers, each once; what a state dict holds. Tensors without storage are left out."""
+    """Returns the tensors of a model's state dict, each once. Tensors on the meta device are left out."""
     seen: dict[torch.Tensor, None] = {}
     for value in model.state_dict(keep_vars=True).values():
         if isinstance(value, torch.Tensor) and value.device.type != "meta":
@@ -78,14 +79,16 @@ def state_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     return list(seen)
 
 
-# ---- Moving a model to its device without losing what its parameters are ---------------------------------------------
+# ---- Moving a model to its device ------------------------------------------------------------------------------------
 def place(model: nn.Module, device: torch.device, parameters: ParameterMap) -> None:
-    """Moves ``model`` in place; weights that were tied stay tied.
+    """Moves ``model`` to ``device`` in place. Tied weights stay tied.
 
-    Between some devices torch makes new parameters, one for each name, and a tied weight would become two.
+    For some devices ``Module.to`` creates new parameters, one for each name, so that a tied weight would become two.
 
     Args:
-        parameters: of ``model``; it follows the move.
+        model: the model.
+        device: the device.
+        parameters: the parameters of ``model``; updated to the new objects.
     """
     if all(_same(tensor.device, device) for tensor in (*model.parameters(), *model.buffers())):
         return
@@ -109,5 +112,5 @@ def _holds(model: nn.Module, name: str) -> bool:
     owner, _, attribute = name.rpartition(".")
     try:
         return attribute in model.get_submodule(owner)._parameters
-    except AttributeError:  # on another rank
+    except AttributeError:  # the module is on another rank
         return False

@@ -1,1 +1,1 @@
-"""What a tensor of the original model is on this rank."""
+"""Layouts: how the parameters of the original model are sharded on this rank."""

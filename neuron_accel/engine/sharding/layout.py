@@ -1,9 +1,8 @@
 """The layout of one tensor of the original model over the mesh.
 
-A :class:`Layout` is pure data: a global shape, a dtype name, and one :class:`Cut` per dim that is sharded. It maps
-forward (which global elements a rank holds, as slices) and back (where a rank's elements go), and it serialises. This
-This one description is used by loading, model transformation, gradient norms, ZeRO, checkpoints, resharding and
-``explain``.
+A :class:`Layout` is pure data: a global shape, the name of a dtype, and one :class:`Cut` per sharded dim. It maps
+global elements to a rank's shard and back, and can be serialized. This one description is used by loading, model
+transformation, gradient norms, ZeRO, checkpoints, resharding and ``explain``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A range of consecutive indices along one dim: ``global[start:stop]`` is at ``local[local_start:...]``."""
+    """A range of indices along one dim: ``global[start:stop]`` is ``local[local_start:local_stop]``."""
 
     start: int
     stop: int
@@ -107,7 +106,8 @@ class Cut:
         return sum(self.local_blocks)
 
     def segments(self, index: int) -> tuple[Segment, ...]:
-        """The segments that the rank at ``index`` along the axis holds; padding is what no segment covers."""
+        """Returns the segments that the rank at ``index`` along the axis holds. Elements of the shard in no segment are
+        padding."""
         if not 0 <= index < self.degree:
             raise ValueError(f"index {index} is not on axis {self.axis!r} of degree {self.degree}")
         part = index // self.replicas
@@ -124,7 +124,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A contiguous box of a tensor: its place in the original and in a rank's shard."""
+    """A contiguous box of a tensor: its slices in the global tensor and in a rank's shard."""
 
     global_slices: tuple[slice, ...]
     local_slices: tuple[slice, ...]
@@ -158,7 +158,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
-        """The layout of a tensor that is replicated."""
+        """Returns the layout of a replicated tensor."""
         return cls(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
     @property
@@ -176,16 +176,16 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """How many ranks along the axes of the cuts hold each element."""
+        """Number of ranks along the axes of the cuts that hold each element."""
         return math.prod(cut.replicas for cut in self.cuts)
 
     @property
     def padded(self) -> bool:
-        """Whether some rank's shard holds elements that are not in the original."""
+        """Whether the shard of a rank has elements that are not in the global tensor."""
         return any(cut.local_size * cut.parts != cut.size for cut in self.cuts)
 
     def pieces(self, coordinates: Mapping[str, int]) -> tuple[Piece, ...]:
-        """The boxes that the rank at ``coordinates`` (axis to index) holds."""
+        """Returns the boxes that the rank at ``coordinates`` (axis to index) holds."""
         per_dim: list[Sequence[Segment]] = [
             (Segment(start=0, stop=size, local_start=0),) if size else () for size in self.shape
         ]
@@ -200,14 +200,19 @@ class Layout:
         )
 
     def shard(self, full: Any, coordinates: Mapping[str, int]) -> torch.Tensor:
-        """This rank's shard of ``full``: anything of the global shape that can be sliced, also a safetensors slice.
+        """Returns the shard of the rank at ``coordinates``, as a copy of slices of ``full``.
 
-        Padding is zero. The result has the dtype and device of ``full``, is contiguous, owns its memory and is not part
-        of an autograd graph.
+        Args:
+            full: a tensor of the global shape, or another object that can be sliced, such as a safetensors slice.
+            coordinates: axis to index.
+
+        Returns:
+            A contiguous tensor of :attr:`local_shape` with the dtype and device of ``full``, which is not part of an
+            autograd graph. Padding is zero.
         """
         import torch
 
-        # A slice of a safetensors file is a view of the whole mapped tensor, hence copies throughout.
+        # Copies, since a slice of a safetensors file is a view of the full mapped tensor.
         parts = [
             (piece.local_slices, torch.as_tensor(full[piece.global_slices or ...]).detach())
             for piece in self.pieces(coordinates)
@@ -221,16 +226,15 @@ class Layout:
         return local
 
     def write(self, local: torch.Tensor, full: torch.Tensor, coordinates: Mapping[str, int]) -> None:
-        """Writes the shard of the rank at ``coordinates`` to its place in ``full``; padding is dropped.
-
-        Values only: neither tensor becomes part of an autograd graph.
+        """Writes the shard of the rank at ``coordinates`` to its place in ``full``, without padding and without
+        recording it for autograd.
         """
         full, local = full.detach(), local.detach()
         for piece in self.pieces(coordinates):
             full[piece.global_slices] = local[piece.local_slices]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Returns the layout as plain data for JSON."""
         cuts = [
             {name: getattr(cut, name) for name in Cut.__dataclass_fields__} | {"blocks": list(cut.blocks)}
             for cut in self.cuts
@@ -239,14 +243,14 @@ class Layout:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Layout:
-        """The inverse of :meth:`to_dict`.
+        """Inverse of :meth:`to_dict`.
 
         Raises:
             LayoutError: if ``data`` is not a layout.
         """
         try:
             return cls(
-                shape=tuple(map(operator.index, data["shape"])),  # which accepts no float, not even 1.0 or infinity
+                shape=tuple(map(operator.index, data["shape"])),  # raises for floats, also for 1.0
                 dtype=data["dtype"],
                 cuts=tuple(
                     Cut(

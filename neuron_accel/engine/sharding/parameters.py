@@ -1,8 +1,8 @@
 """Parameters by their name in the original model.
 
-The FQN in the original model is the only identity of a parameter. A :class:`ParameterMap` is created before any
-transformation; it remembers the parameter objects that earlier optimizers hold, follows every transformation, and is
-the one place where an optimizer is rebound to the new parameters.
+A parameter is identified by its FQN in the original model only. A :class:`ParameterMap` is created before any
+transformation. It keeps the parameter objects that earlier optimizers hold, is updated after every transformation, and
+:func:`rebind` uses it to make an optimizer hold the new parameters.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ParameterRecord:
 
     @property
     def trains(self) -> bool:
-        """Whether this rank holds a part of it that requires a gradient now."""
+        """Whether this rank holds a shard of it that currently requires a gradient."""
         return self.current is not None and self.current.requires_grad
 
     @property
@@ -67,7 +67,7 @@ class ParameterRecord:
 
     @property
     def replicas(self) -> int:
-        """How many ranks along :attr:`axes` hold each element."""
+        """Number of ranks along :attr:`axes` that hold each element."""
         return self.layout.replicas * math.prod(len(indices) for indices in self.holders.values())
 
     def reduction_axes(self, mesh: Mesh) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class ParameterMap:
 
     Args:
         model: the model as the user created it, or its parameters with their names.
-        mesh: whose axes layouts may name; None: they are not checked.
+        mesh: the mesh, whose axes layouts must use; None to not check them.
     """
 
     def __init__(self, model: nn.Module | Iterable[tuple[str, nn.Parameter]], mesh: Mesh | None = None) -> None:
@@ -124,7 +124,7 @@ class ParameterMap:
         return name in self._by_name
 
     def __getitem__(self, name: str) -> ParameterRecord:
-        """The record of a parameter by any of its names.
+        """Returns the record of a parameter, given any of its names.
 
         Raises:
             ParameterError: if there is no parameter of that name.
@@ -141,7 +141,7 @@ class ParameterMap:
 
     @contextmanager
     def changed_by(self, plugin: str) -> Iterator[None]:
-        """Errors raised inside name ``plugin``."""
+        """Context in which errors name ``plugin``."""
         self._author = f"plugin {plugin!r}"
         try:
             yield
@@ -159,11 +159,11 @@ class ParameterMap:
                 )
 
     def find(self, parameter: torch.Tensor) -> ParameterRecord | None:
-        """The record of a parameter object, original or transformed; None if it is not in this model."""
+        """Returns the record of a parameter object, original or transformed; None if it is not in this model."""
         return self._by_object.get(parameter)  # type: ignore[call-overload]  # keys hash by identity
 
     def set_layout(self, name: str, layout: Layout) -> None:
-        """Sets the layout of a parameter from now on.
+        """Sets the layout of a parameter.
 
         Raises:
             ParameterError: if there is no parameter of that name.
@@ -227,7 +227,7 @@ class ParameterMap:
                         why="a strategy that transforms a model keeps the names of its parameters",
                     )
                 record.current = None
-                for parameter in record._known:  # an optimizer may hold it; its memory is not needed any more
+                for parameter in record._known:  # an optimizer may hold it, but its memory is no longer needed
                     parameter.data = parameter.data.new_empty(0)
                 continue
             parameter = found[present[0]]
@@ -263,8 +263,8 @@ class ParameterMap:
 def rebind(optimizer: torch.optim.Optimizer, maps: Iterable[ParameterMap], coordinates: Mapping[str, int]) -> None:
     """Makes ``optimizer`` hold the current parameters instead of those it was created with.
 
-    Groups, their order and hyper-parameters stay. Parameters of which this rank holds no shard leave their group. State
-    that the optimizer has already is sharded like the parameter.
+    Groups, their order and their hyper-parameters are kept. Parameters of which this rank holds no shard are removed
+    from their group. Existing state is sharded like the parameter.
 
     Args:
         optimizer: changed in place.

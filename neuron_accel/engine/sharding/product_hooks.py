@@ -19,10 +19,10 @@ ProductHook = Callable[[nn.Module, tuple[Any, ...], torch.Tensor], torch.Tensor]
 
 
 class WithProductHooks(nn.Module):
-    """A layer that exchanges its result with other ranks, and calls hooks before."""
+    """Base class of layers that exchange their result with other ranks, and call hooks before."""
 
     def register_product_hook(self, hook: ProductHook) -> RemovableHandle:
-        """Calls ``hook`` with every product from now on."""
+        """Registers a hook that is called with every product. Returns a handle with ``remove()``."""
         hooks = vars(self).setdefault("_product_hooks", OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
@@ -44,10 +44,10 @@ class WithProductHooks(nn.Module):
 
 
 def register_product_hook(module: nn.Module, hook: ProductHook) -> RemovableHandle:
-    """Calls ``hook(module, input, product)`` whenever ``module``, a layer with one input, has computed; its result
-    replaces ``product``.
+    """Registers a hook ``hook(module, input, product)`` on a layer with one input; its return value replaces
+    ``product``.
 
-    ``product`` is what this rank itself computed: before it is summed or concatenated with the results of other ranks,
+    ``product`` is the result of this rank alone, before it is summed or concatenated with the results of other ranks,
     and before a bias that is added after the sum. ``input`` is a tuple with the layer's input, already gathered if each
     rank computes different features of it. The layout of the layer's weight determines the placement of both: if its
     output features are sharded, so is the product; if its input features are sharded, so is the input, and the product
@@ -57,7 +57,7 @@ def register_product_hook(module: nn.Module, hook: ProductHook) -> RemovableHand
     later.
 
     Returns:
-        a handle whose ``remove()`` removes the hook.
+        A handle whose ``remove()`` removes the hook.
     """
     if isinstance(module, WithProductHooks):
         return module.register_product_hook(hook)

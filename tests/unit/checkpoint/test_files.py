@@ -244,7 +244,7 @@ def test_links_that_leave_the_folder_are_refused(tmp_path):
     (tmp_path / "outside").write_bytes(b"1")
     (tmp_path / "inside").mkdir()
     (tmp_path / "inside" / "a").symlink_to(tmp_path / "outside")
-    with pytest.raises(CheckpointError, match="leaves the folder"):
+    with pytest.raises(CheckpointError, match="outside of the folder"):
         locate(tmp_path / "inside", "a")
 
 

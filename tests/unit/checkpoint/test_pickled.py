@@ -86,7 +86,7 @@ class Touch:
 def test_code_in_a_pickle_is_refused_and_not_run(tmp_path, zipped):
     path = tmp_path / "pytorch_model.bin"
     torch.save({"a": WEIGHTS["a"], "x": Touch(str(tmp_path / "run"))}, path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(CheckpointError, match="holds more than tensors") as caught:
+    with pytest.raises(CheckpointError, match="contains more than tensors") as caught:
         index_pretrained(tmp_path)
     assert str(path) in str(caught.value)
     assert "save_pretrained" in str(caught.value)
@@ -96,7 +96,7 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path, zipped):
 @pytest.mark.parametrize(
     ("contents", "match"),
     [
-        (WEIGHTS["a"], "holds a Tensor"),
+        (WEIGHTS["a"], "contains a Tensor"),
         ({"a": 1}, "'a' in it is a int"),
         ({1: WEIGHTS["a"]}, "1 in it"),
         ({"a": WEIGHTS["a"].to_sparse()}, "not a dense tensor"),

@@ -190,12 +190,12 @@ def test_a_missing_run_is_noticed(tmp_path):
     layout = Layout(shape=(24,), dtype="int32", cuts=(Cut(dim=0, axis="tp", degree=2, size=24),))
     source = store(tmp_path, full, layout, runs=3)
     del source.parts[(("tp", 1),)][1]
-    with pytest.raises(CheckpointError, match="does not hold all of 'w': the shard of tp 1"):
+    with pytest.raises(CheckpointError, match="does not contain all of 'w': the shard of tp 1"):
         source.check()
 
 
 def test_overlapping_runs_are_noticed(tmp_path):
     source = store(tmp_path, torch.arange(24, dtype=torch.int32), Layout(shape=(24,), dtype="int32"), runs=3)
     source.parts[()].append(source.parts[()][0])
-    with pytest.raises(CheckpointError, match="does not hold all of 'w'"):
+    with pytest.raises(CheckpointError, match="does not contain all of 'w'"):
         source.check()
