@@ -62,5 +62,5 @@ def test_a_rank_that_torch_xla_keeps_apart_does_not_train_alone():
         run_ranks(train, 2, "xla", asks=True, backend="neuron", timeout=150)
     error = caught.value.__cause__
     assert isinstance(error, UsageError)
-    assert "takes this process for the only rank, but there are 2" in error.what
+    assert "treats this process as the only rank, but 2 were launched" in error.what
     assert 'init_method="xla://"' in error.fix

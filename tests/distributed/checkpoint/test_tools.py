@@ -84,7 +84,7 @@ def test_one_file_where_it_fits(saved, tmp_path):
     paths = consolidate(folder, tmp_path / "out")
     assert [path.name for path in paths] == ["model.safetensors"]
     assert not list((tmp_path / "out").glob("*.index.json"))
-    with pytest.raises(CheckpointError, match="holds weights already"):
+    with pytest.raises(CheckpointError, match="already contains weights"):
         consolidate(folder, tmp_path / "out")
 
 

@@ -178,7 +178,7 @@ def test_checkpoints_of_transformers_own_trainer_that_do_not_fit(stock, tmp_path
     assert "it has 1 groups, this optimizer 2" in found["groups"]
     assert "has shape (3, 5), not (" in found["shape"]
     assert "another kind of scheduler" in found["scheduler"]
-    assert "'optimizer.pt' holds more than tensors" in found["code"]
+    assert "'optimizer.pt' contains more than tensors" in found["code"]
     assert not (tmp_path / "ran").exists()
     assert "'scheduler.pt'" in found["cut"]
     assert "FSDP or DeepSpeed" in found["fsdp"]
