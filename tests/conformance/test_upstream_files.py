@@ -103,4 +103,4 @@ def test_the_part_that_runs_on_several_ranks(upstream, safetensors, plugins):
     with contextlib.suppress(OSError):
         os.rmdir("/tmp/accelerate")  # the script's own folder, which it empties
     assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
-    assert ("writes safetensors and JSON all the same" in result.stderr) == (safetensors == "False")
+    assert ("writes safetensors and JSON too" in result.stderr) == (safetensors == "False")

@@ -1,4 +1,4 @@
-"""Which modules of a model are recomputed in the backward pass."""
+"""The plugin of activation checkpointing."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _WHERE = "plugin 'activation_checkpointing'"
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointingPlugin(StrategyPlugin):
-    """Computes the activations of some modules again in the backward pass, instead of keeping them for it: less memory,
-    more compute. Losses and gradients are the same, dropout included.
+    """Recomputes the activations of some modules in the backward pass instead of keeping them, which saves memory and
+    costs compute. Losses and gradients are the same, also with dropout.
 
-    Of a recomputed module only the inputs are kept. With every block recomputed, a step computes the forward pass twice
-    and takes about a third longer. Attention alone is cheaper and drops the scores, whose size grows with the square of
-    the sequence's length.
+    Only the inputs of a recomputed module are kept. If every block is recomputed, a step computes the forward pass
+    twice and takes about a third longer. Recomputing attention alone is cheaper and drops the scores, whose size is
+    quadratic in the length of the sequence.
 
-    It is the non-re-entrant kind on every backend: gradients of parameters arrive once, and are reduced while the
-    backward pass runs. On XLA optimization barriers keep the compiler from merging both computations, see
+    It is non-re-entrant on every backend: gradients of parameters are accumulated once, and reduced while the backward
+    pass runs. On XLA optimization barriers prevent the compiler from merging both computations, see
     :meth:`Backend.recompute <neuron_accel.contract.Backend.recompute>`. A key/value cache that a model passes to a
     recomputed module in training is left out, as transformers does.
 
@@ -108,7 +108,7 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
             run.state(self).setdefault("modules", []).append(module)
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
-        """Which modules on this rank are recomputed."""
+        """Lists the modules on this rank that are recomputed."""
         if self.modules == CORE_ATTENTION:
             return "scores and softmax of every attention layer are computed again in the backward pass"
         names = [name for name, module in model.inner.named_modules() if _is_installed(module)]
@@ -118,7 +118,7 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
         return "\n".join([*lines, *(f"  {line}" for line in _summarise(names))])
 
     def teardown(self, run: Run) -> None:
-        """Lets modules keep their activations again."""
+        """Restores the forward methods of modules."""
         for undo in run.state(self).pop("undo", ()):
             undo()
         for module in run.state(self).pop("modules", ()):
@@ -130,8 +130,8 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
 def find_modules(
     model: nn.Module, wanted: str | tuple[str, ...], parameters: Iterable[str] = ()
 ) -> list[tuple[str, nn.Module]]:
-    """FQN and module of what an option selects, in the model's order; in a pipeline, also the stubs of blocks of other
-    stages.
+    """Returns FQN and module of the selected modules, in the order of the model; in a pipeline, also the stubs of
+    blocks of other stages.
 
     Args:
         wanted: see :class:`ActivationCheckpointingPlugin`.
@@ -161,7 +161,7 @@ def _patterns(wanted: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers that transformers can checkpoint, else the blocks of the family's plan."""
+    """Returns the layers that transformers can checkpoint, or else the blocks of the family's plan."""
     layers = sys.modules.get("transformers.modeling_layers")
     kind = getattr(layers, "GradientCheckpointingLayer", ())
     found = [(n, m) for n, m in model.named_modules() if isinstance(m, kind) or _is_elsewhere(m)]
@@ -179,8 +179,8 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _attention(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost modules in each block whose class is named as attention; the blocks of other stages stand for
-    theirs."""
+    """Returns the outermost modules in each block whose class has "Attention" in its name; for blocks of other stages,
+    their stubs."""
     found = []
     for block_name, block in _blocks(model):
         inside = [
@@ -191,7 +191,7 @@ def _attention(model: nn.Module) -> list[tuple[str, nn.Module]]:
         found += [(block_name, block)] if _is_elsewhere(block) else _outermost(inside)
     if all(_is_elsewhere(module) for _, module in found):
         raise UnsupportedModelError(
-            f"The blocks of {type(model).__name__} hold no module that is named as attention.",
+            f"The blocks of {type(model).__name__} contain no attention module.",
             where=f"{_WHERE}, modules={ATTENTION!r}",
             why="no class in them has 'Attention' in its name",
             fix="name them by a pattern: ActivationCheckpointingPlugin(modules='layers.*.mixer')",
@@ -200,12 +200,12 @@ def _attention(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
-    """Whether a module is the stub of a block on another pipeline stage."""
+    """Returns whether a module is the stub of a block on another pipeline stage."""
     return bool(getattr(module, "stands_for_another_stage", False))
 
 
 def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Leaves out modules inside another one of the list."""
+    """Removes modules that are inside another one of the list."""
     names = {name for name, _ in found}
     return [(name, module) for name, module in found if not any(above in names for above in _above(name))]
 
@@ -215,7 +215,7 @@ def _above(name: str) -> list[str]:
 
 
 def _summarise(names: list[str]) -> list[str]:
-    """FQNs; those that differ in one number share a line."""
+    """Returns lines of FQNs, in which those that differ only in numbers share a line."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         numbers = re.findall(r"(?:^|(?<=\.))\d+(?=\.|$)", name)
@@ -225,14 +225,15 @@ def _summarise(names: list[str]) -> list[str]:
 
 # ---- how they are recomputed -----------------------------------------------------------------------------------------
 class _Recomputed:
-    """The forward of a module that is recomputed. It is bound to the module, so that a copy of the module gets its own.
+    """The forward of a recomputed module. It is bound to the module, so that a copy of the module has its own.
 
     Args:
-        backend: does the recomputation.
-        own: a forward that the object had in place of its class's; None for the latter.
+        backend: the backend, which recomputes.
+        own: a forward that was set on the object; None if it uses that of its class.
+        signature: the signature of the module's forward.
     """
 
-    __name__ = "forward"  # pickled as the class's own: a model that is loaded elsewhere is an ordinary one
+    __name__ = "forward"  # pickled as the class's own forward: a model that is loaded elsewhere is not recomputed
 
     def __init__(self, backend: Backend, own: Callable[..., Any] | None, signature: inspect.Signature) -> None:
         self._backend, self.own, self.__signature__ = backend, own, signature
@@ -241,7 +242,7 @@ class _Recomputed:
         forward = self.own or MethodType(type(module).forward, module)
         if not module.training:
             return forward(*args, **kwargs)
-        # It would be updated twice.
+        # A cache would be updated twice.
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         return self._backend.recompute(forward, *args, **kwargs)

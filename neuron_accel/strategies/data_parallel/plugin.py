@@ -1,6 +1,6 @@
-"""Plain data parallelism: every rank trains the same parameters on its own samples, gradients are averaged.
+"""Data parallelism: every rank trains the same parameters on its own samples, and gradients are averaged.
 
-The default owner of gradient reduction and clipping; the reduction itself is :class:`GradientReducer`.
+The plugin is the default owner of gradient reduction and clipping. The reduction is :class:`GradientReducer`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class DataParallelPlugin(StrategyPlugin):
     """Averages gradients over data-parallel ranks.
 
     Args:
-        bucket_cap_mb: size of the buckets in MiB. Smaller ones start earlier, larger ones cost fewer messages.
+        bucket_cap_mb: size of the buckets in MiB. The reduction of smaller buckets starts earlier; larger buckets need
+            fewer messages.
         broadcast_buffers: whether buffers that change in training (running statistics) are broadcast from the first
-            rank after every step, as in DistributedDataParallel; else each rank keeps its own.
+            rank after every step, as in DistributedDataParallel; otherwise each rank keeps its own.
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
@@ -66,7 +67,7 @@ class DataParallelPlugin(StrategyPlugin):
             reducer.restart()
 
     def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
-        """Stores gradients that are reduced already."""
+        """Stores gradients that are already reduced."""
         if run.owner(Claim.BACKWARD) is None:
             for reducer in self._reducers(run):
                 reducer.begin_backward()

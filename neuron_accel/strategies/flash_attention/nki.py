@@ -1,4 +1,4 @@
-"""The flash attention of the Neuron Kernel Interface, as an operation that autograd knows.
+"""Flash attention of the Neuron Kernel Interface (NKI), as a differentiable function.
 
 Kernels ``flash_fwd`` and ``flash_attn_bwd`` of ``neuronxcc.nki.kernels``, with the layouts that their documentation
 gives: query, key, value and their gradients [batch, heads, dim, positions], positions a multiple of the tile of 2,048
@@ -22,7 +22,7 @@ _KERNELS = "neuronxcc.nki.kernels"
 
 
 def why_not_nki_here(backend: Backend) -> str:
-    """Why no layer can use the kernel; empty if some can."""
+    """Returns the reason why no layer can use the kernel; empty if layers can."""
     if not backend.is_lazy:
         return "its kernels are called through torch-neuronx on XLA"
     if importlib.util.find_spec("neuronxcc") is None:
@@ -35,7 +35,7 @@ def why_not_nki_here(backend: Backend) -> str:
 
 
 def why_not_nki(query: torch.Tensor, key: torch.Tensor, masked: bool, other_scores: bool) -> str:
-    """Why the kernel cannot compute this attention; empty if it can.
+    """Returns the reason why the kernel cannot compute this attention; empty if it can.
 
     Args:
         query, key: [batch, heads, positions, dim].
@@ -56,7 +56,8 @@ def why_not_nki(query: torch.Tensor, key: torch.Tensor, masked: bool, other_scor
 def nki_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool, dropout: float
 ) -> torch.Tensor:
-    """Attention by the kernel, [batch, heads, positions, dim] in and out. Dropout draws its seed on the device."""
+    """Computes attention with the kernel. Inputs and output are [batch, heads, positions, dim]. The seed of dropout is
+    drawn on the device."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -86,7 +87,7 @@ class _NkiAttention(torch.autograd.Function):
         kernels: Any = importlib.import_module(_KERNELS)
         options = {"use_causal_mask": causal, "mixed_precision": True, "dropout_p": dropout, "softmax_scale": scale}
         launch = kernels.flash_fwd[query.shape[0], query.shape[1]]
-        # values the other way round, as the kernel has them without a configuration of its own
+        # Values are transposed, as the kernel expects them without a configuration.
         output, log = launch(query, key, value.transpose(2, 3), seed, **options)
         ctx.save_for_backward(query, key, value, output, log, seed)
         ctx.options = options

@@ -1,4 +1,4 @@
-"""The plugin: which attention a model gets."""
+"""The plugin of flash attention."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ _WHERE = "plugin 'flash_attention'"
 
 @dataclass(frozen=True, kw_only=True)
 class FlashAttentionPlugin(StrategyPlugin):
-    """Attention of transformers' models that keeps no scores: memory grows with the sequence's length, not its square.
+    """Attention of transformers' models without stored scores, whose memory is linear in the length of the sequence.
 
-    By default queries are taken in blocks, in plain PyTorch on every device, and a block is computed again in the
-    backward pass; keys after a block are left out where attention is causal. Losses and gradients are those of
+    By default attention is computed in blocks of queries, in plain PyTorch on every device, and each block is
+    recomputed in the backward pass; causal attention skips the keys after a block. Losses and gradients are those of
     ``attn_implementation="eager"``, with padding, sliding windows, packed sequences, softcaps, sinks and dropout. Where
     neuronxcc is installed, layers for which that is possible use its NKI flash attention instead; that has **not been
     run on Trainium**. Outputs of padded positions are undefined, as they are with ``"sdpa"``, and attention weights
     (``output_attentions=True``) are not available.
 
     Args:
-        kernel: ``"auto"``, NKI where it can be used and blocks elsewhere; ``"torch"``, blocks; ``"nki"``, an error
-            where NKI cannot be used.
-        block_size: queries in a block. The scores of one block, [batch, heads, block_size, keys], are the largest
-            tensor of a layer; smaller blocks make larger graphs.
-        right_padded: promises that padding only follows the tokens of a sequence. Causal attention never looks there,
-            so the mask is left out, and NKI can be used although an ``attention_mask`` is given.
+        kernel: ``"auto"`` uses NKI where possible and blocks elsewhere; ``"torch"`` uses blocks; ``"nki"`` raises an
+            error where NKI cannot be used.
+        block_size: number of queries in a block. The scores of one block, [batch, heads, block_size, keys], are the
+            largest tensor of a layer; smaller blocks make larger graphs.
+        right_padded: declares that padding only follows the tokens of a sequence. Causal attention does not use
+            positions after a token, so the mask is ignored, and NKI can be used although an ``attention_mask`` is
+            given.
     """
 
     kernel: str = AUTO
@@ -53,12 +54,12 @@ class FlashAttentionPlugin(StrategyPlugin):
             )
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
-        """Exchanges the function that computes attention.
+        """Replaces the function that computes attention.
 
         Raises:
             ConfigurationError: if only NKI may be used and neuronxcc is missing.
-            UnsupportedModelError: if it cannot be exchanged.
-            UsageError: if another plugin exchanged it.
+            UnsupportedModelError: if it cannot be replaced.
+            UsageError: if another plugin has replaced it.
         """
         why = why_not_nki_here(run.backend)
         if why and self.kernel == NKI:
@@ -80,12 +81,12 @@ class FlashAttentionPlugin(StrategyPlugin):
         run.state(self).setdefault("undo", []).append(install_attention(model.module, attention, _WHERE))
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
-        """How attention is computed on this rank."""
+        """Describes how attention is computed on this rank."""
         why = "kernel='torch'" if self.kernel == TORCH else why_not_nki_here(run.backend)
         blocks = f"attention in blocks of {self.block_size} queries"
         return f"{blocks} (not NKI: {why})" if why else f"attention by NKI where it can be, else {blocks}"
 
     def teardown(self, run: Run) -> None:
-        """Gives models their own attention again."""
+        """Restores the attention of models."""
         for undo in run.state(self).pop("undo", ()):
             undo()

@@ -1,4 +1,4 @@
-"""Ranks that issue different collectives are reported, instead of hanging."""
+"""Raises an error if ranks issue different collectives, which would otherwise hang."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DesyncGuard(StrategyPlugin):
-    """Detects that ranks issue different collectives and raises a :class:`~neuron_accel.errors.DesyncError` on all of
+    """Detects ranks that issue different collectives and raises a :class:`~neuron_accel.errors.DesyncError` on all of
     them, with the rank, the step and the operation.
 
-    Before each collective the ranks of its group compare what they are about to do over a channel beside the device's
-    network; on a lazy device before each execution, with everything in the graph. A rank that does not arrive is named
-    after the timeout, or at once if its process has ended. The comparison covers operation, group, step, and bytes,
-    where all ranks send the same number.
+    Before each collective the ranks of its group compare it through a key-value store, without the device's network; on
+    a lazy device they compare all collectives of a graph before each execution. A rank that does not arrive is reported
+    after the timeout, or at once if its process has ended. The comparison includes operation, group, step, and the
+    number of bytes if all ranks send the same number.
 
-    For debugging: each collective waits for all ranks of its group and costs about a millisecond more.
+    For debugging: each collective waits for all ranks of its group and takes about a millisecond longer.
 
     Args:
-        timeout_s: how long a rank may be behind the others, in seconds. Longer than it takes to load, compile or write
-            a checkpoint on one rank while others wait.
+        timeout_s: time in seconds that a rank may be behind the others. It must be longer than it takes to load,
+            compile or write a checkpoint on one rank while others wait.
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
@@ -77,11 +77,11 @@ class DesyncGuard(StrategyPlugin):
             state.clear()
 
 
-# ---- How ranks compare what they are about to do ---------------------------------------------------------------------
-# The ranks of a group write notes to a board; the first of them reads all and writes the result. Reading a board does
-# not block, so a reader can time out, and can still read the last note of a rank that did not arrive.
+# ---- Comparing collectives -------------------------------------------------------------------------------------------
+# The ranks of a group write notes to a board; the first of them reads all notes and writes the result. Reading a board
+# does not block, so a reader can time out, and can still read the last note of a rank that did not arrive.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.01
-_VERDICT_S = 5.0  # the first rank may have waited as long as it can before it writes
+_VERDICT_S = 5.0  # additional time for the result, since the first rank may wait for the full timeout
 _BETWEEN_TWO = ("send", "receive")
 _UNEQUAL = ("broadcast",)  # the source sends, the others do not
 _FIX = (
@@ -92,11 +92,11 @@ _FIX = (
 
 @dataclass(frozen=True)
 class Doing:
-    """What a rank is about to do.
+    """The operation that a rank is about to perform.
 
     Args:
         step: number of the optimizer step, from 1.
-        text: the operation.
+        text: description of the operation.
     """
 
     step: int
@@ -107,11 +107,11 @@ class Doing:
 
 
 class Meetings(CollectiveObserver):
-    """One rank's side of the comparisons.
+    """Compares the collectives of this rank with those of others.
 
     Args:
         run: the run.
-        timeout_s: how long others may take, in seconds.
+        timeout_s: time in seconds to wait for other ranks.
     """
 
     def __init__(self, run: Run, timeout_s: float) -> None:
@@ -122,7 +122,7 @@ class Meetings(CollectiveObserver):
         self._deferred: list[Doing] = []
         atexit.register(self.close)
 
-    # ---- what happens ------------------------------------------------------------------------------------------------
+    # ---- observing ---------------------------------------------------------------------------------------------------
     def issued(self, op: str, group: Group, sent: int, *, deferred: bool) -> None:
         if op in _BETWEEN_TWO:
             return
@@ -135,22 +135,22 @@ class Meetings(CollectiveObserver):
 
     def executing(self, ranks: tuple[int, ...]) -> None:
         deferred, self._deferred = self._deferred, []
-        if len(ranks) == 1:  # the only rank of a stage
+        if len(ranks) == 1:  # this is the only rank of its stage
             return
         index = ranks.index(self._rank)
         group = Group(ranks=ranks, index=index, partition=(ranks,), name="those that compute the same")
-        step = deferred[-1].step if deferred else self.step  # the step that issued them may be over by now
+        step = deferred[-1].step if deferred else self.step  # the step that issued them may have ended
         listing = "\n".join(doing.text for doing in deferred)
         digest = hashlib.blake2b(listing.encode(), digest_size=8).hexdigest()
         self._put(f"list/{self._rank}/{self._counts[ranks] % 2}", zlib.compress(listing.encode()))
         self._meet(group, Doing(step, f"execution of {len(deferred)} collectives [{digest}]"))
 
     def close(self) -> None:
-        """This rank takes no further part; ranks that wait for it are notified."""
+        """Notifies other ranks that this rank has ended."""
         atexit.unregister(self.close)
         try:
             self._board.put(f"desync/gone/{self._rank}", b"gone")
-        except Exception:  # the board has gone before: no rank is left to tell
+        except Exception:  # the store no longer exists, so there is no rank to notify
             return
 
     # ---- meeting -----------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class Meetings(CollectiveObserver):
             raise DesyncError(verdict["what"], where=verdict["where"], why=verdict["why"], fix=_FIX)
 
     def _judge(self, group: Group, place: str, number: int, mine: Doing, deadline: float) -> dict[str, str] | None:
-        """What is wrong, or None; on the group's first rank."""
+        """Compares the notes on the group's first rank. Returns a description of the difference, or None."""
         doing: dict[int, Doing] = {group.ranks[0]: mine}
         for index, rank in itertools.islice(enumerate(group.ranks), 1, None):
             found = self._await(f"{place}/{index}", number, rank, deadline)
@@ -184,14 +184,14 @@ class Meetings(CollectiveObserver):
         return self._absent(group, mine, missing) if missing else None
 
     def _await(self, key: str, number: int, rank: int, deadline: float) -> list[Any] | None:
-        """The note with that number; None after the deadline, or if its author has ended."""
+        """Waits for the note with that number. Returns None after the deadline, or if ``rank`` has ended."""
         pause = _SHORTEST_PAUSE_S
         while True:
             note = self._get(key)
             if note is not None and (content := json.loads(note))[0] == number:
                 return content
             if pause >= _LONGEST_PAUSE_S and self._get(f"gone/{rank}") is not None:
-                note = self._get(key)  # its last one
+                note = self._get(key)  # the last note of the rank
                 content = json.loads(note) if note is not None else [None]
                 return content if content[0] == number else None
             if time.monotonic() > deadline:
@@ -199,7 +199,7 @@ class Meetings(CollectiveObserver):
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    # ---- what to say -------------------------------------------------------------------------------------------------
+    # ---- messages ----------------------------------------------------------------------------------------------------
     def _different(self, group: Group, doing: dict[int, Doing], number: int) -> dict[str, str]:
         usual, _ = Counter(doing.values()).most_common(1)[0]
         detail = self._first_difference(group, doing, number)
@@ -216,7 +216,7 @@ class Meetings(CollectiveObserver):
         }
 
     def _first_difference(self, group: Group, doing: dict[int, Doing], number: int) -> dict[int, str]:
-        """For graphs: the first collective in which each rank's differs from those of the others."""
+        """For graphs, returns the first collective in which ranks differ, by rank."""
         if not all(d.text.startswith("execution of") for d in doing.values()):
             return {}
         lists = {}

@@ -1,4 +1,4 @@
-"""Gradients that are not finite: on which rank, in which step, of which parameter; raises, skips the step or warns."""
+"""Detects gradients with NaN or infinity, and raises an error, skips the step or warns."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ class FiniteGuard(StrategyPlugin):
     """Detects gradients that contain NaN or infinity, names the ranks, the step and the first parameter, and raises a
     :class:`~neuron_accel.errors.NonFiniteError` on every rank, skips the step on every rank, or only warns.
 
-    Each rank checks what its own backward passes add to a gradient, before gradients are summed over ranks: afterwards
-    every rank has the NaN, and after clipping every parameter. "First" is first in the order of the backward pass,
-    which is the one closest to the cause. Changes that a loop makes to gradients after the backward pass are not
-    checked. The ranks agree on each step by an all-reduce of one number.
+    Each rank checks the gradients of its own backward passes before they are summed over ranks: afterwards every rank
+    has the NaN, and after clipping every parameter. The first parameter is the first in the order of the backward pass,
+    which is closest to the cause. Changes that a loop makes to gradients after the backward pass are not checked. For
+    each step ranks all-reduce one number.
 
     A skipped step leaves weights, optimizer state and learning-rate schedules as they are
-    (``optimizer.step_was_skipped`` is true); :meth:`skipped` counts them, and checkpoints store the count. With a
-    gradient scaler (fp16), the scaler decides about steps, and this guard does nothing; nor when ``step`` receives a
+    (``optimizer.step_was_skipped`` is true); :meth:`skipped` counts them, and checkpoints store the count. The guard
+    does nothing with a gradient scaler (fp16), which itself decides whether to step, nor if ``step`` receives a
     closure, which computes the gradients only then.
 
     On a lazy device (XLA) the check is part of the step's graph and its result is read once, after the step has been
-    executed: the reported step, ranks and parameter are exact, but ``"raise"`` comes after the weights were
-    updated, so continue from a checkpoint. ``"skip"`` would have to know the result before, and is refused there.
-    Elsewhere the result is read before the update; on an accelerator that is one synchronisation in each step.
+    executed: the reported step, ranks and parameter are exact, but ``"raise"`` comes after the weights were updated, so
+    continue from a checkpoint. ``"skip"`` would need the result before, and raises an error there. On other devices the
+    result is read before the update; on an accelerator this is one synchronisation in each step.
 
     Args:
         action: ``"raise"``, ``"skip"`` or ``"warn"`` (a :class:`NonFiniteWarning` on the first rank, and the step is
@@ -109,12 +109,12 @@ class FiniteGuard(StrategyPlugin):
             self._decide(check, run)
 
     def checkpoint_state(self, run: Run) -> dict[str, Any]:
-        """Stores how many steps were taken and skipped."""
+        """Saves the numbers of steps taken and skipped."""
         watch = self._watch(run)
         return {"skipped": watch.skipped, "steps": list(watch.steps.values())}
 
     def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
-        """Restores how many steps were taken and skipped."""
+        """Restores the numbers of steps taken and skipped."""
         watch = self._watch(run)
         watch.skipped, watch.loaded = int(state["skipped"]), [int(count) for count in state["steps"]]
         watch.steps.clear()
@@ -132,7 +132,7 @@ class FiniteGuard(StrategyPlugin):
         return state["watch"]
 
     def _decide(self, check: Check, run: Run) -> bool:
-        """Whether the step is taken; reads the result of the check. Collective."""
+        """Reads the result of the check and returns whether the step is taken. Collective."""
         if not float(run.backend.to_host(check.result)):
             return True
         error = describe(check, run)
@@ -155,9 +155,9 @@ class Check:
     Args:
         step: number of the step of this optimizer, from 1.
         result: above 0 if a gradient on any rank is not finite; 0-dim.
-        parameters: those of this rank that received a gradient, in the order of the backward pass.
-        flags: one for each of them, [len(parameters)], 1.0 if its gradient is not finite; None without any.
-        losses: above 0 if a loss of this rank since the last step is not finite; 0-dim. None without any.
+        parameters: the parameters of this rank that received a gradient, in the order of the backward pass.
+        flags: for each of them, 1.0 if its gradient is not finite, else 0.0, [len(parameters)]; None if there are none.
+        losses: above 0 if a loss of this rank since the last step is not finite; 0-dim; None if there was no loss.
     """
 
     step: int
@@ -169,11 +169,11 @@ class Check:
 
 @dataclass
 class GradientWatch:
-    """One rank's gradients, checked as backward passes make them.
+    """Checks the gradients of one rank in hooks of its parameters.
 
     Args:
-        lazy: whether the device is lazy; then a step must be the same graph whenever it has as many micro-batches.
-        zero: 0.0 on the device, as data rather than a constant of the graph; 0-dim.
+        lazy: whether the device is lazy; then steps with the same number of micro-batches must be the same graph.
+        zero: 0.0 on the device, as an input of the graph rather than a constant; 0-dim.
     """
 
     lazy: bool
@@ -188,14 +188,14 @@ class GradientWatch:
     _flags: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Watches the gradients of those that train and are not watched yet."""
+        """Registers hooks on parameters that train and have none yet."""
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched.add(parameter)
                 self.handles.append(parameter.register_hook(self._looker(parameter)))
 
     def _looker(self, parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
-        # A hook of the tensor sees what is added before anything else that waits for the sum takes it away.
+        # A tensor hook receives the added gradient before hooks of the accumulated gradient, which may move it.
         def look(gradient: torch.Tensor) -> None:
             flag = _is_bad(gradient.detach())
             before = self._flags.pop(parameter, self.zero if self.lazy else None)
@@ -206,7 +206,8 @@ class GradientWatch:
         return look
 
     def check(self, optimizer: torch.optim.Optimizer, run: Run) -> Check:
-        """The result for an optimizer's gradients so far, the same on all ranks. Collective."""
+        """Returns the check of an optimizer's gradients since its last step; its result is equal on all ranks.
+        Collective."""
         mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         parameters = [parameter for parameter in self._flags if parameter in mine]
         flags = torch.stack([self._flags.pop(parameter) for parameter in parameters]) if parameters else None
@@ -222,7 +223,7 @@ class GradientWatch:
 
 
 def describe(check: Check, run: Run) -> NonFiniteError:
-    """The error for a step whose gradients are not finite somewhere, the same on every rank. Collective."""
+    """Returns the error for a step with gradients that are not finite, the same on every rank. Collective."""
     names = []
     if check.flags is not None:
         flags = run.backend.to_host(check.flags).tolist()
@@ -242,13 +243,13 @@ def describe(check: Check, run: Run) -> NonFiniteError:
         f"{guilty[0][1][0]!r}.",
         where="; ".join(where) + more,
         why="summed over ranks and clipped, one NaN makes every weight of every rank NaN",
-        fix="check that rank's batch of this step (a log or a root of 0, a mean of nothing, an overflow), or lower "
-        "the learning rate; FiniteGuard(action='skip') leaves such steps out",
+        fix="check that rank's batch of this step (a log or a root of 0, a mean over no elements, an overflow), or "
+        "lower the learning rate; FiniteGuard(action='skip') skips such steps",
     )
 
 
 def _is_bad(values: torch.Tensor) -> torch.Tensor:
-    """1.0 if some of ``values`` are NaN or infinite, else 0.0; 0-dim, nothing is read."""
+    """Returns 1.0 if some of ``values`` are NaN or infinite, else 0.0; 0-dim, without reading a value on a device."""
     if not values.numel():
         return torch.zeros((), device=values.device)
     if values.device.type == "cpu" and bool(torch.isfinite(values.sum())):  # ten times faster, and enough if finite

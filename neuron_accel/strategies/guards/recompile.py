@@ -1,4 +1,4 @@
-"""Graphs that are compiled after the first steps: which input caused them, and where."""
+"""Reports graphs that are compiled after the first steps, with the input that caused them."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ class RecompileWarning(UserWarning):
 
 @dataclass(frozen=True, kw_only=True)
 class RecompileGuard(StrategyPlugin):
-    """Counts graphs, and when a new one appears after the first steps, reports which input changed, from what to what,
-    and where in the user's code.
+    """Counts graphs. For a new graph after the first steps it reports which input changed, from what to what, and where
+    in the user's code.
 
-    On a lazy device it counts compiled graphs. Elsewhere nothing is compiled, and it counts what would be: a prepared
-    model called with inputs of another shape, dtype or Python value than before, or steps of another number of
-    micro-batches. So it shows on a CPU what a step would cost on Trainium. Each way of using a model (training,
-    evaluating) may have a first graph at any time.
+    On a lazy device it counts compiled graphs. On other devices it counts the graphs that a lazy device would compile:
+    calls of a prepared model with inputs of another shape, dtype or Python value than before, and steps with another
+    number of micro-batches. It thus shows on a CPU what would be compiled on Trainium. The first graph of each use of a
+    model (training, evaluating) is not reported.
 
     Args:
         action: "warn" (a :class:`RecompileWarning`) or "raise" (a
             :class:`~neuron_accel.errors.RecompileError`).
-        warmup_steps: optimizer steps in which graphs may appear: the first makes the optimizer's state.
+        warmup_steps: number of optimizer steps in which new graphs are not reported: the first creates the optimizer's
+            state.
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
@@ -61,7 +62,7 @@ class RecompileGuard(StrategyPlugin):
             raise ConfigurationError(f"warmup_steps is {self.warmup_steps}; the first step always makes graphs.")
 
     def graphs(self, run: Run) -> int:
-        """Number of graphs so far: compiled ones, or those that a lazy device would compile."""
+        """Returns the number of graphs so far: compiled ones, or those that a lazy device would compile."""
         return self._watch(run).graphs
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
@@ -90,7 +91,7 @@ class RecompileGuard(StrategyPlugin):
         self._report(self._watch(run).stepped(options, place_in_users_code()))
 
     def after_boundary(self, run: Run) -> None:
-        """Reports graphs that were compiled anew."""
+        """Reports new graphs."""
         self._report(self._watch(run).settled(run.backend.compilations))
 
     def teardown(self, run: Run) -> None:
@@ -131,11 +132,11 @@ class Finding:
 
 @dataclass
 class GraphWatch:
-    """The graphs seen so far.
+    """The graphs so far.
 
     Args:
-        warmup_steps: steps in which graphs may appear.
-        compiled: graphs compiled before; None where nothing is compiled.
+        warmup_steps: number of steps in which new graphs are not reported.
+        compiled: number of graphs compiled so far; None on devices without a compiler.
     """
 
     warmup_steps: int
@@ -163,12 +164,12 @@ class GraphWatch:
         return self.step <= self.warmup_steps
 
     def called(self, use: str, signature: Signature, place: str) -> Finding | None:
-        """A model is called. Returns a finding where nothing is compiled."""
+        """Must be called when a model is called. Returns a finding on devices without a compiler."""
         self._place = place
         self._calls[use] += 1
         known = self._seen.setdefault(use, [])
         if self._calls[use] <= self.warmup_steps:
-            self._excused = True  # what a new way of using a model needs, its results included
+            self._excused = True  # graphs of a new use of a model, and of its results
         if signature in known:
             return None
         changes = differences(nearest(signature, known), signature) if known else []
@@ -178,7 +179,7 @@ class GraphWatch:
         return self._suspect(f"{use}: {'; '.join(changes)}", place)
 
     def stepped(self, options: Signature, place: str) -> Finding | None:
-        """An optimizer stepped."""
+        """Must be called after an optimizer step."""
         count, self.micro_batches = str(self.micro_batches), 0
         known = self._seen.setdefault("step", [])
         finding = None
@@ -197,7 +198,8 @@ class GraphWatch:
         return finding
 
     def settled(self, compiled: int | None) -> Finding | None:
-        """The pending operations are on the device, which has compiled ``compiled`` graphs in all."""
+        """Must be called when the pending operations were submitted to the device, which has compiled ``compiled``
+        graphs so far."""
         if compiled is None or self.compiled is None:
             return None
         finding = None
@@ -223,16 +225,16 @@ class GraphWatch:
         self._suspects, self._excused = [], False
 
 
-# ---- What the graph of a forward pass depends on besides weights: shapes, dtypes and Python values of its inputs -----
+# ---- Signatures: shapes, dtypes and Python values of inputs, on which the graph of a forward pass depends ------------
 Signature = dict[str, str]
-"""Name of an input to what is known of it: a tensor's dtype and shape, or a value."""
+"""Dtype and shape of a tensor, or the value of another input, by the name of the input."""
 
 _OURS = str(Path(__file__).resolve().parents[2])
 _LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch,) if module.__file__)
 
 
 def signature_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
-    """The inputs of a call of ``module``, by the names of its ``forward``."""
+    """Returns the signature of a call of ``module``, by the argument names of its ``forward``."""
     found: Signature = {}
     for name, value in _named(module, args, kwargs):
         _describe(name, value, found)
@@ -269,7 +271,7 @@ def _describe(name: str, value: Any, found: Signature) -> None:
 
 
 def differences(old: Signature, new: Signature) -> list[str]:
-    """``"input_ids: int64[2, 12] -> int64[2, 7]"`` for each input that changed."""
+    """Returns a text like ``"input_ids: int64[2, 12] -> int64[2, 7]"`` for each input that changed."""
     return [
         f"{name}: {old.get(name, '(not given)')} -> {new.get(name, '(not given)')}"
         for name in dict.fromkeys([*old, *new])
@@ -278,12 +280,12 @@ def differences(old: Signature, new: Signature) -> list[str]:
 
 
 def nearest(signature: Signature, known: list[Signature]) -> Signature:
-    """The known signature that differs least from ``signature``; the latest of several."""
+    """Returns the known signature with the fewest differences from ``signature``, the latest of several."""
     return min(reversed(known), key=lambda other: len(differences(other, signature)))
 
 
 def place_in_users_code() -> str:
-    """``"train.py:31"``: the innermost frame outside of this package and torch."""
+    """Returns the innermost frame outside of this package and torch, as ``"train.py:31"``."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename

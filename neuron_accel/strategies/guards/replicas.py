@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 _SHOWN = 5
 
 Part = tuple[tuple[str, int], ...]
-"""Which shard of a parameter a rank holds: index along each axis over which it is sharded."""
+"""Identifies a shard of a parameter: index along each axis over which it is sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaCheck(StrategyPlugin):
-    """Compares the weights of ranks that should hold the same ones before the first forward pass, and again every so
-    many steps. Each parameter is compared between the ranks that hold the same shard of it: data-parallel ranks compare
-    everything, tensor-parallel ranks what is replicated, pipeline stages their tied weights.
+    """Checks that ranks which hold the same shard of a parameter hold equal values, before the first forward pass and
+    again every ``every`` steps. Data-parallel ranks compare all parameters, tensor-parallel ranks those that are
+    replicated, pipeline stages their tied weights.
 
-    Values are compared bit for bit, by a hash (BLAKE2b) of the values on the device; only hashes are sent. It costs a
-    copy of all weights to the host each time.
+    Values are compared bitwise, by their hash (BLAKE2b); only hashes are sent. Each check copies all weights to the
+    host.
 
     Args:
-        every: optimizer steps between two further checks; 0: only once, before the first.
+        every: number of optimizer steps between checks; 0 to check only before the first step.
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
@@ -88,7 +88,7 @@ def check_replicas(model: PreparedModel, run: Run, steps: int = 0) -> None:
     """
     if run.backend.is_lazy:
         run.backend.step_boundary()
-    replica = tuple((axis, run.coordinates[axis]) for axis in run.mesh.replica_axes)  # these may differ
+    replica = tuple((axis, run.coordinates[axis]) for axis in run.mesh.replica_axes)  # replicas may differ
     mine = {
         record.fqn: ((*replica, *part_of(record, run.coordinates)), digest(record.current))
         for record in model.parameters
@@ -109,14 +109,14 @@ def check_replicas(model: PreparedModel, run: Run, steps: int = 0) -> None:
 
 
 def part_of(record: ParameterRecord, coordinates: dict[str, int]) -> Part:
-    """The shard of a parameter that the rank at ``coordinates`` holds."""
+    """Returns which shard of a parameter the rank at ``coordinates`` holds."""
     return tuple(
         (cut.axis, coordinates.get(cut.axis, 0) // cut.replicas) for cut in record.layout.cuts if cut.parts > 1
     )
 
 
 def digest(parameter: torch.Tensor) -> str:
-    """A hash of a tensor's values, shape and dtype."""
+    """Returns a hash of a tensor's values, shape and dtype."""
     host = parameter.detach().cpu().contiguous()
     found = hashlib.blake2b(f"{host.dtype}{list(host.shape)}".encode(), digest_size=8)
     if host.numel():
@@ -125,7 +125,7 @@ def digest(parameter: torch.Tensor) -> str:
 
 
 def _differences(everyone: list[dict[str, tuple[Part, str]]]) -> list[tuple[str, str]]:
-    """Parameters that differ, in order, each with the ranks and the shard."""
+    """Returns the names of parameters that differ, each with a text of the ranks that have equal values."""
     holders: dict[tuple[str, Part], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, parameters in enumerate(everyone):
         for name, (part, value) in parameters.items():

@@ -1,4 +1,4 @@
-"""Where to split a model into stages, so that no stage takes much longer than the others."""
+"""Splits a model into stages of balanced cost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from neuron_accel.models.stages import Stack, container_of, stack_of
 
 
 def cut(model: nn.Module, stages: int, stage_cuts: Sequence[str] | None) -> tuple[Stack, tuple[int, ...]]:
-    """The blocks of a model, and for each stage the index of its first one.
+    """Returns the blocks of a model, and the index of the first block of each stage.
 
     Args:
         model: the model.
@@ -20,8 +20,8 @@ def cut(model: nn.Module, stages: int, stage_cuts: Sequence[str] | None) -> tupl
         stage_cuts: FQNs of the blocks at which all stages but the first begin; None for a balanced cut.
 
     Raises:
-        UnsupportedModelError: if no plan describes the model's blocks, or it cannot be split into so many stages or
-            there.
+        UnsupportedModelError: if no plan describes the model's blocks, or it cannot be split into this number of stages
+            or at these blocks.
     """
     if stage_cuts is None:
         stack = stack_of(model)
@@ -58,15 +58,15 @@ def _check_count(model: nn.Module, stack: Stack, stages: int) -> None:
 
 
 def costs_of(model: nn.Module, stack: Stack) -> tuple[list[float], float, float]:
-    """The relative time of each block, of the modules before them, and of the modules after them."""
+    """Returns the cost of each block, of the modules before the blocks, and of the modules after them."""
     modules = dict(model.named_modules())
     blocks = [cost(modules[stack.block(index)]) for index in range(stack.blocks)]
     return blocks, sum(cost(modules[n]) for n in stack.before), sum(cost(modules[n]) for n in stack.after)
 
 
 def cost(module: nn.Module) -> float:
-    """Work per token, in multiplications: each weight of a matrix multiplies once, and each output is written. A table
-    lookup multiplies nothing; it only writes a row. Attention's work between tokens is left out: it is the same in all
+    """Returns the cost of a module per token, in operations: one for each weight and each output of a matrix, and for
+    an embedding one for each element of a row. Attention scores are not counted, since they cost the same in all
     blocks.
     """
     total = 0.0
@@ -81,9 +81,9 @@ def cost(module: nn.Module) -> float:
 
 
 def balanced(blocks: Sequence[float], before: float, after: float, stages: int) -> tuple[int, ...]:
-    """The index of the first block of each stage, such that the most expensive stage is as cheap as possible.
+    """Returns the index of the first block of each stage, such that the cost of the most expensive stage is minimal.
 
-    Among such splits, it is the one whose stages have the smallest sum of squares, the most even one.
+    Among such splits, the one with the smallest sum of squared costs is chosen.
 
     Args:
         blocks: cost of each block.

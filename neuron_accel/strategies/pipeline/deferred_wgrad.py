@@ -1,7 +1,7 @@
-"""Backward passes in two halves: gradients of activations now, those of weights when there is time.
+"""Backward passes in two halves: gradients of activations first, gradients of weights later.
 
 While :class:`DeferredWgrad` is active, linear projections record the inputs of their weight's gradient instead of
-computing it. Everything else (norms, embeddings, experts) is differentiated at once.
+computing it. All other gradients (of norms, embeddings, experts) are computed in the first half.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), section 2.
 """
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Later:
-    """The weight gradients of one micro-batch on one stage that are deferred."""
+    """The deferred weight gradients of one micro-batch on one stage."""
 
     def __init__(self) -> None:
         self._deferred: dict[nn.Parameter, list[Callable[[], torch.Tensor]]] = {}
@@ -52,10 +52,10 @@ class DeferredWgrad(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.later: Later | None = None
-        """Collects the deferred gradients of the micro-batch under way."""
+        """Collects the deferred gradients of the current micro-batch."""
 
     def attach(self, model: nn.Module) -> None:
-        """Prepares every layer of ``model`` that holds a matrix itself."""
+        """Installs hooks on every layer of ``model`` that has a matrix of its own."""
         for module in model.modules():
             matrices = [p for p in module.parameters(recurse=False) if p.dim() == 2]
             if matrices and not isinstance(module, nn.Embedding):
@@ -64,7 +64,7 @@ class DeferredWgrad(TorchFunctionMode):
 
     @contextmanager
     def deferring(self, later: Later | None) -> Iterator[None]:
-        """Weight gradients of the code inside, forward or backward, are deferred to ``later``."""
+        """Context in which weight gradients, of forward or backward passes, are deferred to ``later``."""
         previous, self.later = self.later, later
         try:
             yield
@@ -94,7 +94,7 @@ class DeferredWgrad(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _Deferred:
-    """A weight, whether it is stored as [in, out], and where its gradient is deferred to."""
+    """A weight, whether it is stored as [in, out], and the object that collects its gradient."""
 
     weight: nn.Parameter
     turned: bool
@@ -111,8 +111,8 @@ def _can_wait(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class _Projection(torch.autograd.Function):
-    """``x @ weight.T + bias``, or ``x @ weight + bias`` for weights [in, out], which have a bias. Autograd does not see
-    the weight: it would report that its gradient has arrived."""
+    """``x @ weight.T + bias``, or ``x @ weight + bias`` for weights [in, out]. The weight is not an input for autograd,
+    which would otherwise call the hooks of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, deferred: _Deferred) -> torch.Tensor:
@@ -132,7 +132,7 @@ class _Projection(torch.autograd.Function):
         flat = gradient.reshape(-1, gradient.shape[-1])
 
         def make() -> torch.Tensor:
-            rows = x.reshape(-1, x.shape[-1]).to(dtype)  # under autocast the product was made in another dtype
+            rows = x.reshape(-1, x.shape[-1]).to(dtype)  # under autocast the product was computed in another dtype
             product = rows.t() @ flat if turned else flat.t() @ rows
             return product.to(weight.dtype)
 

@@ -12,11 +12,11 @@ from torch import nn
 from neuron_accel.contract import UsageError
 
 IGNORED = -100
-"""The label that is ignored, transformers' and torch's default."""
+"""The label that is ignored in the loss, the default of transformers and torch."""
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists and mappings, in order."""
+    """Yields the tensors in nested tuples, lists and mappings, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -28,7 +28,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def convert(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The same nested value with ``change`` applied to every tensor."""
+    """Returns the same nested value with ``change`` applied to every tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
@@ -40,7 +40,7 @@ def convert(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Size of the batch: of the first dim of the first tensor that has one.
+    """Returns the size of the batch, which is the size of the first dim of the first tensor with dims.
 
     Raises:
         UsageError: if there is no tensor.
@@ -52,10 +52,9 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def split(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The arguments of each micro-batch: equal slices along the first dim.
+    """Returns the arguments of each micro-batch: equal slices along the first dim.
 
-    A tensor whose first dim has another size than the batch, one or none, belongs to all samples and goes into every
-    micro-batch.
+    A tensor without dims, or whose first dim has size 1, is passed to every micro-batch.
 
     Raises:
         UsageError: if the batch is not divisible by ``count``, or a tensor can be neither split nor used by all
@@ -90,7 +89,7 @@ def split(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[tup
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What the shapes of activations depend on."""
+    """Returns shapes and dtypes of all tensors, which determine the shapes of activations."""
     return tuple((tuple(t.shape), t.dtype) for t in (*tensors(args), *tensors(kwargs)))
 
 
@@ -111,7 +110,8 @@ class LossWeights:
         self._shifted = standard and getattr(model, "loss_type", None) in (None, "ForCausalLM")
 
     def of(self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[torch.Tensor | float]:
-        """The weight of each micro-batch, 0-dim float32 on the device of the labels, or a number."""
+        """Returns the weight of each micro-batch, as a 0-dim float32 tensor on the device of the labels, or a
+        number."""
         given = [self._arguments(*call) for call in calls]
         if given[0].get("num_items_in_batch") is not None:
             return [1.0] * len(calls)

@@ -14,14 +14,14 @@ class PipelineOptions(StrategyPlugin):
 
     Args:
         pipeline_parallel_size: number of ranks along the pipeline.
-        num_microbatches: number of micro-batches into which a rank's batch is split; divides the batch. Many make the
-            bubble small, few make the micro-batches large.
+        num_microbatches: number of micro-batches into which a rank's batch is split; it must divide the batch. More
+            micro-batches make the bubble smaller, fewer make each micro-batch larger.
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero-bubble"``; see ``neuron-accel schedule``.
         virtual_stages: number of stages on each rank, for the interleaved schedule.
         stage_cuts: FQNs of the blocks at which all stages but the first begin, for models without a plan and for uneven
             stages; by default stages are balanced by the cost of blocks, embedding and head.
-        evaluation_logits: whether an evaluation with labels returns everything that the last stage computed, on every
-            rank, or only the loss.
+        evaluation_logits: whether evaluation with labels returns all outputs of the last stage on every rank, or only
+            the loss.
     """
 
     pipeline_parallel_size: int = 1

@@ -1,4 +1,4 @@
-"""What a pipelined model returns: the outputs of the last stage, merged and sent to every rank."""
+"""Outputs of a pipelined model: those of the last stage for its micro-batches, merged and sent to every rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def kind_of(output: Any) -> int:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in a model's output: the output itself, its ``loss``, or its first entry.
+    """Returns the loss in a model's output: the output itself, its ``loss``, or its first entry.
 
     Raises:
         UsageError: if there is none.
@@ -69,20 +69,21 @@ def loss_of(output: Any) -> torch.Tensor:
         raise UsageError(
             "The model returned no loss.",
             where="the last stage of the pipeline",
-            why="in training the backward pass runs inside the model's call, so the loss has to be made there",
+            why="in training the backward pass runs inside the model's call, so the loss has to be computed there",
             fix="pass labels, or return the loss from forward; to predict, call model.eval()",
         )
     return loss.reshape(())
 
 
 def of_loss(kind: int, loss: torch.Tensor) -> Any:
-    """An output that consists of a loss only."""
+    """Returns an output of that kind that consists of a loss only."""
     return {TENSOR: loss, TUPLE: (loss,)}.get(kind) if kind != MAPPING else PipelineOutput(loss=loss)
 
 
-def put_together(outputs: Sequence[Any], weights: Sequence[torch.Tensor | float]) -> tuple[int, list[tuple[str, Any]]]:
-    """The output for a batch from those for its micro-batches: tensors with samples are concatenated, 0-dim tensors are
-    averaged by ``weights``, other values are left out."""
+def merge_outputs(outputs: Sequence[Any], weights: Sequence[torch.Tensor | float]) -> tuple[int, list[tuple[str, Any]]]:
+    """Merges the outputs for micro-batches into the output for the batch: tensors with dims are concatenated, 0-dim
+    tensors are averaged with ``weights``, other values are left out. Returns the kind of the output, and its names and
+    tensors."""
     kind = kind_of(outputs[0])
     if kind == TENSOR:
         rows = [[("", output)] for output in outputs]
@@ -105,7 +106,7 @@ def _items(output: Any) -> Any:
 def _merge(values: list[torch.Tensor], weights: Sequence[torch.Tensor | float]) -> torch.Tensor:
     if values[0].dim():
         return torch.cat(values) if len(values) > 1 else values[0]
-    # a micro-batch without targets has no mean loss, and weight 0
+    # The mean loss of a micro-batch without targets is NaN; its weight is 0.
     parts = [_weighted(value, weight) for value, weight in zip(values, weights, strict=True)]
     return torch.stack(parts).sum().to(values[0].dtype)
 
@@ -119,10 +120,10 @@ def _weighted(value: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor
 def broadcast_outputs(
     kind: int, fields: list[tuple[str, torch.Tensor]] | None, run: Run, group: Group, *, only_loss: bool
 ) -> Any:
-    """Gives every rank of a pipeline the output of its last one. Collective.
+    """Broadcasts the output from the last rank of a pipeline to all its ranks. Collective.
 
     Args:
-        kind: of the output; only used on the last rank.
+        kind: kind of the output; used on the last rank only.
         fields: names and tensors on the last rank, None on the others.
         only_loss: leaves out everything but 0-dim tensors.
     """

@@ -1,4 +1,4 @@
-"""How stages exchange activations and gradients: messages between neighbours, or all ranks at once."""
+"""Exchange of activations and gradients between stages: point-to-point messages, or a permutation of all ranks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 # ---- Messages between neighbouring stages ----------------------------------------------------------------------------
 Values = tuple[torch.Tensor | None, ...]
-"""What a stage sends: hidden states, and other outputs of a block that the next one takes."""
+"""The tensors that a stage sends: hidden states, and other outputs of a block that the next one takes."""
 Part = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of one of them."""
+"""Shape and dtype of one tensor."""
 _HEADER = 1024  # bytes
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form of what one stage sends to the next.
+    """The form of the tensors that one stage sends to the next.
 
     Args:
         parts: shape and dtype of the hidden states, then of the other outputs of blocks; None for those that the next
@@ -44,16 +44,16 @@ class Form:
 
     @property
     def learning(self) -> tuple[Part | None, ...]:
-        """The parts that have gradients."""
+        """The parts that have gradients; None for the others."""
         return tuple(part if part is not None and part[1].is_floating_point else None for part in self.parts)
 
 
 class P2P:
     """Sends and receives hidden states and their gradients between the ranks of a pipeline.
 
-    For a new kind of batch, a small header precedes the activations of its first micro-batch and describes their
-    shapes; after that both ends know them. A stage that failed continues to send tensors of the expected shapes,
-    without meaning, so that its neighbours reach the end of the step and learn of the failure there.
+    For a new kind of batch, a small header with their shapes precedes the activations of the first micro-batch. A stage
+    that failed continues to send zeros of the expected shapes, so that its neighbours reach the end of the step, where
+    the failure is exchanged.
 
     Args:
         backend: sends and receives.
@@ -65,11 +65,11 @@ class P2P:
         self._forms: dict[Hashable, Form] = {}
 
     def form(self, key: Hashable) -> Form | None:
-        """The form of what is sent under ``key``, a kind of batch and an edge; None if it is not known yet."""
+        """Returns the form of the tensors for ``key``, a kind of batch and a stage; None if it is not known yet."""
         return self._forms.get(key)
 
     def send(self, values: Values | None, key: Hashable, target: int, as_tuple: bool) -> list[Pending]:
-        """Sends activations to a rank; None if there are none because this stage failed."""
+        """Starts to send activations to the rank at position ``target``; ``values`` is None if this stage failed."""
         pending = []
         if key not in self._forms:
             form = None if values is None else Form.of(values, as_tuple)
@@ -81,7 +81,7 @@ class P2P:
         return [*pending, *self._send(values, self._forms[key].parts, target)]
 
     def receive(self, key: Hashable, source: int) -> list[Pending | None] | None:
-        """Starts to receive activations; None if the sender failed before it knew their shapes."""
+        """Starts to receive activations. Returns None if the sender failed before their shapes were known."""
         if key not in self._forms:
             header = self._backend.start_receive((_HEADER,), torch.uint8, self._group, source).wait()
             form = tensor_to_object(header)
@@ -91,11 +91,11 @@ class P2P:
         return self._receive(self._forms[key].parts, source)
 
     def send_gradient(self, gradients: Values | None, key: Hashable, target: int) -> list[Pending]:
-        """Sends the gradients of what was received under ``key``."""
+        """Starts to send the gradients of activations that were received for ``key``."""
         return self._send(gradients, self._forms[key].learning, target) if key in self._forms else []
 
     def receive_gradient(self, key: Hashable, source: int) -> list[Pending | None] | None:
-        """Starts to receive the gradients of what was sent under ``key``."""
+        """Starts to receive the gradients of activations that were sent for ``key``."""
         return self._receive(self._forms[key].learning, source) if key in self._forms else None
 
     def _send(self, values: Values | None, parts: tuple[Part | None, ...], target: int) -> list[Pending]:
@@ -111,18 +111,18 @@ class P2P:
         return [None if part is None else self._backend.start_receive(*part, self._group, source) for part in parts]
 
 
-# ---- Hidden states and gradients where ranks cannot send to each other: all ranks of a pipeline exchange at once -----
-class Ring:
+# ---- Exchange on backends without point-to-point messages ------------------------------------------------------------
+class RingShift:
     """Shifts tensors between the ranks of a pipeline by one position.
 
     Every rank takes part in every shift, with zeros if it has nothing to send, so that a shift is the same graph on all
-    of them. All stages therefore send tensors of one form, that of the first stage's first micro-batch, which every
-    rank receives over a channel beside the device.
+    ranks. All stages therefore send tensors of one form, that of the first stage's first micro-batch, which is sent to
+    all ranks as an object.
 
     Args:
         backend: performs the permutation.
         group: the ranks of the pipeline.
-        everyone: these and those of all replicas, which shift in the same collective.
+        everyone: the ranks of this and all replicated pipelines, which shift in the same collective.
     """
 
     def __init__(self, backend: Backend, group: Group, everyone: Group) -> None:
@@ -131,15 +131,18 @@ class Ring:
         self._nothing: dict[Part, torch.Tensor] = {}
 
     def form(self, key: Hashable) -> Form | None:
-        """The form of what is sent for ``key``, a kind of batch; None if it is not known yet."""
+        """Returns the form of the tensors for ``key``, a kind of batch; None if it is not known yet."""
         return self._forms.get(key)
 
     def learn(self, key: Hashable, mine: Form | None) -> Form | None:
-        """Sends the form for ``key`` from the rank of the first stage, or from that of a replica if it failed.
-        Collective.
+        """Sends the form for ``key`` from the rank of the first stage to all ranks. Collective.
 
         Args:
-            mine: what that rank computed; None if it failed, and on the others.
+            key: the kind of batch.
+            mine: the form on the rank of the first stage; None if it failed, and on the other ranks.
+
+        Returns:
+            The form; None if the first stage failed on all replicas.
         """
         told = self._backend.all_gather_object(mine, self._everyone)
         form = next((form for form in told if form is not None), None)
@@ -147,11 +150,14 @@ class Ring:
             self._forms[key] = form
         return form
 
-    def turn(self, values: Values | None, parts: tuple[Part | None, ...], shift: int) -> list[Pending | None]:
-        """What the rank ``shift`` positions before this one sends; this one sends ``values``. Collective.
+    def shift(self, values: Values | None, parts: tuple[Part | None, ...], by: int) -> list[Pending | None]:
+        """Sends ``values`` to the rank ``by`` positions after this one, and returns those of the rank ``by`` positions
+        before. Collective.
 
         Args:
-            parts: shape and dtype of the values to send; None for those that are not sent.
+            values: the tensors to send; None to send zeros.
+            parts: shape and dtype of each tensor; None for those that are not sent.
+            by: number of positions.
         """
         arrived: list[Pending | None] = []
         for part, value in zip(parts, values or (None,) * len(parts), strict=True):
@@ -162,5 +168,5 @@ class Ring:
                 if part not in self._nothing:
                     self._nothing[part] = torch.zeros(part[0], dtype=part[1], device=self._backend.device)
                 value = self._nothing[part]
-            arrived.append(Done(self._backend.permute(value, self._group, shift)))
+            arrived.append(Done(self._backend.permute(value, self._group, by)))
         return arrived

@@ -1,4 +1,4 @@
-"""The call of a pipelined model: in training forward and backward of all micro-batches, else forward."""
+"""The forward of a pipelined model: in training forward and backward of all micro-batches, else forward only."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import nn
 
 from neuron_accel.contract import UsageError
 from neuron_accel.strategies.pipeline.deferred_wgrad import DeferredWgrad
-from neuron_accel.strategies.pipeline.microbatches import LossWeights, batch_size, signature, split
-from neuron_accel.strategies.pipeline.outputs import broadcast_outputs, kind_of, loss_of, of_loss, put_together
-from neuron_accel.strategies.pipeline.p2p import P2P, Ring
-from neuron_accel.strategies.pipeline.schedules import make_schedule
-from neuron_accel.strategies.pipeline.step import (
+from neuron_accel.strategies.pipeline.execution import (
     Call,
+    Execution,
     Failure,
     NeighbourFailed,
-    SendingStep,
+    P2PExecution,
+    RingExecution,
     StageFailed,
-    Step,
-    TurningStep,
 )
+from neuron_accel.strategies.pipeline.microbatches import LossWeights, batch_size, signature, split
+from neuron_accel.strategies.pipeline.outputs import broadcast_outputs, kind_of, loss_of, merge_outputs, of_loss
+from neuron_accel.strategies.pipeline.p2p import P2P, RingShift
+from neuron_accel.strategies.pipeline.schedules import make_schedule
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Group, PreparedModel, Run
@@ -68,12 +68,12 @@ class Pipeline:
         self._replicas = run.group(*run.mesh.gradient_axes)
         self._everyone = run.group(axis, *run.mesh.gradient_axes)
         self._action = run.join.register("the end of a pipeline's step", self._without_data)
-        self._make_step: Callable[..., Step]
+        self._make_step: Callable[..., Execution]
         if run.backend.has_point_to_point:
-            self._make_step = functools.partial(SendingStep, P2P(run.backend, self._group))
+            self._make_step = functools.partial(P2PExecution, P2P(run.backend, self._group))
         else:
             self._make_step = functools.partial(
-                TurningStep, Ring(run.backend, self._group, self._everyone), run.backend
+                RingExecution, RingShift(run.backend, self._group, self._everyone), run.backend
             )
         get_base_model: Any = getattr(model.module, "get_base_model", None)  # adapters wrap a model
         inner: nn.Module = model.module if get_base_model is None else get_base_model()
@@ -141,14 +141,17 @@ class Pipeline:
         total, kind = self._losses(step, weights)
         total, kind = self._end_step(step.failure, total, kind)
         self.ties.finish()
-        loss = _Settled.apply(torch.zeros((), device=total.device, requires_grad=True), total, scale, self._host_reads)
+        loss = _DifferentiatedLoss.apply(
+            torch.zeros((), device=total.device, requires_grad=True), total, scale, self._host_reads
+        )
         return of_loss(kind, loss)
 
-    def _losses(self, step: Step, weights: list[torch.Tensor | float]) -> tuple[torch.Tensor, int]:
-        """The batch's loss, and the kind of the model's output, on the rank of the last stage; zeros elsewhere."""
+    def _losses(self, step: Execution, weights: list[torch.Tensor | float]) -> tuple[torch.Tensor, int]:
+        """Returns the loss of the batch and the kind of the model's output on the rank of the last stage; zeros
+        elsewhere."""
         if step.failure is not None or not step.outputs:
             return torch.zeros((), device=self._run.device), 0
-        _, fields = put_together([loss_of(output).detach() for output in step.outputs], weights)
+        _, fields = merge_outputs([loss_of(output).detach() for output in step.outputs], weights)
         return fields[0][1].float(), kind_of(step.outputs[0])
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
@@ -159,15 +162,15 @@ class Pipeline:
         step.run()
         kind, fields = 0, None
         if step.outputs and step.failure is None:
-            kind, fields = put_together(step.outputs, self._weights.of(calls))
-        # Replicas may evaluate different numbers of batches, unless all ranks keep pace anyway.
+            kind, fields = merge_outputs(step.outputs, self._weights.of(calls))
+        # Replicas may evaluate different numbers of batches, except on a lazy device.
         group = self._everyone if self._run.backend.is_lazy else self._group
         self._agree(step.failure, group)
         only_loss = not self._options.evaluation_logits and kwargs.get("labels") is not None
         return broadcast_outputs(kind, fields, self._run, self._group, only_loss=only_loss)
 
     # ---- both --------------------------------------------------------------------------------------------------------
-    def _step(self, calls: list[Call], name: str, **options: Any) -> Step:
+    def _step(self, calls: list[Call], name: str, **options: Any) -> Execution:
         schedule = self._schedule(name, len(calls))
         device = self._run.device.type
         key: Hashable = (signature(*calls[0]), torch.is_autocast_enabled(device), self._model.training)
@@ -187,27 +190,28 @@ class Pipeline:
     def _end_step(
         self, failure: Failure | None, loss: torch.Tensor | None = None, kind: int = 0
     ) -> tuple[torch.Tensor, int]:
-        """:meth:`_agree` of all replicas, which would otherwise wait for a failed one in gradient reduction.
+        """Calls :meth:`_agree` for all replicas, which would otherwise wait for a failed one in gradient reduction.
         Collective."""
         self._action()
         return self._agree(failure, self._everyone, loss, kind)
 
     def _without_data(self) -> None:
-        """The end of a step of other ranks, after this rank has run out of data."""
+        """Takes part in the end of a step of other ranks, after this rank has run out of data."""
         self._agree(None, self._everyone)
 
     def _agree(
         self, failure: Failure | None, group: Group, loss: torch.Tensor | None = None, kind: int = 0
     ) -> tuple[torch.Tensor, int]:
-        """Sends the loss from the last rank of the pipeline to every rank, and whether a stage raised. Collective.
+        """Sends the loss from the last rank of the pipeline to every rank, and errors of stages to all ranks.
+        Collective.
 
         Args:
-            failure: what this rank's stage raised.
+            failure: the exception of a stage of this rank.
             group: the ranks that receive it: this pipeline, or all replicas of it.
-            loss, kind: of the model's output, on the last rank of a pipeline; unused on others.
+            loss, kind: the loss and the kind of the output on the last rank of a pipeline; unused on others.
 
         Raises:
-            Exception: what the stage raised, on every rank.
+            Exception: the exception of the stage, on every rank.
         """
         loss = torch.zeros((), device=self._run.device) if loss is None else loss
         if not self._host_reads:
@@ -223,7 +227,7 @@ class Pipeline:
     def _agree_beside_the_device(
         self, failure: Failure | None, group: Group, loss: torch.Tensor, kind: int
     ) -> tuple[torch.Tensor, int]:
-        """:meth:`_agree` where reading a value would stall the device."""
+        """:meth:`_agree` for devices on which reading a value is expensive."""
         told = self._run.backend.all_gather_object((failure is not None, kind), group)
         if any(failed for failed, _ in told):
             self._raise(failure, group)
@@ -233,37 +237,37 @@ class Pipeline:
         mine = None
         if failure is not None and not isinstance(failure.error, NeighbourFailed):
             mine = Failure(failure.error, f"Rank {self._run.backend.rank} ({failure.place})")
-        portable = None if mine is None else Failure(_portable(mine.error), mine.place)
+        portable = None if mine is None else Failure(_picklable(mine.error), mine.place)
         told = self._run.backend.all_gather_object(portable, group)
         mine = mine or next(failure for failure in told if failure is not None)
         raise mine.error from _origin(mine)
 
 
 def _origin(failure: Failure) -> StageFailed:
-    """The error that a failure is raised from: the failed stage's, which is raised from the original cause."""
+    """Returns an error that names the failed stage, with the original cause; the failure is raised from it."""
     origin, error = StageFailed(f"{failure.place} raised this; all ranks raise it."), failure.error
     origin.__cause__, origin.__context__ = error.__cause__, error.__context__
     origin.__suppress_context__ = error.__suppress_context__
     return origin
 
 
-def _portable(error: Exception) -> Exception:
+def _picklable(error: Exception) -> Exception:
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:
         return UsageError(f"A stage raised {type(error).__name__}: {error}")
 
 
-def check_settled(loss: torch.Tensor, parameters: set[torch.Tensor]) -> None:
-    """Raises if a loss is not the one that a pipelined model returned, whose backward passes have run in its call.
+def check_loss(loss: torch.Tensor, parameters: set[torch.Tensor]) -> None:
+    """Checks that a loss is the one that a pipelined model returned, whose backward passes have already run.
 
     Args:
-        loss: what `backward` gets.
-        parameters: of the pipelined models. Terms of the loss that depend on other parameters are differentiated as
-            usual.
+        loss: the argument of ``accelerator.backward``.
+        parameters: the parameters of the pipelined models. Terms of the loss that depend on other parameters are
+            differentiated as usual.
 
     Raises:
-        UsageError: if the loss has another origin, or a term that depends on ``parameters``.
+        UsageError: if it is another tensor, or has a term that depends on ``parameters``.
     """
     found, others, new = False, False, [loss.grad_fn]
     seen = set(new)
@@ -271,7 +275,7 @@ def check_settled(loss: torch.Tensor, parameters: set[torch.Tensor]) -> None:
         node = new.pop()
         if node is None:
             continue
-        if node.name() == _SETTLED:
+        if node.name() == _LOSS_NODE:
             found = True
             continue
         if hasattr(node, "variable"):  # a leaf
@@ -294,9 +298,9 @@ def _replaced(how: str) -> UsageError:
     )
 
 
-class _Settled(torch.autograd.Function):
-    """A loss whose gradient has been computed already. ``backward`` does nothing, but checks that the loss is
-    unchanged: a changed loss would have another gradient."""
+class _DifferentiatedLoss(torch.autograd.Function):
+    """A loss whose gradients were already computed. Its backward only checks that the loss was not multiplied by a
+    factor."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, scale: float, host_reads: bool) -> torch.Tensor:
@@ -315,5 +319,5 @@ class _Settled(torch.autograd.Function):
         return None, None, None, None
 
 
-_SETTLED = f"{_Settled.__name__}Backward"
-"""The name that autograd gives to the node of a settled loss."""
+_LOSS_NODE = f"{_DifferentiatedLoss.__name__}Backward"
+"""Autograd's name of the node of such a loss."""

@@ -1,4 +1,4 @@
-"""The pipeline strategy: its configuration and how it transforms a model."""
+"""The plugin of pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ AXIS = "pp"
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineParallelPlugin(PipelineOptions):
-    """Shards a model's layers over ranks, in stages that run one micro-batch after the other.
+    """Distributes the layers of a model over ranks, in stages that run the micro-batches of a batch.
 
-    In training, calling the model runs forward and backward of all micro-batches of the batch, and returns the loss on
-    every rank; ``accelerator.backward(loss)`` then finds nothing left to do, and the loop stays as it is. In evaluation
-    it returns loss and logits.
+    In training, calling the model runs forward and backward of all micro-batches, and returns the loss on every rank;
+    ``accelerator.backward(loss)`` then only checks the loss, so that the training loop need not change. In evaluation
+    the model returns loss and logits.
 
     Args:
         options: see :class:`~neuron_accel.strategies.pipeline.options.PipelineOptions`; ``pipeline_parallel_size`` is
@@ -76,7 +76,7 @@ class PipelineParallelPlugin(PipelineOptions):
                 where="plugin 'pipeline_parallel'",
                 why="stages send activations from rank to rank, and "
                 + context.missing.get("point-to-point", "the backend cannot send to a single rank"),
-                fix="shard the model with tensor_parallel_size, or choose a backend that sends to single ranks, or xla",
+                fix="shard the model with tensor_parallel_size, or use a backend with point-to-point messages, or xla",
             )
 
     def model_init(self, run: Run) -> AbstractContextManager[None]:
@@ -86,15 +86,15 @@ class PipelineParallelPlugin(PipelineOptions):
         return lazy_load_for_parallelism(pipeline_parallel_size=self.pipeline_parallel_size)
 
     def setup(self, run: Run) -> None:
-        """Keeps the graphs of different stages apart."""
+        """Declares that stages run different graphs."""
         run.backend.run_apart(run.group(AXIS))
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Keeps this rank's stages, and runs the schedule in forward.
 
         Raises:
-            UnsupportedModelError: if the model cannot be split, or not into so many stages or there. It is unchanged
-                then.
+            UnsupportedModelError: if the model cannot be split, or not into this number of stages or at these blocks.
+                It is not changed then.
         """
         from neuron_accel.models.resize import install_resize
         from neuron_accel.strategies.pipeline.cuts import cut
@@ -133,14 +133,14 @@ class PipelineParallelPlugin(PipelineOptions):
         model.module.forward = _function(pipeline, inspect.signature(forward))  # type: ignore[method-assign]
 
     def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
-        """Refuses optimizers that need all parameters.
+        """Raises an error for optimizers that need all parameters.
 
         Raises:
             PlanError: if the optimizer uses all parameters together, so that the result would differ from one process.
         """
         if needs_closure(optimizer) or not is_separable(optimizer):
             raise PlanError(
-                f"{type(optimizer).__name__} uses all parameters together, and a stage has only some of them.",
+                f"{type(optimizer).__name__} uses all parameters together, but a stage has only some of them.",
                 where="plugin 'pipeline_parallel', pipeline_parallel_size",
                 why="a norm over all of them, a line search, or an estimate of the best learning rate, would differ "
                 "between stages",
@@ -149,18 +149,18 @@ class PipelineParallelPlugin(PipelineOptions):
         return optimizer
 
     def pipelines(self, run: Run) -> list[Pipeline]:
-        """The pipelines of a run, one for each prepared model."""
+        """Returns the pipelines of a run, one for each prepared model."""
         return run.state(self).setdefault("pipelines", [])
 
     def backward(self, loss: torch.Tensor, run: Run, **kwargs: Any) -> None:
-        """Checks the loss, whose gradients exist already.
+        """Checks the loss, whose gradients were already computed.
 
         Raises:
-            UsageError: if ``loss`` is not what the model returned.
+            UsageError: if ``loss`` is not the one that the model returned.
         """
-        from neuron_accel.strategies.pipeline.pipeline import check_settled
+        from neuron_accel.strategies.pipeline.pipeline import check_loss
 
-        check_settled(loss, {p for record in run.models for p in record.module.parameters()})
+        check_loss(loss, {p for record in run.models for p in record.module.parameters()})
         loss.backward(**kwargs)
 
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
@@ -174,7 +174,7 @@ class PipelineParallelPlugin(PipelineOptions):
 
 
 def stages_of_parameters(model: torch.nn.Module, stage_of: dict[str, int]) -> dict[str, int]:
-    """The stage of each parameter's FQN, from the stage of its module."""
+    """Returns the stage of each parameter by its FQN, from the stages of modules."""
     result = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         part = name
@@ -185,10 +185,10 @@ def stages_of_parameters(model: torch.nn.Module, stage_of: dict[str, int]) -> di
 
 
 def _function(pipeline: Pipeline, signature: inspect.Signature) -> Any:
-    """A plain function, because later wrappers of forward (autocast) bind methods to the model."""
+    """Returns a plain function, because later wrappers of forward (autocast) bind methods to the model."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return pipeline(*args, **kwargs)
 
-    forward.__signature__ = signature  # type: ignore[attr-defined]  # callers look which arguments a model takes
+    forward.__signature__ = signature  # type: ignore[attr-defined]  # callers inspect the model's arguments
     return forward

@@ -11,16 +11,16 @@ from neuron_accel.contract import ConfigurationError, did_you_mean
 
 # ---- The elements of a schedule: pure data, without torch ------------------------------------------------------------
 class Kind(str, Enum):
-    """What a rank does."""
+    """Kinds of actions."""
 
     FORWARD = "F"
     """One stage's forward pass of one micro-batch."""
     BACKWARD = "B"
     """The full backward pass."""
     BACKWARD_INPUT = "I"
-    """The first half of the backward pass, which the previous stage waits for: gradients of activations."""
+    """The first half of the backward pass: gradients of activations, for which the previous stage waits."""
     BACKWARD_WEIGHT = "W"
-    """The rest of the backward pass: gradients of weights."""
+    """The second half of the backward pass: gradients of weights."""
     SEND_ACTIVATION = "send activation"
     """To the next stage."""
     RECEIVE_ACTIVATION = "receive activation"
@@ -48,9 +48,9 @@ class Action:
     """One entry of a rank's list.
 
     Args:
-        kind: what is done.
+        kind: kind of the action.
         stage: the stage that performs it, 0 to stages x virtual stages - 1.
-        microbatch: for which micro-batch.
+        microbatch: index of the micro-batch.
     """
 
     kind: Kind
@@ -88,17 +88,17 @@ class Schedule:
         return stage % self.ranks
 
     def peer(self, action: Action) -> int:
-        """The rank at the other end of a transfer."""
+        """Returns the other rank of a transfer."""
         step = 1 if action.kind in (Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT) else -1
         return self.rank_of(action.stage + step)
 
     def compute(self, rank: int) -> tuple[Action, ...]:
-        """A rank's actions without transfers."""
+        """Returns a rank's actions without transfers."""
         return tuple(action for action in self.actions[rank] if action.kind.is_compute)
 
 
 def needs(action: Action, stages: int) -> tuple[Action, ...]:
-    """The compute actions whose results a compute action uses."""
+    """Returns the compute actions whose results a compute action uses."""
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
     if kind is Kind.FORWARD:
         return (Action(Kind.FORWARD, stage - 1, microbatch),) if stage else ()
@@ -108,18 +108,17 @@ def needs(action: Action, stages: int) -> tuple[Action, ...]:
     return before if stage == stages - 1 else (*before, Action(kind, stage + 1, microbatch))
 
 
-# ---- Adds the transfers between ranks to lists of computations -------------------------------------------------------
+# ---- Transfers between ranks -----------------------------------------------------------------------------------------
 def with_transfers(compute: Sequence[Sequence[Action]], stages: int) -> tuple[tuple[Action, ...], ...]:
-    """Each rank's computations with the sends and receives that they need.
+    """Returns each rank's computations with the sends and receives that they need.
 
-    The computations are simulated. When one ends whose result another rank needs, a send is appended to the list of the
-    one rank and a receive to that of the other at the same moment. Any two ranks therefore list the messages between
-    them in the same order, and every message could be delivered at that moment: even if sends wait for their receiver,
-    no rank waits forever. A receive precedes the next action of its rank, so that messages travel while the rank
-    computes.
+    The computations are simulated. After a computation whose result another rank needs, a send is appended to the list
+    of its rank and a receive to that of the other rank at the same time. Any two ranks therefore list the messages
+    between them in the same order, and there is no deadlock even if sends block until they are received. A receive
+    precedes the next action of its rank, so that messages overlap with computation.
 
     Raises:
-        ValueError: if the computations wait for each other in a circle.
+        ValueError: if the computations wait for each other.
     """
     ranks = len(compute)
     result: list[list[Action]] = [[] for _ in compute]
@@ -135,14 +134,14 @@ def with_transfers(compute: Sequence[Sequence[Action]], stages: int) -> tuple[tu
 
 
 def in_rounds(compute: Sequence[Sequence[Action]], stages: int) -> Iterator[dict[int, Action]]:
-    """Simulates computations. In a round every rank that can proceed does so by one action; which ones can is decided
-    before any of them does.
+    """Simulates computations in rounds. In a round each rank performs its next action if the actions that it needs were
+    performed in earlier rounds.
 
     Yields:
-        each round's actions, by rank.
+        The actions of each round, by rank.
 
     Raises:
-        ValueError: if the computations wait for each other in a circle.
+        ValueError: if the computations wait for each other.
     """
     done: set[Action] = set()
     position = [0] * len(compute)
@@ -162,7 +161,7 @@ def in_rounds(compute: Sequence[Sequence[Action]], stages: int) -> Iterator[dict
 
 
 def transfers_after(action: Action, stages: int) -> list[tuple[Action, Action]]:
-    """The sender's and the receiver's action for the result of a computation: none or one pair."""
+    """Returns the send and the receive for the result of a computation, as a list of at most one pair."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.FORWARD and stage < stages - 1:
         return [
@@ -173,7 +172,7 @@ def transfers_after(action: Action, stages: int) -> list[tuple[Action, Action]]:
     return []
 
 
-# ---- The schedules: pure functions from numbers to lists of actions, without torch -----------------------------------
+# ---- The schedules ---------------------------------------------------------------------------------------------------
 # Sources: GPipe, Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"
 # (NeurIPS 2019). 1F1B and interleaved: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 # Clusters Using Megatron-LM" (SC 2021), section 2.2. Zero bubble: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR
@@ -182,7 +181,7 @@ Lists = list[list[Action]]
 
 
 def make_schedule(name: str, *, stages: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """The schedule with a given name.
+    """Returns the schedule of that name.
 
     Args:
         name: ``"gpipe"``, ``"1f1b"``, ``"interleaved"`` or ``"zero-bubble"``; ``"forward"`` runs forward only.
@@ -254,7 +253,7 @@ def _forward(ranks: int, microbatches: int, virtual: int) -> Lists:
 
 
 def _one_forward_one_backward(ranks: int, microbatches: int, _virtual: int) -> Lists:
-    """Each rank runs just enough forward passes for the first gradient to arrive, then one of each in turn."""
+    """Each rank runs forward passes until the first gradient arrives, then alternates forward and backward passes."""
     lists = []
     for rank in range(ranks):
         forward = [Action(Kind.FORWARD, rank, m) for m in range(microbatches)]
@@ -264,7 +263,7 @@ def _one_forward_one_backward(ranks: int, microbatches: int, _virtual: int) -> L
 
 
 def _interleaved(ranks: int, microbatches: int, virtual: int) -> Lists:
-    """1F1B over several stages a rank: micro-batches go through a rank's stages in groups of as many as ranks."""
+    """1F1B with several stages on each rank, which process micro-batches in groups of as many as there are ranks."""
     total, group = microbatches * virtual, ranks * virtual
 
     def at(position: int, kind: Kind, rank: int) -> Action:
@@ -287,8 +286,9 @@ def _alternate(forward: list[Action], backward: list[Action], warm_up: int) -> l
 
 
 def _zero_bubble(ranks: int, microbatches: int, _virtual: int) -> Lists:
-    """ZB-H1: 1F1B with backward passes in two halves. The second half, for which no rank waits, is delayed by as many
-    micro-batches as the rank keeps fewer activations than the first rank does, and fills the end."""
+    """ZB-H1: 1F1B with backward passes in two halves. The second half, for which no other rank waits, is delayed by as
+    many micro-batches as the index of the rank, which keeps that many fewer activations than the first rank, and fills
+    the bubble at the end."""
     lists = []
     for rank in range(ranks):
         forward = [Action(Kind.FORWARD, rank, m) for m in range(microbatches)]

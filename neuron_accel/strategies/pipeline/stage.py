@@ -1,4 +1,4 @@
-"""One stage of a model: the model itself, with stubs where other stages have their layers."""
+"""A stage: the model itself, in which stubs replace the layers of other stages."""
 
 from __future__ import annotations
 
@@ -12,17 +12,25 @@ from torch import nn
 from neuron_accel.contract import UnsupportedModelError
 from neuron_accel.models.stages import Stack
 from neuron_accel.strategies.pipeline.p2p import Values
-from neuron_accel.strategies.pipeline.stubs import Exit, NotHere, OnLastStage, Passage, Skipped, StageEnd, StageInput
+from neuron_accel.strategies.pipeline.stubs import (
+    Exit,
+    FirstStageLayer,
+    LastStageLayer,
+    Skipped,
+    StageEnd,
+    StageInput,
+    StageState,
+)
 
 
 @dataclass
 class Place:
-    """A module's place in a model, and which modules can take it.
+    """The place of a module in a model.
 
     Args:
-        parent: the module that holds it.
-        name: its name there.
-        rest: the module there between passes.
+        parent: the parent module.
+        name: name of the module in the parent.
+        rest: the module that is there between passes.
     """
 
     parent: nn.Module
@@ -41,35 +49,35 @@ class Stage:
         index: index of the stage, from 0.
         last: whether it is the last stage.
         forward: the model's own forward.
-        passage: the state that its stubs share.
-        swaps: the modules to put in place while the stage runs, where they differ from those between passes.
+        state: the state that its stubs share.
+        swaps: the modules that replace others while the stage runs.
     """
 
     index: int
     last: bool
     forward: Callable[..., Any]
-    passage: Passage
+    state: StageState
     swaps: list[tuple[Place, nn.Module]] = field(default_factory=list)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], received: Values) -> Any:
-        """One forward pass of one micro-batch.
+        """Runs the forward pass of one micro-batch.
 
         Args:
             args, kwargs: the model's arguments for this micro-batch.
-            received: what the previous stage sent; empty on the first.
+            received: the tensors from the previous stage; empty on the first.
 
         Returns:
-            the model's output on the last stage, what to send to the next stage on the others.
+            The model's output on the last stage; the tensors to send to the next stage on the others.
         """
         with self._in_place():
-            self.passage.received, self.passage.entered = received, False
+            self.state.received, self.state.entered = received, False
             try:
                 output = self.forward(*args, **kwargs)
             except StageEnd as end:
                 end.__traceback__ = None  # its frames hold activations
                 return end.values
             finally:
-                self.passage.received, self.passage.beside = (), ()
+                self.state.received, self.state.beside = (), ()
         if not self.last:
             raise UnsupportedModelError(
                 f"The model's forward ended before it reached the end of stage {self.index}.",
@@ -101,14 +109,14 @@ def make_stages(
         forward: the model's own forward.
 
     Returns:
-        this rank's stages, ascending.
+        This rank's stages, ascending.
     """
     modules = dict(model.named_modules())
     container = modules[stack.container]
     blocks = list(container.children())
     stops = (*starts[1:], stack.blocks)
-    passages = {stage: Passage(stack.block(stops[stage] - 1)) for stage in mine}
-    wanted = {stage: _blocks_of(blocks, starts[stage], stops[stage], passages[stage]) for stage in mine}
+    states = {stage: StageState(stack.block(stops[stage] - 1)) for stage in mine}
+    wanted = {stage: _blocks_of(blocks, starts[stage], stops[stage], states[stage]) for stage in mine}
     places: list[tuple[Place, dict[int, nn.Module]]] = []
     for index, block in enumerate(blocks):
         options = {stage: wanted[stage][index] for stage in mine}
@@ -116,8 +124,8 @@ def make_stages(
         places.append((Place(container, str(index), rest), options))
     for stage in mine:
         last_block = blocks[stops[stage] - 1]
-        last_block.register_forward_hook(_remember_form(passages[stage]))
-    places += _ends(model, stack, len(starts), mine, passages)
+        last_block.register_forward_hook(_remember_form(states[stage]))
+    places += _ends(model, stack, len(starts), mine, states)
     for place, _ in places:
         place.put(place.rest)
     return [
@@ -125,39 +133,40 @@ def make_stages(
             index=stage,
             last=stage == len(starts) - 1,
             forward=forward,
-            passage=passages[stage],
+            state=states[stage],
             swaps=[(place, options[stage]) for place, options in places if options[stage] is not place.rest],
         )
         for stage in mine
     ]
 
 
-def _blocks_of(blocks: list[nn.Module], start: int, stop: int, passage: Passage) -> list[nn.Module]:
+def _blocks_of(blocks: list[nn.Module], start: int, stop: int, state: StageState) -> list[nn.Module]:
     result: list[nn.Module] = []
     for index, block in enumerate(blocks):
         if start <= index < stop:
             result.append(block)
         elif index == start - 1:
-            result.append(StageInput(block, passage))
+            result.append(StageInput(block, state))
         elif index == stop:
-            result.append(Exit(block, passage))
+            result.append(Exit(block, state))
         else:
-            result.append(Skipped(block, passage))
+            result.append(Skipped(block, state))
     return result
 
 
-def _remember_form(passage: Passage) -> Callable[..., None]:
+def _remember_form(state: StageState) -> Callable[..., None]:
     def remember(module: nn.Module, args: Any, output: Any) -> None:
-        passage.as_tuple = isinstance(output, (tuple, list))
-        passage.beside = tuple(output[1:]) if passage.as_tuple else ()
+        state.as_tuple = isinstance(output, (tuple, list))
+        state.beside = tuple(output[1:]) if state.as_tuple else ()
 
     return remember
 
 
 def _ends(
-    model: nn.Module, stack: Stack, stages: int, mine: list[int], passages: dict[int, Passage]
+    model: nn.Module, stack: Stack, stages: int, mine: list[int], states: dict[int, StageState]
 ) -> list[tuple[Place, dict[int, nn.Module]]]:
-    """The layers before and after the blocks, and the modules that replace them in each of this rank's stages."""
+    """Returns the places of the layers before and after the blocks, and the modules there in each of this rank's
+    stages."""
     places: list[tuple[Place, dict[int, nn.Module]]] = []
     for fqns, home in ((stack.before, 0), (stack.after, stages - 1)):
         for fqn in fqns:
@@ -167,16 +176,16 @@ def _ends(
                     if stage == home:
                         options[stage] = module
                     elif home == 0:
-                        options[stage] = NotHere(name, module, passages[stage])
+                        options[stage] = FirstStageLayer(name, module, states[stage])
                     else:
-                        options[stage] = OnLastStage(name)
+                        options[stage] = LastStageLayer(name)
                 rest = module if home in mine else options[mine[0]]
                 places.append((Place(parent, child, rest), options))
     return places
 
 
 def _holders(model: nn.Module, fqn: str) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """FQN, parent, name and module of everything at or below ``fqn`` that holds parameters itself."""
+    """Yields FQN, parent, name and module of each module at or below ``fqn`` that has parameters of its own."""
     parent_name, _, child = fqn.rpartition(".")
     parent = model.get_submodule(parent_name)
     module = getattr(parent, child)

@@ -1,8 +1,8 @@
-"""Stubs that replace the layers of other stages in a stage's model.
+"""Stubs that replace the layers of other stages in the model of a stage.
 
-A stage runs the model's own forward. Positions, rotary tables and masks are computed as usual, from the batch. The
-stubs of other stages' layers return their input; at the start of the stage, its input is replaced by the received
-tensors; at its end, an exception leaves the forward. So no model has to be traced, copied or rewritten.
+A stage runs the model's own forward. Positions, rotary tables and masks are computed as usual from the batch. The stubs
+of other stages' layers return their input. At the start of the stage its input is replaced by the received tensors, and
+at its end the forward is left by an exception. Therefore no model has to be traced, copied or rewritten.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from neuron_accel.strategies.pipeline.p2p import Values
 
 
 class StageEnd(Exception):
-    """Leaves a model's forward at the end of a stage.
+    """Exception that leaves a model's forward at the end of a stage.
 
     Args:
-        values: what the stage computed for the next one.
+        values: the tensors to send to the next stage.
     """
 
     def __init__(self, values: Values) -> None:
@@ -29,8 +29,8 @@ class StageEnd(Exception):
         super().__init__("the stage ends here")
 
 
-class Passage:
-    """The state that the stubs of one stage share: what the stage received, and what blocks return.
+class StageState:
+    """The state that the stubs of one stage share.
 
     Args:
         last_block: FQN of the stage's last block.
@@ -42,57 +42,57 @@ class Passage:
         self.as_tuple = False
         """Whether blocks return a tuple that begins with the hidden states."""
         self.beside: tuple[Any, ...] = ()
-        """What the stage's last block returned beside the hidden states."""
+        """The other outputs of the stage's last block."""
         self.entered = False
-        """Whether the forward under way has reached the stage's first block."""
+        """Whether the current forward has reached the stage's first block."""
 
     def returned(self, values: Values) -> Any:
-        """``values`` as a block returns them."""
+        """Returns ``values`` in the form in which a block returns them."""
         return values if self.as_tuple else values[0]
 
 
 class Skipped(nn.Module):
-    """A block of another stage: passes the hidden states on.
+    """Replaces a block of another stage: returns the hidden states that it is called with.
 
-    It keeps the block's plain attributes, by which some models choose a mask for it, and the hooks on its input.
+    It has the block's plain attributes, by which some models choose a mask for it, and its forward pre-hooks.
     """
 
-    stands_for_another_stage = True  # plugins that go through the blocks of a model leave it alone
+    stands_for_another_stage = True  # plugins that change the blocks of a model skip it
 
-    def __init__(self, block: nn.Module, passage: Passage) -> None:
+    def __init__(self, block: nn.Module, state: StageState) -> None:
         super().__init__()
         own = vars(self)
         for name, value in vars(block).items():
             if name not in own and isinstance(value, (str, int, float, bool, type(None))):
                 setattr(self, name, value)
-        # The first block's input may be where activations become a shard of the sequence.
+        # A pre-hook of the first block may shard the sequence.
         self._forward_pre_hooks.update(block._forward_pre_hooks)
         self._forward_pre_hooks_with_kwargs.update(block._forward_pre_hooks_with_kwargs)
-        self.passage = passage
+        self.state = state
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.passage.returned((hidden_of(args, kwargs), *[None] * (len(self.passage.received) - 1)))
+        return self.state.returned((hidden_of(args, kwargs), *[None] * (len(self.state.received) - 1)))
 
 
 class StageInput(Skipped):
-    """Replaces the block before a stage's first one: returns what was received."""
+    """Replaces the block before a stage's first one: returns the received tensors."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.passage.entered = True
-        return self.passage.returned(self.passage.received)
+        self.state.entered = True
+        return self.state.returned(self.state.received)
 
 
 class Exit(Skipped):
-    """Replaces the block after a stage's last one: leaves the forward, with the hidden states and the other outputs of
-    the last block that this block is called with."""
+    """Replaces the block after a stage's last one: leaves the forward with the hidden states, and with the other
+    outputs of the last block that this block is called with."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         called_with = {id(value) for value in (*args, *kwargs.values())}
-        needed = [value if id(value) in called_with else None for value in self.passage.beside]
+        needed = [value if id(value) in called_with else None for value in self.state.beside]
         if any(True for value in needed if not isinstance(value, torch.Tensor) for _ in tensors(value)):
             raise UnsupportedModelError(
-                f"{self.passage.last_block!r} returns something other than a tensor beside the hidden states "
-                f"({', '.join(type(value).__name__ for value in self.passage.beside)}), and the next block takes it.",
+                f"{self.state.last_block!r} returns something other than a tensor beside the hidden states "
+                f"({', '.join(type(value).__name__ for value in self.state.beside)}), and the next block takes it.",
                 why="only tensors can be sent between stages, and a stage begins between these blocks",
                 fix="let the block return the tensors themselves, split elsewhere (stage_cuts), or use no pipeline",
             )
@@ -100,15 +100,15 @@ class Exit(Skipped):
         raise StageEnd((hidden_of(args, kwargs), *beside))
 
 
-class NotHere(nn.Module):
-    """A layer with parameters before the first block, on a stage other than the first.
+class FirstStageLayer(nn.Module):
+    """Replaces a layer before the first block on a stage other than the first.
 
-    Its output has the right shape and is NaN: if it is used instead of what was received, that shows.
+    Its output has the right shape and is NaN, so that using it instead of the received tensors is noticed.
     """
 
-    def __init__(self, fqn: str, module: nn.Module, passage: Passage) -> None:
+    def __init__(self, fqn: str, module: nn.Module, state: StageState) -> None:
         super().__init__()
-        self.fqn, self.passage = fqn, passage
+        self.fqn, self.state = fqn, state
         weight = next(module.parameters(recurse=False))
         self.dtype = weight.dtype
         looked_up = isinstance(module, nn.Embedding)
@@ -119,7 +119,7 @@ class NotHere(nn.Module):
                 setattr(self, name, getattr(module, name))
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.passage.entered:
+        if self.state.entered:
             raise UnsupportedModelError(
                 f"{self.fqn!r} is used after the blocks, but it is on the first stage only.",
                 why="it is registered before the blocks, so it was assumed to be their input",
@@ -132,8 +132,8 @@ class NotHere(nn.Module):
         return torch.full((), torch.nan, dtype=self.dtype, device=given.device).expand(*shape, self.width)
 
 
-class OnLastStage(nn.Module):
-    """A layer with parameters after the last block, on a stage other than the last. Never called."""
+class LastStageLayer(nn.Module):
+    """Replaces a layer after the last block on a stage other than the last. It must not be called."""
 
     def __init__(self, fqn: str) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class OnLastStage(nn.Module):
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The first tensor that a layer is called with."""
+    """Returns the first tensor that a layer is called with."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value

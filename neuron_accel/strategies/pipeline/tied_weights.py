@@ -20,9 +20,9 @@ class Tie:
 
     Args:
         record: the parameter; its ``current`` is None on a stage without a copy.
-        group: the ranks of this pipeline that hold it; on other ranks, another group.
-        stages: the positions in the pipeline of those that hold it.
-        first: the position of the stage that holds it under its FQN, its name in one process.
+        group: the ranks of this pipeline that hold it; unused on other ranks.
+        stages: positions in the pipeline of the stages that hold it.
+        first: position of the stage that holds it under its FQN, its name in one process.
         trains: whether it requires a gradient, on every stage.
     """
 
@@ -34,15 +34,15 @@ class Tie:
 
 
 class Ties:
-    """Keeps copies of tied weights equal. They train together: gradients are summed, and after a step one copy's
-    weights are sent to all. What may differ is decided by the stage that holds the parameter under its FQN: a loop that
-    selects parameters by name finds it there, to freeze it, to give it to an optimizer, or to set its gradient to zero.
+    """Keeps copies of tied weights equal: their gradients are summed, and after a step the weights of one copy are
+    broadcast. That copy is the one under the parameter's FQN, since a loop that selects parameters by name finds it
+    there, for example to freeze it, to add it to an optimizer, or to set its gradient to zero.
 
-    A micro-batch's backward pass adds a partial gradient to each copy. Earlier gradients are set aside meanwhile,
-    because they are sums already.
+    The backward pass of a micro-batch adds a partial gradient to each copy. Gradients of earlier passes are stored
+    meanwhile, because they are already summed.
 
     Args:
-        ties: of the full model, in the same order on every rank.
+        ties: the ties of the full model, in the same order on every rank.
         run: the run.
         group: the pipeline.
     """
@@ -59,11 +59,12 @@ class Ties:
         return [(tie, parameter) for tie, parameter in self._held() if tie.trains]
 
     def follow(self) -> None:
-        """Freezes or unfreezes every copy of a weight that was frozen or unfrozen under its FQN: a loop that selects by
-        name finds that name on one stage only. Collective over the pipeline; one small exchange if there are ties.
+        """Freezes or unfreezes all copies of a weight that was frozen or unfrozen under its FQN, since a loop that
+        selects by name finds that name on one stage only. Collective over the pipeline, with one small message if there
+        are ties.
 
         Raises:
-            UsageError: on every stage, if only a copy with another name was.
+            UsageError: on every stage, if only a copy with another name was frozen or unfrozen.
         """
         if not self._ties:
             return
@@ -80,7 +81,7 @@ class Ties:
             parameter.requires_grad_(tie.trains)
 
     def _exchange(self, changed: list[bool]) -> list[list[bool]]:
-        """The values of every stage, by its position."""
+        """Returns the values of all stages, by their positions."""
         if not self._run.backend.reads_are_free:
             return self._run.backend.all_gather_object(changed, self._group)
         told = torch.zeros((self._group.size, len(changed)), device=self._run.device)
@@ -88,14 +89,15 @@ class Ties:
         return self._run.backend.all_reduce(told, self._group).bool().tolist()
 
     def begin(self) -> None:
-        """A step's backward passes begin."""
+        """Must be called before the backward passes of a step. Stores earlier gradients."""
         self._before = []
         for _, parameter in self._learning():
             self._before.append(parameter.grad)
             parameter.grad = None
 
     def finish(self) -> None:
-        """All backward passes of this rank are over. Collective over each tie's ranks."""
+        """Must be called after all backward passes of this rank. Sums gradients; collective over the ranks of each
+        tie."""
         work = []
         for (tie, parameter), before in zip(self._learning(), self._before, strict=True):
             part = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -106,8 +108,8 @@ class Ties:
             parameter.grad = pending.wait()
 
     def agree(self) -> None:
-        """Makes the copies equal after the optimizer has updated each from the same gradient. Rounding may depend on
-        the neighbours of a copy in an optimizer's buffer, and an optimizer may hold the parameter on one stage only."""
+        """Broadcasts the weights of one copy after an optimizer step. Copies may differ, since rounding may depend on
+        the position in an optimizer's buffer, and an optimizer may hold the parameter on one stage only."""
         for tie, parameter in self._learning():
             with torch.no_grad():
                 source = tie.stages.index(tie.first)
@@ -115,7 +117,7 @@ class Ties:
 
 
 def _renamed(tie: Tie, stages: list[int]) -> UsageError:
-    """A copy was frozen or unfrozen under a name that one process does not list."""
+    """Returns the error for a copy that was frozen or unfrozen under another name than the FQN."""
     name, *others = tie.record.names
     done = "frozen" if tie.trains else "unfrozen"
     return UsageError(
@@ -129,10 +131,10 @@ def _renamed(tie: Tie, stages: list[int]) -> UsageError:
 
 
 def find_ties(parameters: ParameterMap, run: Run, axis: str, first: dict[str, int], trained: set[str]) -> list[Tie]:
-    """The ties of a model; creates their groups, which is collective over all ranks.
+    """Returns the ties of a model, and creates their groups. Collective over all ranks.
 
     Args:
-        parameters: of the model.
+        parameters: the parameters of the model.
         run: the run.
         axis: the mesh axis of the pipeline.
         first: the position along it of the stage that holds a parameter under its FQN, for each FQN.
@@ -154,8 +156,8 @@ def find_ties(parameters: ParameterMap, run: Run, axis: str, first: dict[str, in
 
 
 def _others(ranks: list[int], size: int, run: Run, record: ParameterRecord, axis: str) -> list[tuple[int, ...]]:
-    """Groups of the ranks that do not hold a tied weight. They do not use them, but where groups are part of a graph,
-    all have one size.
+    """Returns groups of the ranks that do not hold a tied weight, to complete the partition. On a lazy device all
+    groups must have equal size.
 
     Raises:
         UnsupportedModelError: if that is not possible.
@@ -174,14 +176,14 @@ def _others(ranks: list[int], size: int, run: Run, record: ParameterRecord, axis
 
 
 def check_shared_memory(model: nn.Module, stage_of: dict[str, int]) -> None:
-    """Refuses parameters that are tied by sharing memory instead of being one object, if they are on different stages.
+    """Checks that parameters on different stages do not share memory without being one object.
 
     Args:
         model: the full model.
         stage_of: the stage of each parameter's FQN.
 
     Raises:
-        UnsupportedModelError: naming both.
+        UnsupportedModelError: if two parameters do.
     """
     seen: dict[tuple[torch.device, int], tuple[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

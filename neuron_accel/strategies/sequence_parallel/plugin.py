@@ -64,7 +64,7 @@ class SequenceParallelPlugin(StrategyPlugin):
         shard_sequence(tp_region.architecture, tp_region, model.parameters)
 
 
-# ---- Shards the activations of a model whose weights are sharded already ---------------------------------------------
+# ---- Sharding the activations of a model -----------------------------------------------------------------------------
 def shard_sequence(architecture: Architecture, tp_region: TpRegion, parameters: ParameterMap) -> None:
     """Shards the activations between a model's tensor-parallel regions along the sequence, from the input of the first
     block to the output of the final norm.
@@ -117,9 +117,8 @@ class _Stack:
         self._watches: list[RemovableHandle] = []
 
     def watch(self, architecture: Architecture) -> None:
-        """Raises an error, in the first call of a model with a user's own plan, for modules with parameters that are
-        called between its blocks: they would receive a shard of the sequence, and their gradients would not be
-        summed."""
+        """Makes the first call of a model with a user's plan raise an error for modules with parameters that are called
+        between its blocks: they would receive a shard of the sequence, and their gradients would not be summed."""
         names = [name for name, _ in architecture.blocks]
         for name, module in architecture.base.named_modules():
             in_block = any(name == block or name.startswith(f"{block}.") for block in names)
@@ -138,13 +137,13 @@ class _Stack:
             self._watches.append(module.register_forward_pre_hook(refuse))
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # ranks have different positions, and must drop different elements
+        # Ranks have different positions, so their dropout must drop different elements.
         self._inside = True
         self._tp_region.randomness.begin(self._dropouts.active)
         return replace_hidden(args, kwargs, self._flow.split)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not self._inside:  # a norm that is also applied before the blocks
+        if not self._inside:  # the norm is also applied before the blocks
             return output
         self._inside = False
         self._tp_region.randomness.end()
@@ -152,13 +151,13 @@ class _Stack:
 
     def ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._inside = False
-        self._tp_region.randomness.end()  # after an error inside
-        while self._watches:  # activation checkpointing calls modules again, in another order
+        self._tp_region.randomness.end()  # needed after an error in a block
+        while self._watches:  # later calls are not checked: activation checkpointing calls modules in another order
             self._watches.pop().remove()
 
 
 def _whole(architecture: Architecture) -> list[tuple[str, nn.Module]]:
-    """FQN and module of the unsharded modules in blocks that may use other positions than their own: all but norms."""
+    """Returns FQN and module of the unsharded modules in blocks that may compute across positions: all but norms."""
     regions, styled = [fqn for fqn, _ in architecture.regions], architecture.around_styles
     return [
         (join(block, name), module)
@@ -173,7 +172,7 @@ def _whole(architecture: Architecture) -> list[tuple[str, nn.Module]]:
 
 
 def _refuse_mixing(architecture: Architecture) -> None:
-    """Raises an error for layers that compute across positions in blocks of a user's own model."""
+    """Raises an error for layers in the blocks of a user's model that compute across positions."""
     for block, parts in architecture.blocks:
         for name, module in parts.named_modules():
             if isinstance(module, (_ConvNd, _NormBase, nn.GroupNorm, nn.RNNBase)):
@@ -186,8 +185,8 @@ def _refuse_mixing(architecture: Architecture) -> None:
 
 
 def _called(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of the children of a block; of a list of modules, which is not called itself, the modules in
-    it."""
+    """Yields name and module of the children of a block; for a ModuleList, which is not called itself, of the modules
+    in it."""
     for name, child in block.named_children():
         if isinstance(child, nn.ModuleList):
             yield from ((f"{name}.{inner}", module) for inner, module in _called(child))
@@ -196,8 +195,8 @@ def _called(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _keep_whole(fqn: str, module: nn.Module, flow: SequenceFlow) -> None:
-    """Gives a module the full sequence, and continues with a shard of its output. All ranks compute the same, and each
-    has its full gradients."""
+    """Installs hooks that give a module the full sequence, and shard its output. All ranks compute the same, and each
+    has the full gradients of the module."""
     if Dropouts([module]).possible:
         raise UnsupportedModelError(
             f"{fqn!r} computes the same on every rank, and uses dropout.",
@@ -216,17 +215,17 @@ def _keep_whole(fqn: str, module: nn.Module, flow: SequenceFlow) -> None:
 
 
 def _on_shards(architecture: Architecture, regions: list[tuple[str, nn.Module]]) -> list[str]:
-    """FQNs of the parameters that are applied to a shard of the sequence: their gradients are sums over ranks.
+    """Returns the FQNs of the parameters that are applied to a shard of the sequence, whose gradients are partial sums.
 
     Args:
         regions: FQN and module of the modules that receive the full sequence.
     """
     inside = set()
     for fqn, region in regions:
-        # the bias of a row-wise projection is added behind the region's exit
+        # The bias of a row-wise projection is added after the exit of the region.
         after = {join(name, "bias") for name, module in region.named_modules() if is_row_parallel(module)}
         inside |= {join(fqn, name) for name, _ in region.named_parameters() if name not in after}
-    for fqn, block in architecture.blocks:  # some regions end in a projection outside of the module where they begin
+    for fqn, block in architecture.blocks:  # some regions end in a projection outside of the module in which they begin
         inside |= {join(fqn, join(name, "weight")) for name, module in block.named_modules() if is_row_parallel(module)}
     outer = [*architecture.blocks, *([architecture.last] if architecture.plan.final_norm else [])]
     names = [join(fqn, name) for fqn, module in outer for name, _ in module.named_parameters()]

@@ -1,8 +1,7 @@
 """This rank's shard of a bucket whose parameters are views of one flat buffer, so that weights are gathered in place.
 
-Gradients are copied into a buffer as they arrive, while they are in the cache, and released at once. The number of
-buffers in flight is limited: buckets use a few buffers in turn, which are kept from step to step, since newly allocated
-memory costs a page fault for every page.
+Gradients are copied into a send buffer as they arrive, while they are in the cache, and released at once. Buckets use a
+few buffers in turn, which are kept from step to step, since newly allocated memory costs a page fault for every page.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Buffer:
-    """Memory for a bucket's gradients in flight, and for those received from other ranks."""
+    """Memory for the gradients of a bucket that are sent, and for those received from other ranks."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.gradients = torch.empty(numel, dtype=dtype, device=device)
@@ -35,17 +34,17 @@ class Buffer:
         return self.gradients.dtype == dtype and numel <= self.gradients.numel() <= 4 * numel
 
     def slots(self, shard: EagerShard) -> list[torch.Tensor]:
-        """The slices for the gradients of a shard's parameters."""
+        """Returns the slices for the gradients of the parameters of ``shard``."""
         if shard not in self._slots:
             self._slots[shard] = shard._split(self.gradients)
         return self._slots[shard]
 
 
 class SendBuffers:
-    """Buffers that buckets use in turn, pass after pass.
+    """Buffers that buckets use in turn.
 
     Args:
-        limit: number of buckets in flight; the oldest is waited for before another buffer is taken.
+        limit: maximum number of buckets whose reduction is pending; beyond it, the oldest is waited for.
     """
 
     def __init__(self, limit: int = 2) -> None:
@@ -54,7 +53,7 @@ class SendBuffers:
         self._free: list[Buffer] = []
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Buffer:
-        """A buffer for ``numel`` elements."""
+        """Returns a buffer for ``numel`` elements."""
         while len(self._travelling) >= self._limit:
             self._arrived()
         fitting = [buffer for buffer in self._free if buffer.fits(numel, dtype)]
@@ -65,26 +64,26 @@ class SendBuffers:
         return buffer
 
     def sent(self, shard: EagerShard, buffer: Buffer) -> None:
-        """The gradients of ``shard`` are in flight."""
+        """Must be called when the reduction of the gradients of ``shard`` in ``buffer`` was started."""
         self._travelling.append((shard, buffer))
 
     def settle(self) -> None:
-        """Waits for all buckets in flight."""
+        """Waits for all pending reductions."""
         while self._travelling:
             self._arrived()
 
     def _arrived(self) -> None:
         shard, buffer = self._travelling.popleft()
         shard.complete()
-        self._free.append(buffer)  # of each size there are no more than were in use at once
+        self._free.append(buffer)  # there are no more buffers of a size than were in use at the same time
 
 
 class EagerShard(BucketShard):
     """The shard of a bucket whose parameters are views of one flat buffer.
 
     Args:
-        buffers: where gradients in flight are held.
-        keep_shapes: whether parameter shards, which then are full parameters, keep their shape.
+        buffers: the send buffers.
+        keep_shapes: whether parameter shards, which are then full parameters, have the shape of the parameter.
     """
 
     def __init__(self, *, buffers: SendBuffers, keep_shapes: bool = False, **common: Any) -> None:
@@ -98,9 +97,9 @@ class EagerShard(BucketShard):
             self._addresses = [parameter.data_ptr() for parameter in self.parameters]
             chunk = self.run.backend.chunk(self._flat, self.group)
             self._chunk = chunk.to(self.optimizer_dtype, copy=True) if self.has_masters else chunk
-        self.pieces = [self._piece(place) for place in self.partition.pieces(self.group.index)]
-        self._memory: torch.Tensor | None = None  # of this rank's gradient, kept from step to step
-        self._buffer: Buffer | None = None  # that is being filled
+        self.pieces = [self._piece(place) for place in self.partition.spans(self.group.index)]
+        self._memory: torch.Tensor | None = None  # memory of this rank's gradient, kept from step to step
+        self._buffer: Buffer | None = None  # the buffer that is being filled
         self._filled: list[bool] = []
         self._kept: list[bool] = []
         ends = sorted((o, o + s) for o, s in zip(self.partition.offsets, self.partition.sizes, strict=True))
@@ -138,8 +137,7 @@ class EagerShard(BucketShard):
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
     def take_gradient(self, index: int) -> None:
-        """Copies the gradient that a parameter has on this rank into the buffer, or adds it to the gradient there, and
-        releases it."""
+        """Copies the gradient of a parameter into the buffer, or adds it to the gradient there, and releases it."""
         if self._buffer is None:
             self._buffer = self._buffers.take(self.partition.numel, self.reduce_dtype, self._device)
             self._filled = [False] * len(self.parameters)
@@ -190,8 +188,8 @@ class EagerShard(BucketShard):
         return self.run.group(*self.bucket.partial_axes).size > 1
 
     def _room(self) -> torch.Tensor:
-        """Memory for this rank's shard of the gradients that are sent now."""
-        if self._gradient is not None:  # from earlier passes, to which they are added
+        """Returns memory for this rank's shard of the gradients that are being reduced."""
+        if self._gradient is not None:  # gradients of earlier passes, to which the new ones are added
             return torch.empty_like(self._gradient)
         if self._memory is None:
             self._memory = torch.empty(self.partition.chunk, dtype=self.optimizer_dtype, device=self._device)
@@ -210,7 +208,7 @@ class EagerShard(BucketShard):
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
-        self._buffer = None  # left by a pass that did not finish
+        self._buffer = None  # of a backward pass that was not completed
 
     def zero_gradients(self) -> None:
         super().zero_gradients()
@@ -222,9 +220,8 @@ class EagerShard(BucketShard):
     # ---- weights -----------------------------------------------------------------------------------------------------
     def send_weights(self) -> Callable[[], None]:
         chunk = self._chunk.detach().to(self.bucket.dtype)
-        pending = self.run.backend.start_all_gather_into(
-            self._flat, chunk, self.group
-        )  # the parameters are views of it
+        # The parameters are views of the flat buffer.
+        pending = self.run.backend.start_all_gather_into(self._flat, chunk, self.group)
 
         def finish() -> None:
             pending.wait()
@@ -232,8 +229,8 @@ class EagerShard(BucketShard):
         return finish
 
     def sync_user_weights(self) -> None:
-        """The parameters become views of the buffer again. A master keeps the digits that a weight does not have,
-        unless the weight has changed."""
+        """Copies assigned weights to the buffer, and makes the parameters views of it again. A master weight keeps its
+        precision unless the weight has changed."""
         addresses = [parameter.data_ptr() for parameter in self.parameters]
         if addresses == self._addresses:
             return
@@ -269,7 +266,7 @@ class EagerShard(BucketShard):
 
 
 def suitable_cap(records: Sequence[ParameterRecord], cap_bytes: int) -> int:
-    """The size of buckets for these parameters: at most ``cap_bytes``; less for a small model, so that reduction begins
-    early, and the buckets in flight stay small beside the model, but never so small that latency dominates."""
+    """Returns the size of buckets for these parameters: ``cap_bytes``, or less for a small model, so that reduction
+    begins early and buffers are small compared to the model, but at least 1 MiB, so that latency does not dominate."""
     total = sum(r.current.numel() * r.current.element_size() for r in records if r.current is not None)
     return min(cap_bytes, max(total // 32, 1 << 20))

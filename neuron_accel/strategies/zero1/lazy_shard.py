@@ -1,9 +1,9 @@
 """This rank's shard of a bucket on a device that runs one compiled graph on all ranks.
 
-All ranks' parameter shards have equal sizes there (:mod:`neuron_accel.strategies.zero1.partition`) and are consecutive
-in one tensor, which the optimizer updates as one: a step of Adam is forty operations, whatever the number of
-parameters, and each costs compile time. Parameters without a gradient in some step are updated separately from then on,
-since an optimizer counts the steps of a tensor. The graph creates new tensors rather than write into views of them.
+Parameter shards have equal sizes on all ranks (:mod:`neuron_accel.strategies.zero1.partition`) and are consecutive in
+one tensor, which the optimizer updates: a step of Adam is then forty operations for any number of parameters, and each
+operation costs compile time. Parameters without a gradient in some step are updated separately from then on, since an
+optimizer has one step counter per tensor. The graph creates new tensors instead of writing into views.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from neuron_accel.strategies.zero1.sharded_grad import ParameterShard
 
 @dataclass(eq=False)
 class FlatMaster:
-    """The masters of parameters that have trained at the same steps, in one tensor, which the optimizer updates.
+    """The master weights of parameters that have trained at the same steps, in one tensor, which the optimizer updates.
 
     Args:
-        pieces: in the order of the chunk.
-        value: their masters one after another, ``[sum(self.lengths)]``, in the optimizer's dtype.
+        pieces: the parameter shards, in the order of the chunk.
+        value: their concatenated master weights, ``[sum(self.lengths)]``, in the optimizer's dtype.
     """
 
     pieces: list[LazyParameterShard]
@@ -40,7 +40,8 @@ class FlatMaster:
         return [piece.place.length for piece in self.pieces]
 
     def entries(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """The masters, under an empty name, and the entries of the optimizer's state that have an element for each."""
+        """Returns the entries of the optimizer's state that have the shape of the master weights, and the master
+        weights under an empty name."""
         known = state.get(self.value, {})
         return {"": self.value.detach(), **{name: value for name, value in known.items() if self._is_like(value)}}
 
@@ -48,11 +49,11 @@ class FlatMaster:
         return isinstance(value, torch.Tensor) and value.shape == self.value.shape
 
     def split(self, kinds: Sequence[Hashable], state: MutableMapping[torch.Tensor, dict[str, Any]]) -> list[FlatMaster]:
-        """One for each kind, each with its part of the state and with counters of its own.
+        """Splits the tensor into one for each kind, with their parts of the state and step counters of their own.
 
         Args:
-            kinds: of each piece.
-            state: the optimizer's.
+            kinds: the kind of each parameter shard.
+            state: the optimizer's state.
         """
         known, like = state.get(self.value, {}), self.entries(state)
         parts = {name: value.split(self.lengths) for name, value in like.items()}
@@ -74,7 +75,8 @@ class FlatMaster:
 
 @dataclass
 class LazyParameterShard(ParameterShard):
-    """A slice of its shard's tensor. ``master`` is empty unless the shard is open; then it is a copy on the host."""
+    """A parameter shard that is a slice of a larger tensor. ``master`` is empty unless the shard is open; then it is a
+    copy on the CPU."""
 
     shard: LazyShard
 
@@ -89,14 +91,14 @@ class LazyParameterShard(ParameterShard):
 
 
 class LazyShard(BucketShard):
-    """The shard of a bucket in one tensor, or in several: a parameter that has no gradient in a step is left as it is,
-    with its state and its counter of steps.
+    """The shard of a bucket in one tensor, or in several if some parameters have no gradient in a step: their weights,
+    state and step counters are then not changed.
 
     Args:
-        apart: whether the optimizer is to see every parameter by itself, since it knows something of each.
+        apart: whether each parameter is a tensor of its own, for optimizers that depend on individual parameters.
 
     Attributes:
-        masters: what the optimizer updates.
+        masters: the tensors that the optimizer updates.
     """
 
     partition: LazyPartition
@@ -111,7 +113,7 @@ class LazyShard(BucketShard):
                 master=nn.Parameter(torch.empty(0, dtype=self.optimizer_dtype)),
                 shard=self,
             )
-            for place in self.partition.pieces(self.group.index)
+            for place in self.partition.spans(self.group.index)
         ]
         weights = self._own_weights()
         with torch.no_grad():
@@ -134,13 +136,14 @@ class LazyShard(BucketShard):
         return [(master.value, master.pieces) for master in self.masters]
 
     def _at(self, pieces: Sequence[LazyParameterShard], chunk: torch.Tensor) -> torch.Tensor:
-        """The elements of a chunk at these pieces, one after another."""
+        """Returns the elements of a chunk that belong to ``pieces``, concatenated."""
         if len(pieces) == len(self.pieces):
             return chunk
         return torch.cat([self._part(chunk, piece) for piece in pieces])
 
     def _own_weights(self) -> torch.Tensor:
-        """This rank's chunk, on the host: sliced on the device, it would add another graph to the first step."""
+        """Returns this rank's chunk of the weights, on the CPU. Slicing on the device would add a graph to the first
+        step."""
         values = [self.run.backend.to_host(parameter) for parameter in self.parameters]
         flat = self.partition.join(values, self.bucket.dtype, torch.device("cpu"))
         return flat.chunk(self.partition.degree)[self.group.index].to(self.optimizer_dtype)
@@ -179,13 +182,13 @@ class LazyShard(BucketShard):
         return chunk[piece.place.offset : piece.place.offset + piece.place.length]
 
     def gradient_of(self, place: Span) -> torch.Tensor | None:
-        """The slice of the reduced gradient at ``place``; a view."""
+        """Returns the slice of the reduced gradient at ``place``, a view, or None."""
         if self._gradient is None or not self.used_anywhere[place.parameter]:
             return None
         return self._gradient[place.offset : place.offset + place.length]
 
     def gradient_parts(self, wanted: Collection[nn.Parameter]) -> list[GradientPart]:
-        """Neighbours that count in the same way in a norm are merged."""
+        """See :meth:`ReducedGradients.gradient_parts`. Neighbouring shards with equal axes are one part."""
         self.before_change()
         if self._gradient is None:
             return []
@@ -241,7 +244,7 @@ class LazyShard(BucketShard):
             master.value.grad = None
 
     def _chunk(self) -> torch.Tensor:
-        """The masters as they lie in the buffer, ``[partition.chunk]``."""
+        """Returns the master weights in the order of the buffer, ``[partition.chunk]``."""
         if len(self.masters) == 1:
             return self.masters[0].value.detach()
         parts = {
@@ -269,7 +272,8 @@ class LazyShard(BucketShard):
 
     # ---- masters and state by parameter ------------------------------------------------------------------------------
     def open(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> MutableMapping[Any, dict[str, Any]]:
-        """Copies on the host, so that no graphs are made of slices. Collective, because it reads the device."""
+        """See :meth:`BucketShard.open`. Copies to the CPU, where slices are not compiled. Collective, because it reads
+        the device."""
         if self._opened is None:
             self._opened = {}
             for master in self.masters:
@@ -296,8 +300,8 @@ class LazyShard(BucketShard):
                 }
 
     def close(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> dict[torch.Tensor, list[nn.Parameter]]:
-        """What was not written stays as it is on the device: new data would cost a transfer, and the next step a graph
-        of its own."""
+        """See :meth:`BucketShard.close`. Values that were not written are not copied to the device: this would cost a
+        transfer, and the next step would be a graph of its own."""
         if self._opened is None:
             return {}
         opened, self._opened = self._opened, None
@@ -321,7 +325,8 @@ class LazyShard(BucketShard):
         copies: Mapping[str, _HostCopy],
         state: MutableMapping[torch.Tensor, dict[str, Any]],
     ) -> None:
-        """What was written to the pieces of one tensor, and to the ``entries`` of each."""
+        """Applies values that were written to the parameter shards of one tensor, and to their ``entries`` of the
+        state."""
         values: list[Any] = [piece.master.detach() for piece in master.pieces]
         if not copies or not copies[""].is_still(values):
             with torch.no_grad():
@@ -331,14 +336,15 @@ class LazyShard(BucketShard):
             values = [mine.get(name) for mine in entries]
             if name in copies:
                 unchanged = copies[name].is_still(values)
-            else:  # a counter, which is the same object for all parameters
+            else:  # a step counter, which is the same object for all parameters
                 unchanged = name in before and all(value is before[name] for value in values)
             after[name] = before[name] if unchanged else self._joined(values, master.lengths)
         if after:
             state[master.value] = after
 
     def _joined(self, values: Sequence[Any], lengths: Sequence[int]) -> Any:
-        """One entry of all pieces: put together where it has elements of its own; counters are equal."""
+        """Returns one entry of all shards: concatenated if it has dims, else the one counter, which is equal for
+        all."""
         present = [value for value in values if value is not None]
         if isinstance(present[0], torch.Tensor) and present[0].dim():
             dtype = present[0].dtype
@@ -350,34 +356,33 @@ class LazyShard(BucketShard):
 
 
 def _kinds(entries: Sequence[Mapping[str, Any]], to_host: Callable[[torch.Tensor], torch.Tensor]) -> list[Hashable]:
-    """Equal ones for pieces that have state, or none, and in it equal counters: what has no element for each of the
-    master's."""
+    """Returns a kind for each parameter shard; shards of one kind all have state with equal step counters, or none."""
     counters: list[list[Hashable]] = [[bool(mine)] for mine in entries]
     for name in dict.fromkeys(name for mine in entries for name in mine):
         values = [mine.get(name) for mine in entries]
         if any(isinstance(value, torch.Tensor) and value.dim() for value in values):
             continue
-        if len({id(value) for value in values}) > 1:  # else they are equal, and need not be read
+        if len({id(value) for value in values}) > 1:  # the same object need not be read
             for mine, value in zip(counters, values, strict=True):
                 mine.append(repr(float(to_host(value))) if isinstance(value, torch.Tensor) else repr(value))
     return [tuple(mine) for mine in counters]
 
 
 class _HostCopy:
-    """A tensor of the shard on the host, in slices that the caller may write to or replace.
+    """A copy of a tensor on the CPU, in slices that the caller may write to or replace.
 
     Args:
-        whole: ``[sum(lengths)]``.
-        lengths: of the parts, one for each piece, which are views of it.
+        full: the copy, ``[sum(lengths)]``.
+        lengths: lengths of the slices, which are views of it.
     """
 
-    def __init__(self, whole: torch.Tensor, lengths: Sequence[int]) -> None:
-        self.parts = whole.split(list(lengths))
-        self._gathered, self._digest = whole, _digest(whole)
+    def __init__(self, full: torch.Tensor, lengths: Sequence[int]) -> None:
+        self.parts = full.split(list(lengths))
+        self._gathered, self._digest = full, _digest(full)
 
     def is_still(self, values: Sequence[Any]) -> bool:
-        """Whether ``values`` are the slices, and were not written to. Writes that bypass autograd can be seen only in
-        the contents."""
+        """Returns whether ``values`` are the slices and were not written to. Contents are compared, since writes may
+        bypass autograd's version counter."""
         same = all(
             isinstance(v, torch.Tensor) and _place(v) == _place(p) for v, p in zip(values, self.parts, strict=True)
         )

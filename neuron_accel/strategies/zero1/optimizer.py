@@ -1,14 +1,13 @@
 """The optimizer that ``prepare`` returns under ZeRO-1.
 
-To the user it is their optimizer: the same groups with the model's parameters, which schedulers edit. Inside, a twin of
-it, of the same class and with the same hyper-parameters, updates this rank's shards only (Rajbhandari et al.,
-"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, stage 1).
+It has the interface of the user's optimizer: the same groups with the model's parameters, which schedulers edit. A twin
+of the user's optimizer, of the same class and with the same hyper-parameters, updates this rank's shards only
+(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, stage 1).
 """
 
 from __future__ import annotations
 
 import ctypes
-import inspect
 import sys
 import warnings
 from collections import defaultdict
@@ -38,6 +37,7 @@ from neuron_accel.contract import (
     is_elementwise,
     knows_by_parameter,
     make_buckets,
+    needs_closure,
     put_state,
     recipe_of,
     translate,
@@ -46,9 +46,10 @@ from neuron_accel.contract import (
 )
 from neuron_accel.strategies.zero1.eager_shard import EagerShard, SendBuffers, suitable_cap
 from neuron_accel.strategies.zero1.lazy_shard import LazyShard
-from neuron_accel.strategies.zero1.partition import even, lazy_partition, whole
+from neuron_accel.strategies.zero1.partition import even, lazy_partition, unsplit
 from neuron_accel.strategies.zero1.shard import BucketShard
 from neuron_accel.strategies.zero1.sharded_grad import ParameterShard
+from neuron_accel.strategies.zero1.state_dict import Place, by_place, joined_entries, place_of, reordered
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Layout, ParameterRecord, PreparedModel, Run
@@ -56,14 +57,16 @@ if TYPE_CHECKING:
 
 
 class Zero1Optimizer(torch.optim.Optimizer):
-    """Steps this rank's shard of an optimizer's parameters.
+    """Updates this rank's shards of an optimizer's parameters.
 
     Args:
-        optimizer: the user's optimizer, holding the rewritten parameters.
+        optimizer: the user's optimizer, with the rewritten parameters.
         run: the run.
-        options: the plugin, whose options say how to shard and when to reduce.
-        synchronises: whether a backward pass that runs now is the last before a step; by default what the models say.
-        others: called with the parameters of a group that is added, whose gradients this optimizer then reduces.
+        options: the options of ZeRO-1.
+        synchronises: returns whether a backward pass that runs now reduces gradients; by default, whether one of the
+            models synchronises.
+        others: functions that are called with the parameters of an added group, whose gradients this optimizer then
+            reduces.
 
     Attributes:
         optimizer: the user's optimizer.
@@ -84,8 +87,8 @@ class Zero1Optimizer(torch.optim.Optimizer):
         synchronises: Callable[[], bool] | None = None,
         others: Sequence[Callable[[Iterable[torch.Tensor]], None]] = (),
     ) -> None:
-        # Like Accelerate's own wrapper, this is an Optimizer by interface: groups, state and defaults are those of the
-        # optimizers inside, so the base class's constructor, which would make its own, is not run.
+        # Like Accelerate's wrapper, this has the interface of an optimizer but does not call its constructor, which
+        # would create groups, state and defaults of its own.
         refuse_closures(optimizer)
         self.optimizer = optimizer
         self.options = options
@@ -102,13 +105,13 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._sent: list[BucketShard] = []
         self._buffers = SendBuffers()
         self._recipe = recipe_of(optimizer)
-        self.inner: torch.optim.Optimizer = None  # type: ignore[assignment]  # made below, from what asks for it
+        self.inner: torch.optim.Optimizer = None  # type: ignore[assignment]  # created below, after the shards
         self._action = run.join.register(
             "a backward pass", lambda *state: self._watcher.take_part(*state), settle=self.flush
         )
         self._watcher = BackwardWatcher(
             self._records(optimizer.param_groups),
-            self._divide,
+            self._admit,
             run=run,
             group=self._group,
             synchronises=lambda: self.options.use_grad_acc_hook or self._synchronises(),
@@ -121,9 +124,9 @@ class Zero1Optimizer(torch.optim.Optimizer):
         )
         state = self._sharded_state(self.shards)
         self.inner = twin(optimizer, [self._inner_group(g) for g in optimizer.param_groups], state)
-        self._carry_attributes()
+        self._copy_attributes()
         self._translate()
-        if self._sees_wholes(optimizer):
+        if self._needs_full_parameters(optimizer):
             self.inner = FullParameterOptimizer(self.inner, self._layouts, run)
         self._release(self.shards)
         if self._recipe is not None:
@@ -131,7 +134,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     # ---- construction ------------------------------------------------------------------------------------------------
     def _records(self, groups: Iterable[dict[str, Any]]) -> list[ParameterRecord]:
-        """All parameters that may train, and the models that they belong to."""
+        """Returns the records of all parameters in ``groups``, and adds their models to those of this optimizer."""
         records = [self.record(p) for group in groups for p in group["params"]]
         mine = {id(record) for record in records}
         for model in self._run.models:
@@ -139,9 +142,9 @@ class Zero1Optimizer(torch.optim.Optimizer):
                 self._models.append(model)
         return records
 
-    def _divide(self, records: list[ParameterRecord]) -> list[Bucket]:
-        """Shards parameters that begin to train. Until then they have no masters, and the state loaded for them is
-        unsharded."""
+    def _admit(self, records: list[ParameterRecord]) -> list[Bucket]:
+        """Shards parameters that begin to train, and returns their buckets. Until then parameters have no master
+        weights, and state that was loaded for them is unsharded."""
         group_of = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
         of_groups: list[list[ParameterRecord]] = [[] for _ in self.param_groups]
         for record in records:
@@ -151,32 +154,32 @@ class Zero1Optimizer(torch.optim.Optimizer):
             for piece in shard.pieces:
                 self._layouts[piece.master] = shard.bucket.records[piece.place.parameter].layout
         self.shards += shards
-        self._find_updated()
-        if not self._lazy:  # the weights have moved
+        self._index_updated()
+        if not self._lazy:  # the weights were copied to new memory
             return_freed_memory()
         if self.inner is not None:
-            self._update_also(shards)
+            self._add_shards(shards)
         return [shard.bucket for shard in shards]
 
-    def _find_updated(self) -> None:
-        """What the inner optimizer updates, by a parameter in whose group it belongs."""
+    def _index_updated(self) -> None:
+        """Updates the map from a parameter to the tensors that the inner optimizer updates in its group."""
         self._updated = defaultdict(list)
         for shard in self.shards:
             for updated, pieces in shard.updated():
                 self._updated[pieces[0].parameter].append(updated)
 
-    def _follow(self, replaced: Mapping[torch.Tensor, list[nn.Parameter]]) -> None:
-        """The inner optimizer updates other tensors, of which it has the state already."""
+    def _replace(self, replaced: Mapping[torch.Tensor, list[nn.Parameter]]) -> None:
+        """Replaces tensors in the groups of the inner optimizer by others, for which it already has state."""
         if not replaced:
             return
-        self._find_updated()
+        self._index_updated()
         if self.inner is not None:
             for group, known in zip(self.inner.param_groups, self.param_groups, strict=False):
                 group["params"][:] = [new for p in group["params"] for new in replaced.get(p, [p])]
                 self._name(group, known)
 
-    def _update_also(self, shards: list[BucketShard]) -> None:
-        """Adds further shards to the inner optimizer, in those groups of their parameters that it has already."""
+    def _add_shards(self, shards: list[BucketShard]) -> None:
+        """Adds further shards to existing groups of the inner optimizer."""
         assert self.inner is not None
         state: Mapping[torch.Tensor, dict[str, Any]] = self._sharded_state(shards)
         known = self.param_groups[: len(self.inner.param_groups)]
@@ -188,7 +191,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         for index, masters in enumerate(updated):
             extend_group(self.inner, index, masters)
             self._name(self.inner.param_groups[index], known[index])
-        self._carry_attributes()
+        self._copy_attributes()
         self._translate()
         if self._recipe is not None:
             options = [{name: value for name, value in group.items() if name != "param_names"} for group in known]
@@ -202,7 +205,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         cast(EagerShard, self.shards[bucket]).take_gradient(index)
 
     def _stand_ins(self) -> dict[torch.Tensor, list[StandIn]]:
-        """What the inner optimizer updates instead of each parameter."""
+        """Returns the tensors that the inner optimizer updates instead of each parameter."""
         result: dict[torch.Tensor, list[StandIn]] = defaultdict(list)
         for updated, pieces in (pair for shard in self.shards for pair in shard.updated()):
             if len(pieces) == 1:
@@ -210,23 +213,22 @@ class Zero1Optimizer(torch.optim.Optimizer):
         return result
 
     def _translate(self) -> None:
-        """Translates what the optimizer stores by parameter to shards."""
+        """Adds the shards to what the optimizer stores by parameter."""
         assert self.inner is not None
         inner = self.inner.optimizer if isinstance(self.inner, FullParameterOptimizer) else self.inner
         translate(inner, self._stand_ins())
 
-    def _carry_attributes(self) -> None:
-        """Copies attributes that a loop has set on parameters to the tensors that are updated instead of them."""
+    def _copy_attributes(self) -> None:
+        """Copies attributes that the user has set on parameters to the tensors that are updated instead of them."""
         for updated, pieces in (pair for shard in self.shards for pair in shard.updated()):
-            parameter = pieces[0].parameter  # where there are several, all have the same
+            parameter = pieces[0].parameter  # if there are several, all have the same attributes
             if len(pieces) > 1:
                 vars(updated).update(vars(parameter))
             elif vars(parameter):
                 _stand_in(pieces[0], updated).take_attributes(parameter)
 
-    def _sees_wholes(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an unsharded parameter of this rank is a shard of an original parameter that the optimizer needs in
-        full."""
+    def _needs_full_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether parameters are sharded along other axes and the optimizer needs them in full."""
         records = self._records(optimizer.param_groups)
         cut = self._keeps_parameters and any(record.layout.axes for record in records)
         return cut and not is_elementwise(optimizer)
@@ -236,7 +238,8 @@ class Zero1Optimizer(torch.optim.Optimizer):
         if not self._lazy:
             everything = self._in_model_order([r for records in of_groups for r in records])
             return make_buckets(everything, suitable_cap(everything, cap), self._run.mesh)
-        # A shard is updated as one: a bucket has one set of options. Neighbours count in the same way in norms.
+        # A shard is updated as one tensor, so a bucket has one set of options. Parameters with equal axes are
+        # neighbours, so that they are one part of a norm.
         buckets = []
         for records in of_groups:
             ordered = self._in_model_order(records)
@@ -262,7 +265,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         }
         if self._lazy:
             return LazyShard(partition=lazy_partition(sizes, group.size), apart=self._knows_parameters, **common)
-        partition = (whole if self._keeps_parameters else even)(sizes, group.size)
+        partition = (unsplit if self._keeps_parameters else even)(sizes, group.size)
         return EagerShard(partition=partition, buffers=buffers, keep_shapes=self._keeps_parameters, **common)
 
     def _check_dtype(self, bucket: Bucket) -> None:
@@ -284,7 +287,11 @@ class Zero1Optimizer(torch.optim.Optimizer):
         return self._run.backend.is_lazy
 
     def record(self, parameter: nn.Parameter) -> ParameterRecord:
-        """The record of a parameter of the original model."""
+        """Returns the record of a parameter of the original model.
+
+        Raises:
+            ParameterError: if it belongs to no prepared model.
+        """
         record = self._run.find_parameter(parameter)
         if record is None:
             raise ParameterError(
@@ -294,7 +301,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         return record
 
     def _in_model_order(self, records: list[ParameterRecord]) -> list[ParameterRecord]:
-        """Backward reaches parameters in the reverse order of the model, whatever the optimizer's groups are."""
+        """Sorts records in the order of the model, whose reverse is the order of the backward pass."""
         wanted = {id(record) for record in records}
         return [record for records in self._run.parameter_maps for record in records if id(record) in wanted]
 
@@ -303,8 +310,8 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     @property
     def _knows_parameters(self) -> bool:
-        """Whether the optimizer knows something of each parameter that those updated as one tensor may not share: its
-        name, which torch's own only keep, or something in a collection."""
+        """Whether the optimizer may depend on the individual parameters, so that they cannot be updated as one tensor:
+        it has values by parameter, or is not torch's and knows their names."""
         own = type(self.optimizer).__module__.partition(".")[0] == "torch"
         named = any("param_names" in group for group in self.param_groups)
         return (named and not own) or knows_by_parameter(self.optimizer) is not None
@@ -315,7 +322,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         return result
 
     def _name(self, inner: dict[str, Any], group: Mapping[str, Any]) -> None:
-        """Names what a group of the inner optimizer updates after the parameters in ``group``."""
+        """Sets the names in a group of the inner optimizer to those of the parameters in ``group``."""
         if "param_names" not in group:
             return
         names = dict(zip(group["params"], group["param_names"], strict=True))
@@ -323,19 +330,19 @@ class Zero1Optimizer(torch.optim.Optimizer):
         inner["param_names"] = [", ".join(names[p.parameter] for p in pieces_of[master]) for master in inner["params"]]
 
     def _sharded_state(self, shards: Iterable[BucketShard]) -> dict[torch.Tensor, dict[str, Any]]:
-        """State that the user's optimizer has from the start, or from earlier steps, sharded."""
+        """Returns the shards of state that the user's optimizer has from the start or from earlier steps."""
         state: dict[torch.Tensor, dict[str, Any]] = {}
         for shard in shards if self.optimizer.state else ():
             entries_of = shard.open(state)
             for piece in shard.pieces:
                 for name, value in self.optimizer.state.get(piece.parameter, {}).items():
-                    sharded = _divide_entry(value, piece.parameter, piece)
+                    sharded = _shard_entry(value, piece.parameter, piece)
                     entries_of.setdefault(piece.master, {})[name] = sharded
-            self._follow(shard.close(state))
+            self._replace(shard.close(state))
         return state
 
     def _release(self, shards: Iterable[BucketShard]) -> None:
-        """The user's optimizer is only an interface from now on: state per parameter would be held twice."""
+        """Removes the state of sharded parameters from the user's optimizer, as the inner optimizer has it."""
         for shard in shards:
             for parameter in shard.parameters:
                 self.optimizer.state.pop(parameter, None)
@@ -351,20 +358,20 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """State of this rank's shard."""
+        """The state of this rank's shards."""
         return self.inner.state
 
     def take_over(self) -> None:
-        """Takes over what was written to masters and state by parameter (:meth:`state_pieces`)."""
+        """Applies values that were written to master weights and state by parameter (:meth:`state_pieces`)."""
         for shard in self.shards:
-            self._follow(shard.close(self.inner.state))
+            self._replace(shard.close(self.inner.state))
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self.optimizer.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Shards further parameters, of models that are prepared already."""
+        """Adds a group of parameters of prepared models, and shards them."""
         self.optimizer.add_param_group(param_group)
         group = self.optimizer.param_groups[-1]
         try:
@@ -377,15 +384,15 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._watcher.extend(records)
         self.inner.add_param_group(self._inner_group(group))
         self._release(self.shards)
-        self._carry_attributes()
+        self._copy_attributes()
         self._translate()
 
     def __repr__(self) -> str:
         return f"Zero1Optimizer({self.optimizer!r})"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients, or sets them to zero: parameters without a gradient in the next pass are then updated as
-        with zeros, by momentum and weight decay. This rank's shards of the gradients are kept for that."""
+        """Drops gradients, or sets them to zero. In the latter case parameters without a gradient in the next pass are
+        updated as with zeros, by momentum and weight decay, so this rank's shards of the gradients are kept."""
         for shard in self.shards:
             if set_to_none:
                 shard.drop_gradients()
@@ -411,24 +418,24 @@ class Zero1Optimizer(torch.optim.Optimizer):
             shard.receive_gradients([next(used) for _ in shard.used], 1.0 / self._group.size, partial)
 
     def finish_backward(self) -> None:
-        """A backward pass is over."""
+        """Must be called at the end of a backward pass."""
         self._watcher.finish()
 
     def flush(self) -> None:
-        """Completes the reduction of gradients that wait for it, and applies the loop's changes to reduced ones."""
+        """Reduces gradients that are not reduced yet, and applies the user's changes to reduced ones."""
         self._watcher.flush()
         for shard in self.shards:
             shard.sync_user_edits()
 
     def gradient_parts(self, parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
-        """This rank's shards of the reduced gradients of ``parameters``, those of other optimizers left out; the caller
-        may change them in place."""
+        """Returns this rank's shards of the reduced gradients of those ``parameters`` that this optimizer updates. They
+        may be changed in place."""
         wanted = set(parameters)
         parts = [part for shard in self.shards for part in shard.gradient_parts(wanted)]
         return [*parts, *elsewhere(self._run, self._run.mesh.gradient_axes)]
 
     def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The reduced gradient of one parameter in its local shape; collective."""
+        """Returns the reduced gradient of one parameter in its local shape, or None. Collective."""
         for shard in self.shards:
             for index, candidate in enumerate(shard.parameters):
                 if candidate is parameter:
@@ -437,14 +444,14 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     # ---- the step ----------------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
-        """Updates this rank's shards and gathers those of all ranks.
+        """Updates this rank's shards, and gathers the weights of all ranks.
 
-        A rank has only its shard of the optimizer's state, so none can step alone. Inside ``no_sync`` gradients stay
-        unreduced until a step, which reduces them first; a warning says once that no communication was saved.
+        Each rank has only its shard of the optimizer's state, so ranks cannot step independently. Gradients that were
+        accumulated inside ``no_sync`` are therefore reduced first, with a warning.
 
         Args:
             closure: runs forward and backward and returns the loss; called once, before the update.
-            options: what the optimizer's own step takes besides.
+            options: further arguments of the optimizer's own ``step``.
         """
         loss = None
         self._warn_inside_no_sync()
@@ -452,16 +459,16 @@ class Zero1Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.flush()
-        self._heed_weights()
+        self._sync_user_weights()
         if self.options.max_norm is not None:
             parts = self.gradient_parts(p for group in self.param_groups for p in group["params"])
             self.grad_norm = global_norm(parts, self._run)
             scale_parts(parts, clip_coefficient(self.grad_norm, self.options.max_norm))
         copy_options(self.optimizer, self.inner)
-        self._carry_attributes()
+        self._copy_attributes()
         self.take_over()
         for shard in self.shards:
-            self._follow(shard.regroup(self.inner.state))
+            self._replace(shard.regroup(self.inner.state))
             shard.before_update()
         self.inner.step(**options)
         for shard in self.shards:
@@ -477,32 +484,32 @@ class Zero1Optimizer(torch.optim.Optimizer):
             return
         self._has_warned = True
         warnings.warn(
-            "Under ZeRO-1 ranks step together also inside `no_sync`, where `LocalSGD` means each to step alone: "
-            "gradients are averaged before every step, as without LocalSGD, which saves no communication then. Leave "
-            "LocalSGD out (enabled=False), accumulate more micro-batches in each step, or train without ZeRO-1.",
+            "Under ZeRO-1 ranks step together also inside `no_sync`, where `LocalSGD` expects each rank to step alone: "
+            "gradients are averaged before every step, so LocalSGD saves no communication. Leave LocalSGD out "
+            "(enabled=False), accumulate more micro-batches in each step, or train without ZeRO-1.",
             stacklevel=3,
         )
 
-    def _heed_weights(self) -> None:
+    def _sync_user_weights(self) -> None:
         for shard in self.shards:
             shard.sync_user_weights()
 
     def gather_weights(self) -> None:
-        """Gives every rank the weights that all ranks have updated."""
+        """Gathers the updated weights on every rank."""
         self.take_over()
         for finish in [shard.send_weights() for shard in self.shards]:
             finish()
 
     # ---- state -------------------------------------------------------------------------------------------------------
     def state_pieces(self) -> list[StatePiece]:
-        """What this rank holds, in terms of the original model's parameters."""
+        """Returns this rank's state, one :class:`StatePiece` for each shard of a parameter of the original model."""
         return state_pieces(self)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """State of this rank's shards, and which these are, with the master weights where they are separate from the
-        parameters; options as they are now."""
+        """Returns the state of this rank's shards, their places in the parameters, the current options, and the master
+        weights if they are separate from the parameters."""
         self.take_over()
-        self._heed_weights()
+        self._sync_user_weights()
         copy_options(self.optimizer, self.inner)
         result = self.inner.state_dict()
         result["pieces"] = self._held()
@@ -514,37 +521,37 @@ class Zero1Optimizer(torch.optim.Optimizer):
             result["master_weights"] = [master.detach().clone() for master in self._masters()]
         return result
 
-    def _held(self) -> list[list[tuple[str, int, int]]]:
-        """Which elements of which parameters the inner optimizer updates, in the order of its groups."""
-        places: dict[torch.Tensor, list[tuple[str, int, int]]] = {}
+    def _held(self) -> list[list[Place]]:
+        """Returns the places of all shards that the inner optimizer updates, in the order of its groups."""
+        places: dict[torch.Tensor, list[Place]] = {}
         for shard in self.shards:
             for master, pieces in shard.updated():
-                places[master] = [_place(shard, piece) for piece in pieces]
+                places[master] = [place_of(shard, piece) for piece in pieces]
         return [places[master] for master in self._masters()]
 
-    def _lengths(self) -> dict[tuple[str, int, int], int]:
-        """Elements of each piece, padding included."""
-        return {_place(shard, piece): piece.place.length for shard in self.shards for piece in shard.pieces}
+    def _lengths(self) -> dict[Place, int]:
+        """Returns the number of elements of each shard, padding included."""
+        return {place_of(shard, piece): piece.place.length for shard in self.shards for piece in shard.pieces}
 
     def _masters(self) -> list[nn.Parameter]:
         return [master for group in self.inner.param_groups for master in group["params"]]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict` returned on the same rank of the same mesh. Without master weights in it, they
-        are taken from the model's parameters. Collective.
+        """Loads the result of :meth:`state_dict` on the same rank of the same mesh. If it has no master weights, they
+        are set from the model's parameters. Collective.
 
         Raises:
-            UsageError: if it is the state of other shards than this rank holds.
+            UsageError: if it is the state of other shards than those of this rank.
         """
         self.take_over()
-        self._heed_weights()
+        self._sync_user_weights()
         own = ("master_weights", "pieces", "whole_state")
         given = {key: value for key, value in state_dict.items() if key not in own}
         held, masters = self._held(), state_dict.get("master_weights")
         saved = state_dict.get("pieces", held)
         if saved != held:
-            held = self._divide_like(saved)
-            given = _reordered(given, saved, held, self._lengths(), self.inner.state_dict())
+            held = self._split_like(saved)
+            given = reordered(given, saved, held, self._lengths(), self.inner.state_dict())
         self.inner.load_state_dict(given)
         copy_options(self.inner, self.optimizer)
         for parameter in (p for group in self.param_groups for p in group["params"]):
@@ -556,24 +563,25 @@ class Zero1Optimizer(torch.optim.Optimizer):
             return
         if saved != held:
             self.reload_masters()
-        if "pieces" not in state_dict:  # written by a version that did not store them
+        if "pieces" not in state_dict:  # written by an older version, which did not store them
             in_shards = [master for shard in self.shards for master, _ in shard.updated()]
             masters = [dict(zip(in_shards, masters, strict=True))[master] for master in self._masters()]
         lengths = self._lengths()
         known = [index for index, places in enumerate(saved) if tuple(places[0]) in lengths]
-        values = _by_place([saved[index] for index in known], [{"": masters[index]} for index in known], lengths)
+        values = by_place([saved[index] for index in known], [{"": masters[index]} for index in known], lengths)
         with torch.no_grad():
             for master, places in zip(self._masters(), held, strict=True):
                 if places[0] in values:
-                    master.copy_(_joined([values[place] for place in places])[""])
+                    master.copy_(joined_entries([values[place] for place in places])[""])
         self.gather_weights()
 
-    def _divide_like(self, saved: Sequence[Sequence[Sequence[Any]]]) -> list[list[tuple[str, int, int]]]:
-        """Splits what the inner optimizer updates, such that each tensor belongs to one of ``saved``; the result."""
+    def _split_like(self, saved: Sequence[Sequence[Sequence[Any]]]) -> list[list[Place]]:
+        """Splits the tensors that the inner optimizer updates, such that each belongs to one entry of ``saved``.
+        Returns their places."""
         index_of = {tuple(place): index for index, places in enumerate(saved) for place in places}
         for shard in self.shards:
-            kinds = {piece.place.parameter: index_of.get(_place(shard, piece)) for piece in shard.pieces}
-            self._follow(shard.split_by(kinds, self.inner.state))
+            kinds = {piece.place.parameter: index_of.get(place_of(shard, piece)) for piece in shard.pieces}
+            self._replace(shard.split_by(kinds, self.inner.state))
         return self._held()
 
     @property
@@ -581,14 +589,14 @@ class Zero1Optimizer(torch.optim.Optimizer):
         return {p for shard in self.shards for p in shard.parameters}
 
     def reload_masters(self) -> None:
-        """Takes the model's weights as the new masters, after they were changed elsewhere."""
+        """Sets the master weights from the model's weights, after these were changed."""
         self.take_over()
-        self._heed_weights()
+        self._sync_user_weights()
         for shard in self.shards:
             shard.reload()
 
     def close(self) -> None:
-        """Stops watching backward passes, and drops gradients, which cannot be gathered any more."""
+        """Removes the hooks of backward passes, and drops gradients, which cannot be gathered afterwards."""
         self._watcher.close()
         for shard in self.shards:
             shard.drop_gradients()
@@ -603,8 +611,7 @@ def scale_parts(parts: Iterable[GradientPart], coefficient: torch.Tensor) -> Non
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     """Raises UsageError for an optimizer that cannot step without a closure."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(optimizer):
         raise UsageError(
             f"{type(optimizer).__name__} evaluates a closure inside its step, which ZeRO-1 does not support.",
             where="plugin 'zero1'",
@@ -614,15 +621,11 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _stand_in(piece: ParameterShard, updated: nn.Parameter) -> StandIn:
-    """For what is updated in place of one piece: its master, or a tensor of its own."""
-    return StandIn(updated, partial(_divide_entry, parameter=piece.parameter, piece=piece, like=updated))
+    """Returns the stand-in of a parameter for the tensor ``updated``, which is updated instead of one shard of it."""
+    return StandIn(updated, partial(_shard_entry, parameter=piece.parameter, piece=piece, like=updated))
 
 
-def _place(shard: BucketShard, piece: ParameterShard) -> tuple[str, int, int]:
-    return shard.bucket.records[piece.place.parameter].fqn, piece.place.start, piece.place.stop
-
-
-def _divide_entry(value: Any, parameter: nn.Parameter, piece: ParameterShard, like: torch.Tensor | None = None) -> Any:
+def _shard_entry(value: Any, parameter: nn.Parameter, piece: ParameterShard, like: torch.Tensor | None = None) -> Any:
     like = piece.master if like is None else like
     if not isinstance(value, torch.Tensor):
         return value
@@ -639,77 +642,9 @@ def _divide_entry(value: Any, parameter: nn.Parameter, piece: ParameterShard, li
     )
 
 
-def _reordered(
-    given: dict[str, Any],
-    saved: Sequence[Sequence[Sequence[Any]]],
-    held: list[list[tuple[str, int, int]]],
-    lengths: Mapping[tuple[str, int, int], int],
-    present: dict[str, Any],
-) -> dict[str, Any]:
-    """A state dict of the shards ``saved`` as one of those that are ``held`` now, some of which began to train later,
-    or are updated separately now.
-
-    Args:
-        lengths: elements of each piece.
-        present: a state dict as it is now.
-
-    Raises:
-        UsageError: if some of ``saved`` are not held.
-    """
-    entries = _by_place([saved[index] for index in given["state"]], list(given["state"].values()), lengths)
-    state = {index: _joined([entries[p] for p in places]) for index, places in enumerate(held) if places[0] in entries}
-    groups = [
-        {**mine, "params": now["params"], **({"param_names": now["param_names"]} if "param_names" in now else {})}
-        for mine, now in zip(given["param_groups"], present["param_groups"], strict=True)
-    ]
-    return {**given, "state": state, "param_groups": groups}
-
-
-def _by_place(
-    saved: Sequence[Sequence[Sequence[Any]]],
-    values: Sequence[Mapping[str, Any]],
-    lengths: Mapping[tuple[str, int, int], int],
-) -> dict[tuple[str, int, int], dict[str, Any]]:
-    """What was kept of several pieces as one, by piece."""
-    result = {}
-    for places, entries in zip(saved, values, strict=True):
-        for place in places:
-            if tuple(place) not in lengths:
-                raise UsageError(
-                    f"The state of elements {place[1]} to {place[2]} of {place[0]!r} does not belong here.",
-                    where="`load_state_dict` of an optimizer under ZeRO-1",
-                    why="it was sharded in another way: other parameters trained when it was, or there were other "
-                    "ranks",
-                    fix="use `accelerator.save_state` and `load_state`, which load into any mesh",
-                )
-        sizes = [lengths[tuple(place)] for place in places]  # type: ignore[index]
-        cut = [name for name, value in entries.items() if len(sizes) > 1 and _has_one_for_each(value, sum(sizes))]
-        parts = {name: entries[name].split(sizes) for name in cut}
-        for index, place in enumerate(places):
-            result[tuple(place)] = {**entries, **{name: values[index] for name, values in parts.items()}}
-    return result  # type: ignore[return-value]
-
-
-def _has_one_for_each(value: Any, elements: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == (elements,)
-
-
-def _joined(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The entries of pieces that are updated as one, and were before, with a counter of their own."""
-
-    def joined(name: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if len(entries) > 1 and value.dim():
-            return torch.cat([mine[name] for mine in entries])
-        return value if value.dim() else value.clone()
-
-    return {name: joined(name, value) for name, value in entries[0].items()}
-
-
-# ---- The state that ZeRO-1 keeps on this rank, for checkpoints -------------------------------------------------------
+# ---- The state on this rank, for checkpoints -------------------------------------------------------------------------
 def state_pieces(optimizer: Zero1Optimizer) -> list[StatePiece]:
-    """This rank's shards of every parameter of ``optimizer``."""
+    """Returns the state of this rank's shards of every parameter of ``optimizer``."""
     groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     pieces = []
     for shard in optimizer.shards:
@@ -733,7 +668,7 @@ def state_pieces(optimizer: Zero1Optimizer) -> list[StatePiece]:
                 )
             )
     sharded = {p for shard in optimizer.shards for p in shard.parameters}
-    for parameter, group in groups.items():  # what never trained is unsharded on every rank, and so is its loaded state
+    for parameter, group in groups.items():  # parameters that never trained are unsharded, and so is their loaded state
         record = optimizer.record(parameter)
         if parameter not in sharded:
             pieces.append(
@@ -751,11 +686,11 @@ def state_pieces(optimizer: Zero1Optimizer) -> list[StatePiece]:
 
 # ---- Memory of the host ----------------------------------------------------------------------------------------------
 def return_freed_memory() -> None:
-    """Returns memory that was freed but kept by the C library to the system.
+    """Returns freed memory that the C library keeps to the system.
 
-    glibc's allocator keeps freed memory below its limit for a mapping of its own (32 MiB once it has grown), and memory
-    below something that is still in use. After the weights of a model have moved, that can be as much as the model.
-    Does nothing with other C libraries.
+    glibc's allocator keeps freed blocks below its mmap threshold (at most 32 MiB), and those below a block that is
+    still in use. After the weights of a model were copied, this can be as much as the size of the model. Does nothing
+    with other C libraries.
     """
     if not sys.platform.startswith("linux"):
         return

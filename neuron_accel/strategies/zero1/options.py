@@ -12,24 +12,25 @@ from neuron_accel.contract import ConfigurationError, StrategyPlugin
 
 @dataclass(frozen=True, kw_only=True)
 class Zero1Options(StrategyPlugin):
-    """What is sharded and when it is reduced.
+    """The options of ZeRO-1.
 
     Args:
-        optimizer_dtype: dtype of master weights and optimizer state, which are at least as wide as their parameter:
-            those of a float64 parameter are float64, those of a complex one complex. Parameters of another dtype
-            keep it in the model.
-        max_norm: gradients are clipped to this global norm at every step; None: only where the loop clips.
-        use_grad_acc_hook: gradients are reduced after every micro-batch and accumulate as this rank's shard, in
-            ``optimizer_dtype``: a rank never holds all accumulated gradients, at the price of communication each
-            time. Otherwise they accumulate unsharded and are sent once per step.
-        higher_cc_precision: gradients travel and are summed in ``optimizer_dtype`` instead of their own dtype.
-        bucket_cap_mb: largest size of a bucket in MiB, but for a parameter that is larger. A small model's are smaller.
-        partition: "even" splits parameters between ranks, for optimizers that treat elements alike; "parameters"
-            keeps each on one rank, for those that use a parameter's norm or shape.
-        save_master_weights: whether checkpoints contain the master weights where these are not the parameters
-            themselves; without them, a resumed run starts from the rounded parameters.
-        overlap: whether buckets are sent while the backward pass still runs, or all at its end. Those of several
-            optimizers are sent at its end: ranks could complete them in different orders.
+        optimizer_dtype: dtype of master weights and optimizer state. They are at least as wide as their parameter:
+            those of a float64 parameter are float64, those of a complex one complex. Parameters of another dtype keep
+            it in the model.
+        max_norm: global norm to which gradients are clipped at every step; None for no clipping other than the loop's.
+        use_grad_acc_hook: whether gradients are reduced after every micro-batch and accumulate as this rank's shard, in
+            ``optimizer_dtype``. A rank then never holds all accumulated gradients, but communicates after every
+            micro-batch. Otherwise gradients accumulate unsharded and are reduced once per step.
+        higher_cc_precision: whether gradients are sent and summed in ``optimizer_dtype`` instead of their own dtype.
+        bucket_cap_mb: largest size of a bucket in MiB, except for a larger parameter. Small models have smaller
+            buckets.
+        partition: ``"even"`` splits parameters between ranks, for element-wise optimizers; ``"parameters"`` keeps each
+            parameter on one rank, for optimizers that use its norm or shape.
+        save_master_weights: whether checkpoints contain the master weights if they are separate from the parameters.
+            Without them, a resumed run starts from the rounded parameters.
+        overlap: whether buckets are reduced while the backward pass still runs, or all at its end. Those of several
+            optimizers are reduced at its end, since ranks could complete them in different orders.
         broadcast_buffers: whether buffers that change in training (running statistics) are broadcast from the first
             rank after every step, as in DistributedDataParallel; else each rank keeps its own.
     """

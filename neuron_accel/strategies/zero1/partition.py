@@ -1,4 +1,4 @@
-"""Which elements of a bucket each rank holds: pure arithmetic on sizes."""
+"""How the elements of a bucket are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch.nn import functional as F
 
 
-# ---- Which rank holds which elements of a bucket: pure arithmetic on sizes -------------------------------------------
-# A bucket is one flat buffer of ``degree`` equal chunks, one per rank. The two partitions differ only in where each
-# parameter begins: one after another, so that a chunk may end inside a parameter ("even"), or such that no parameter
-# spans two chunks ("parameters").
+# ---- Partitions of a bucket ------------------------------------------------------------------------------------------
+# A bucket is one flat buffer of ``degree`` equal chunks, one per rank. The two partitions differ in the positions of
+# the parameters: consecutive, so that a chunk may end inside a parameter (:func:`even`), or such that no parameter is
+# in two chunks (:func:`unsplit`).
 @dataclass(frozen=True)
 class Span:
-    """A run of elements of one flattened parameter in one rank's chunk.
+    """A range of elements of one flattened parameter in a rank's chunk.
 
     Args:
         parameter: index of the parameter in the bucket.
-        start, stop: elements of the flattened parameter.
+        start, stop: range of elements of the flattened parameter.
         offset: position of ``start`` in the chunk.
-        padding: elements without meaning that follow ``stop`` in the chunk and belong to the span.
+        padding: number of padding elements that follow in the chunk.
     """
 
     parameter: int
@@ -32,19 +32,19 @@ class Span:
 
     @property
     def length(self) -> int:
-        """Elements of the chunk, padding included."""
+        """Number of elements in the chunk, padding included."""
         return self.stop - self.start + self.padding
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The layout of one bucket.
+    """The positions of the parameters of one bucket.
 
     Args:
         degree: number of ranks.
-        chunk: elements of each rank's chunk, padding included.
-        offsets: where each parameter begins in the buffer of ``degree * chunk`` elements.
-        sizes: elements of each parameter.
+        chunk: number of elements of each rank's chunk, padding included.
+        offsets: position of each parameter in the buffer of ``degree * chunk`` elements.
+        sizes: number of elements of each parameter.
     """
 
     degree: int
@@ -54,11 +54,11 @@ class Partition:
 
     @property
     def numel(self) -> int:
-        """Elements of the buffer, padding included."""
+        """Number of elements of the buffer, padding included."""
         return self.degree * self.chunk
 
-    def pieces(self, rank: int) -> tuple[Span, ...]:
-        """The spans in the chunk of ``rank``, in the order of the parameters."""
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """Returns the spans in the chunk of ``rank``, in the order of the parameters."""
         begin, end = rank * self.chunk, (rank + 1) * self.chunk
         result = []
         for index, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
@@ -69,7 +69,8 @@ class Partition:
 
 
 def even(sizes: Sequence[int], degree: int) -> Partition:
-    """Parameters one after another, split wherever a chunk ends; less than ``degree`` elements of padding in all."""
+    """Returns a partition with consecutive parameters, which are split at the ends of chunks. It has less than
+    ``degree`` elements of padding."""
     offsets, total = [], 0
     for size in sizes:
         offsets.append(total)
@@ -77,9 +78,9 @@ def even(sizes: Sequence[int], degree: int) -> Partition:
     return Partition(degree=degree, chunk=max(1, -(-total // degree)), offsets=tuple(offsets), sizes=tuple(sizes))
 
 
-def whole(sizes: Sequence[int], degree: int) -> Partition:
-    """No parameter is split; the largest are assigned first, each to the rank with the least so far (longest processing
-    time first, Graham 1969)."""
+def unsplit(sizes: Sequence[int], degree: int) -> Partition:
+    """Returns a partition in which no parameter is split. The largest are assigned first, each to the rank with the
+    fewest elements so far (longest processing time first, Graham 1969)."""
     loads = [0] * degree
     rank_of = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -96,22 +97,23 @@ def whole(sizes: Sequence[int], degree: int) -> Partition:
 
 
 # ---- A partition that is the same on every rank, for devices that run one compiled graph on all of them --------------
-# Split at the ends of equal chunks, each rank would have shards of different sizes, at different places: another
-# graph, and on Trainium a compilation, for each. So every parameter is split by itself, into as many shards of equal
-# length as there are ranks, the last ones padded, and the buffer is ordered by rank first: chunk r consists of the r-th
-# shards of all parameters. The padding is less than one element per rank and parameter.
+# If parameters were split at the ends of equal chunks, each rank would have shards of different sizes at different
+# positions: another graph, and on Trainium a compilation, for each rank. Therefore each parameter is split into as many
+# shards of equal length as there are ranks, of which the last are padded, and chunk r of the buffer consists of the
+# r-th shards of all parameters. The padding is less than one element per rank and parameter.
 @dataclass(frozen=True)
 class LazyPartition(Partition):
-    """The layout of one bucket; ``offsets`` are those of a parameter's shard within a chunk.
+    """A partition in which each parameter has a shard in every chunk; ``offsets`` are positions of the shards in a
+    chunk.
 
     Args:
-        lengths: elements of each rank's shard of each parameter, padding included.
+        lengths: number of elements of a rank's shard of each parameter, padding included.
     """
 
     lengths: tuple[int, ...]
 
-    def pieces(self, rank: int) -> tuple[Span, ...]:
-        """One span of each parameter; ``start`` to ``stop`` are its elements without padding."""
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """Returns one span of each parameter; ``start`` to ``stop`` are its elements without padding."""
         return tuple(
             Span(
                 parameter=index,
@@ -124,7 +126,7 @@ class LazyPartition(Partition):
         )
 
     def join(self, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The buffer, ``[numel]``, with these values of the parameters; None counts as zeros."""
+        """Returns the buffer, ``[numel]``, with these values of the parameters; None for zeros."""
         rows = []
         for tensor, size, length in zip(tensors, self.sizes, self.lengths, strict=True):
             if tensor is None:
@@ -135,17 +137,17 @@ class LazyPartition(Partition):
         return torch.cat(rows, 1).reshape(-1)
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' values in a buffer, flattened."""
+        """Returns the values of the parameters in a buffer, flattened."""
         rows = flat.view(self.degree, self.chunk)
-        wholes = [
+        full = [
             rows[:, offset : offset + length].reshape(-1)
             for offset, length in zip(self.offsets, self.lengths, strict=True)
         ]
-        return [value if len(value) == size else value[:size] for value, size in zip(wholes, self.sizes, strict=True)]
+        return [value if len(value) == size else value[:size] for value, size in zip(full, self.sizes, strict=True)]
 
 
 def lazy_partition(sizes: Sequence[int], degree: int) -> LazyPartition:
-    """Every parameter split into ``degree`` shards of equal length."""
+    """Returns the partition of each parameter into ``degree`` shards of equal length."""
     lengths = [max(1, -(-size // degree)) for size in sizes]
     offsets, total = [], 0
     for length in lengths:

@@ -1,4 +1,4 @@
-"""The ZeRO-1 strategy: configuration, and the responsibilities that it owns."""
+"""The plugin of ZeRO-1."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Zero1Plugin(Zero1Options):
 
     Gradients are reduce-scattered in flat buckets, each rank updates its shard, and weights are all-gathered.
 
-    To a loop, ``parameter.grad`` is the reduced gradient from the end of the backward pass until gradients are zeroed,
-    to be read, changed, replaced or dropped as under plain data parallelism. Its values are gathered when they are
-    read, which costs a message and the memory, and is collective: every rank reads the same ones in the same order.
+    From the end of the backward pass until gradients are zeroed, ``parameter.grad`` is the reduced gradient, which can
+    be read, changed, replaced or dropped as with plain data parallelism. Its values are gathered when they are read.
+    Reading is therefore collective: every rank must read the same gradients in the same order.
 
     Args:
         options: see :class:`~neuron_accel.strategies.zero1.options.Zero1Options`.
@@ -57,7 +57,7 @@ class Zero1Plugin(Zero1Options):
             run.state(self).setdefault("buffers", []).append(BufferBroadcast(model, run))
 
     def before_reshape(self, model: PreparedModel, run: Run) -> None:
-        """Refuses new shapes once optimizer state is sharded."""
+        """Raises an error if optimizer state is already sharded."""
         if self._optimizers(run):
             raise UsageError(
                 "Parameters cannot change their shapes now.",
@@ -79,21 +79,20 @@ class Zero1Plugin(Zero1Options):
                 "Ranks that hold different parameters run different graphs.",
                 where=f"plugin 'zero1', partition='parameters', backend {run.backend.name!r}",
                 why="this device compiles one graph for all ranks",
-                fix="use partition='even', with an optimizer that treats the elements of a parameter alike",
+                fix="use partition='even', with an element-wise optimizer",
             )
         if not is_separable(optimizer):
             raise PlanError(
-                f"{type(optimizer).__name__} uses all parameters together (or draws random numbers), and under "
-                "ZeRO-1 each rank updates some of them only.",
+                f"{type(optimizer).__name__} uses all parameters together (or draws random numbers), but under "
+                "ZeRO-1 each rank updates only some of them.",
                 where="plugin 'zero1'",
                 why="a norm over all of them, or an estimate of the best learning rate, would differ between ranks",
-                fix="train without ZeRO-1, or choose an optimizer that updates every parameter by itself",
+                fix="train without ZeRO-1, or choose an optimizer that updates each parameter independently",
             )
         reason = why_not_elementwise(optimizer) if self.partition == "even" else None
         if reason is not None:
             raise PlanError(
-                f"{type(optimizer).__name__} does not treat the elements of a parameter alike, and ZeRO-1 would shard "
-                "parameters over ranks.",
+                f"{type(optimizer).__name__} is not element-wise, and ZeRO-1 would shard parameters over ranks.",
                 where="plugin 'zero1', partition='even'",
                 why=reason,
                 fix="use Zero1Plugin(partition='parameters')",
@@ -117,7 +116,7 @@ class Zero1Plugin(Zero1Options):
             optimizer.finish_backward()
 
     def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Takes over state that was written from outside."""
+        """Applies state that other plugins have written."""
         for sharded in self._optimizers(run):
             sharded.take_over()
 
@@ -131,7 +130,7 @@ class Zero1Plugin(Zero1Options):
     ) -> torch.Tensor:
         """Scales this rank's shards by the global norm."""
         parts = [part for optimizer in self._flushed(run) for part in optimizer.gradient_parts(parameters)]
-        parts += unsharded_gradients(self._unsharded(parameters, run), run)  # of models that no optimizer shards
+        parts += unsharded_gradients(self._unsharded(parameters, run), run)  # gradients that no optimizer shards
         norm = global_norm(parts, run, norm_type)
         scale_parts(parts, clip_coefficient(norm, max_norm))
         return norm
@@ -158,7 +157,7 @@ class Zero1Plugin(Zero1Options):
         return parameter.grad
 
     def teardown(self, run: Run) -> None:
-        """Stops watching backward and drops gradients."""
+        """Removes hooks and drops gradients."""
         for averager in self._averagers(run):
             averager.close()
         for optimizer in self._optimizers(run):

@@ -1,8 +1,8 @@
-"""This rank's shard of a bucket: gradients are scattered to it, it is updated, and weights are gathered from it.
+"""This rank's shard of a bucket: gradients are reduce-scattered to it, it is updated, and weights are all-gathered.
 
 There are two kinds. :class:`~neuron_accel.strategies.zero1.eager_shard.EagerShard` keeps parameters as views of one
-flat buffer, so that nothing is copied; :class:`~neuron_accel.strategies.zero1.lazy_shard.LazyShard` is for devices
-that run one compiled graph on all ranks. What a loop sees of the gradients is in ``sharded_grad``.
+flat buffer, so that they are gathered in place. :class:`~neuron_accel.strategies.zero1.lazy_shard.LazyShard` is for
+devices that run one compiled graph on all ranks. ``parameter.grad`` is defined in ``sharded_grad``.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 class BucketShard(ReducedGradients):
-    """This rank's shard of one bucket, and how gradients and weights travel to and from it.
+    """This rank's shard of one bucket, with the reduction of its gradients and the gathering of its weights.
 
     Args:
         bucket: the parameters.
         partition: their positions in the buffer.
         run: the run.
-        group: the ranks over which the optimizer's state is sharded: those that hold the same parameters.
-        samples: number of ranks that see different samples, over which gradients are averaged; more than ``group`` has
-            where the parameters are sharded over some of them.
-        optimizer_dtype: dtype of the masters.
-        reduce_dtype: dtype in which gradients travel and are summed.
+        group: the ranks over which optimizer state is sharded, which hold the same parameters.
+        samples: number of ranks over which gradients are averaged; more than the size of ``group`` if the parameters
+            are sharded over some of them.
+        optimizer_dtype: dtype of the master weights.
+        reduce_dtype: dtype in which gradients are sent and summed.
 
     Attributes:
         used: for each parameter, whether this rank had a gradient in the last backward pass.
@@ -59,59 +59,59 @@ class BucketShard(ReducedGradients):
     @property
     @abstractmethod
     def has_masters(self) -> bool:
-        """Whether the masters are separate from the parameters."""
+        """Whether the master weights are separate from the parameters."""
 
     def updated(self) -> list[tuple[nn.Parameter, Sequence[ParameterShard]]]:
-        """What the optimizer updates, each with the pieces that it consists of."""
+        """Returns the tensors that the optimizer updates, each with the parameter shards that it consists of."""
         return [(piece.master, [piece]) for piece in self.pieces]
 
     def regroup(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> dict[torch.Tensor, list[nn.Parameter]]:
-        """Before a step: what the optimizer updates as one has a gradient for all of it, or for nothing.
+        """Called before a step: splits updated tensors of which only some parameters have a gradient.
 
         Args:
-            state: the optimizer's, which follows.
+            state: the optimizer's state, which is split too.
 
         Returns:
-            what the optimizer does not update any more, each with what it updates instead.
+            The tensors that are no longer updated, each with those that are updated instead.
         """
         return {}
 
     def split_by(
         self, kinds: Mapping[int, Hashable], state: MutableMapping[torch.Tensor, dict[str, Any]]
     ) -> dict[torch.Tensor, list[nn.Parameter]]:
-        """The same, such that what the optimizer updates as one is of one kind; ``kinds`` are those of parameters, by
-        their index."""
+        """Splits updated tensors whose parameters are of different kinds; ``kinds`` has the kind of each parameter by
+        its index. Arguments and result are as for :meth:`regroup`."""
         return {}
 
     def before_update(self) -> None:
-        """The optimizer is going to step."""
+        """Called before the optimizer's step."""
 
     def after_update(self) -> None:
-        """The optimizer has stepped."""
+        """Called after the optimizer's step."""
 
     def open(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> MutableMapping[Any, dict[str, Any]]:
-        """The optimizer's state by the masters of parameter shards, which can be read and written until
-        :meth:`close`."""
+        """Returns the optimizer's state by the master weights of parameter shards. State and master weights can be read
+        and written until :meth:`close`."""
         return state
 
     def close(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> dict[torch.Tensor, list[nn.Parameter]]:
-        """Takes over what was written since :meth:`open`. Returns the same as :meth:`regroup`."""
+        """Applies values that were written since :meth:`open`. Returns the same as :meth:`regroup`."""
         return {}
 
     def _join_to_send(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Joins gradients in the dtype in which gradients travel."""
+        """Concatenates gradients in the dtype in which they are sent."""
         return self._join(gradients)
 
     @abstractmethod
     def send_weights(self) -> Callable[[], None]:
-        """Starts to gather the updated weights; what it returns finishes that."""
+        """Starts to gather the updated weights; returns a function that completes it."""
 
     def sync_user_weights(self) -> None:
-        """Applies weights that a loop has assigned to a parameter: ``parameter.data = ...``."""
+        """Applies weights that the user has assigned with ``parameter.data = ...``."""
 
     @abstractmethod
     def reload(self) -> None:
-        """Takes the model's weights as the new masters, after they were changed elsewhere."""
+        """Sets the master weights from the model's weights, after these were changed."""
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
     def send_gradients(self) -> None:
@@ -130,17 +130,17 @@ class BucketShard(ReducedGradients):
         self._pending = self.run.backend.start_reduce_scatter(self._join_to_send(gradients), self.group)
 
     def complete(self) -> None:
-        """Waits for the reduce-scatter that is under way, if any."""
+        """Waits for the pending reduce-scatter, if there is one."""
         if self._pending is not None:
             self._reduced, self._pending = self._pending.wait(), None
 
     def receive_gradients(self, used: Sequence[bool], scale: float, partial: Group) -> None:
-        """Waits for the reduced gradients and adds them to each parameter shard.
+        """Waits for the reduced gradients and adds them to those of each parameter shard.
 
         Args:
             used: for each parameter of the bucket, whether any rank had a gradient.
-            scale: what the sum is multiplied by.
-            partial: the group over which they still are partial sums.
+            scale: factor of the sum.
+            partial: the group over which the gradients are still partial sums.
         """
         gradient = self._scaled_sum(scale, partial)
         if self._gradient is not None:
@@ -151,7 +151,7 @@ class BucketShard(ReducedGradients):
         self._show([index for index, is_used in enumerate(used) if is_used])
 
     def _scaled_sum(self, scale: float, partial: Group) -> torch.Tensor:
-        """The reduction of the sent gradients over all ranks, ``[partition.chunk]``, in the optimizer's dtype."""
+        """Returns the reduced gradients, ``[partition.chunk]``, in the optimizer's dtype."""
         self.complete()
         assert self._reduced is not None
         gradient, self._reduced = self._reduced, None

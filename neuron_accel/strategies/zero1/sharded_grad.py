@@ -1,9 +1,9 @@
-"""What ``parameter.grad`` is under ZeRO-1: a tensor that is gathered when it is read.
+"""``parameter.grad`` under ZeRO-1: a tensor that is gathered when it is read.
 
-To a loop it is the reduced gradient, as it would be under plain data parallelism, from the end of the backward pass
-until gradients are zeroed. It takes no memory and no communication until its values are read. Reading is collective:
-the ranks that shard the optimizer read the same gradients in the same order. The optimizer uses the gradients as the
-loop has changed them, in place or by assigning a tensor or None.
+From the end of the backward pass until gradients are zeroed it is the reduced gradient, as with plain data parallelism.
+It uses no memory and no communication until its values are read. Reading is collective: the ranks over which the
+optimizer is sharded must read the same gradients in the same order. Changes that the user makes, in place or by
+assigning a tensor or None, are applied before the optimizer steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GradientSource(Protocol):
     """Holds a rank's shard of some gradients."""
 
     def full_gradient(self, index: int) -> torch.Tensor:
-        """The reduced gradient of one parameter; the same memory until the shard changes. Collective."""
+        """Returns the reduced gradient of one parameter, the same tensor until the shard changes. Collective."""
 
     def zero_gradient(self, index: int) -> None:
         """Sets the shard of one parameter's gradient to zero."""
@@ -38,13 +38,13 @@ class GradientSource(Protocol):
 class ShardedGrad(torch.Tensor):
     """The reduced gradient of ``parameter``, of which this rank has a shard.
 
-    A backward pass that accumulates into it (in a loop that did not zero gradients) adds a gradient of this rank alone;
-    that waits here until it is reduced and added to the shard.
+    A backward pass that accumulates into it (in a loop that did not zero gradients) adds a gradient of this rank alone,
+    which is kept separately until it is reduced and added to the shard.
 
     Args:
-        parameter: the parameter, which gives shape, dtype and device.
-        source: gathers it; referenced weakly, since parameters may live longer.
-        index: the parameter's index there.
+        parameter: the parameter, which has the same shape, dtype and device.
+        source: gathers the gradient; a weak reference to it is kept, since parameters may live longer.
+        index: index of the parameter in ``source``.
     """
 
     _source: weakref.ref[GradientSource]
@@ -61,8 +61,8 @@ class ShardedGrad(torch.Tensor):
         return self._source() is source
 
     def take_waiting(self) -> torch.Tensor | None:
-        """Returns and removes what backward passes have added on this rank since the gradient was reduced; None if
-        nothing."""
+        """Returns and removes the gradient that backward passes on this rank have added since the reduction, or
+        None."""
         waiting, self._waiting = self._waiting, None
         return waiting
 
@@ -78,8 +78,8 @@ class ShardedGrad(torch.Tensor):
                 why="it is gathered from all ranks when it is read, and its optimizer no longer exists",
                 fix="read it before the accelerator releases the optimizer, or keep a clone of it",
             )
-        whole = source.full_gradient(self._index)
-        return whole if self._waiting is None else whole + self._waiting
+        full = source.full_gradient(self._index)
+        return full if self._waiting is None else full + self._waiting
 
     # ---- a tensor like any other -------------------------------------------------------------------------------------
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own subclasses
@@ -91,7 +91,7 @@ class ShardedGrad(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, cls):
             if function is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
-                first._add_waiting(args[1])  # autograd accumulates; no user code can run here
+                first._add_waiting(args[1])  # autograd accumulates here; user code cannot run
                 return first
             if function is torch.ops.aten.zero_.default:
                 first._zero()
@@ -105,7 +105,7 @@ class ShardedGrad(torch.Tensor):
                 )
         values, named = tree_map(lambda v: v._value() if isinstance(v, cls) else v, (args, kwargs or {}))
         result = function(*values, **named)
-        if function._schema.is_mutable:  # below autograd, where versions are not counted
+        if function._schema.is_mutable:  # below autograd, which increments version counters
             read = zip(tree_leaves((args, kwargs or {})), tree_leaves((values, named)), strict=True)
             torch.autograd.graph.increment_version([value for given, value in read if isinstance(given, cls)])
         return first if isinstance(first, cls) and result is values[0] else result
@@ -116,7 +116,7 @@ class ShardedGrad(torch.Tensor):
         if source is not None:
             source.zero_gradient(self._index)
 
-    # Python's own access to values goes past dispatch.
+    # These methods read values without dispatch.
     def tolist(self) -> Any:
         return self._value().tolist()
 
@@ -143,8 +143,8 @@ class ParameterShard:
     Args:
         parameter: the model's parameter.
         place: its elements.
-        master: what the optimizer updates, a view into the rank's chunk, in the optimizer's dtype; ``[stop - start]``,
-            or the parameter's shape if it has no dims, or shards are full parameters.
+        master: the tensor that the optimizer updates, a view of the rank's chunk in the optimizer's dtype: ``[stop -
+            start]``, or of the parameter's shape if that has no dims or shards are full parameters.
     """
 
     parameter: nn.Parameter
@@ -162,17 +162,17 @@ class ParameterShard:
 
 
 class ReducedGradients(ABC):
-    """This rank's shard of a bucket's reduced gradients, and the view of them that a loop sees.
+    """This rank's shard of a bucket's reduced gradients, and the tensors ``parameter.grad`` that gather them.
 
     Args:
         bucket: the parameters.
         run: the run.
-        group: the ranks over which the optimizer's state is sharded.
+        group: the ranks over which optimizer state is sharded.
         optimizer_dtype: dtype of the shard.
 
     Attributes:
         pieces: the parameter shards of this rank.
-        used_anywhere: for each parameter, whether some rank had a gradient since gradients were last dropped.
+        used_anywhere: for each parameter, whether any rank had a gradient since gradients were last dropped.
     """
 
     pieces: list[ParameterShard]
@@ -190,19 +190,20 @@ class ReducedGradients(ABC):
 
     @abstractmethod
     def _join(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """The parameters' values in the order of the buffer, ``[partition.numel]``; None counts as zeros."""
+        """Returns values of the parameters in the order of the buffer, ``[partition.numel]``; None for zeros."""
 
     @abstractmethod
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' values in a buffer, in their shapes."""
+        """Returns the values of the parameters in a buffer, in their shapes."""
 
     @abstractmethod
     def _part(self, chunk: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
-        """The slice of a chunk that belongs to ``piece``, which may be changed in place."""
+        """Returns the slice of a chunk that belongs to ``piece``, which may be changed in place."""
 
     # ---- the shard ---------------------------------------------------------------------------------------------------
     def gradient_parts(self, wanted: Collection[nn.Parameter]) -> list[GradientPart]:
-        """This rank's shards of the reduced gradients of the ``wanted`` parameters; they may be changed in place."""
+        """Returns this rank's shards of the reduced gradients of the ``wanted`` parameters, which may be changed in
+        place."""
         self.before_change()
         mine = {piece.place.parameter: piece for piece in self.pieces}
         parts = []
@@ -216,14 +217,15 @@ class ReducedGradients(ABC):
         return (*record.axes, *self.run.mesh.gradient_axes)
 
     def _hand_out(self, gradient: torch.Tensor) -> None:
-        """Takes ``gradient``, ``[partition.chunk]``, as the shard, and gives each parameter shard its slice."""
+        """Sets the shard to ``gradient``, ``[partition.chunk]``, and the gradient of each parameter shard to its
+        slice."""
         self._gradient = gradient
         self._gathered.forget()
         for piece in self.pieces:
             piece.grad = self._part(gradient, piece) if self.used_anywhere[piece.place.parameter] else None
 
     def drop_gradients(self) -> None:
-        """Drops gradients, also those that can be read at the parameters."""
+        """Drops gradients, also ``parameter.grad``."""
         self._gradient = None
         self._gathered.forget()
         self.used_anywhere = [False] * len(self.parameters)
@@ -234,7 +236,7 @@ class ReducedGradients(ABC):
                 parameter.grad = None
 
     def zero_gradients(self) -> None:
-        """Sets reduced gradients to zero; drops those of this rank alone."""
+        """Sets reduced gradients to zero, and drops gradients of this rank alone."""
         kept = [self._is_visible(parameter.grad) for parameter in self.parameters]
         self._forget_all_but(kept)
         if self._gradient is None:
@@ -248,17 +250,17 @@ class ReducedGradients(ABC):
             else:
                 parameter.grad = None
 
-    # ---- what a loop sees --------------------------------------------------------------------------------------------
+    # ---- parameter.grad ----------------------------------------------------------------------------------------------
     def _show(self, indices: Sequence[int]) -> None:
-        """Lets these gradients be read at their parameters."""
+        """Sets ``parameter.grad`` of these parameters."""
         if not self._visible:
             self._visible = tuple(ShardedGrad(p, self, i) for i, p in enumerate(self.parameters))
         for index in indices:
             self.parameters[index].grad = self._visible[index]
 
     def sync_user_edits(self) -> None:
-        """Applies what a loop has done to the gradients that it sees: changed them, dropped or replaced some.
-        Replacements count as reduced, as under plain data parallelism."""
+        """Applies changes of the user: gradients that were changed in place, dropped or replaced. Replacements are
+        treated as reduced, as with plain data parallelism."""
         self._take_edits()
         self._forget_all_but([p.grad is not None for p in self.parameters])
         given = [None if p.grad is None or self._is_visible(p.grad) else p.grad.detach() for p in self.parameters]
@@ -278,17 +280,18 @@ class ReducedGradients(ABC):
         self._show(indices)
 
     def before_change(self) -> None:
-        """The shard is about to change in place, on every rank: gathered gradients become outdated."""
+        """Must be called before the shard is changed in place, on every rank. Discards gathered gradients."""
         self._take_edits()
         self._gathered.forget()
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether some parameter has a gradient of this rank alone."""
+        """Whether a parameter has a gradient of this rank alone."""
         return any(p.grad is not None and not self._is_visible(p.grad) for p in self.parameters)
 
     def full_gradient(self, index: int) -> torch.Tensor:
-        """The reduced gradient of one parameter, in its shape and dtype; changing it changes the shard. Collective.
+        """Returns the reduced gradient of one parameter, in its shape and dtype. Changes in place are applied to the
+        shard. Collective.
 
         Raises:
             UsageError: if gradients have been dropped.
@@ -315,7 +318,7 @@ class ReducedGradients(ABC):
                 piece.grad.zero_()
 
     def gather_gradients(self) -> list[torch.Tensor | None]:
-        """The reduced gradients of the bucket's parameters, unsharded, in the optimizer's dtype; collective."""
+        """Returns the unsharded reduced gradients of the bucket's parameters, in the optimizer's dtype. Collective."""
         if self._gradient is None:
             return [None] * len(self.parameters)
         self.sync_user_edits()
@@ -326,7 +329,8 @@ class ReducedGradients(ABC):
         return isinstance(gradient, ShardedGrad) and gradient.belongs_to(self)
 
     def _check_all_read(self, index: int) -> None:
-        """Of another length than gradients, so that another operation cannot be mistaken for it."""
+        """Raises DesyncError if other ranks read another gradient. Sends objects, so that no other collective
+        matches."""
         name = self.bucket.records[index].fqn
         everyone = self.run.backend.all_gather_object(name, self.group)
         if set(everyone) != {name}:
@@ -338,7 +342,7 @@ class ReducedGradients(ABC):
             )
 
     def _own_gradient(self) -> torch.Tensor:
-        """The shard as it is now, ``[partition.chunk]``."""
+        """Returns the current shard, ``[partition.chunk]``."""
         assert self._gradient is not None
         return self._gradient
 
@@ -348,12 +352,12 @@ class ReducedGradients(ABC):
         own = self._own_gradient()
         edited, before = self.run.backend.chunk(self._join(self._gathered.parts), self.group), self._gathered.before
         assert before is not None
-        # Where the loop changed nothing, the shard keeps the digits that the parameters' dtype does not have.
+        # Elements that were not changed keep the precision of the shard.
         merged = torch.where(edited == before, own, edited.to(own.dtype))
         self._hand_out(merged)
 
     def _forget_all_but(self, kept: Sequence[bool]) -> None:
-        """Drops the gradients that the loop has dropped by setting ``parameter.grad``."""
+        """Drops the gradients that the user has dropped by setting ``parameter.grad``."""
         if self._gradient is None or all(k or not u for k, u in zip(kept, self.used_anywhere, strict=True)):
             return
         self._take_edits()
@@ -363,16 +367,16 @@ class ReducedGradients(ABC):
             self._gathered.forget()
         for piece in self.pieces:
             if piece.grad is not None and not self.used_anywhere[piece.place.parameter]:
-                piece.grad.zero_()  # the memory may belong to the shard
+                piece.grad.zero_()  # it may be a view of the shard
                 piece.grad = None
 
 
 class _Gathered:
-    """The gathered gradients of a bucket, which a loop may read or change.
+    """The gathered gradients of a bucket, which the user may read or change.
 
     Attributes:
-        parts: the gradient of each parameter; empty if nothing was gathered.
-        before: this rank's shard as it was gathered.
+        parts: the gradient of each parameter; empty if nothing is gathered.
+        before: this rank's shard when they were gathered.
     """
 
     def __init__(self) -> None:

@@ -12,16 +12,16 @@ SIZES = [(7,), (1, 8, 3), (5, 0, 4), (16, 2)]
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("degree", [1, 2, 4])
-def test_every_rank_has_pieces_of_the_same_lengths_at_the_same_places(sizes, degree):
+def test_every_rank_has_spans_of_equal_lengths_at_equal_offsets(sizes, degree):
     partition = lazy_partition(sizes, degree)
-    shapes = {tuple((p.parameter, p.offset, p.length) for p in partition.pieces(rank)) for rank in range(degree)}
+    shapes = {tuple((p.parameter, p.offset, p.length) for p in partition.spans(rank)) for rank in range(degree)}
     assert len(shapes) == 1
     assert partition.numel == degree * partition.chunk
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("degree", [1, 2, 4])
-def test_what_is_joined_can_be_split_and_lies_where_the_pieces_say(sizes, degree):
+def test_split_inverts_join_and_values_are_at_the_offsets_of_the_spans(sizes, degree):
     partition = lazy_partition(sizes, degree)
     values = [torch.arange(1.0, size + 1) + 100 * i for i, size in enumerate(sizes)]
     flat = partition.join(values, torch.float32, torch.device("cpu"))
@@ -29,7 +29,7 @@ def test_what_is_joined_can_be_split_and_lies_where_the_pieces_say(sizes, degree
         assert torch.equal(value, back)
     seen = [torch.zeros(size) for size in sizes]
     for rank, chunk in enumerate(flat.chunk(degree)):
-        for piece in partition.pieces(rank):
+        for piece in partition.spans(rank):
             part = chunk[piece.offset : piece.offset + piece.length]
             real = part[: piece.stop - piece.start]
             seen[piece.parameter][piece.start : piece.stop] += real

@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable
-from neuron_accel.strategies.zero1.partition import even, whole
+from neuron_accel.strategies.zero1.partition import even, unsplit
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 DEGREES = st.integers(1, 9)
 
 
-@pytest.mark.parametrize("divide", [even, whole])
+@pytest.mark.parametrize("divide", [even, unsplit])
 @given(sizes=SIZES, degree=DEGREES)
-def test_pieces_cover_every_element_once(divide, sizes, degree):
+def test_the_spans_of_all_ranks_contain_every_element_once(divide, sizes, degree):
     partition = divide(sizes, degree)
     seen = [[0] * size for size in sizes]
     for rank in range(degree):
-        for piece in partition.pieces(rank):
+        for piece in partition.spans(rank):
             assert 0 <= piece.offset <= partition.chunk - (piece.stop - piece.start)
             for element in range(piece.start, piece.stop):
                 seen[piece.parameter][element] += 1
@@ -42,17 +42,17 @@ def test_even_pads_less_than_one_element_per_rank(sizes, degree):
 
 
 @given(sizes=SIZES, degree=DEGREES)
-def test_whole_cuts_nothing_and_balances(sizes, degree):
-    partition = whole(sizes, degree)
+def test_the_unsplit_partition_splits_no_parameter_and_balances_ranks(sizes, degree):
+    partition = unsplit(sizes, degree)
     for rank in range(degree):
-        for piece in partition.pieces(rank):
+        for piece in partition.spans(rank):
             assert (piece.start, piece.stop) == (0, sizes[piece.parameter])
     # Graham's bound for longest processing time first
     assert partition.chunk <= max(1, sum(sizes) / degree + max(sizes))
 
 
 class _Lamb(torch.optim.Optimizer):
-    """Looks at the norm of a whole parameter."""
+    """Uses the norm of a full parameter."""
 
     def __init__(self, params, lr=1e-2):
         super().__init__(params, {"lr": lr})
@@ -114,7 +114,7 @@ def test_finds_elementwise_optimizers(name):
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
-def test_finds_optimizers_that_look_at_whole_parameters(name):
+def test_finds_optimizers_that_use_full_parameters(name):
     optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(3, 4))], lr=0.0)
     assert not is_elementwise(optimizer)
     assert is_separable(optimizer)

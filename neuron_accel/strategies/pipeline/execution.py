@@ -1,4 +1,4 @@
-"""One step: a rank's list of actions, executed."""
+"""Execution of a schedule: a rank runs its list of actions for one batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from neuron_accel.strategies.pipeline.schedules import Action, Kind, Schedule, i
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Backend, Pending
-    from neuron_accel.strategies.pipeline.p2p import Ring
+    from neuron_accel.strategies.pipeline.p2p import RingShift
     from neuron_accel.strategies.pipeline.stage import Stage
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -32,7 +32,7 @@ class Flight:
 
     Args:
         received: the stage's input, whose gradients are sent back; empty on the first stage.
-        result: what it sent, or on the last stage the micro-batch's weighted loss.
+        result: the stage's output, or on the last stage the micro-batch's weighted loss.
         later: its deferred weight gradients.
     """
 
@@ -43,24 +43,24 @@ class Flight:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception that a stage raised, the stage and its action."""
+    """An exception of a stage, and the stage and action that raised it, as text."""
 
     error: Exception
     place: str
 
 
-class Step(ABC):
-    """Executes one rank's actions for one batch. Subclasses define how tensors travel between stages.
+class Execution(ABC):
+    """Executes one rank's actions for one batch. Subclasses define how stages exchange tensors.
 
     Args:
         schedule: the schedule.
         rank: this rank's position in the pipeline.
         stages: this rank's stages, by index.
         calls: the model's arguments for each micro-batch.
-        key: what the shapes of activations depend on.
-        weight: gives the factor by which a micro-batch's loss is multiplied before backward; None to run forward only.
+        key: identifies batches whose activations have the same shapes.
+        weight: returns the factor of a micro-batch's loss before backward; None to run forward only.
         deferred_wgrad: splits backward passes in two, for schedules that require it.
-        synchronise: called before each backward pass with whether it is the stage's last.
+        synchronise: is called before each backward pass with whether it is the last of its stage.
     """
 
     def __init__(
@@ -83,20 +83,20 @@ class Step(ABC):
         self._flights: dict[tuple[int, int], Flight] = {}
         self._last = {(action.stage, action.kind): action for action in schedule.compute(rank)}
         self.outputs: list[Any] = []
-        """The last stage's outputs by micro-batch; losses, detached, where backward passes run."""
+        """The last stage's outputs by micro-batch; in training, detached losses."""
         self.most_in_flight = 0
-        """The largest number of micro-batches whose activations were kept at a time."""
+        """The largest number of micro-batches whose activations were kept at the same time."""
         self.failure: Failure | None = None
-        """What a stage of this rank raised."""
+        """The first exception of a stage of this rank."""
 
     @abstractmethod
     def run(self) -> None:
-        """Executes all actions. A stage that raises sets :attr:`failure`; after that, messages have no meaning, but all
-        of them are sent and received, so that no neighbour waits forever."""
+        """Executes all actions. If a stage raises an exception, :attr:`failure` is set; after that arbitrary tensors
+        are sent and received, so that no other rank waits forever."""
 
     @abstractmethod
     def _form(self, stage: int) -> Form | None:
-        """The form of what ``stage`` sends to the next one; None if it is not known yet."""
+        """Returns the form of the tensors that ``stage`` sends to the next one; None if it is not known yet."""
 
     @abstractmethod
     def _refuse_form(self, found: Form, form: Form, stage: int) -> NoReturn: ...
@@ -136,7 +136,7 @@ class Step(ABC):
         if action.stage:
             received = self._arrived(Kind.RECEIVE_ACTIVATION, action)
             form = self._form(action.stage - 1)
-            stage.passage.as_tuple = form is not None and form.as_tuple
+            stage.state.as_tuple = form is not None and form.as_tuple
             for value in received:
                 if self._weight is not None and value is not None and value.is_floating_point():
                     value.requires_grad_()
@@ -165,7 +165,7 @@ class Step(ABC):
         return loss * self._weight(microbatch)
 
     def _check_form(self, values: Values, stage: Stage) -> None:
-        form, found = self._form(stage.index), Form.of(values, stage.passage.as_tuple)
+        form, found = self._form(stage.index), Form.of(values, stage.state.as_tuple)
         if form is not None and found.parts != form.parts:
             self._refuse_form(found, form, stage.index)
 
@@ -183,16 +183,16 @@ class Step(ABC):
             self._leaving[Kind.SEND_GRADIENT, action.stage, action.microbatch] = leaving
         if action.kind is Kind.BACKWARD:
             del self._flights[key]
-        else:  # activations that no weight gradient needs are free
+        else:  # activations that are not needed for weight gradients are released
             self._flights[key] = Flight((), (), flight.later)
 
 
-class SendingStep(Step):
-    """Ranks send to each other; messages travel while they compute.
+class P2PExecution(Execution):
+    """Stages exchange tensors by point-to-point messages, which overlap with computation.
 
     Args:
         p2p: sends to and receives from the neighbours.
-        arguments, options: see :class:`Step`.
+        arguments, options: see :class:`Execution`.
     """
 
     def __init__(self, p2p: P2P, *arguments: Any, **options: Any) -> None:
@@ -216,14 +216,14 @@ class SendingStep(Step):
             pending.wait()
 
     def _edge(self, stage: int) -> Hashable:
-        """The edge from ``stage`` to the next one, for this kind of batch."""
+        """Returns the key of messages from ``stage`` to the next one for this kind of batch."""
         return (self._key, stage)
 
     def _send(self, action: Action) -> None:
         values = self._leaving.pop((action.kind, action.stage, action.microbatch), None)
         peer = self._schedule.peer(action)
         if action.kind is Kind.SEND_ACTIVATION:
-            as_tuple = self._stages[action.stage].passage.as_tuple
+            as_tuple = self._stages[action.stage].state.as_tuple
             self._sends += self._p2p.send(values, self._edge(action.stage), peer, as_tuple)
         else:
             self._sends += self._p2p.send_gradient(values, self._edge(action.stage - 1), peer)
@@ -248,37 +248,37 @@ class SendingStep(Step):
         )
 
 
-class TurningStep(Step):
-    """All ranks compute and communicate in turns: each computes one action, then all send what others need. On a lazy
+class RingExecution(Execution):
+    """All ranks compute and communicate in rounds: each computes one action, then all exchange results. On a lazy
     device every computation is a graph, the same for all micro-batches except for the first backward pass, and every
-    exchange is another.
+    exchange is another graph.
 
     Args:
-        ring: of all ranks of the pipeline.
-        backend: executes.
-        arguments, options: see :class:`Step`.
+        ring: exchanges tensors between the ranks of the pipeline.
+        backend: executes graphs.
+        arguments, options: see :class:`Execution`.
     """
 
-    def __init__(self, ring: Ring, backend: Backend, *arguments: Any, **options: Any) -> None:
+    def __init__(self, ring: RingShift, backend: Backend, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._ring, self._backend = ring, backend
 
     def run(self) -> None:
         schedule = self._schedule
-        self._backend.step_boundary()  # the micro-batches exist
+        self._backend.step_boundary()  # computes the micro-batches
         for actions in in_rounds([schedule.compute(rank) for rank in range(schedule.ranks)], schedule.stages):
             if self._rank in actions:
                 self._attempt(actions[self._rank])
             self._backend.step_boundary()
             if self._ring.form(self._key) is None and self._ring.learn(self._key, self._first_form()) is None:
-                return  # the first stage failed, and it is unknown what to wait for
+                return  # the first stage failed, so the shapes are unknown
             form = self._ring.form(self._key)
             assert form is not None
-            self._turn(actions, Kind.SEND_ACTIVATION, form.parts, 1)
-            self._turn(actions, Kind.SEND_GRADIENT, form.learning, -1)
+            self._exchange(actions, Kind.SEND_ACTIVATION, form.parts, 1)
+            self._exchange(actions, Kind.SEND_GRADIENT, form.learning, -1)
 
-    def _turn(self, actions: dict[int, Action], kind: Kind, parts: tuple[Part | None, ...], shift: int) -> None:
-        """Sends all results of one kind of a round's computations."""
+    def _exchange(self, actions: dict[int, Action], kind: Kind, parts: tuple[Part | None, ...], shift: int) -> None:
+        """Exchanges all results of one kind of a round."""
         pairs = [pair for action in actions.values() for pair in transfers_after(action, self._schedule.stages)]
         pairs = [(send, receive) for send, receive in pairs if send.kind is kind]
         if not pairs:
@@ -287,14 +287,14 @@ class TurningStep(Step):
         for send, _ in pairs:
             if self._schedule.rank_of(send.stage) == self._rank:
                 mine = self._leaving.pop((send.kind, send.stage, send.microbatch), None)
-        arrived = self._ring.turn(mine, parts, shift)
+        arrived = self._ring.shift(mine, parts, shift)
         for _, receive in pairs:
             if self._schedule.rank_of(receive.stage) == self._rank:
                 self._arriving[receive.kind, receive.stage, receive.microbatch] = arrived
 
     def _first_form(self) -> Form | None:
         values = self._leaving.get((Kind.SEND_ACTIVATION, 0, 0))
-        return None if values is None else Form.of(values, self._stages[0].passage.as_tuple)
+        return None if values is None else Form.of(values, self._stages[0].state.as_tuple)
 
     def _form(self, stage: int) -> Form | None:
         return self._ring.form(self._key)
@@ -308,13 +308,13 @@ class TurningStep(Step):
 
 
 class StageFailed(Exception):
-    """Where an error comes from; the cause of the error that all ranks raise."""
+    """Names the stage that raised an error; the cause of the error that all ranks raise."""
 
 
 class NeighbourFailed(Exception):
-    """A message without meaning arrived; its sender has the error."""
+    """Nothing was received, because the neighbouring stage failed."""
 
 
 def type_and_loss(output: Any, loss: torch.Tensor) -> Any:
-    """An output of the same kind that holds only a loss, detached."""
+    """Returns an output of the same kind that contains only the loss, detached."""
     return (loss.detach(),) if isinstance(output, (tuple, list)) else {"loss": loss.detach()}
