@@ -1,4 +1,4 @@
-"""What the strategies need to know about model families, as data.
+"""Plans of model families, which describe as data how their modules are sharded.
 
 An :class:`ArchitecturePlan` describes a family; :func:`architecture_of` binds it to a model.
 """

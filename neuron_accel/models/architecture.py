@@ -1,4 +1,4 @@
-"""A family's plan bound to one model."""
+"""The architecture of a model: a family's plan, and the modules that it describes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from neuron_accel.models.upstream import upstream_plan
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Where the modules of one model are.
+    """The modules of one model, as described by a plan.
 
     Args:
         plan: the plan of its family.
         config: its configuration.
-        model: the model whose FQNs count.
-        owner: the model of its family inside it (``LlamaForCausalLM``), often ``model`` itself.
-        owner_name: its FQN in ``model``; empty if it is ``model`` itself.
-        base: the base model inside the owner (``LlamaModel``); the owner itself if it has no head.
-        base_name: its FQN in ``model``.
-        block_names: under a user's own plan the FQNs of the repeated blocks that it names; None: those of
-            ``plan.blocks``.
+        model: the prepared model, to which FQNs are relative.
+        owner: the model of transformers in it (``LlamaForCausalLM``), often ``model`` itself.
+        owner_name: FQN of the owner in ``model``; empty if it is ``model`` itself.
+        base: the base model in the owner (``LlamaModel``); the owner itself if it has no head.
+        base_name: FQN of the base model in ``model``.
+        block_names: FQNs of the repeated blocks that a user's plan names; None to use ``plan.blocks``.
     """
 
     plan: ArchitecturePlan
@@ -44,11 +43,12 @@ class Architecture:
         return self.config.model_type
 
     def at(self, degree: int) -> Architecture:
-        """The same architecture for ``degree`` ranks, without the regions that cannot be sharded over this number."""
+        """Returns the architecture without the regions that cannot be sharded over ``degree`` ranks."""
         return replace(self, plan=self.plan.at(degree, self.config)) if self.plan.replicated_if_uneven else self
 
     def find(self, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-        """FQN (in ``model``) and module of everything that a pattern of the plan matches, in the model's order."""
+        """Yields FQN (in ``model``) and module of all modules that a pattern of the plan matches, in the order of the
+        model."""
         for name, module in named_modules(self.base, pattern):
             yield join(self.base_name, name), module
 
@@ -61,14 +61,14 @@ class Architecture:
 
     @property
     def regions(self) -> list[tuple[str, nn.Module]]:
-        """FQN and module of the tensor-parallel regions, in order: those of the plan's regions that hold something with
-        a style. Other layers of the same name may be of another kind."""
+        """FQN and module of the tensor-parallel regions, in order: the modules that match the plan's regions and
+        contain a module or parameter with a style. Other modules of the same name may be layers of another kind."""
         sharded = self.around_styles
         return [found for pattern in self.plan.regions for found in self.find(pattern) if found[0] in sharded]
 
     @property
     def around_styles(self) -> set[str]:
-        """FQNs of all modules and parameters that have a style, and of all modules that hold one."""
+        """FQNs of all modules and parameters that have a style, and of the modules that contain them."""
         result: set[str] = set()
         for pattern in self.plan.styles:
             holder, _, name = pattern.rpartition(".")
@@ -82,7 +82,7 @@ class Architecture:
 
     @property
     def last(self) -> tuple[str, nn.Module]:
-        """The module (with its FQN) that the hidden states leave last: the norm after the blocks, or the last block."""
+        """FQN and module of the norm after the blocks, or of the last block if there is none."""
         return self._one(self.plan.final_norm) if self.plan.final_norm else self.blocks[-1]
 
     @property
@@ -108,16 +108,16 @@ class Architecture:
 
 
 def architecture_of(model: nn.Module) -> Architecture:
-    """Finds the model of a known family in ``model``, which may be ``model`` itself.
+    """Returns the architecture of the first transformers model that ``model`` is or contains.
 
     Raises:
-        UnsupportedModelError: if there is none, or its configuration asks for something that its plan does not cover.
+        UnsupportedModelError: if there is none, or its plan does not cover its configuration.
     """
     found = family_inside(model)
     if found is None:
         raise UnsupportedModelError(
             f"No plan is known for {type(model).__name__}.",
-            why="it holds no model with a configuration that names its family (config.model_type)",
+            why="it contains no model with a configuration that names its family (config.model_type)",
             fix=f"use a model of one of these families: {', '.join(known_model_types())}",
         )
     owner_name, owner = found
@@ -151,11 +151,11 @@ def architecture_of(model: nn.Module) -> Architecture:
 
 
 def _name_of_base(owner: nn.Module) -> str:
-    """Name of the base model in a model of transformers; empty if it is the base model itself."""
+    """Returns the name of the base model in a model of transformers; empty if it is the base model itself."""
     prefix: Any = owner.base_model_prefix
     if prefix and isinstance(getattr(owner, prefix, None), nn.Module):
         return prefix
-    # Some classes keep their base model under another name than the one that they inherit.
+    # In some classes the base model has another name than the inherited base_model_prefix.
     inside = [
         name
         for name, module in owner.named_children()
@@ -165,7 +165,7 @@ def _name_of_base(owner: nn.Module) -> str:
 
 
 def family_inside(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """FQN and module of the first transformers model that ``model`` is or contains; None if there is none."""
+    """Returns FQN and module of the first transformers model that ``model`` is or contains; None if there is none."""
     # The class is inspected, not the instance: wrappers such as adapters forward attributes to the module they wrap.
     for name, module in model.named_modules():
         if hasattr(type(module), "base_model_prefix") and getattr(module, "config", None) is not None:
@@ -174,5 +174,5 @@ def family_inside(model: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def join(prefix: str, name: str) -> str:
-    """``"prefix.name"``, either of which may be empty."""
+    """Returns ``"prefix.name"``; either may be empty."""
     return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -1,12 +1,12 @@
-"""Attention that keeps no scores for the backward pass, for models of transformers.
+"""Attention for models of transformers that does not keep scores for the backward pass.
 
-Their attention layers call the function that the model's configuration names, which is a public interface: so nothing
-in a model is replaced. The function here computes a block of queries at a time and lets the backend compute it again in
-the backward pass. Of size queries x keys there is then one block at a time, instead of every layer's scores. It is the
-same formula as transformers' own (``attn_implementation="eager"``), row by row.
+Attention layers of transformers call a function that the model's configuration names, which is a public interface, so
+that no module has to be replaced. The function here computes attention for blocks of queries, which the backend
+recomputes in the backward pass, so that only the scores of one block are in memory at a time. The formula is that of
+transformers' ``attn_implementation="eager"``.
 
 Sources: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021), section 2; Dao et al., "FlashAttention"
-(2022), for why the scores are computed again rather than kept.
+(2022), for recomputing the scores instead of keeping them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend
 
 NAME = "neuron_accel_blockwise"
-"""The name of the attention function among those of transformers."""
+"""Name under which the attention function is registered in transformers."""
 
 _SETTINGS = "_neuron_accel_attention"
 _STANDARD = {"eager", "sdpa", None}
-# arguments of attention functions that change the scores, beyond those that are understood
+# Further arguments of attention functions, which are not supported here.
 _NOT_UNDERSTOOD = ("position_bias", "head_mask", "cache")
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool, float], torch.Tensor]
@@ -39,20 +39,20 @@ probability of dropout, to [batch, heads, positions, dim]."""
 
 @dataclass(frozen=True, eq=False)
 class BlockwiseAttention:
-    """How the attention of one model is computed.
+    """Settings of the attention of one model.
 
-    A model holds it in its modules, and copies of the model use the same. It is pickled without the backend: a model
-    that is loaded elsewhere computes with PyTorch's own activation checkpointing.
+    They are kept in the model's modules; copies of the model have the same object. They are pickled without the
+    backend: an unpickled model uses PyTorch's activation checkpointing.
 
     Args:
-        backend: computes blocks again.
-        block_size: queries in a block; None: all are one block.
-        kernel: computes attention without any mask but the causal one; None: there is none.
-        why_no_kernel: says of query, key, whether there is a mask, and a softcap or sinks, why the kernel cannot
-            compute it; an empty text if it can.
-        kernel_only: whether it is an error if the kernel cannot be used.
-        ignores_padding: whether a mask of padding is left out: padding only follows the tokens of a sequence, and
-            causal attention never looks there.
+        backend: recomputes blocks.
+        block_size: number of queries in a block; None for one block.
+        kernel: computes attention without a mask other than the causal one; None if there is no kernel.
+        why_no_kernel: returns the reason why the kernel cannot be used, given query, key, whether there is a mask, and
+            whether there are a softcap or sinks; an empty string if it can.
+        kernel_only: whether to raise an error if the kernel cannot be used.
+        ignores_padding: whether to ignore the padding mask, because padding only follows the tokens of a sequence and
+            causal attention does not use it.
     """
 
     backend: Backend | None
@@ -69,7 +69,7 @@ class BlockwiseAttention:
         return functools.partial(BlockwiseAttention, ignores_padding=self.ignores_padding), (None, self.block_size)
 
     def recompute(self, function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
-        """Calls a function whose activations are computed again in the backward pass."""
+        """Calls ``function`` with activation checkpointing."""
         if self.backend is not None:
             return self.backend.recompute(function, *inputs)  # type: ignore[no-any-return]
         from torch.utils.checkpoint import checkpoint
@@ -77,26 +77,29 @@ class BlockwiseAttention:
         return checkpoint(function, *inputs, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-# ---- exchanging the attention of a model -----------------------------------------------------------------------------
+# ---- replacing the attention of a model ------------------------------------------------------------------------------
 def install_attention(model: nn.Module, attention: BlockwiseAttention, where: str) -> Callable[[], None]:
-    """Lets every model of transformers in ``model`` compute its attention in this way.
+    """Replaces the attention function of every model of transformers in ``model``.
 
     Args:
-        where: the plugin, for errors.
+        model: the model.
+        attention: the settings.
+        where: the plugin, for messages.
 
     Returns:
-        A function that undoes it.
+        A function that restores the previous attention function.
 
     Raises:
-        UnsupportedModelError: if there is none, or one whose attention cannot be exchanged. Nothing is changed then.
-        UsageError: if its attention was exchanged already.
+        UnsupportedModelError: if there is no such model, or the attention of one cannot be replaced; nothing is changed
+            then.
+        UsageError: if another plugin has replaced it.
     """
     found = list(_outermost_models(model))
     if not found:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no attention that can be exchanged.",
+            f"{type(model).__name__} has no attention that can be replaced.",
             where=where,
-            why="only models of transformers let the function that computes attention be chosen",
+            why="only models of transformers have a configurable attention function",
             fix="name modules to recompute by a pattern: ActivationCheckpointingPlugin(modules='blocks.*.attn')",
         )
     _register()
@@ -122,10 +125,10 @@ def install_attention(model: nn.Module, attention: BlockwiseAttention, where: st
         if each.config._attn_implementation != NAME:
             undo()
             raise UnsupportedModelError(
-                f"The attention of {type(each).__name__} cannot be exchanged.",
+                f"The attention of {type(each).__name__} cannot be replaced.",
                 where=where,
                 why="its attention layers do not call the function that the configuration names",
-                fix="use ActivationCheckpointingPlugin(modules='attention'), which computes the whole layer again",
+                fix="use ActivationCheckpointingPlugin(modules='attention'), which recomputes the full layer",
             )
         for module in each.modules():
             setattr(module, _SETTINGS, attention)
@@ -162,11 +165,12 @@ def blockwise_mask(
     allow_is_bidirectional_skip: bool = False,
     **others: Any,
 ) -> torch.Tensor | None:
-    """What stands for a mask; a function of transformers' mask interface. No value of a tensor is read.
+    """Returns the mask for :func:`blockwise_attention`; a function of transformers' mask interface. No value of a
+    tensor is read.
 
     Returns:
-        None if only the causal mask, or none, holds. bool [batch, keys], True for tokens: padding, beside the causal
-        mask. bool [batch or 1, 1, queries or 1, keys]: all there is.
+        None for the causal mask only, or no mask; a bool tensor [batch, keys], True for tokens, for the causal mask and
+        padding; or a bool tensor [batch or 1, 1, queries or 1, keys] for the complete mask.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -210,23 +214,26 @@ def blockwise_attention(
         query: [batch, heads, queries, dim].
         key: [batch, key/value heads, keys, dim]; heads are a multiple of them.
         value: [batch, key/value heads, keys, value dim].
-        attention_mask: from :func:`blockwise_mask`, or a user's own, bool or added to the scores
-            [batch or 1, heads or 1, queries or 1, keys].
-        softcap: scores are squashed into (-softcap, softcap).
-        s_aux: a score for each head [heads] that takes part in the softmax and looks at nothing ("sinks").
+        attention_mask: from :func:`blockwise_mask`, or a user's mask [batch or 1, heads or 1, queries or 1, keys], bool
+            or added to the scores.
+        scaling: factor of the scores; by default dim ** -0.5.
+        dropout: probability of dropout of the weights.
+        softcap: limits scores to (-softcap, softcap) by tanh.
+        is_causal: whether attention is causal, if there is no mask.
+        s_aux: an additional score for each head [heads] in the softmax, without a value ("sinks").
 
     Returns:
         [batch, queries, heads, value dim], and no weights.
 
     Raises:
-        UsageError: outside of a model that was prepared so.
-        UnsupportedModelError: for scores that are made in another way, or if only the kernel may be used and cannot.
+        UsageError: if the model was not prepared with :func:`install_attention`.
+        UnsupportedModelError: for arguments that are not supported, or if only the kernel may be used and cannot.
     """
     attention = getattr(module, _SETTINGS, None)
     if attention is None:
         raise UsageError(
             f"{type(module).__name__} was not prepared for attn_implementation={NAME!r}.",
-            why="the name alone does not say how large a block is",
+            why="the block size is set when a model is prepared",
             fix="load the model with attn_implementation='eager' and use FlashAttentionPlugin",
         )
     unknown = [name for name in _NOT_UNDERSTOOD if others.get(name) is not None]
@@ -236,7 +243,7 @@ def blockwise_attention(
             where="attention in blocks",
             why="the scores would be computed without it",
             fix="leave out FlashAttentionPlugin (or modules='core_attention'); modules='attention' of "
-            "ActivationCheckpointingPlugin computes the whole layer again",
+            "ActivationCheckpointingPlugin recomputes the full layer",
         )
     scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
     causal, mask = _visible(module, query, key, attention_mask, is_causal, attention.ignores_padding)
@@ -278,7 +285,7 @@ def _visible(
     is_causal: bool | None,
     ignores_padding: bool,
 ) -> tuple[bool, torch.Tensor | None]:
-    """Whether the causal mask holds, and what else does: [batch or 1, heads or 1, queries or 1, keys]."""
+    """Returns whether attention is causal, and a further mask [batch or 1, heads or 1, queries or 1, keys] or None."""
     if given is not None and given.ndim == 2:
         return True, None if ignores_padding else given[:, None, None, :]
     if given is not None:
@@ -305,16 +312,17 @@ def _rows(
     dropout: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention of a block of queries.
+    """Computes attention for a block of queries.
 
     Args:
-        first: under the causal mask, the position of the first query; the last one is that of the last key.
+        first: for causal attention, the position of the first query; that of the last query is the position of the last
+            key.
 
     Returns:
         [batch, heads, rows, value dim], in the dtype of the query.
     """
     heads, rows, groups = query.shape[1], query.shape[2], query.shape[1] // key.shape[1]
-    # the heads of a group next to each other, instead of a copy of the keys for each
+    # The queries of the heads of a group are concatenated, so that keys need not be repeated for each head.
     folded = query.reshape(query.shape[0], key.shape[1], groups * rows, query.shape[3])
     scores = (folded @ key.transpose(-1, -2)) * scale
     scores = scores.view(query.shape[0], heads, rows, key.shape[2])

@@ -1,4 +1,4 @@
-"""The decoders of models that translate or summarise, used alone: learned or fixed positions, biases everywhere."""
+"""Decoders of encoder-decoder models, used alone: learned or fixed positions, biases in all layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BERT and those built like it, as decoders: a norm after every sum, learned positions, a head of several layers."""
+"""BERT and similar models as decoders: post-norm, learned positions, a head of several layers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NORM_FIRST = replace(
     final_norm="encoder.ln",
     regions=("encoder.layer.*.attention.self", "encoder.layer.*.intermediate"),
 )
-"""The norm comes before attention and feed-forward, and one after the blocks."""
+"""Pre-norm, with a final norm after the blocks."""
 
 ROBERTA_NORM_FIRST = replace(
     ROBERTA,

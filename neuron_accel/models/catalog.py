@@ -1,4 +1,4 @@
-"""The families that are known."""
+"""The plans of all known families, and plans that users register."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _PLANS = (
 
 
 def known_model_types() -> tuple[str, ...]:
-    """Every ``config.model_type`` that has a plan."""
+    """Returns every ``config.model_type`` that has a plan."""
     return tuple(sorted({*(name for plan in _PLANS for name in plan.model_types), *registered_plans().families}))
 
 
 def plan_for(model_type: str) -> ArchitecturePlan | None:
-    """The plan of a family; None if it has none. A registered one comes before one that is built in."""
+    """Returns the plan of a family, or None. A registered plan takes precedence over a built-in one."""
     registered = registered_plans().families.get(model_type)
     if registered is not None:
         return registered
@@ -48,7 +48,7 @@ def plan_for(model_type: str) -> ArchitecturePlan | None:
 # ---- Plans that users register, for their own modules or for families ------------------------------------------------
 @dataclass
 class RegisteredPlans:
-    """What was registered in this process.
+    """The plans registered in this process.
 
     Args:
         of_classes: plans as dicts of patterns to styles (:func:`~neuron_accel.models.given_architecture`), by class of
@@ -62,9 +62,9 @@ class RegisteredPlans:
     families: dict[str, ArchitecturePlan] = field(default_factory=dict)
 
     def find(self, model: nn.Module) -> dict[str, str] | None:
-        """The plan of a model, as a dict of patterns relative to ``model``: the one registered for it, or those of all
-        modules in it that have one, merged. A module with a plan is sharded by that plan alone. None if there is
-        none."""
+        """Returns the plan of a model, as a dict with patterns relative to ``model``: the plan registered for it, or
+        the merged plans of modules in it. Plans of modules inside a module with a plan are ignored. Returns None if
+        there is no plan."""
         plans: dict[str, dict[str, str]] = {}
         for name, module in model.named_modules():
             if any(not outer or name.startswith(f"{outer}.") for outer in plans):
@@ -85,7 +85,7 @@ class RegisteredPlans:
 
 @functools.cache
 def registered_plans() -> RegisteredPlans:
-    """The plans registered in this process; a global object, because registration is global."""
+    """Returns the plans registered in this process, a global object."""
     return RegisteredPlans()
 
 

@@ -1,5 +1,5 @@
-"""Linear attention by the delta rule (Gated DeltaNet, Kimi Delta Attention): its forms, recognised by their
-submodules."""
+"""Plans of layers of linear attention with the delta rule (Gated DeltaNet, Kimi Delta Attention), which are recognised
+by their submodules."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _KEY, _VALUE = "linear_key_head_dim", "linear_value_head_dim"
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaForm:
-    """One way to build such a layer. Each head is independent, from its projections to its norm.
+    """One form of such a layer. Each head is independent, from its projections to its norm.
 
     Args:
-        styles: all its submodules and parameters, and how each is sharded.
-        counters: attributes of the layer and its submodules that count what a rank holds, and what they follow.
-        heads: the attribute of the layer that counts each kind of head, by that of the configuration. All of them have
-            to be divisible by the degree: a value head stays with its key head.
+        styles: styles of all its submodules and parameters.
+        counters: attributes of the layer and its submodules that count the heads or features of a rank, with the
+            configuration attribute that counts those of the model.
+        heads: the attribute of the layer that counts each kind of head, by the configuration attribute. All of them
+            must be divisible by the degree, since a value head stays with its key head.
     """
 
     styles: Mapping[str, Style]
@@ -36,7 +37,7 @@ def _convolution(*units: str) -> dict[str, dict[str, str]]:
 
 
 _BLOCKS: dict[str, Any] = {"units": (_KEYS, _KEYS, _VALUES), "widths": (_KEY, _KEY, _VALUE)}
-"""Queries, keys and values side by side."""
+"""Queries, keys and values in consecutive blocks."""
 _GATED = {
     "conv1d": sharded(**_BLOCKS),
     "A_log": sharded(units=_VALUES),
@@ -116,7 +117,8 @@ _FORMS = (
 
 
 def delta_form(module: nn.Module, config: Any) -> DeltaForm | None:
-    """The form of a layer of linear attention; None if it is another layer, or differs from its configuration."""
+    """Returns the form of a layer of linear attention; None if it is another layer, or does not match its
+    configuration."""
     names = {name for name, _ in module.named_parameters()}
     for form in _FORMS:
         parts = {next((part for part in form.styles if f"{name}.".startswith(f"{part}.")), name) for name in names}

@@ -34,7 +34,7 @@ OPENAI_GPT = replace(
 )
 
 
-# ---- GPT-Neo: queries, keys and values apart, without biases; in turn all positions and a window of them -------------
+# ---- GPT-Neo: separate projections without biases; alternating global and local attention ----------------------------
 GPT_NEO = ArchitecturePlan(
     model_types=("gpt_neo",),
     blocks="h.*",
@@ -54,7 +54,7 @@ GPT_NEO = ArchitecturePlan(
 )
 
 
-# ---- GPT-J and CodeGen: attention and feed-forward side by side ------------------------------------------------------
+# ---- GPT-J and CodeGen: attention and feed-forward in parallel -------------------------------------------------------
 _GPTJ_HEADS = "num_attention_heads"
 
 GPTJ = ArchitecturePlan(
@@ -77,7 +77,7 @@ GPTJ = ArchitecturePlan(
 CODEGEN = replace(
     GPTJ,
     model_types=("codegen",),
-    # laid out for four cores: of each in turn query, value and key
+    # Four groups, each of query, value and key.
     styles={
         "h.*.attn.qkv_proj": colwise(units=_GPTJ_HEADS, blocks=12, groups=4),
         "h.*.attn.out_proj": rowwise(units=_GPTJ_HEADS, blocks=4, groups=4),
@@ -87,7 +87,7 @@ CODEGEN = replace(
 )
 
 
-# ---- MPT: no positions but a bias on attention that is different for each head, query, key and value side by side ----
+# ---- MPT: ALiBi instead of positions; query, key and value fused in one projection -----------------------------------
 MPT = ArchitecturePlan(
     model_types=("mpt",),
     blocks="blocks.*",
@@ -106,7 +106,7 @@ MPT = ArchitecturePlan(
 )
 
 
-# ---- OPT: biases everywhere, a feed-forward that is not a separate module, on a list of tokens -----------------------
+# ---- OPT: biases in all layers, feed-forward layers on [tokens, hidden] that are not a separate module ---------------
 _OPT_HEADS = "num_attention_heads"
 
 OPT = ArchitecturePlan(

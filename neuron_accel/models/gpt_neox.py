@@ -1,4 +1,4 @@
-"""Decoders whose fused projection has query, key and value of each head side by side: GPT-NeoX, BLOOM, Falcon."""
+"""Decoders whose fused projection has query, key and value of each head in turn: GPT-NeoX, BLOOM, Falcon."""
 
 from __future__ import annotations
 

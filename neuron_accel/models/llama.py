@@ -1,4 +1,4 @@
-"""Decoders in the manner of Llama: rotary positions, grouped key/value heads, gated feed-forward."""
+"""Decoders like Llama: rotary positions, grouped key/value heads, gated feed-forward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LLAMA = ArchitecturePlan(
 QWEN3 = replace(
     LLAMA,
     model_types=("qwen3",),
-    # norms over the features of one head, the same for every head
+    # Norms over the features of a head, with weights shared by all heads.
     styles={**LLAMA.styles, "layers.*.self_attn.q_norm": shared(), "layers.*.self_attn.k_norm": shared()},
 )
 
@@ -84,11 +84,11 @@ DIFFLLAMA = replace(
     model_types=("diffllama",),
     styles={
         **LLAMA.styles,
-        # two halves, whose heads are subtracted pair by pair
+        # Two halves, whose heads are subtracted in pairs.
         "layers.*.self_attn.q_proj": colwise(units="num_attention_heads", blocks=2, groups=2),
         "layers.*.self_attn.k_proj": colwise(units="num_key_value_heads", blocks=2, groups=2),
         "layers.*.self_attn.v_proj": colwise(units="num_key_value_heads", blocks=2, groups=2),
-        # pairs of heads: twice the features of a head, as many as there are heads in one half
+        # Pairs of heads, each with the features of two heads.
         "layers.*.self_attn.o_proj": rowwise(units="num_attention_heads", groups=2),
         **{f"layers.*.self_attn.lambda_{name}": shared() for name in ("q1", "k1", "q2", "k2")},
     },

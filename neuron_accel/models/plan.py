@@ -1,7 +1,4 @@
-"""The description of a family of decoders: the names of its modules, and how each is sharded.
-
-Everything here is plain data, so that a new family is about a dozen lines.
-"""
+"""Descriptions of families of decoders as plain data: the names of their modules, and how each is sharded."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How one module inside a tensor-parallel region is sharded.
+    """How a module in a tensor-parallel region is sharded.
 
     Args:
         kind: ``"colwise"`` (the output features are sharded), ``"rowwise"`` (the input features are sharded; the
@@ -103,7 +100,7 @@ def experts() -> Style:
 
 
 def own_queries(*, units: str) -> Style:
-    """A projection to the queries of all heads and then one key and one value head, which all of them read."""
+    """A projection to the queries of all heads, followed by one key head and one value head for all of them."""
     return Style(kind="own_queries", units=units)
 
 
@@ -163,11 +160,11 @@ class ArchitecturePlan:
     variants: Mapping[str, ArchitecturePlan] = field(default_factory=dict)
 
     def of(self, config: Any) -> ArchitecturePlan:
-        """The plan of a model with this configuration."""
+        """Returns the plan of a model with this configuration."""
         return next((plan for name, plan in self.variants.items() if getattr(config, name, None)), self)
 
     def at(self, degree: int, config: Any) -> ArchitecturePlan:
-        """The plan of a model with this configuration over ``degree`` ranks."""
+        """Returns the plan of a model with this configuration over ``degree`` ranks."""
         uneven = {
             region
             for region, counts in self.replicated_if_uneven.items()
@@ -187,13 +184,13 @@ class ArchitecturePlan:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether ``pattern`` matches the FQN ``name``."""
+    """Returns whether ``pattern`` matches the FQN ``name``."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
 
 
 def named_modules(base: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-    """FQN in ``base`` and module of everything that a pattern matches, in the order of the model; a module with several
-    names once."""
+    """Returns FQN in ``base`` and module of all modules that a pattern matches, in the order of the model; a module
+    with several names once."""
     found = [("", base)]
     for segment in pattern.split(".") if pattern else ():
         found = [

@@ -1,4 +1,4 @@
-"""Resizes the vocabulary of a prepared model whose token tables are sharded, or are on some ranks only."""
+"""Resizes the vocabulary of a prepared model whose embedding and head are sharded, or are on some ranks only."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class _Table:
 
     Args:
         fqn: its FQN.
-        names: its own parameters' names in it.
+        names: names of its own parameters.
         cls: its class.
-        padding_idx: of an embedding.
+        padding_idx: ``padding_idx`` of an embedding.
     """
 
     fqn: str
@@ -46,7 +46,11 @@ class _Table:
         return issubclass(self.cls, nn.Embedding)
 
     def stand_in(self, parameters: dict[str, nn.Parameter]) -> nn.Module:
-        """A plain layer with these parameters."""
+        """Returns a plain layer with these parameters.
+
+        Raises:
+            UnsupportedModelError: if the table is neither an embedding nor a linear layer.
+        """
         if not issubclass(self.cls, (nn.Embedding, nn.Linear)):
             raise UnsupportedModelError(
                 f"The vocabulary cannot be resized: {self.fqn!r} is a {self.cls.__name__}.",
@@ -67,12 +71,11 @@ class _Table:
 class Resize:
     """Replaces a model's own ``resize_token_embeddings``, which would resize this rank's shards of the tables.
 
-    Every rank calls it. Both tables are gathered temporarily; the model's own method resizes them, the first rank's new
-    rows are used, and each rank keeps its shard of the result. Every parameter stays the same object.
-    rank's new rows count, and each rank keeps its part of what came out. Every parameter stays the object that it is.
+    All ranks must call it. Both tables are gathered temporarily and resized by the model's own method. The new rows of
+    the first rank are used, and each rank keeps its shard of the result. Parameters stay the same objects.
 
     Args:
-        model: the model that is being prepared, while it has all its layers; its parameters receive the new layouts.
+        model: the model that is being prepared, while it has all its layers; the layouts of its parameters are updated.
         owner: the model of transformers that ``model`` is or contains.
         run: ranks and backend.
     """
@@ -90,7 +93,7 @@ class Resize:
     def __call__(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
-        """As in transformers.
+        """See transformers. Collective.
 
         Raises:
             UsageError: if an optimizer's state is already sharded like the old tables.
@@ -99,11 +102,11 @@ class Resize:
         run = self._run
         for before_reshape in run.hooks["before_reshape"]:
             before_reshape(self._record, run)
-        wholes = {r.fqn: nn.Parameter(self._whole(r), requires_grad=False) for r, *_ in self._records()}
-        stand_ins = {table.fqn: table.stand_in(self._of(table, wholes)) for table in self._tables}
-        resized = self._resize(stand_ins, wholes, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        full = {r.fqn: nn.Parameter(self._full(r), requires_grad=False) for r, *_ in self._records()}
+        stand_ins = {table.fqn: table.stand_in(self._of(table, full)) for table in self._tables}
+        resized = self._resize(stand_ins, full, new_num_tokens, pad_to_multiple_of, mean_resizing)
         for r, table, name in self._records():
-            self._divide(r, resized[table.fqn].get_parameter(name).detach())
+            self._shard(r, resized[table.fqn].get_parameter(name).detach())
         for table in self._tables:
             self._show_sizes(table, resized[table.fqn])
         self._parameters.follow(self._model)
@@ -112,7 +115,8 @@ class Resize:
         return self._owner.get_input_embeddings()
 
     def _records(self) -> list[tuple[ParameterRecord, _Table, str]]:
-        """The tables' parameters, tied ones once, in the same order on every rank; a table and the name there."""
+        """Returns the records of the tables' parameters, each with one of its tables and its name there. Tied
+        parameters are listed once, in the same order on every rank."""
         found: dict[str, tuple[ParameterRecord, _Table, str]] = {}
         for table in self._tables:
             for name in table.names:
@@ -120,11 +124,11 @@ class Resize:
                 found.setdefault(record.fqn, (record, table, name))
         return list(found.values())
 
-    def _of(self, table: _Table, wholes: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        return {name: wholes[self._parameters[join(table.fqn, name)].fqn] for name in table.names}
+    def _of(self, table: _Table, full: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        return {name: full[self._parameters[join(table.fqn, name)].fqn] for name in table.names}
 
-    def _whole(self, record: ParameterRecord) -> torch.Tensor:
-        """The full parameter, on every rank. Collective."""
+    def _full(self, record: ParameterRecord) -> torch.Tensor:
+        """Returns the full parameter, on every rank. Collective."""
         run, current = self._run, record.current
         dtype = None if current is None else current.dtype
         value = None if current is None else full_tensor(current.detach(), record.layout, run).to(run.device)
@@ -137,17 +141,17 @@ class Resize:
         return value
 
     def _resize(
-        self, stand_ins: dict[str, nn.Module], wholes: dict[str, nn.Parameter], *arguments: Any
+        self, stand_ins: dict[str, nn.Module], full: dict[str, nn.Parameter], *arguments: Any
     ) -> dict[str, nn.Module]:
-        """Calls the model's own method on layers with the full tables, which temporarily replace this rank's; returns
-        the resized layers. Collective."""
-        tied = [(*slot, wholes[record.fqn]) for record, *_ in self._records() for slot in self._slots(record)]
+        """Calls the model's own method with layers that have the full tables and temporarily replace those of this
+        rank. Returns the resized layers. Collective."""
+        tied = [(*slot, full[record.fqn]) for record, *_ in self._records() for slot in self._slots(record)]
         standing = {fqn: _child(self._model, fqn) for fqn in stand_ins}
         resized: dict[str, nn.Module] = {}
         error = None
         try:
-            for holder, name, _, whole in tied:
-                holder.register_parameter(name, whole)
+            for holder, name, _, table in tied:
+                holder.register_parameter(name, table)
             for fqn, stand_in in stand_ins.items():
                 if standing[fqn] is None:
                     raise UnsupportedModelError(
@@ -174,25 +178,25 @@ class Resize:
         return resized
 
     def _slots(self, record: ParameterRecord) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-        """Modules of this rank other than the tables that hold a table's parameter, too, and its name there."""
+        """Yields other modules of this rank that have the parameter of a table, and its name there."""
         tables = {table.fqn for table in self._tables}
         for holder, _, name in (fqn.rpartition(".") for fqn in record.names):
             module = None if holder in tables else _child(self._model, holder)
             if module is not None and name in module._parameters:
                 yield module, name, getattr(module, name)
 
-    def _divide(self, record: ParameterRecord, whole: torch.Tensor) -> None:
+    def _shard(self, record: ParameterRecord, full: torch.Tensor) -> None:
         before = record.layout
-        cuts = tuple(replace(cut, size=whole.shape[cut.dim], blocks=()) for cut in before.cuts)
-        layout = Layout(shape=tuple(whole.shape), dtype=before.dtype, cuts=cuts)
-        same = self._run.backend.broadcast(whole, self._run.world)
+        cuts = tuple(replace(cut, size=full.shape[cut.dim], blocks=()) for cut in before.cuts)
+        layout = Layout(shape=tuple(full.shape), dtype=before.dtype, cuts=cuts)
+        same = self._run.backend.broadcast(full, self._run.world)
         self._parameters.set_layout(record.fqn, layout)
         if record.current is not None:
             record.current.grad = None
             record.current.data = layout.shard(same, self._run.coordinates)
 
     def _show_sizes(self, table: _Table, resized: nn.Module) -> None:
-        """Updates the sizes that a table, or its stub on this rank, shows."""
+        """Updates the size attributes of a table, or of its stub on this rank."""
         module: Any = self._model.get_submodule(table.fqn)
         size = len(resized.get_parameter("weight"))
         if hasattr(module, "vocabulary"):
@@ -208,7 +212,7 @@ def _child(model: nn.Module, fqn: str) -> nn.Module | None:
     try:
         return model.get_submodule(fqn)
     except AttributeError:
-        return None  # on another stage
+        return None  # it is on another stage
 
 
 def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
@@ -217,15 +221,16 @@ def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
 
 
 def install_resize(model: PreparedModel, run: Run) -> None:
-    """Makes the vocabulary of a prepared model resizable; called while the model still has all its layers.
+    """Replaces ``resize_token_embeddings`` of a model by :class:`Resize`. Must be called while the model has all its
+    layers.
 
     Args:
-        model: the model that is being prepared; nothing happens unless it is or contains one of transformers.
+        model: the model that is being prepared; not changed unless it is or contains a model of transformers.
         run: ranks and backend.
     """
     found = family_inside(model.module)
     if found is None or not hasattr(type(found[1]), "resize_token_embeddings"):
         return
     owner: Any = found[1]
-    with suppress(NotImplementedError):  # a model without a token embedding raises it
+    with suppress(NotImplementedError):  # raised by a model without a token embedding
         owner.resize_token_embeddings = Resize(model, owner, run)

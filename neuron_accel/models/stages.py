@@ -1,7 +1,8 @@
-"""Where a model can be cut into stages: its repeated blocks, and what comes before and after them.
+"""Finds the repeated blocks of a model, between which it can be split into stages, and the modules before and after
+them.
 
-The description comes from transformers' own plan for pipelines where a model has one (``base_model_pp_plan``), else
-from this project's plan of the family, else from the user, who names the blocks at which stages begin.
+They are taken from the blocks that the user names in ``stage_cuts``, else from transformers' plan for pipelines
+(``base_model_pp_plan``), else from this package's plan of the family.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class Stack:
     after: tuple[str, ...]
 
     def block(self, index: int) -> str:
-        """FQN of a block."""
+        """Returns the FQN of a block."""
         return join(self.container, str(index))
 
     def stages_of(self, starts: Sequence[int]) -> Iterator[tuple[str, int]]:
-        """FQN of every module and the stage it belongs to.
+        """Yields the FQN of every module and the stage that it belongs to.
 
         Args:
             starts: for each stage, the index of its first block.
@@ -58,7 +59,7 @@ def stack_of(model: nn.Module, container: str | None = None) -> Stack:
         container: FQN of the module that holds the blocks; None to look it up in the plan of the model's family.
 
     Raises:
-        UnsupportedModelError: if there is no plan for the model, or no stage can own some of its parameters.
+        UnsupportedModelError: if there is no plan for the model, or some of its parameters belong to no stage.
     """
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
@@ -74,7 +75,9 @@ def stack_of(model: nn.Module, container: str | None = None) -> Stack:
         )
     before: list[str] = []
     after: list[str] = []
-    for level in _beside(model, container):  # from the outside in: outer ones come before and after the inner ones
+    for level in _beside(
+        model, container
+    ):  # from outer to inner modules; outer ones are before or after the inner ones
         following: list[str] = []
         for fqn, is_before in level:
             is_before = fqn in first if fqn in first or fqn in last else is_before
@@ -84,10 +87,10 @@ def stack_of(model: nn.Module, container: str | None = None) -> Stack:
 
 
 def _planned(model: nn.Module) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """FQN of the container of blocks, and FQNs before and after it, from the plan of a family."""
+    """Returns the FQN of the container of blocks, and the FQNs before and after it, from the plan of a family."""
     found = family_inside(model)
     if found is None:
-        raise _no_plan(model, "it holds no model with a configuration that names its family")
+        raise _no_plan(model, "it contains no model with a configuration that names its family")
     name, owner = found
     prefix: Any = owner.base_model_prefix
     base: Any = getattr(owner, prefix, None) if prefix else None
@@ -121,8 +124,8 @@ def _no_plan(model: nn.Module, why: str) -> UnsupportedModelError:
 
 
 def _beside(model: nn.Module, container: str) -> Iterator[list[tuple[str, bool]]]:
-    """FQN of every module with parameters that is not on the path from the model to the container, level by level, and
-    whether it is registered before that path."""
+    """Yields, level by level, the FQNs of modules with parameters beside the path from the model to the container, and
+    whether each is registered before that path."""
     parent, name = model, ""
     for step in container.split(".") if container else ():
         _check_loose(parent, name)
@@ -142,16 +145,16 @@ def _check_loose(module: nn.Module, name: str) -> None:
     if loose:
         raise UnsupportedModelError(
             f"{type(module).__name__} holds parameters of its own: {', '.join(join(name, p) for p in loose)}.",
-            why="it surrounds the blocks and therefore exists on every stage, but a parameter belongs to one",
+            why="it contains the blocks and therefore exists on every stage, but a parameter belongs to one stage",
             fix="put them in a module of their own, before or after the blocks",
         )
 
 
 def container_of(model: nn.Module, cuts: Iterable[str]) -> tuple[str, tuple[int, ...]]:
-    """The container and the indices of the blocks that a user named.
+    """Returns the container and the indices of the blocks that a user named.
 
     Raises:
-        UnsupportedModelError: if they are not blocks, or not of one container.
+        UnsupportedModelError: if they are not blocks, or are in several containers.
     """
     cuts = tuple(cuts)
     modules = dict(model.named_modules())

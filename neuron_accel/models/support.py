@@ -1,4 +1,4 @@
-"""Whether a configuration can be sharded, determined without weights."""
+"""Reports whether the model of a configuration can be sharded, without creating weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class SupportReport:
     """Whether and how a model can be sharded.
 
     Args:
-        model_type: its family.
-        tensor_parallel_size: the degree asked about.
-        supported: whether it can be sharded.
-        reason: why not; empty if it can.
+        model_type: family of the model.
+        tensor_parallel_size: the degree.
+        supported: whether the model can be sharded.
+        reason: why it cannot; empty if it can.
         sequence: why it does not support sequence parallelism; empty if it does.
         sharded: number of elements in sharded parameters.
         replicated: number of elements in replicated parameters.
@@ -48,7 +48,7 @@ class SupportReport:
 
 
 def model_without_weights(config: Any) -> nn.Module:
-    """The causal language model of a configuration, on the meta device."""
+    """Returns the causal language model of a configuration, on the meta device."""
     import torch
     from transformers import AutoModelForCausalLM
 

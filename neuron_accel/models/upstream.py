@@ -1,8 +1,8 @@
 """Plans derived from transformers' own plans for its models: ``base_model_tp_plan`` and ``base_model_pp_plan``.
 
-Those plans are checked against the modules of the model. What they leave open, which features belong to one head,
-follows from the configuration and must agree with the sizes of the weights. Anything that does not agree, or is not
-recognised, is an error that names it.
+These plans are checked against the modules of the model. They do not say which features belong to one head; this is
+determined from the configuration, and must match the sizes of the weights. Anything that does not match or is not
+recognised raises an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 _COLWISE = ("colwise", "colwise_gather_output", "colwise_rep")
 _ROWWISE = ("rowwise", "rowwise_split_input", "rowwise_rep")
 _NOTHING = frozenset({"replicate", "local_params", "embedding_rowwise"})
-"""Styles that shard nothing, or only token embeddings, which are sharded anyway."""
+"""Styles of replicated modules, and of token embeddings, which have their own rule here."""
 _LATENT = frozenset({"mla_kv_a_proj"})
 """Styles of attention over latent features, which transformers' plans leave partly or fully replicated."""
 _OF_LATENT = {
@@ -52,20 +52,20 @@ _OF_LATENT = {
     "gate_proj": colwise(units="num_attention_heads"),
     "o_proj": rowwise(units="num_attention_heads"),
 }
-"""Attention over latent features: every rank computes the latent features, and from them queries, keys and values of
-its heads, and a gate for each."""
+"""Styles of attention over latent features: every rank computes the latent features, and from them queries, keys,
+values and gates of its heads."""
 _INDEX = "indexer"
-"""Chooses the positions that all heads attend to. It has weights, and no gradients."""
+"""Module that chooses the positions that all heads attend to. Its weights get no gradients."""
 _SHARED = ("replicated_with_grad_allreduce",)
 
 _HEADS, _GROUPS = "num_attention_heads", "num_key_value_heads"
 _OF_HEADS = {"q_proj": _HEADS, "k_proj": _GROUPS, "v_proj": _GROUPS}
 _OF_NORMS = {"q_norm": _HEADS, "k_norm": _GROUPS}
 _GATED = frozenset({"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
-"""Families whose query projection has, for each head, its query and a gate side by side."""
+"""Families whose query projection has, for each head, a query followed by a gate."""
 
 _GATES = ("g_proj", "gate_proj")
-"""Projections in attention that give each head, or each of its features, a gate."""
+"""Projections in attention to gates of heads, or of features of heads."""
 
 _COUNTERS = {
     "num_heads": _HEADS,
@@ -83,7 +83,7 @@ _MIXTURES = frozenset({
     "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe",
     "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
 })  # fmt: skip
-"""Families whose mixture is just a sum over experts, each weighted by the router."""
+"""Families whose mixture of experts is a sum over experts, weighted by the router."""
 
 _EXPERTS_OF = {
     "longcat_flash": {
@@ -100,7 +100,7 @@ _EXPERTS_OF = {
         "layers.*.mixer.experts.down_proj": sharded(dim=2),
     },
 }
-"""Experts of other shapes: not declared as gated or transposed, without gates, or some without weights."""
+"""Styles of experts of other forms: not declared as gated or transposed, without gates, or without weights."""
 _LEFT_OUT = {
     "nemotron_h": {
         "layers.*.mixer.q_proj": colwise(units="num_attention_heads"),
@@ -111,7 +111,7 @@ _LEFT_OUT = {
         "layers.*.mixer.down_proj": rowwise(),
     },
 }
-"""Layers that a family's plan leaves out; not every model has each of them."""
+"""Styles of layers that are missing in transformers' plan of a family; not every model has all of them."""
 
 _FURTHER_EMBEDDINGS = {"gemma4_text": ("embed_tokens_per_layer",)}
 
@@ -127,7 +127,7 @@ _REFUSED = {
 
 
 def upstream_plan(owner: nn.Module, base: nn.Module) -> ArchitecturePlan | None:
-    """The plan of a model, derived from transformers' plan for it; None if transformers has none.
+    """Returns the plan of a model, derived from transformers' plan; None if transformers has none.
 
     Args:
         owner: the model, such as ``LlamaForCausalLM``.
@@ -154,7 +154,7 @@ class _Translation:
         self._parameters = dict(base.named_parameters())
         self._styles, self._steps = styles, steps
         self._of_each_head: dict[str, Style] = {}
-        """Parameters of attention modules themselves that have one number for each head."""
+        """Parameters of attention modules themselves with one element for each head."""
 
     def plan(self) -> ArchitecturePlan:
         if self._config.model_type in _REFUSED:
@@ -167,7 +167,7 @@ class _Translation:
         for region in dict.fromkeys(pattern.rpartition(".")[0] for pattern in present):
             inside = {p.rpartition(".")[2]: s for p, s in present.items() if p.rpartition(".")[0] == region}
             if set(inside.values()) == {"colwise_gather_output"}:
-                continue  # every rank needs all features afterwards: it might as well compute them
+                continue  # replicated: every rank needs all features afterwards
             if _LATENT.intersection(inside.values()):
                 continue  # replicated, or sharded by _latent_attention
             translated |= self._region(region, inside)
@@ -219,11 +219,11 @@ class _Translation:
                 raise self._unsupported(
                     f"The parameter {name!r} has style {self._styles[pattern]!r}.", "only linear layers can be sharded"
                 )
-        return False  # an optional part that this model was built without
+        return False  # an optional module, which this model does not have
 
     # ---- mixtures of experts -----------------------------------------------------------------------------------------
     def _mixtures(self, patterns: list[str], present: dict[str, str]) -> tuple[dict[str, Style], list[str]]:
-        """Styles and regions of the layers that mix experts."""
+        """Returns styles and regions of the layers with mixtures of experts."""
         styles: dict[str, Style] = {}
         regions = [pattern.rpartition(".")[0] for pattern in patterns]
         if patterns and self._config.model_type not in _MIXTURES:
@@ -248,7 +248,7 @@ class _Translation:
         return any(True for _ in module.parameters(recurse=False))
 
     def _beside_experts(self, pattern: str, style: str | None) -> Style:
-        """The style of a router, or of an expert that sees every token, whose output is summed with the others'."""
+        """Returns the style of a router, or of a shared expert, whose output is added to that of the others."""
         *_, holder, leaf = pattern.split(".")
         if style in _COLWISE or (style is None and leaf in ("gate_proj", "up_proj")):
             return colwise()
@@ -271,7 +271,7 @@ class _Translation:
         return {f"{region}.{leaf}": style for leaf, style in make(region, kinds, exits[0]).items()}
 
     def _latent_attention(self) -> dict[str, dict[str, Style]]:
-        """Regions of attention over latent features, and the styles in them. Attention with further modules is
+        """Returns regions of attention over latent features, and the styles in them. Attention with further modules is
         replicated."""
         parts = {name.rpartition(".")[0] for name in self._modules if name.endswith(".kv_a_proj_with_mqa")}
         styles = {name: self._latent_styles(self._modules[name]) for name in sorted(parts)}
@@ -285,13 +285,13 @@ class _Translation:
         return [child for child, _ in self._modules[name].named_children()]
 
     def _linear_attention(self) -> dict[str, DeltaForm]:
-        """Regions of linear attention, and their form."""
+        """Returns regions of linear attention, and their forms."""
         holders = {name.rpartition(".")[0] for name in self._modules if name.endswith(".conv1d")}
         forms = {name: delta_form(self._modules[name], self._config) for name in sorted(holders)}
         return self._by_pattern({name: form for name, form in forms.items() if form is not None})
 
     def _by_pattern(self, found: dict[str, T]) -> dict[str, T]:
-        """Values found for modules, keyed by a pattern where they are the same for every module that it matches."""
+        """Returns values of modules by a pattern, if they are equal for all modules that it matches, or else by FQN."""
         result: dict[str, T] = {}
         for name, value in found.items():
             pattern = re.sub(r"\.\d+\.", ".*.", name)
@@ -300,7 +300,8 @@ class _Translation:
         return result
 
     def _latent_styles(self, attention: nn.Module) -> dict[str, Style]:
-        """The styles in an attention module, if it consists of the submodules of latent attention and no others."""
+        """Returns the styles in an attention module if it consists of the submodules of latent attention and no others;
+        else an empty dict."""
         parts: dict[str, Any] = {
             leaf: child for leaf, child in attention.named_children() if any(True for _ in child.parameters())
         }
@@ -406,7 +407,7 @@ class _Translation:
             raise self._unsupported(
                 f"The norm {name!r} has parameters of shapes {shapes}.", "they do not match the heads"
             )
-        raise AssertionError  # only asked for norms that are there
+        raise AssertionError  # only called for norms that exist
 
     def _head_size(self, name: str) -> int:
         attention = self._modules[name.rpartition(".")[0]]
@@ -418,7 +419,7 @@ class _Translation:
     def _count(self, unit: str) -> int:
         try:
             count = getattr(self._config, unit, None) or getattr(self._config, _HEADS, None)
-        except RuntimeError as error:  # so says a configuration whose layers have configurations of their own
+        except RuntimeError as error:  # raised by configurations that differ between layers
             raise self._unsupported(f"Its layers differ in {unit}.", "all layers must have the same number") from error
         if not isinstance(count, int):
             raise self._unsupported(f"The configuration has no {unit}.", "the number of heads is not known")
@@ -447,14 +448,14 @@ class _Translation:
         return {leaf: made[kind](leaf) for leaf, kind in kinds.items()} | self._learned_activation(region)
 
     def _learned_activation(self, region: str) -> dict[str, Style]:
-        """An activation whose parameters are single numbers, the same for every feature."""
+        """Returns the style of an activation whose parameters are scalars; an empty dict if there is none."""
         for _, module in self._find(f"{region}.act_fn"):
             sizes = {parameter.numel() for parameter in module.parameters()}
             return {"act_fn": shared()} if sizes == {1} else {}
         return {}
 
     def _counters(self, regions: list[str], styles: dict[str, Style]) -> dict[str, dict[str, str]]:
-        """Attributes of attention modules that count heads."""
+        """Returns the attributes of attention modules that count heads."""
         result: dict[str, dict[str, str]] = {}
         for region in regions:
             modules = dict(self._find(region))
@@ -468,8 +469,8 @@ class _Translation:
 
     # ---- the rest ----------------------------------------------------------------------------------------------------
     def _stack(self) -> tuple[str, str, str]:
-        """FQNs of the list of blocks, the token embedding and the final norm."""
-        # what has no plan for pipelines is laid out in the order of its children
+        """Returns the FQNs of the list of blocks, the token embedding and the final norm."""
+        # Without a plan for pipelines, the order of the children is used.
         steps = self._steps or {name: () for name, _ in self._base.named_children() if "rotary" not in name}
         there = [step for step in steps if step in self._modules]
         lists = [step for step in there if isinstance(self._modules[step], nn.ModuleList)]
@@ -506,5 +507,5 @@ class _Translation:
 
 
 def _named_parts(pattern: str) -> list[str]:
-    """The names in a pattern, without positions in lists of modules."""
+    """Returns the names in a pattern, without indices of ModuleLists."""
     return [part for part in pattern.split(".") if part != "*" and not part.isdigit()]

@@ -1,4 +1,4 @@
-"""A user's own model, sharded by the plan given for it."""
+"""The architecture of a user's own model, from a plan given as a dict of patterns to styles."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from neuron_accel.models.architecture import Architecture
 from neuron_accel.models.plan import ArchitecturePlan, Style, colwise, matches, named_modules, rowwise, shared
 
 BLOCK = "block"
-"""The style that a plan gives to the repeated blocks of a model."""
+"""The style of the repeated blocks of a model."""
 
 _MADE = {"rowwise": rowwise, "shared": shared}
 
 
 def given_architecture(model: nn.Module, plan: Mapping[str, str], degree: int) -> Architecture:
-    """A model with the plan that a user gave.
+    """Returns the architecture of a model with a user's plan.
 
     Args:
         model: any model.
@@ -76,7 +76,7 @@ def _blocks(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
 
 
 def _of_one_list(model: nn.Module, blocks: dict[str, nn.Module]) -> tuple[str, ...]:
-    """The FQNs of blocks in the order of the model."""
+    """Returns the FQNs of blocks in the order of the model, after checking that they are in one list."""
     parents = sorted({name.rpartition(".")[0] for name in blocks})
     if len(parents) > 1:
         raise UnsupportedModelError(

@@ -95,13 +95,14 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 class LossWeights:
     """The weight of each micro-batch's loss in the loss of the batch.
-    A transformers model for causal language modelling averages over target tokens, which are the labels except the
-        first of each row; any other model with integer labels over the labels that are not -100; everything else over
-        samples. A loss that was divided by ``num_items_in_batch`` is a sum already.
 
-        Args:
-            model: the model that is called.
-            forward: its own forward.
+    A transformers model for causal language modelling averages over target tokens, which are the labels except the
+    first of each row. Any other model with integer labels averages over the labels that are not -100, and a model
+    without integer labels over samples. A loss that was divided by ``num_items_in_batch`` is already a sum.
+
+    Args:
+        model: the model that is called.
+        forward: the model's own forward.
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:

@@ -101,10 +101,10 @@ def shard_sequence(architecture: Architecture, tp_region: TpRegion, parameters: 
         stack.watch(architecture)
     else:
         change_output(architecture, "hidden_states", flow.join, keep="last_hidden_state")
-    whole = _whole(architecture)
-    for name, module in whole:
-        _keep_whole(name, module, flow)
-    for name in _on_shards(architecture, [*architecture.regions, *whole]):
+    mixing = _mixing_modules(architecture)
+    for name, module in mixing:
+        _give_full_sequence(name, module, flow)
+    for name in _on_shards(architecture, [*architecture.regions, *mixing]):
         parameters.add_partial_axis(name, AXIS)
 
 
@@ -156,7 +156,7 @@ class _Stack:
             self._watches.pop().remove()
 
 
-def _whole(architecture: Architecture) -> list[tuple[str, nn.Module]]:
+def _mixing_modules(architecture: Architecture) -> list[tuple[str, nn.Module]]:
     """Returns FQN and module of the unsharded modules in blocks that may compute across positions: all but norms."""
     regions, styled = [fqn for fqn, _ in architecture.regions], architecture.around_styles
     return [
@@ -194,7 +194,7 @@ def _called(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def _keep_whole(fqn: str, module: nn.Module, flow: SequenceFlow) -> None:
+def _give_full_sequence(fqn: str, module: nn.Module, flow: SequenceFlow) -> None:
     """Installs hooks that give a module the full sequence, and shard its output. All ranks compute the same, and each
     has the full gradients of the module."""
     if Dropouts([module]).possible:

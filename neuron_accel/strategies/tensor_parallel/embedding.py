@@ -1,4 +1,4 @@
-"""The two ends of a model, sharded along the vocabulary: token embedding and head."""
+"""Token embedding and head, sharded along the vocabulary."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from neuron_accel.strategies.tensor_parallel.vocabulary import Vocabulary, Vocab
 
 
 class VocabularyParallelEmbedding(WithProductHooks, nn.Embedding):
-    """An ``nn.Embedding`` with its rows sharded over ranks. Input: ids of any shape; output: [..., embedding_dim], the
-    same on every rank."""
+    """An ``nn.Embedding`` with its rows sharded over ranks. Input: ids of any shape; output: [..., embedding_dim],
+    replicated."""
 
     vocabulary: Vocabulary
 
@@ -26,7 +26,7 @@ class VocabularyParallelEmbedding(WithProductHooks, nn.Embedding):
         row = input - vocabulary.start(input.device)
         elsewhere = (row < 0) | (row >= vocabulary.local_size)
         found = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
-        if self.padding_idx is not None:  # this row gets no gradient
+        if self.padding_idx is not None:  # the row of padding_idx gets no gradient
             found = torch.where((input == self.padding_idx).unsqueeze(-1), found.detach(), found)
         found = self._product(input, found.masked_fill(elsewhere.unsqueeze(-1), 0))
         return reduce_from_group(found, vocabulary.backend, vocabulary.group)
@@ -36,11 +36,11 @@ class VocabularyParallelEmbedding(WithProductHooks, nn.Embedding):
 
 
 class VocabularyParallelHead(WithProductHooks, nn.Linear):
-    """The projection to the vocabulary, with its rows sharded over ranks. Input: [..., hidden], the same on every rank;
-    output: logits [..., vocabulary].
+    """The projection to the vocabulary, with its rows sharded over ranks. Input: [..., hidden], replicated; output:
+    logits [..., vocabulary].
 
-    The logits are gathered, unless ``sharded_logits`` is set; then they are a :class:`VocabularyShard`. In code that
-    torch.compile traces they are gathered always: it cannot follow what such a shard does.
+    The logits are gathered, unless ``sharded_logits`` is set; then they are a :class:`VocabularyShard`. Under
+    torch.compile, which does not support that subclass, they are always gathered.
     """
 
     vocabulary: Vocabulary
@@ -58,13 +58,12 @@ class VocabularyParallelHead(WithProductHooks, nn.Linear):
 
 
 def is_plain(module: nn.Module, expected: type[nn.Module]) -> bool:
-    """Whether a module computes what ``expected`` does, and nothing else."""
+    """Returns whether a module has the forward of ``expected``."""
     return type(module).forward is expected.forward and "forward" not in vars(module)
 
 
 def is_scaled_embedding(module: nn.Module) -> bool:
-    """Whether a module is an embedding that changes the result of the lookup, for example scales it, and does not use
-    the table in any other way."""
+    """Returns whether a module is an embedding that only changes the result of the lookup, for example scales it."""
     cls = type(module)
     forward = getattr(cls.forward, "__code__", None)
     if forward is None or "forward" in vars(module) or cls.__bases__ != (nn.Embedding,):
@@ -75,7 +74,7 @@ def is_scaled_embedding(module: nn.Module) -> bool:
 
 
 def parallel_embedding(fqn: str, source: nn.Embedding, vocabulary: Vocabulary) -> VocabularyParallelEmbedding:
-    """The module that replaces a token embedding, still with the full table.
+    """Returns the module that replaces a token embedding, still with the full table.
 
     Raises:
         UnsupportedModelError: for options that need the rows of other ranks.
@@ -88,7 +87,7 @@ def parallel_embedding(fqn: str, source: nn.Embedding, vocabulary: Vocabulary) -
                 fix=f"build it without {option}, or keep it unsharded with parallelize_embeddings=False",
             )
     cls: type[VocabularyParallelEmbedding] = VocabularyParallelEmbedding
-    if not is_plain(source, nn.Embedding):  # its class calls its parent's forward, which is then that of this class
+    if not is_plain(source, nn.Embedding):  # a subclass that calls super().forward, which is then that of this class
         cls = type(type(source).__name__, (type(source), VocabularyParallelEmbedding), {})
     module = take_over(cls, source)
     module.vocabulary = vocabulary
@@ -96,7 +95,7 @@ def parallel_embedding(fqn: str, source: nn.Embedding, vocabulary: Vocabulary) -
 
 
 def parallel_head(source: nn.Linear, vocabulary: Vocabulary) -> VocabularyParallelHead:
-    """The module that replaces the projection to the vocabulary, still with the full weight."""
+    """Returns the module that replaces the projection to the vocabulary, still with the full weight."""
     module = take_over(VocabularyParallelHead, source)
     module.vocabulary, module.sharded_logits = vocabulary, False
     return module

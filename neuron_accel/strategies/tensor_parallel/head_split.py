@@ -1,4 +1,4 @@
-"""How heads are split over ranks: evenly, padded, or held by several ranks."""
+"""How heads are split over ranks: evenly, padded, or replicated on several ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ class HeadSplit:
 
     Args:
         name: the configuration attribute with their number.
-        count: how many there are.
+        count: number of heads or groups.
         units: number of indivisible units that they form; heads that share a key/value head may be one unit.
         degree: number of ranks.
-        replicas: number of neighbouring ranks that hold the same ones.
+        replicas: number of neighbouring ranks that hold the same heads.
+        groups: number of groups in which the weights lay them out, see :class:`~neuron_accel.models.Style`.
     """
 
     name: str
@@ -38,15 +39,15 @@ class HeadSplit:
 
     @property
     def local(self) -> int:
-        """How many each rank has, padding included."""
+        """Number of heads of each rank, padding included."""
         return -(-self.units // (self.shards * self.groups)) * self.groups * (self.count // self.units)
 
 
 def head_splits(architecture: Architecture, degree: int) -> dict[str, HeadSplit]:
-    """How everything that a plan counts is split, by configuration attribute. Attributes that the configuration lacks
-    are left out.
+    """Returns how the heads and groups that a plan counts are split, by configuration attribute. Attributes that the
+    configuration does not have are left out.
 
-    If their number is not divisible, heads are padded with heads that compute nothing; key/value heads are held by
+    If their number is not divisible, heads are padded with heads of zero weights. Key/value heads are replicated on
     several ranks if there are more ranks than heads.
 
     Raises:
@@ -71,7 +72,7 @@ def head_splits(architecture: Architecture, degree: int) -> dict[str, HeadSplit]
 
 
 def _groups(architecture: Architecture, name: str) -> int:
-    """The number of groups in which the styles of a plan lay out what a configuration attribute counts."""
+    """Returns the number of groups in which weights lay out the units that a configuration attribute counts."""
     return max((s.groups for s in architecture.plan.styles.values() if name in s.units_of_blocks), default=1)
 
 
@@ -88,7 +89,7 @@ def _together(architecture: Architecture, heads: HeadSplit, groups: HeadSplit) -
         return heads, replace(groups, replicas=degree // shared)
     if shared < degree:
         raise _too_many(architecture, groups, degree)
-    # A key/value head and the heads that read it stay together, and are padded together.
+    # A key/value head and the heads that use it form a unit, and are padded together.
     return replace(heads, units=groups.count), groups
 
 

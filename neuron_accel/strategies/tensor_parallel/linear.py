@@ -1,7 +1,4 @@
-"""Linear layers with sharded features.
-
-They replace a module and keep what was attached to it: its hooks, its mode and its other attributes.
-"""
+"""Linear layers with sharded features, which replace a module keeping its hooks, training mode and attributes."""
 
 from __future__ import annotations
 
@@ -26,15 +23,15 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureDims:
-    """Which dim of a weight counts input features, and which output features."""
+    """The dims of input and output features of a weight."""
 
     input: int
     output: int
 
 
 def feature_dims(module: nn.Module) -> FeatureDims | None:
-    """The dims of a plain linear layer's weight; None for every other module, subclasses with a forward of their own
-    included."""
+    """Returns the dims of the weight of a plain linear layer; None for any other module, also for a subclass with
+    another forward."""
     if "forward" in vars(module):
         return None
     if type(module).forward in (nn.Linear.forward, _forward("transformers.models.falcon.modeling_falcon.FalconLinear")):
@@ -45,14 +42,14 @@ def feature_dims(module: nn.Module) -> FeatureDims | None:
 
 
 def _forward(name: str) -> Callable[..., torch.Tensor] | None:
-    """The forward of a class that computes the same as ``nn.Linear`` but is written differently."""
-    # A model with such a layer has imported its class; no other should pay for the import.
+    """Returns the forward of a class that computes the same as ``nn.Linear``, if its module is imported."""
+    # A model with such a layer has imported its class; other models need not import it.
     module, _, cls = name.rpartition(".")
     return getattr(getattr(sys.modules.get(module), cls, None), "forward", None)
 
 
 def take_over(cls: type[M], source: nn.Module) -> M:
-    """A module of class ``cls`` with everything that was attached to ``source``. Allocates nothing."""
+    """Returns a module of class ``cls`` with all attributes of ``source``. Allocates nothing."""
     module = cls.__new__(cls)
     module.__dict__.update(vars(source))
     for name in ("_parameters", "_buffers", "_modules"):
@@ -61,11 +58,11 @@ def take_over(cls: type[M], source: nn.Module) -> M:
 
 
 class ColumnParallelLinear(nn.Linear):
-    """A shard of the output features of an ``nn.Linear``. Input [..., in], output [..., out / degree].
+    """A linear layer with sharded output features. Input [..., in], output [..., out / degree].
 
-    The input enters the region once for all its column-wise layers, so there is no communication here, unless several
-    ranks hold the same features: ``replica_group`` is the group of those. Their gradients are then summed while they
-    are computed, so that the gradient of a parameter is complete, as it is elsewhere.
+    The input enters the region once for all its column-wise layers, so this layer does not communicate, unless several
+    ranks hold the same features. ``replica_group`` is the group of these ranks, over which gradients are summed in the
+    backward pass, so that the gradient of a parameter is complete.
     """
 
     tp_region: TpRegion
@@ -83,8 +80,8 @@ class ColumnParallelLinear(nn.Linear):
 
 
 class RowParallelLinear(WithProductHooks, nn.Linear):
-    """A shard of the input features of an ``nn.Linear``. Input [..., in / degree]; the output [..., out] leaves the
-    region, and the bias, which is replicated, is added once."""
+    """A linear layer with sharded input features, at the exit of a region. Input [..., in / degree], output [..., out]
+    after the reduction; the replicated bias is added after it."""
 
     tp_region: TpRegion
 
@@ -96,22 +93,22 @@ class RowParallelLinear(WithProductHooks, nn.Linear):
 
 
 class PartialLinear(nn.Linear):
-    """A shard of the input features of an ``nn.Linear`` without bias, whose output [..., out] is one term of a sum over
-    the ranks, taken later."""
+    """A linear layer with sharded input features and without bias, whose output [..., out] is a partial sum that is
+    reduced later."""
 
     tp_region: TpRegion
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowBlock:
-    """Output features of one kind, for example of all queries, in a replicated weight.
+    """A block of output features, for example of all queries, in a replicated weight.
 
     Args:
-        start: its first row.
+        start: index of its first row.
         size: number of its rows.
-        local: number of rows that a rank needs, in equal consecutive shards; the last shards may be padded.
-        replicas: number of neighbouring ranks that need the same rows.
-        run, stride: the rows lie in runs of ``run`` rows, one every ``stride`` rows; by default in one run.
+        local: number of rows that a rank uses, in equal consecutive shards; the last shards may be padded.
+        replicas: number of neighbouring ranks that use the same rows.
+        run, stride: the block consists of runs of ``run`` rows every ``stride`` rows; by default of one run.
     """
 
     start: int
@@ -123,9 +120,9 @@ class RowBlock:
 
 
 class OwnRowsLinear(WithProductHooks, nn.Linear):
-    """A projection whose weight is replicated, and of whose output features each rank computes its own, block by block.
-    Input [..., in], output [..., sum of ``local``]. Each rank reads only the rows that it needs, so that gradients are
-    a term of a sum. Rows that do not exist compute zero.
+    """A linear layer with a replicated weight, of which each rank computes some output features of each block. Input
+    [..., in], output [..., sum of ``local``]. Each rank uses only its rows, so gradients are partial sums. Padding is
+    zero.
     """
 
     tp_region: TpRegion
@@ -133,7 +130,7 @@ class OwnRowsLinear(WithProductHooks, nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows, missing = self._rows(input.device)
-        if self.has_product_hooks:  # they add to all rows, like the weight
+        if self.has_product_hooks:  # hooks receive the product of all rows
             product = self._product(input, F.linear(input, self.weight, self.bias)).index_select(-1, rows)
         else:
             bias = None if self.bias is None else self.bias.index_select(0, rows)
@@ -146,15 +143,15 @@ class OwnRowsLinear(WithProductHooks, nn.Linear):
         return any(block.local * self._parts(block) > block.size for block in self.blocks)
 
     def padding(self, device: torch.device) -> torch.Tensor:
-        """Which features of this rank's output are padding: bool of shape [sum of ``local``]."""
+        """Returns which features of this rank's output are padding: bool of shape [sum of ``local``]."""
         return self._rows(device)[1]
 
     def _parts(self, block: RowBlock) -> int:
         return self.tp_region.group.size // block.replicas
 
     def _rows(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Indices of the rows that this rank needs, and which of them are padding: data, rather than constants of the
-        program."""
+        """Returns the indices of the rows that this rank uses, and which of them are padding. In a graph both are
+        computed from inputs, so that all ranks have the same graph."""
         rows, missing = [], []
         for block in self.blocks:
             shards = torch.arange(block.local * self._parts(block), device=device).view(-1, 1, block.local)
@@ -209,7 +206,7 @@ def _leave(partial: torch.Tensor, bias: torch.Tensor | None, tp_region: TpRegion
 
 
 def parallel_linear(source: nn.Module, kind: str, tp_region: TpRegion) -> nn.Module:
-    """The module that replaces a linear layer of style ``kind``, still with the full parameters."""
+    """Returns the module that replaces a linear layer of style ``kind``, still with the full parameters."""
     transposed = not isinstance(source, nn.Linear)
     if kind == "partial":
         cls: Any = PartialLinear
@@ -223,14 +220,14 @@ def parallel_linear(source: nn.Module, kind: str, tp_region: TpRegion) -> nn.Mod
 
 
 def own_rows_linear(source: nn.Module, tp_region: TpRegion, blocks: tuple[RowBlock, ...]) -> OwnRowsLinear:
-    """The module that replaces a linear layer of which each rank computes the rows in ``blocks``."""
+    """Returns the module that replaces a linear layer of which each rank computes its rows of ``blocks``."""
     module = take_over(OwnRowsLinear, source)
     module.tp_region, module.blocks = tp_region, blocks
     return module
 
 
 def refresh_features(module: nn.Module) -> None:
-    """Updates the feature counts that a layer shows to the weight that it now holds."""
+    """Updates the attributes of a layer with its numbers of features to those of its weight."""
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, (ColumnParallelConv1D, RowParallelConv1D)):
@@ -238,5 +235,5 @@ def refresh_features(module: nn.Module) -> None:
 
 
 def is_row_parallel(module: nn.Module) -> bool:
-    """Whether a module's bias is applied outside the region that the module ends."""
+    """Returns whether a module is a row-wise projection, whose bias is added after the exit of the region."""
     return isinstance(module, (RowParallelLinear, RowParallelConv1D))

@@ -1,4 +1,4 @@
-"""The tensor-parallel strategy: its configuration and how it transforms a model."""
+"""The plugin of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class TensorParallelOptions(StrategyPlugin):
     """How the weights of a model are sharded.
 
     Args:
-        tensor_parallel_size: number of ranks that hold one copy of the model together. Heads and features whose number
-            is not divisible by it are padded; key/value heads, if there are fewer, are held by several ranks.
-        parallelize_embeddings: shard token embedding and head along the vocabulary, and compute the loss without
-            gathering logits. They stay unsharded in a model whose ``forward`` was replaced on the object, as some
-            trainers do to compute head and loss in one: it may read the head's weight itself.
+        tensor_parallel_size: number of ranks over which one copy of the model is sharded. Heads and features whose
+            number is not divisible by it are padded; key/value heads, if there are fewer, are replicated on several
+            ranks.
+        parallelize_embeddings: whether to shard token embedding and head along the vocabulary, and compute the loss
+            without gathering logits. They are not sharded if the model's ``forward`` was replaced on the object, as
+            some trainers do to fuse head and loss, because it may read the head's weight directly.
         tensor_parallel_plan: how to shard a model of your own: FQN patterns of linear layers and attributes, and their
             styles; see :func:`~neuron_accel.models.given_architecture`. To register a plan for a class, use
             :func:`~neuron_accel.models.register_tensor_parallel_plan`.
@@ -100,7 +101,7 @@ class TensorParallelPlugin(TensorParallelOptions):
         architecture = (
             architecture_of(model.module) if given is None else given_architecture(model.module, given, degree)
         )
-        # A forward that was replaced on the object (a fused head and loss) may read the head's weight past the head.
+        # A forward that was replaced on the object (a fused head and loss) may read the head's weight directly.
         own_forward = "forward" not in vars(model.module)
         embeddings = self.parallelize_embeddings and given is None and own_forward
         rewrite(architecture, plan_shards(architecture, degree, parallelize_embeddings=embeddings), model, run)
@@ -113,8 +114,8 @@ class TensorParallelPlugin(TensorParallelOptions):
 
     @staticmethod
     def supports(config: Any, *, tensor_parallel_size: int = 2, parallelize_embeddings: bool = True) -> SupportReport:
-        """Whether the causal language model of a transformers configuration can be sharded, and how much of it; no
-        weight is created or read.
+        """Returns whether the causal language model of a transformers configuration can be sharded, and how much of it.
+        No weights are created or read.
 
         Args:
             config: the configuration of the model.

@@ -1,4 +1,4 @@
-"""Hooks by which activations enter tensor-parallel regions, and outputs leave a model."""
+"""Hooks on the inputs and outputs of tensor-parallel regions, and on the outputs of a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ HIDDEN = "hidden_states"
 def replace_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with the hidden states, the first positional argument or the one of that name, replaced.
+    """Returns the arguments of a call with the hidden states, the first positional argument or the one of that name,
+    replaced.
 
     Raises:
         UsageError: if a call has no hidden states.
@@ -38,11 +39,10 @@ def replace_hidden(
 
 
 class Dropouts:
-    """Whether any dropout in some modules is active."""
+    """The dropout rates of some modules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        # Rates are attributes of attention modules, or of nn.Dropout. They may change during training, so they are kept
-        # by name.
+        # Rates are attributes of attention modules or of nn.Dropout. They may change, so their names are kept.
         self._rates = [
             (module, name)
             for outer in modules
@@ -59,7 +59,7 @@ class Dropouts:
 
     @property
     def possible(self) -> bool:
-        """Whether any rate is above zero, even if only in training."""
+        """Whether a rate is above zero."""
         return any(getattr(module, name) > 0 for module, name in self._rates)
 
 
@@ -72,14 +72,14 @@ class _Region:
         return replace_hidden(args, kwargs, lambda hidden: self._tp_region.enter(hidden, draws=draws))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._tp_region.leave()  # after an error inside, or a region that ends in no row-wise projection
+        self._tp_region.leave()  # needed after an error, or if the region does not end in a row-wise projection
 
     def sum(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return change_first(output, self._tp_region.exit)
 
 
 def change_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The output of a module with the hidden states, alone or first in a tuple or list, replaced."""
+    """Returns the output of a module with the hidden states, alone or first in a tuple or list, replaced."""
     if not isinstance(output, (tuple, list)):
         return change(output)
     changed = (change(output[0]), *output[1:])
@@ -87,8 +87,8 @@ def change_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def install_regions(architecture: Architecture, tp_region: TpRegion, partial: Iterable[str] = ()) -> None:
-    """Sends the input of every region of a model through ``tp_region``, and the output of those that hold a module of
-    ``partial`` (FQNs)."""
+    """Installs hooks that pass the input of every region of a model through ``tp_region``, and the output of regions
+    that contain a module of ``partial`` (FQNs)."""
     partial = tuple(partial)
     for fqn, module in architecture.regions:
         region = _Region(module, tp_region)
@@ -100,14 +100,15 @@ def install_regions(architecture: Architecture, tp_region: TpRegion, partial: It
 
 
 def count_once(module: nn.Module, tp_region: TpRegion) -> None:
-    """Scales the output of a module that is the same on all ranks, so that it counts once in a sum over them."""
+    """Divides the output of a module that is equal on all ranks by the degree, so that it counts once in the sum over
+    ranks."""
     degree = tp_region.group.size
     module.register_forward_hook(lambda _module, _args, output: output / degree)
 
 
 def shard_arguments(architecture: Architecture, tp_region: TpRegion, heads: HeadSplit) -> None:
-    """Gives each rank those entries of per-head arguments, [batch x heads, ...] or, with four dims, [batch, heads,
-    ...], that belong to its heads. None, and what is the same for all heads, stays as it is.
+    """Installs hooks that give each rank the entries of its heads of per-head arguments, [batch x heads, ...] or, with
+    four dims, [batch, heads, ...]. None, and arguments that are equal for all heads, are not changed.
 
     Raises:
         LayoutError: if heads are padded.
@@ -159,14 +160,16 @@ def refuse_arguments(architecture: Architecture) -> None:
 
 
 def span_features(module: nn.Module, tp_region: TpRegion, split: HeadSplit | None = None) -> None:
-    """Applies a module, such as a norm, to the features (the last dim) of all ranks; each rank continues with its own.
+    """Applies a module, such as a norm, to the gathered features (the last dim) of all ranks; each rank continues with
+    its own.
 
     Every rank computes the same, so that the module's gradients are complete on each.
 
     Args:
-        split: how the heads of its features are split; None: evenly. If several ranks hold the same features, the
-            module receives one copy, whose rank receives the gradient of all; it does not receive padding, and zeros
-            are returned for it.
+        module: the module.
+        tp_region: the region object of the model.
+        split: how the heads of its features are split; None for evenly. If several ranks hold the same features, one
+            copy is used, whose rank receives the gradient. Padding is removed before and restored as zeros after.
     """
     backend, group = tp_region.backend, tp_region.group
     replicas = 1 if split is None else split.replicas
@@ -192,7 +195,7 @@ def span_features(module: nn.Module, tp_region: TpRegion, split: HeadSplit | Non
 
 
 class _LogitsSwitch:
-    """Keeps logits sharded exactly where the model itself computes a loss from them in training."""
+    """Keeps logits sharded if the model itself computes a loss from them in training."""
 
     def __init__(self, owner: nn.Module, head: VocabularyParallelHead) -> None:
         self._head, self._signature = head, inspect.signature(type(owner).forward)
@@ -207,7 +210,7 @@ class _LogitsSwitch:
 
 
 def install_logits_switch(owner: nn.Module, head: VocabularyParallelHead) -> None:
-    """Decides at each call of ``owner`` whether its logits are gathered."""
+    """Installs hooks that decide at each call of ``owner`` whether its logits are gathered."""
     switch = _LogitsSwitch(owner, head)
     owner.register_forward_pre_hook(switch.before, with_kwargs=True)
     owner.register_forward_hook(switch.after, always_call=True)
@@ -242,15 +245,15 @@ class _OutputField:
 def change_output(
     architecture: Architecture, field: str, change: Callable[[torch.Tensor], torch.Tensor], keep: str = ""
 ) -> None:
-    """Applies ``change`` to every tensor of ``field`` (``"attentions"``, ``"hidden_states"``) in the output of the base
-    model, except the one that is also its field ``keep``."""
+    """Installs a hook that applies ``change`` to every tensor of ``field`` (``"attentions"``, ``"hidden_states"``) in
+    the output of the base model, except one that is also its field ``keep``."""
     hook = _OutputField(architecture.config, field, change, keep)
     architecture.base.register_forward_hook(hook, with_kwargs=True)
 
 
 def gather_heads(tp_region: TpRegion, heads: HeadSplit | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Gathers attention weights [batch, heads / degree, query, key] of all ``heads``, in the order of the model and
-    without padding."""
+    """Returns a function that gathers attention weights [batch, heads / degree, query, key] of all ranks, in the order
+    of the model and without padding."""
 
     def gather(weights: torch.Tensor) -> torch.Tensor:
         full = gather_from_group(weights, tp_region.backend, tp_region.group, 1, grad="chunk")

@@ -1,4 +1,4 @@
-"""Shards a model as planned: replaces modules, shards parameters, and installs the hooks of its regions."""
+"""Shards a model by its shard plans: replaces modules, shards parameters, and installs the hooks of regions."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 
 _HEADS_OF_A_GROUP = "num_key_value_groups"
-"""The names that attention modules give to the number of heads that read one key/value head."""
+"""Attribute of attention modules with the number of heads for each key/value head."""
 
 
 _SUMMED = ("partial", "experts", "counted_once")
-"""Kinds of modules whose output is one term of a sum when it leaves the region."""
+"""Kinds of modules whose output is a partial sum at the exit of the region."""
 
 
 def rewrite(architecture: Architecture, shard_plans: list[ShardPlan], model: PreparedModel, run: Run) -> None:
@@ -57,8 +57,8 @@ def rewrite(architecture: Architecture, shard_plans: list[ShardPlan], model: Pre
     Args:
         architecture: the model.
         shard_plans: how each of its modules is sharded.
-        model: the model; its parameters receive layouts and must match them afterwards.
-        run: ranks and backend.
+        model: the model; the layouts of its parameters are set.
+        run: the run.
     """
     parameters = model.parameters
     architecture = architecture.at(run.group(AXIS).size)
@@ -134,7 +134,7 @@ def _replacement(shard_plan: ShardPlan, tp_region: TpRegion) -> nn.Module:
         return parallel_linear(shard_plan.module, shard_plan.kind, tp_region)
     if shard_plan.kind in ("sharded", "experts"):
         return shard_plan.module
-    table: Any = shard_plan.module  # an nn.Embedding or an nn.Linear, as the plan has made sure
+    table: Any = shard_plan.module  # an nn.Embedding or an nn.Linear, which the shard plan has checked
     vocabulary = Vocabulary(size=table.weight.shape[0], backend=tp_region.backend, group=tp_region.group)
     if shard_plan.kind == "embedding":
         return parallel_embedding(shard_plan.fqn, table, vocabulary)
@@ -151,9 +151,9 @@ def _own_queries(
     heads = splits[architecture.plan.heads]
     holder = shard_plan.fqn.rpartition(".")[0]
     exit = next(d for d in all if d.kind == "rowwise" and d.fqn.startswith(holder + "."))
-    queries = exit.layouts["weight"].shape[1]  # as many as there are features behind the attention
+    queries = exit.layouts["weight"].shape[1]  # as many as the output projection has input features
     projection: Any = shard_plan.module
-    both = projection.weight.shape[0] - queries  # one key and one value head
+    both = projection.weight.shape[0] - queries  # one key head and one value head
     local = queries // heads.count * heads.local
     blocks = (
         RowBlock(start=0, size=queries, local=local),
@@ -165,7 +165,7 @@ def _own_queries(
         def without_padding(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             return (args[0].masked_fill(module.padding(args[0].device)[:local], 0), *args[1:])
 
-        # padded heads attend to the same values as all others
+        # The output of padded heads is not zero, as they attend to the same values as all others.
         architecture.model.get_submodule(exit.fqn).register_forward_pre_hook(without_padding)
     return module
 
@@ -176,7 +176,7 @@ def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
 
 
 def _put_tied(model: nn.Module, names: Iterable[str], full: nn.Parameter, shard: nn.Parameter) -> None:
-    """Keeps tied parameters tied, also in modules that are not sharded themselves."""
+    """Keeps tied parameters tied in modules that are not sharded themselves."""
     for fqn in names:
         owner, _, name = fqn.rpartition(".")
         module = model.get_submodule(owner)
@@ -185,7 +185,7 @@ def _put_tied(model: nn.Module, names: Iterable[str], full: nn.Parameter, shard:
 
 
 def _replica_groups(splits: dict[str, HeadSplit], run: Run) -> dict[int, Group]:
-    """For each number of replicas, the neighbouring ranks of this one that hold the same heads."""
+    """Returns, for each number of replicas, the group of neighbouring ranks that hold the same heads."""
     counts = sorted({split.replicas for split in splits.values() if split.replicas > 1})
     groups = run.mesh.groups(AXIS)
     return {
@@ -202,7 +202,7 @@ def _shard_attributes(architecture: Architecture, splits: dict[str, HeadSplit]) 
         for _, module in architecture.find(pattern):
             for name, counts in counted.items():
                 holder, _, attribute = name.rpartition(".")
-                if holder:  # the module's own view of a configuration that others use, too
+                if holder:  # a copy of the configuration, which other modules use too
                     setattr(module, holder, copy.copy(getattr(module, holder)))
                 target, split = getattr(module, holder) if holder else module, splits[counts]
                 setattr(target, attribute, getattr(target, attribute) // split.count * split.local)
@@ -214,16 +214,16 @@ def _shard_attributes(architecture: Architecture, splits: dict[str, HeadSplit]) 
             setattr(module, _HEADS_OF_A_GROUP, getattr(module, _HEADS_OF_A_GROUP) // groups.replicas)
 
 
-# ---- Experts whose last bias is added on every rank ------------------------------------------------------------------
+# ---- Biases of experts -----------------------------------------------------------------------------------------------
 _BIAS = "down_proj_bias"
 
 
 def scale_bias(module: nn.Module, degree: int) -> list[str]:
-    """Lets each of ``degree`` ranks add 1 / ``degree`` of the bias after the experts' last product, so that it counts
-    once in the sum over the ranks.
+    """Makes each rank add 1 / ``degree`` of the bias of the experts' last projection, so that it counts once in the sum
+    over ranks.
 
     Returns:
-        the names of the parameters whose gradients are partial sums afterwards.
+        The names of the parameters whose gradients are then partial sums.
     """
     if _BIAS not in module._parameters:
         return []
@@ -233,7 +233,7 @@ def scale_bias(module: nn.Module, degree: int) -> list[str]:
         assert bias is not None
         return bias / degree
 
-    # The experts' forward, of which transformers has several, reads the bias as an attribute.
+    # All of transformers' forward functions of experts read the bias as an attribute.
     members: dict[str, Any] = {_BIAS: property(scaled)}
     module.__class__ = type(type(module).__name__, (type(module),), members)
     return [_BIAS]

@@ -1,4 +1,4 @@
-"""Which parameter of a model is sharded along which dim: a pure function of the model and the degree."""
+"""Decides how each parameter of a model is sharded, as a pure function of the model and the degree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STYLES = frozenset(
 )
 
 _ACTIVATIONS = ("act", "act_fn", "activation_fn", "activation", "activation_func")
-"""The names that models give to the function between their feed-forward layers."""
+"""Names of the activation function in feed-forward modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class ShardPlan:
     Args:
         fqn: the module's FQN.
         module: the module before sharding.
-        kind: that of a style (:class:`~neuron_accel.models.Style`), ``"own_rows"`` (replicated; each rank computes the
-            output features that it needs), ``"embedding"`` or ``"head"``.
+        kind: the kind of a style (:class:`~neuron_accel.models.Style`), ``"own_rows"`` (replicated; each rank computes
+            only its output features), ``"embedding"`` or ``"head"``.
         layouts: the layout of each of its own parameters, by the parameter's name in the module.
         rows: for kind ``"own_rows"``, the rows of its weight.
         split: for kind ``"spanning"``, how the heads that its features belong to are split.
@@ -52,7 +52,7 @@ class ShardPlan:
 
 
 def plan_shards(architecture: Architecture, degree: int, *, parallelize_embeddings: bool = True) -> list[ShardPlan]:
-    """Decides how tensor parallelism shards every module. Changes nothing.
+    """Returns how tensor parallelism shards every module, without changing the model.
 
     Args:
         architecture: the model.
@@ -61,7 +61,7 @@ def plan_shards(architecture: Architecture, degree: int, *, parallelize_embeddin
 
     Raises:
         LayoutError: if heads or features are not divisible by ``degree``.
-        UnsupportedModelError: if the model is not built as its plan says, or a parameter of a region has no style.
+        UnsupportedModelError: if the model does not match its plan, or a parameter in a region has no style.
     """
     architecture = architecture.at(degree)
     splits = head_splits(architecture, degree)
@@ -93,8 +93,8 @@ def _shard_plan(
 
 
 def sizes_of(model: nn.Module, shard_plans: list[ShardPlan]) -> dict[str, int]:
-    """Numbers of elements, tied weights counted once: in parameters that are ``"sharded"``, in those that are
-    ``"replicated"``, and of both in the ``"local"`` shards of a rank."""
+    """Returns the numbers of elements in ``"sharded"`` parameters, in ``"replicated"`` parameters, and on each rank
+    (``"local"``). Tied weights are counted once."""
     layouts = {join(d.fqn, name): layout for d in shard_plans for name, layout in d.layouts.items()}
     sizes = dict.fromkeys(("sharded", "replicated", "local"), 0)
     names: dict[nn.Parameter, list[str]] = {}
@@ -133,13 +133,13 @@ def _styled(architecture: Architecture) -> Iterator[tuple[str, nn.Module, Style]
 
 
 def _holders(architecture: Architecture, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """FQN and module of the holder of each parameter that a pattern matches."""
+    """Returns FQN and module of the owner of each parameter that a pattern matches."""
     holder, _, name = pattern.rpartition(".")
     return ((fqn, module) for fqn, module in architecture.find(holder) if name in module._parameters)
 
 
 def _tables(architecture: Architecture, splits: dict[str, HeadSplit], degree: int) -> Iterator[ShardPlan]:
-    """Parameters that have a style of their own: sharded along one dim, or shared."""
+    """Yields the plans of parameters that have a style of their own: sharded along one dim, or shared."""
     for pattern, style in architecture.plan.styles.items():
         name = pattern.rpartition(".")[2]
         if style.kind not in ("sharded", "shared") or any(True for _ in architecture.find(pattern)):
@@ -188,8 +188,8 @@ def _layouts(
 
 
 def _experts(fqn: str, module: nn.Module, degree: int) -> dict[str, Cut]:
-    """The cuts of ``gate_up_proj`` [experts, 2 x features, hidden] and ``down_proj`` [experts, hidden, features], or of
-    both transposed, and of the first one's bias. Gate and up lie one after the other, or interleaved."""
+    """Returns the cuts of ``gate_up_proj`` [experts, 2 x features, hidden] and ``down_proj`` [experts, hidden,
+    features], or of both transposed, and of the bias of the first. Gate and up are concatenated or interleaved."""
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     transposed, has_bias = getattr(module, "is_transposed", False), getattr(module, "has_bias", False)
     outer, inner = (2, 1) if transposed else (1, 2)
@@ -220,8 +220,8 @@ def _experts(fqn: str, module: nn.Module, degree: int) -> dict[str, Cut]:
 def _own_rows(
     architecture: Architecture, fqn: str, module: nn.Module, style: Style, splits: dict[str, HeadSplit]
 ) -> tuple[RowBlock, ...]:
-    """The rows that a rank needs of a weight that fuses heads and key/value heads which are replicated differently or
-    have different units, so that no cut describes them. Empty where a cut does."""
+    """Returns the rows that a rank uses of a weight that fuses heads and key/value heads with different replication or
+    units, which a cut cannot describe. Empty if a cut can."""
     if not isinstance(module, nn.Linear) or style.widths or style.groups > 1:
         return ()
     size = module.weight.shape[0]
@@ -242,8 +242,8 @@ def _own_rows(
 
 
 def _own_rows_of_groups(size: int, heads: HeadSplit | None, groups: HeadSplit) -> tuple[RowBlock, ...]:
-    """The same for a weight that lays out each key/value head with the heads that read it (first queries, then key,
-    then value), where several ranks hold one."""
+    """The same for a weight in which each key/value head follows the queries of its heads (queries, key, value), if
+    key/value heads are replicated on several ranks."""
     if groups.replicas == 1 or heads is None:
         return ()
     readers = heads.count // groups.count
@@ -257,7 +257,7 @@ def _own_rows_of_groups(size: int, heads: HeadSplit | None, groups: HeadSplit) -
 def _blocks_of(
     architecture: Architecture, fqn: str, style: Style, splits: dict[str, HeadSplit], size: int
 ) -> tuple[list[int], list[HeadSplit | None]]:
-    """Sizes of the fused blocks of a weight's sharded features, and how the units of each block are split.
+    """Returns the sizes of the fused blocks of a weight's sharded features, and how the units of each block are split.
 
     Raises:
         UnsupportedModelError: if the features do not consist of such blocks.
@@ -319,7 +319,7 @@ def _cut_of(
 
 
 def _check_padding(architecture: Architecture, shard_plans: list[ShardPlan], splits: dict[str, HeadSplit]) -> None:
-    """Padding must compute nothing: zero features stay zero on their way through a region, and get no gradient."""
+    """Checks that padding has no effect: zero features must stay zero in a region, and get no gradient."""
     heads = {name for name in (architecture.plan.heads, architecture.plan.key_value_heads) if name in splits}
     uneven_heads = any(splits[name].padded or splits[name].replicas > 1 for name in heads)
     counted = {
@@ -389,7 +389,7 @@ def _vocabulary(architecture: Architecture, degree: int) -> Iterator[ShardPlan]:
 
 
 def _check_covered(architecture: Architecture, shard_plans: list[ShardPlan]) -> None:
-    """A parameter of a region that is neither sharded nor declared shared would silently get a wrong gradient."""
+    """Checks that every parameter in a region has a style; otherwise its gradient would silently be wrong."""
     covered = {join(shard_plan.fqn, name) for shard_plan in shard_plans for name in shard_plan.layouts}
     for region, module in architecture.regions:
         for name, _ in module.named_parameters():

@@ -1,8 +1,7 @@
-"""How activations enter and leave the regions in which the ranks of an axis compute different results.
+"""How activations enter and leave tensor-parallel regions, in which ranks compute different results.
 
-All regions of a model share one :class:`TpRegion`. The activations between two regions are either the same on every
-rank (:class:`ReplicatedFlow`) or a shard of the sequence (:class:`SequenceFlow`); a strategy may exchange one for the
-other.
+All regions of a model share one :class:`TpRegion`. The activations between two regions are either replicated
+(:class:`ReplicatedFlow`) or sharded along the sequence (:class:`SequenceFlow`, which sequence parallelism installs).
 
 Source: Shoeybi et al. 2019 (the conjugate operators f and g), Korthikanti et al. 2022 (g and its conjugate).
 """
@@ -31,23 +30,23 @@ if TYPE_CHECKING:
 
 
 class Flow(ABC):
-    """How the activations between regions are placed."""
+    """Placement of the activations between regions."""
 
     ranks_draw_apart: bool
     """Whether ranks already draw different random numbers outside regions."""
 
     @abstractmethod
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Turns the activations between regions into the input of a region, full on every rank."""
+        """Converts the activations between regions to the input of a region, which is the full tensor on every rank."""
 
     @abstractmethod
     def exit(self, partial: torch.Tensor, *, given_up: bool = False) -> torch.Tensor:
-        """Turns the ranks' partial sums of a region's output into the activations between regions; if ``given_up``,
-        possibly in the same memory."""
+        """Converts the ranks' partial sums of a region's output to the activations between regions. If ``given_up``,
+        the memory of ``partial`` may be reused."""
 
 
 class ReplicatedFlow(Flow):
-    """The same on every rank: nothing to do on entry, an all-reduce on exit; the reverse in backward."""
+    """Replicated activations: identity on entry, all-reduce on exit; the reverse in backward."""
 
     ranks_draw_apart = False
 
@@ -62,11 +61,11 @@ class ReplicatedFlow(Flow):
 
 
 class SequenceFlow(Flow):
-    """A shard of the sequence, dim 1, on each rank: all-gather on entry, reduce-scatter on exit; the reverse in
+    """Activations sharded along the sequence, dim 1: all-gather on entry, reduce-scatter on exit; the reverse in
     backward.
 
-    A sequence whose length is not divisible is padded at its end between regions; inside a region it has its true
-    length. Some models pass their regions a list of tokens, [batch x sequence, hidden], and get one back.
+    Between regions, a sequence whose length is not divisible is padded at its end; inside a region it has its true
+    length. In some models the input and output of regions are [batch x sequence, hidden].
     """
 
     ranks_draw_apart = True
@@ -76,12 +75,12 @@ class SequenceFlow(Flow):
         self._length = 0
 
     def split(self, hidden: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of [batch, sequence, hidden], which is the same on every rank."""
+        """Returns this rank's shard of [batch, sequence, hidden], which is replicated."""
         self._length = hidden.shape[1]
         return chunk_to_group(self._pad(hidden), self._backend, self._group, 1)
 
     def join(self, shard: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`split`; every rank must compute the same with the result."""
+        """Inverse of :meth:`split`. Every rank must compute the same with the result."""
         full = self._trim(gather_from_group(shard, self._backend, self._group, 1, grad="chunk"))
         self._remember_length(full)
         return full
@@ -115,18 +114,18 @@ class SequenceFlow(Flow):
         return F.pad(full, (0, 0) * (full.dim() - 2) + (0, missing))
 
     def _trim(self, full: torch.Tensor) -> torch.Tensor:
-        # contiguous as a model's own hidden states are, which some regions view with other dims
+        # Contiguous, since some regions call view on the hidden states.
         return full if full.shape[1] == self._length else full.narrow(1, 0, self._length).contiguous()
 
 
 class TpRegion:
-    """The one way in and out of all tensor-parallel regions of a model.
+    """Entry and exit of all tensor-parallel regions of a model.
 
     Args:
         backend: performs the collectives.
-        group: the ranks among which the model is sharded.
-        architecture: where the modules of the model are.
-        randomness: the random state of the ranks of ``group``, where others use it, too.
+        group: the ranks over which the model is sharded.
+        architecture: the architecture of the model.
+        randomness: makes random numbers differ between the ranks of ``group``, if it is shared with others.
     """
 
     def __init__(
@@ -143,26 +142,27 @@ class TpRegion:
         self.randomness = randomness or RankRandomness(backend.device, group.index, backend.generator)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TpRegion:
-        return self  # a copied model runs on the same ranks
+        return self  # a copied model communicates in the same group
 
     def enter(self, hidden: torch.Tensor, *, draws: bool) -> torch.Tensor:
-        """Entry of a region; ``draws`` says whether random numbers are drawn inside."""
+        """Is called at the entry of a region. ``draws``: whether random numbers are drawn inside."""
         if not self.flow.ranks_draw_apart:
             self.randomness.begin(draws)
         return self.flow.enter(hidden)
 
     def exit(self, partial: torch.Tensor, *, given_up: bool = False) -> torch.Tensor:
-        """Exit of a region, at its row-wise projection; ``given_up`` says that ``partial`` is not used elsewhere."""
+        """Is called at the exit of a region, its row-wise projection. ``given_up``: whether ``partial`` is not used
+        afterwards."""
         self.leave()
         return self.flow.exit(partial, given_up=given_up)
 
     def leave(self) -> None:
-        """From here on, random numbers are the same on every rank again. Does nothing if they are already."""
+        """Makes random numbers equal on all ranks again. Has no effect if they already are."""
         if not self.flow.ranks_draw_apart:
             self.randomness.end()
 
 
 def tp_region_of(model: nn.Module) -> TpRegion | None:
-    """The region that the sharded modules of a model share; None if none is sharded."""
+    """Returns the object that the sharded modules of a model share; None if none is sharded."""
     found = (getattr(module, "tp_region", None) for module in model.modules())
     return next((tp_region for tp_region in found if isinstance(tp_region, TpRegion)), None)

@@ -1,4 +1,4 @@
-"""What the sharded modules of a model communicate, as a table."""
+"""Describes the communication of the sharded modules of a model as a table."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def explain_traffic(model: nn.Module, tokens: int | None = None) -> str:
-    """A table of every place where activations of a sharded model are exchanged; empty if none is.
+    """Returns a table of the collectives on activations of a sharded model; empty if there are none.
 
-    Bytes are those of the tensors that collectives work on, forward and backward together, in the dtype of the model's
-    parameters: of a step with ``tokens`` tokens, or for each token.
+    Bytes are those of the tensors that are reduced or gathered in forward and backward, in the dtype of the model's
+    parameters: for a step with ``tokens`` tokens, or per token.
     """
     tp_region = tp_region_of(model)
     if tp_region is None or tp_region.architecture is None:
@@ -61,7 +61,7 @@ def _rows(model: nn.Module, tp_region: TpRegion) -> Iterator[tuple[str, str, int
 
 
 def _hidden(architecture: Architecture, module: nn.Module) -> int:
-    """Bytes of one token's hidden states."""
+    """Returns the bytes of one token's hidden states."""
     width = module.weight.shape[-1] if isinstance(module, nn.Linear) else architecture.config.hidden_size
     return width * next(p.element_size() for p in module.parameters())
 

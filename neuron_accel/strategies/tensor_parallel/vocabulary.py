@@ -1,4 +1,4 @@
-"""A vocabulary sharded over ranks: token ids, logits, their cross entropy, and local operations on them."""
+"""A vocabulary sharded over ranks: token ids, logits, their cross entropy, and local operations on logits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from neuron_accel.contract import Backend, Group
 
 
-# ---- A vocabulary sharded over ranks: which ids a rank has, and logits of which each rank holds a shard --------------
+# ---- Sharded vocabulary and logits -----------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Vocabulary:
-    """The ids 0 to ``size`` - 1, in consecutive shards of equal length; the last shards are padded.
+    """The ids 0 to ``size`` - 1 in consecutive shards of equal length, of which the last may be padded.
 
     Args:
         size: number of ids.
@@ -33,7 +33,7 @@ class Vocabulary:
     group: Group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Vocabulary:
-        return self  # a copied model runs on the same ranks
+        return self  # a copied model communicates in the same group
 
     @property
     def local_size(self) -> int:
@@ -45,31 +45,33 @@ class Vocabulary:
         return self.local_size * self.group.size != self.size
 
     def start(self, device: torch.device) -> torch.Tensor:
-        """The first id of this rank's shard: int64, 0-dim, data rather than a constant of the program."""
+        """Returns the first id of this rank's shard: int64, 0-dim, an input of a graph rather than a constant."""
         starts = torch.arange(0, self.local_size * self.group.size, self.local_size, device=device)
         return self.backend.chunk(starts, self.group, 0).squeeze(0)
 
     def padding(self, device: torch.device) -> torch.Tensor | None:
-        """Which columns of this rank's shard are padding: bool of shape [local_size]; None if no rank has any."""
+        """Returns which columns of this rank's shard are padding: bool of shape [local_size]; None if no rank has
+        padding."""
         if not self.padded:
             return None
         return torch.arange(self.local_size, device=device) + self.start(device) >= self.size
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """[..., local_size] to the full [..., size] on every rank. Every rank must compute the same with the result."""
+        """Gathers shards [..., local_size] to the full [..., size] on every rank. Every rank must compute the same with
+        it."""
         full = gather_from_group(local, self.backend, self.group, local.dim() - 1, grad="chunk")
         return full.narrow(-1, 0, self.size).contiguous() if self.padded else full
 
     def shard(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's shard [..., local_size] of ``full`` [..., size]; padding is zero. Not differentiable."""
+        """Returns this rank's shard [..., local_size] of ``full`` [..., size]; padding is zero. Not differentiable."""
         missing = self.local_size * self.group.size - self.size
         return self.backend.chunk(F.pad(full, (0, missing)) if missing else full, self.group, full.dim() - 1)
 
     def check(self, ids: torch.Tensor, what: str) -> None:
-        """Checks that ids are in the vocabulary, where reading values is free.
+        """Checks that ids are in the vocabulary, on devices where reading values costs nothing.
 
         Raises:
-            IndexError: like an unsharded embedding or cross entropy.
+            IndexError: if one is not, like an unsharded embedding or cross entropy.
         """
         if self.backend.reads_are_free and ids.numel():
             low, high = (int(value) for value in torch.aminmax(ids))
@@ -80,10 +82,10 @@ class Vocabulary:
 class VocabularyShard(torch.Tensor):
     """Logits [..., vocabulary] of which this rank holds a shard of the last dim.
 
-    It looks like the full logits. Casts, scaling by a number, tanh, and views and slices that leave the last dim alone
-    stay on the shard; :func:`torch.nn.functional.cross_entropy` is computed without gathering; every other operation
-    gathers the full logits first, a collective that all ranks of the group must take part in, and continues with a
-    plain tensor. :meth:`full_tensor` does so explicitly.
+    It has the shape of the full logits. Casts, scaling by a number, tanh, and views and slices that do not change the
+    last dim are computed on the shard, and :func:`torch.nn.functional.cross_entropy` without gathering. Every other
+    operation gathers the full logits first, which is collective over the group, and returns a plain tensor.
+    :meth:`full_tensor` gathers explicitly.
     """
 
     _local: torch.Tensor
@@ -92,7 +94,7 @@ class VocabularyShard(torch.Tensor):
 
     @staticmethod
     def of(local: torch.Tensor, vocabulary: Vocabulary, dtype: torch.dtype | None = None) -> VocabularyShard:
-        """Logits from this rank's shard.
+        """Creates logits from this rank's shard.
 
         Args:
             local: [..., vocabulary.local_size].
@@ -117,14 +119,14 @@ class VocabularyShard(torch.Tensor):
         return self.uncast_local.to(self.dtype)
 
     def full_tensor(self) -> torch.Tensor:
-        """The full logits as a plain tensor, differentiable. Collective; gathered once."""
+        """Returns the full logits as a plain tensor, differentiable. Collective; the result is cached."""
         wants_grad = self._local.requires_grad and torch.is_grad_enabled()
         if self._full is None or self._full.requires_grad != wants_grad:
             self._full = self._vocabulary.gather(self._local).to(self.dtype)
         return self._full
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # of Tensor, which is untyped
-        # does not gather: a debugger or a log line of one rank must not hang
+        # Does not gather, so that printing on one rank does not hang.
         return f"VocabularyShard(shape={tuple(self.shape)}, dtype={self.dtype}, of {self.vocabulary.group.size})"
 
     @classmethod
@@ -162,7 +164,7 @@ class VocabularyShard(torch.Tensor):
 
 
 class _Wrap(torch.autograd.Function):
-    """The node between this rank's shard and a shard, for operations that autograd records on the shard itself."""
+    """Autograd node between the local tensor and a VocabularyShard, for operations that are recorded on the latter."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, vocabulary: Vocabulary, dtype: torch.dtype) -> torch.Tensor:
@@ -196,8 +198,8 @@ def _parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """``F.cross_entropy`` on a shard of the logits; None where it needs the full ones: class weights,
-    class probabilities as targets, classes that are not the last dim."""
+    """Computes ``F.cross_entropy`` on sharded logits. Returns None if the full logits are needed: for class weights,
+    class probabilities as targets, or classes that are not the last dim."""
     if not isinstance(input, VocabularyShard) or isinstance(target, VocabularyShard) or input.dim() > 2:
         return None
     if target.is_floating_point() or not (weight is size_average is reduce is None):
@@ -212,7 +214,7 @@ def _parallel_cross_entropy(
     ).to(input.dtype)
 
 
-# ---- Cross entropy of logits that are sharded along the vocabulary, without gathering them ---------------------------
+# ---- Cross entropy of sharded logits ---------------------------------------------------------------------------------
 # Each token's loss needs three numbers of all ranks: the largest logit, the sum of exponentials and the target's
 # logit. Source: Shoeybi et al. 2019, section 3.
 def cross_entropy(
@@ -224,7 +226,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """The result of :func:`torch.nn.functional.cross_entropy` for the full logits; the same on every rank.
+    """Computes :func:`torch.nn.functional.cross_entropy` of the full logits; the result is equal on every rank.
 
     Args:
         local: this rank's shard of the logits, [tokens, vocabulary.local_size] or [vocabulary.local_size].
@@ -234,10 +236,10 @@ def cross_entropy(
         label_smoothing: the weight of a uniform distribution over the vocabulary in the target, 0 to 1.
 
     Returns:
-        float32, computed in float32; float64 for float64 logits.
+        A tensor of dtype float32, computed in float32; float64 for float64 logits.
 
     Raises:
-        IndexError: if a target is not in the vocabulary, where the backend reads values for free.
+        IndexError: if a target is not in the vocabulary, on devices where reading values costs nothing.
         ValueError: for shapes that do not match, or an unknown reduction.
     """
     if local.shape[:-1] != target.shape:
@@ -255,7 +257,7 @@ def cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of each token. Saves the softmax, the one tensor of the logits' size."""
+    """The loss of each token. Saves the softmax, which is the only saved tensor of the size of the logits."""
 
     @staticmethod
     def forward(
@@ -269,7 +271,7 @@ class _CrossEntropy(torch.autograd.Function):
         backend, group = vocabulary.backend, vocabulary.group
         padding = vocabulary.padding(local.device)
         dtype = torch.promote_types(local.dtype, torch.float32)
-        work = local.to(dtype, copy=True)  # everything below happens in this one copy
+        work = local.to(dtype, copy=True)  # the only copy; everything below is computed in place
         if padding is not None:
             work.masked_fill_(padding, -torch.inf)
         work -= backend.all_reduce(work.amax(-1), group, "max").unsqueeze(-1)
@@ -297,7 +299,8 @@ class _CrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         softmax, index, mine, counts = ctx.saved_tensors
-        # not a product: the mean over no target has an infinite gradient, which does not concern ignored tokens
+        # masked_fill instead of a product: the gradient is infinite if there are no targets, and must be 0 for ignored
+        # ones.
         gradient = gradient.masked_fill(~counts, 0).unsqueeze(-1)
         result = softmax * gradient
         hit = (1 - ctx.smoothing) * gradient.squeeze(-1).masked_fill(~mine, 0).unsqueeze(-1)
@@ -308,7 +311,7 @@ class _CrossEntropy(torch.autograd.Function):
         return result.to(ctx.dtype), None, None, None, None
 
 
-# ---- Operations on sharded logits that need no other rank's shard ----------------------------------------------------
+# ---- Local operations on sharded logits ------------------------------------------------------------------------------
 _ATTRIBUTES = (
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "names", "itemsize", "nbytes",
     "is_cuda", "is_cpu", "is_meta", "is_xla", "is_sparse", "is_quantized", "is_mkldnn", "is_mps", "is_nested",
@@ -350,14 +353,14 @@ _UPCASTS = frozenset({(torch.bfloat16, torch.float32), (torch.float16, torch.flo
 
 
 def is_metadata(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` only asks for metadata that is the same for a shard and the full logits."""
+    """Returns whether ``func`` only reads metadata that is equal for a shard and the full logits."""
     return func in _METADATA
 
 
 def apply(
     func: Callable[..., Any], shard: VocabularyShard, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any | None:
-    """``func(shard, *args, **kwargs)`` computed on this rank's shard; None if it needs the full logits."""
+    """Returns ``func(shard, *args, **kwargs)``, computed on this rank's shard; None if it needs the full logits."""
     if func in _CASTS and not args and not kwargs:
         return _cast(shard, _CASTS[func])
     if func is torch.Tensor.to and len(args) == 1 and not kwargs and isinstance(args[0], torch.dtype):
@@ -366,7 +369,7 @@ def apply(
         return _like(shard, func(shard.local, *args, **kwargs))
     if func in _SCALING and len(args) == 1 and not kwargs and _is_scale(args[0]):
         return _like(shard, func(shard.local, args[0]))
-    # The rest moves no value, so a pending cast can wait until after it.
+    # The following operations do not compute values, so a pending cast stays pending.
     if func in _SAME and not args and not kwargs:
         return _like(shard, func(shard.uncast_local), shard.dtype)
     if func is torch.Tensor.__getitem__ and _keeps_last_dim(args[0], shard.dim()):
@@ -380,19 +383,19 @@ def apply(
 
 def _like(shard: VocabularyShard, local: Any, dtype: torch.dtype | None = None) -> Any:
     if not isinstance(local, torch.Tensor):
-        return local  # what type() without an argument returns
+        return local  # the result of type() without an argument
     return type(shard).of(local, shard.vocabulary, dtype)
 
 
 def _cast(shard: VocabularyShard, dtype: torch.dtype) -> VocabularyShard:
-    # Casting up is postponed until the values are used: gathering then moves less, and the loss needs one copy less.
+    # Upcasts are postponed until the values are used, so that less is gathered and the loss needs one copy less.
     if (shard.uncast_local.dtype, dtype) in _UPCASTS or dtype == shard.dtype:
         return type(shard).of(shard.uncast_local, shard.vocabulary, dtype)
     return type(shard).of(shard.local.to(dtype), shard.vocabulary)
 
 
 def _are_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    # moved to another device, or given another order in memory, the backend could not use it any more
+    # The backend requires the device and a contiguous memory format.
     refused = (torch.Tensor, torch.device, str, torch.memory_format)
     return not any(isinstance(value, refused) for value in (*args, *kwargs.values()))
 
@@ -404,7 +407,7 @@ def _is_scale(value: Any) -> bool:
 
 
 def _keeps_last_dim(index: Any, ndim: int) -> bool:
-    """Whether indexing keeps the last dim complete, and last."""
+    """Returns whether indexing keeps the last dim complete and in last place."""
     items = list(index) if isinstance(index, tuple) else [index]
     if not all(_is_simple(item) for item in items):
         return False
@@ -425,7 +428,7 @@ def _is_simple(item: Any) -> bool:
 
 
 def _consumes(item: Any) -> int:
-    """Number of dims that one item of an index consumes."""
+    """Returns the number of dims that one item of an index consumes."""
     if item is None or item is Ellipsis:
         return 0
     if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
@@ -436,7 +439,7 @@ def _consumes(item: Any) -> int:
 def _new_shape(
     func: Callable[..., Any], old: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[int, ...] | None:
-    """The shape that a view has, if its last dim is still the vocabulary; None otherwise."""
+    """Returns the shape of a view if its last dim is still the vocabulary; None otherwise."""
     if func in _FLATTEN:
         start = (args[0] if args else kwargs.get("start_dim", 0)) % len(old)
         end = (args[1] if len(args) > 1 else kwargs.get("end_dim", -1)) % len(old)
