@@ -78,6 +78,6 @@ def test_replicas_that_no_one_has_set_are_set():
     assert printed.strip().splitlines()[-1] == str([(0, 2, mean), (1, 2, mean)])
 
 
-@pytest.mark.parametrize(("launched", "said"), [("1", "connected"), ("2", "each would train alone")])
+@pytest.mark.parametrize(("launched", "said"), [("1", "connected"), ("2", "each rank would train alone")])
 def test_ranks_that_torch_xla_cannot_connect_do_not_train_alone(launched, said):
     assert said in run(ALONE, WORLD_SIZE=launched, RANK="0", LOCAL_RANK="0")

@@ -237,7 +237,7 @@ def refusals():
     def prepare(model, **options):
         return NeuronAccelerator(plugins=[FlashAttentionPlugin(**options)]).prepare_model(model)
 
-    with pytest.raises(UnsupportedModelError, match="no attention that can be exchanged"):
+    with pytest.raises(UnsupportedModelError, match="no attention that can be replaced"):
         prepare(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigurationError, match="through torch-neuronx on XLA"):
         prepare(family("llama"), kernel="nki")

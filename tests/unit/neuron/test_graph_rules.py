@@ -119,7 +119,7 @@ def ring(*ranks):
         (collective(), 32, None),
         (collective(((0, 1, 2), (3, 4, 5))), 6, "3 neighbouring ranks [0, 1, 2] form no group"),
         (collective(((0, 3, 5),)), 32, "not blocks of neighbours"),
-        (collective(((0, 33), (1, 32))), 64, "other ones on each host of 32"),
+        (collective(((0, 33), (1, 32))), 64, "differ between hosts of 32"),
         (collective(((0, 1), (2, 3, 4))), 8, "equal sizes"),
         (collective(pairs=ring(0, 1)), 2, None),
         (collective(pairs=ring(*range(8))), 8, None),  # chips 0 to 3, a row of the torus, which closes
