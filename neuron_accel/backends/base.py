@@ -208,11 +208,14 @@ class Traffic:
         return [t for t in self.transfers if op in (None, t.op) and group in (None, t.group)]
 
 
+OUTSIDE_GRAPHS = "ranks communicate between compiled graphs"
+"""What torch.compile says of a graph that ends at a collective."""
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def communicates(method: _Method) -> _Method:
-    """Marks a method of :class:`Backend` in which other ranks take part. A preview of a plan must not call it."""
+    """Marks a method of :class:`Backend` in which other ranks take part. A preview of a plan must not call it, and
+    torch.compile ends a graph there."""
     method.communicates = True  # type: ignore[attr-defined]
     return method
 
@@ -221,6 +224,17 @@ class Backend(ABC):
     """A device and the collectives between its ranks."""
 
     name: ClassVar[str]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Lets torch.compile end its graph before a collective and begin another one after it. It would trace into the
+        process group and the exchange of objects otherwise, which fails or not with what they are made of."""
+        super().__init_subclass__(**options)
+        import torch
+
+        for name in COLLECTIVES:
+            method = getattr(cls, name)
+            if name in vars(cls) or method is getattr(Backend, name):
+                setattr(cls, name, torch.compiler.disable(method, reason=OUTSIDE_GRAPHS))
 
     def __init__(self) -> None:
         self._recordings: list[Traffic] = []

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from neuron_accel.backends import process_group
-from neuron_accel.backends.base import Backend, Board, Done, Group, Pending, StoreBoard
+from neuron_accel.backends.base import OUTSIDE_GRAPHS, Backend, Board, Done, Group, Pending, StoreBoard
 from neuron_accel.backends.failures import reported
 from neuron_accel.backends.movement import (
     Flat,
@@ -532,6 +532,7 @@ class _Work(Pending):
         self._work, self._reporting, self._finish = work, reporting, finish
         self._result: torch.Tensor | None = None
 
+    @torch.compiler.disable(reason=OUTSIDE_GRAPHS)
     def wait(self) -> torch.Tensor:
         if self._result is None:
             with self._reporting():

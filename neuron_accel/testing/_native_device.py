@@ -278,11 +278,17 @@ def _load(storage: Any, location: str) -> torch.UntypedStorage | None:
     return storage_of(storage.cpu()) if location.partition(":")[0] == NAME else None
 
 
+def _untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that torch.compile knows by its operation only, as those of a device are."""
+    return torch.compiler.disable(kernel, reason="a kernel of the device")  # type: ignore[no-any-return]
+
+
 def install(runtime: Runtime) -> list[torch.library.Library]:
     """Registers the device in this process. Returns the libraries, which have to be kept alive while it is used."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=_module(runtime))
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-    every.fallback(runtime.run, "PrivateUse1")
+    run = _untraced(runtime.run)
+    every.fallback(run, "PrivateUse1")
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
 
     def set_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -302,11 +308,14 @@ def install(runtime: Runtime) -> list[torch.library.Library]:
     def copy_and_resize(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return copy_from(source, target.resize_(source.shape))
 
-    aten.impl("_copy_from", copy_from, "PrivateUse1")
-    aten.impl("_copy_from_and_resize", copy_and_resize, "PrivateUse1")
-    aten.impl("set_.source_Storage", set_storage, "PrivateUse1")
-    aten.impl("set_.source_Storage_storage_offset", set_view, "PrivateUse1")
-    aten.impl("set_.source_Tensor", set_tensor, "PrivateUse1")
+    # By name, beside the fallback, which torch does not find while it traces (torch.tensor(..., device="neuron")).
+    for op in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default):
+        aten.impl(op, functools.partial(run, op), "PrivateUse1")
+    aten.impl("_copy_from", _untraced(copy_from), "PrivateUse1")
+    aten.impl("_copy_from_and_resize", _untraced(copy_and_resize), "PrivateUse1")
+    aten.impl("set_.source_Storage", _untraced(set_storage), "PrivateUse1")
+    aten.impl("set_.source_Storage_storage_offset", _untraced(set_view), "PrivateUse1")
+    aten.impl("set_.source_Tensor", _untraced(set_tensor), "PrivateUse1")
     # Pinned memory is an ordinary copy, since pinning has no benefit here.
     aten.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")
     _register_autocast(aten)

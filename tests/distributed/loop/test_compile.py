@@ -10,11 +10,20 @@ import torch
 from neuron_accel.errors import UsageError
 from neuron_accel.testing import RanksError, Tolerance, Trace, Training, compare, run_ranks, train_alone
 from neuron_accel.testing._cases import tiny_llama, token_batches
-from neuron_accel.testing._compositions import COMPOSITIONS
 from neuron_accel.testing.parity import loader_of, loss_of
+from tests.distributed.backends.test_collectives import connect
 
-STEPS = 4
+STEPS = 3
 TRAINING = Training(max_norm=0.5)
+FLASH = {"flash_attention": {"block_size": 5}}
+TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
+PP2 = {"model_parallelism": {"pipeline_parallel_size": 2}}
+COMPOSITIONS = {
+    "dp2-flash": [FLASH],
+    "zero1-recompute": ["zero1", "activation_checkpointing"],
+    "tp2-sp": [TP2, "sequence_parallel"],
+    "pp2": [PP2],
+}
 
 
 class Counting:
@@ -28,14 +37,14 @@ class Counting:
         return graph.forward
 
 
-def train(plugins: tuple[Any, ...], way: str) -> tuple[Trace | None, list[int]]:
+def train(plugins: list[Any], way: str) -> tuple[Trace | None, list[int]]:
     """The trace on rank 0, and the number of graphs after each step."""
     from torch._dynamo.utils import counters
 
     from neuron_accel import NeuronAccelerator
 
     counting = Counting()
-    accelerator = NeuronAccelerator(plugins=plugins, dynamo_backend="eager" if way == "plugin" else None)
+    accelerator = NeuronAccelerator(config={"plugins": plugins}, dynamo_backend="eager" if way == "plugin" else None)
     torch.manual_seed(0)
     model = tiny_llama()
     model.train()
@@ -54,21 +63,60 @@ def train(plugins: tuple[Any, ...], way: str) -> tuple[Trace | None, list[int]]:
         optimizer.step()
         optimizer.zero_grad()
         graphs.append(counters["stats"]["unique_graphs"] if way == "plugin" else counting.graphs)
-    weights = accelerator.get_state_dict(model)
+    weights = {name: value.cpu() for name, value in accelerator.get_state_dict(model).items()}
     if not accelerator.is_main_process:
         return None, graphs
     return Trace([float(x) for x in losses], [float(x) for x in norms], {}, weights), graphs
 
 
-@pytest.mark.parametrize(("way", "composition"), [("plugin", "zero1"), ("after", "zero1"), ("after", "tp2-sp")])
-def test_a_compiled_model_trains_like_one_process(way, composition):
+def check(plugins: list[Any], way: str, backend: str) -> list[int]:
+    """Trains on two ranks like one process, and compiles nothing after the second step; graphs of each rank."""
     trace = run_ranks(train_alone, 1, tiny_llama, token_batches(STEPS), TRAINING, backend=None)[0]
-    plugins = COMPOSITIONS[composition].built_in()
-    results = run_ranks(train, 2, plugins, way, timeout=110)
+    results = run_ranks(train, 2, plugins, way, timeout=220, backend=backend)
     compare(Trace(trace.losses, trace.norms, {}, trace.weights), results[0][0], Tolerance())
     for _, graphs in results:
-        assert graphs[-1] > 0, "nothing was compiled"
+        assert graphs[0] > 0, "nothing was compiled"
         assert graphs[-1] == graphs[1], f"compiled again in later steps: {graphs}"
+    return [graphs[-1] for _, graphs in results]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("way", "composition"), [("plugin", "zero1-recompute"), *(("after", c) for c in COMPOSITIONS)])
+def test_a_compiled_model_trains_like_one_process(way, composition):
+    graphs = check(COMPOSITIONS[composition], way, "gloo")
+    if composition == "dp2-flash":
+        assert graphs == [1, 1], "where ranks do not communicate in the forward pass, that is one graph"
+
+
+def communicate() -> tuple[list[list[Any]], int]:
+    """What a compiled function with collectives in it returns, three times, and its graphs."""
+    backend, group = connect()
+    counting = Counting()
+
+    @torch.compile(backend=counting)
+    def function(x: torch.Tensor) -> Any:
+        total = backend.all_reduce(x * 2, group)
+        names = backend.all_gather_object(f"rank {backend.rank}", group)
+        pending = backend.start_all_gather(total + 1, group)
+        return names, pending.wait() * x.sum()
+
+    results = []
+    for _ in range(3):
+        names, gathered = function(torch.arange(2.0, device=backend.device) + backend.rank)
+        results.append([names, gathered.tolist()])
+    backend.shutdown()
+    return results, counting.graphs
+
+
+def check_communication(backend: str) -> None:
+    gathered = [3.0, 7.0] * 2
+    for own, (results, graphs) in zip((1, 3), run_ranks(communicate, 2, backend=backend), strict=True):
+        assert results == [[["rank 0", "rank 1"], [value * own for value in gathered]]] * 3
+        assert graphs == 3, "before the first collective, between two, after the last"
+
+
+def test_a_graph_ends_at_a_collective():
+    check_communication("gloo")
 
 
 def test_a_model_that_is_compiled_before_it_is_prepared_is_refused():
