@@ -81,7 +81,7 @@ def batches(count: int, *, size: int = 4, length: int = LENGTH, alike: bool = Fa
 
 
 def packed(count: int) -> list[dict[str, torch.Tensor]]:
-    """Documents that end anywhere, by positions that begin anew."""
+    """Packed documents of any length, with positions that restart."""
     result = []
     for batch in batches(count):
         ends = torch.tensor([[5, 9, 22], [1, 21, 22], [11, 12, 22], [22, 22, 22]])

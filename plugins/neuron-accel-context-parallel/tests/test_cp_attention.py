@@ -6,7 +6,7 @@ import pytest
 import torch
 from neuron_accel_context_parallel import ContextParallelPlugin, blocks
 from neuron_accel_context_parallel.blocks import Dropout, Rule, Scores, attend, attend_backward
-from neuron_accel_context_parallel.ring import Look, Ring
+from neuron_accel_context_parallel.ring import AttentionOptions, Ring
 from neuron_accel_context_parallel.zigzag import Zigzag, table
 
 from neuron_accel import NeuronAccelerator
@@ -51,7 +51,7 @@ def on_rank() -> list[float]:
             expected = plain(*leaves, codes, window, cap)
             expected.backward(weights)
             shares = [zigzag.shard(x, 2, 0.0).requires_grad_() for x in whole]
-            actual = ring.attention(*shares, Look(scores=Scores(scale=0.3, cap=cap), window=window), codes)
+            actual = ring.attention(*shares, AttentionOptions(scores=Scores(scale=0.3, cap=cap), window=window), codes)
             actual.backward(zigzag.shard(weights, 1, 0.0))
             pairs = [(actual, zigzag.shard(expected, 1, 0.0))]
             pairs += [(s.grad, zigzag.shard(x.grad, 2, 0.0)) for s, x in zip(shares, leaves, strict=True)]

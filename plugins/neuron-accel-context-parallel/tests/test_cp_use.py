@@ -10,7 +10,7 @@ import pytest
 import torch
 from neuron_accel_context_parallel import ContextParallelPlugin
 from neuron_accel_context_parallel.blocks import Scores
-from neuron_accel_context_parallel.ring import Look, Ring
+from neuron_accel_context_parallel.ring import AttentionOptions, Ring
 from torch import nn
 from torch.nn import functional as F
 
@@ -139,7 +139,7 @@ def drop() -> float:
     """The derivative along a direction, by backward and by differences, with the same weights dropped."""
     accelerator = NeuronAccelerator(plugins=[ContextParallelPlugin(context_parallel_size=2)])
     backend, group = accelerator.run.backend, accelerator.run.group("cp")
-    ring, look = Ring(backend, group), Look(scores=Scores(scale=0.4), dropout=0.5)
+    ring, look = Ring(backend, group), AttentionOptions(scores=Scores(scale=0.4), dropout=0.5)
     generator = torch.Generator().manual_seed(group.index)
     shares = [torch.randn(2, 2, 10, 4, generator=generator, dtype=torch.float64) for _ in range(6)]
 
@@ -246,7 +246,7 @@ def refuse_calls() -> None:
             model.train()(**{"input_ids": ids, **change})
     with pytest.raises(UsageError, match="outside of a sharded call"):
         model.model(ids)
-    with pytest.raises(UsageError, match="does not know the ring"):
+    with pytest.raises(UsageError, match="called without the ring"):
         model.model.layers[0](torch.ones(1, 4, 32), position_embeddings=(torch.ones(1, 4, 8),) * 2)
     model(ids)  # and is as good as before
 

@@ -1,4 +1,4 @@
-"""Context parallelism for neuron_accel: long sequences over several ranks, with exact attention."""
+"""Context parallelism for neuron_accel: sequences sharded over ranks, with exact attention."""
 
 from __future__ import annotations
 

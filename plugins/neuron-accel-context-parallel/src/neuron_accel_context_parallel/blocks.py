@@ -1,8 +1,8 @@
-"""Attention of some queries to some keys, in tiles, with what it takes to put such results together.
+"""Attention of queries to a block of keys, computed in tiles, and merging of the results of several blocks.
 
-Softmax over all keys is a weighted sum of softmaxes over blocks of them; the weights follow from the log of each
-block's sum of exponentials. So a block returns its output and that log, and nothing of the size queries x keys is kept:
-the backward pass computes the scores again, tile by tile.
+Softmax over all keys is a weighted sum of softmaxes over blocks of keys, with weights from the log-sum-exp of each
+block. So attention to a block returns its output and log-sum-exp. No tensor of shape queries x keys is kept: the
+backward pass recomputes the scores, tile by tile.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al., "FlashAttention"
 (2022), algorithms 1 and 4; Liu and Abbeel, "Blockwise Parallel Transformer for Large Context Models" (2023).
@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 TILE = 256
-"""Queries and keys in a tile. Its scores fit into a core's cache."""
+"""Number of queries and of keys in a tile, whose scores fit into the cache of a core."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """The positions of tokens.
+    """Positions and documents of tokens.
 
     Args:
         index: position in the sequence, int64 [tokens].
-        document: what they belong to as queries, int64 [batch, tokens]; None: all to the same.
-        visible: the same as keys; -2 for keys that no query attends to.
+        document: index of the document of each query, int64 [batch, tokens]; None: there is one document.
+        visible: index of the document of each key, int64 [batch, tokens]; -2 for keys that are masked.
     """
 
     index: torch.Tensor
@@ -37,13 +37,13 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Which keys of a block a query looks at.
+    """The mask of a block: which keys a query attends to.
 
     Args:
-        diagonal: whether queries and keys are the same tokens in order, and a query sees none after itself.
-        queries, keys: their positions; None if they do not matter.
-        window: a query sees this many tokens up to itself.
-        reads: whether values can be looked at for free, so that tiles without any pair are left out.
+        diagonal: whether queries and keys are the same tokens, with a causal mask.
+        queries, keys: positions of queries and keys; None if the mask does not depend on them.
+        window: size of the sliding window, including the query's own position; None: no window.
+        reads: whether reading values on the host is free; tiles that are fully masked are then skipped.
     """
 
     diagonal: bool = False
@@ -53,8 +53,8 @@ class Rule:
     reads: bool = False
 
     def tile(self, rows: slice, columns: slice, device: torch.device) -> torch.Tensor | bool:
-        """Whether each query of ``rows`` sees each key of ``columns``: bool [batch or 1, 1, 1, rows, columns], or one
-        bool for all."""
+        """Returns the mask of a tile: bool [batch or 1, 1, 1, rows, columns], True where a query attends to a key; or
+        one bool for the full tile."""
         mask = self._of_places(rows, columns)
         if self.reads and mask is not None:
             if not mask.any():
@@ -87,11 +87,11 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How the score of a query and a key is made.
+    """Attention scores: ``cap * tanh(scale * q k^T / cap)``.
 
     Args:
-        scale: a product is multiplied by this.
-        cap: then squashed into (-cap, cap) by a tanh; None: not at all.
+        scale: factor of the products.
+        cap: limit of the scores; None: no limit.
     """
 
     scale: float
@@ -111,24 +111,24 @@ class Scores:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Which attention weights are dropped: drawn again from the same seed in the backward pass.
+    """Dropout of attention weights, whose mask is regenerated from the seed in the backward pass.
 
     Args:
-        rate: the fraction that is dropped.
-        seed: of this block.
+        rate: probability of dropout.
+        seed: seed of this block.
     """
 
     rate: float
     seed: int
 
     def scales(self, shape: torch.Size, rows: slice, columns: slice, device: torch.device) -> torch.Tensor:
-        """What to multiply the weights of a tile by: 0 or 1 / (1 - rate)."""
+        """The factors of the weights of a tile: 0 or ``1 / (1 - rate)``."""
         generator = torch.Generator(device).manual_seed((self.seed + rows.start * 0x9E3779B1 + columns.start) % 2**62)
         return (torch.rand(shape, generator=generator, device=device) >= self.rate).float() / (1 - self.rate)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums over values of ``dtype`` are kept in."""
+    """The dtype of sums over values of ``dtype``: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -146,10 +146,13 @@ def attend(
         query: [batch, heads, queries, dim].
         key: [batch, key/value heads, keys, dim]; heads are a multiple of them.
         value: [batch, key/value heads, keys, value dim].
+        scores: scale and limit of scores.
+        rule: the mask.
+        dropout: dropout of attention weights, or None.
 
     Returns:
-        the output [batch, heads, queries, value dim] and the log of the sum of exponentiated scores
-        [batch, heads, queries], float32 or wider; zero and -inf for a query that sees no key.
+        the output [batch, heads, queries, value dim] and the log-sum-exp of the scores [batch, heads, queries], float32
+        or wider; zero and -inf for a query that attends to no key.
     """
     groups, tiles = query.shape[1] // key.shape[1], []
     for rows in _tiles(query.shape[2]):
@@ -169,7 +172,7 @@ def _attend_rows(
     groups: int,
     rows: slice,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and log of one tile of folded queries; the online normaliser."""
+    """The output and log-sum-exp of one tile of folded queries, by online softmax."""
     dtype = wide(query.dtype)
     top = query.new_full((*query.shape[:-1], 1), -torch.inf, dtype=dtype)
     total = torch.zeros_like(top)
@@ -203,16 +206,16 @@ def attend_backward(
     rule: Rule,
     dropout: Dropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What one block of keys contributes to the gradients of attention to many.
+    """The contribution of one block of keys to the gradients of attention to several blocks.
 
     Args:
-        query, key, value: as in :func:`attend`.
-        gradient: of the full output, [batch, heads, queries, value dim].
-        log: of the sum over all keys, [batch, heads, queries].
-        product: of output and gradient, summed over the value dim: [batch, heads, queries].
+        query, key, value, scores, rule, dropout: as in :func:`attend`.
+        gradient: gradient of the merged output, [batch, heads, queries, value dim].
+        log: log-sum-exp over all keys, [batch, heads, queries].
+        product: product of merged output and gradient, summed over the value dim, [batch, heads, queries].
 
     Returns:
-        the gradients of the queries, and of keys and values next to each other along the last dim; float32 or wider.
+        the gradient of the queries, and those of keys and values concatenated along the last dim; float32 or wider.
     """
     groups, dtype = query.shape[1] // key.shape[1], wide(query.dtype)
     tiles = list(_tiles(query.shape[2]))
@@ -251,7 +254,7 @@ def attend_backward(
 def merge(
     output: torch.Tensor, log: torch.Tensor, other: torch.Tensor, other_log: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to two blocks of keys from attention to each: outputs and logs as :func:`attend` returns them."""
+    """Merges the outputs and log-sum-exps of :func:`attend` for two blocks of keys."""
     top = _finite(torch.maximum(log, other_log))
     here, there = torch.exp(log - top), torch.exp(other_log - top)
     total = here + there
@@ -285,5 +288,5 @@ def _finite(log: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor(total: Any, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A sum of tensors, or zeros if there was none."""
+    """``total``, or zeros if it is an empty sum."""
     return total if isinstance(total, torch.Tensor) else torch.zeros_like(like, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Turns a call of a model with full sequences into a call with this rank's shards of them."""
+"""Shards the arguments of a model's call along the sequence."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
     from neuron_accel_context_parallel.zigzag import Zigzag
 
 RING = "context_parallel_ring"
-"""The argument by which attention layers get the ring."""
+"""Name of the argument with which attention layers receive the ring."""
 IGNORED = -100
-"""The label that counts nothing."""
+"""The label that losses ignore."""
 
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_ALONG = {"token_type_ids": 0, "input_ids": 0}  # name to what fills up
+_ALONG = {"token_type_ids": 0, "input_ids": 0}  # by name, the value of padding
 _CACHED = ("past_key_values", "use_cache", "cache_position", "logits_to_keep")
 _EVERY_LAYER = {
-    "output_attentions": "no rank has all weights of a query",
-    "output_router_logits": "the balance of experts is not a mean over tokens that each rank could compute for its own",
+    "output_attentions": "no rank has all attention weights of a query",
+    "output_router_logits": "the load-balancing loss is not a mean over tokens, which ranks could compute separately",
 }
 
 
 class Splitter:
-    """Divides the arguments of one model's calls.
+    """Shards the arguments of a model's calls along the sequence.
 
     Args:
-        forward: the model's own.
+        forward: the model's forward.
         config: the model's configuration.
-        zigzag: how sequences are sharded.
-        ring: what attention layers get.
-        own_loss: why the model cannot be given labels; None if it computes the mean over tokens of shifted labels.
-        reads: whether looking at values is free.
+        zigzag: shards sequences.
+        ring: passed to attention layers.
+        own_loss: why the model's loss cannot be computed on shards; None if it is the mean over next tokens.
+        reads: whether reading values on the host is free.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Splitter:
         self._zigzag, self._ring, self._own_loss, self._reads = zigzag, ring, own_loss, reads
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """All arguments of a call by name; what is None is left out."""
+        """All arguments of a call by name, without those that are None."""
         bound = dict(self._signature.bind_partial(*args, **kwargs).arguments)
         for parameter in self._signature.parameters.values():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -64,16 +64,16 @@ class Splitter:
         return {name: value for name, value in bound.items() if value is not None}
 
     def split(self, given: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """The arguments for this rank's shard, and the length of the full sequence.
+        """Returns the arguments for this rank's shard, and the length of the full sequence.
 
         Raises:
-            UsageError: for arguments that cannot be sharded.
+            UsageError: if an argument is not supported or cannot be sharded.
         """
         self._refuse(given)
         tokens = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
         batch, length = tokens.shape[:2]
         rest = {name: given[name] for name in given if name not in _PACKING}
-        result: dict[str, Any] = {}  # tokens first: what looks for the size of the batch finds them
+        result: dict[str, Any] = {}  # tokens first, where models look for the batch size
         for name, fill in reversed(_ALONG.items()):
             if name in rest:
                 result[name] = self._zigzag.shard(rest.pop(name), 1, fill)
@@ -90,7 +90,7 @@ class Splitter:
                 raise UsageError(
                     f"{name!r} of shape {list(value.shape)} cannot be sharded along the sequence.",
                     where="plugin context_parallel",
-                    why="it is not known which of its dims is the sequence, and what a position holds",
+                    why="it is not known which of its dims is the sequence",
                     fix="leave it out, or train without ContextParallelPlugin",
                 )
         result |= rest
@@ -98,14 +98,14 @@ class Splitter:
         return result, length
 
     def is_cached(self, given: Mapping[str, Any]) -> bool:
-        """Whether a call goes on with keys and values of earlier ones, or keeps them for later ones."""
+        """Whether a call uses a key/value cache."""
         return any(name in given and not _is_off(given[name]) for name in _CACHED)
 
-    # ---- what is refused ---------------------------------------------------------------------------------------------
+    # ---- checks ------------------------------------------------------------------------------------------------------
     def _refuse(self, given: Mapping[str, Any]) -> None:
         if ("input_ids" in given) == ("inputs_embeds" in given):
             raise UsageError(
-                "Context parallelism shards `input_ids` or `inputs_embeds`, and the model was given "
+                "Context parallelism shards `input_ids` or `inputs_embeds`, but the model received "
                 + ("both." if "input_ids" in given else "neither."),
                 where="plugin context_parallel",
             )
@@ -114,7 +114,7 @@ class Splitter:
                 raise UsageError(
                     f"{name} is not possible in training with context parallelism.",
                     where="plugin context_parallel",
-                    why="every rank has positions from the beginning and from the end of a sequence",
+                    why="no rank has consecutive positions of the full sequence",
                     fix="leave it out, or evaluate under torch.no_grad(), where each rank computes full sequences",
                 )
         for name, why in _EVERY_LAYER.items():
@@ -130,10 +130,10 @@ class Splitter:
                 "This model cannot compute its loss on a shard of a sequence.",
                 where="plugin context_parallel",
                 why=self._own_loss,
-                fix="leave `labels` out and compute the loss from the outputs, which are then full",
+                fix="leave `labels` out, and compute the loss from the outputs, which are those of full sequences",
             )
 
-    # ---- the parts of a call -----------------------------------------------------------------------------------------
+    # ---- arguments ---------------------------------------------------------------------------------------------------
     def _share_embeddings(self, embeddings: torch.Tensor) -> torch.Tensor:
         zigzag = self._zigzag
         order = zigzag.order(embeddings.shape[1], embeddings.device)
@@ -141,8 +141,10 @@ class Splitter:
         return chunk_to_group(ordered, zigzag.backend, zigzag.group, 1)
 
     def _labels(self, rest: dict[str, Any]) -> dict[str, Any]:
-        """Labels shifted while they are unsharded, and what the sum of their losses is divided by: the number of labels
-        that count, over the number of ranks, because gradients are averaged over them."""
+        """This rank's shard of the labels, which are shifted before they are sharded, and the divisor of the sum of
+        their
+        losses: the number of labels that are not ignored, divided by the number of ranks, over which gradients are
+        averaged."""
         shifted, labels = rest.pop("shift_labels", None), rest.pop("labels", None)
         if shifted is None:
             shifted = torch.full_like(labels, IGNORED)
@@ -151,7 +153,7 @@ class Splitter:
         if items is None:
             items = (shifted != IGNORED).sum()
         shard = self._zigzag.shard(shifted, 1, IGNORED)
-        # a loss function that overlooks the shifted labels finds no label that counts, and returns NaN or nothing
+        # a loss function that ignores `shift_labels` sees ignored labels only, and returns NaN or zero
         return {
             "labels": torch.full_like(shard, IGNORED),
             "shift_labels": shard,
@@ -159,7 +161,7 @@ class Splitter:
         }
 
     def _codes(self, given: Mapping[str, Any], batch: int, length: int) -> torch.Tensor | None:
-        """Of full sequences; see :mod:`.documents`."""
+        """The codes of full sequences; see :mod:`.documents`."""
         document = visible = None
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         if mask is not None:
@@ -179,7 +181,7 @@ class Splitter:
                 raise UsageError(
                     f"position_ids of shape {list(given.shape)} cannot be sharded along the sequence.",
                     where="plugin context_parallel",
-                    fix=f"give them the shape [batch, {length}]",
+                    fix=f"pass the shape [batch, {length}]",
                 )
             return given
         if mask is not None and self._config.model_type in _POSITIONS_FROM_MASK:
@@ -187,7 +189,7 @@ class Splitter:
         return torch.arange(length, device=tokens.device)[None]
 
     def _in_place_of_a_mask(self, codes: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-        """Models pass on a mask of four dims as it is."""
+        """The codes as a tensor of four dims, which models pass to their layers unchanged."""
         if codes is None:
             return torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
         return codes[:, None, None]
@@ -197,7 +199,7 @@ _POSITIONS_FROM_MASK = ("opt",)
 
 
 def codes_of(mask: torch.Tensor) -> torch.Tensor | None:
-    """What :class:`Splitter` put in the place of a mask: int64 [batch, padded length] or None."""
+    """The codes that :class:`Splitter` passed as the mask: int64 [batch, padded length], or None."""
     return None if mask.shape[-1] == 1 else mask[:, 0, 0]
 
 

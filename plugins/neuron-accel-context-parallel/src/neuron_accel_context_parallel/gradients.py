@@ -1,7 +1,8 @@
-"""Gradients where what ranks compute alike meets what each computes of its own positions.
+"""Autograd functions between values that are equal on all ranks and values of each rank's positions.
 
-Gradients of parameters are averaged over the ranks of a sequence. So the gradient of what follows has to arrive
-multiplied by their number at each rank's own shard, and what is equal on every rank needs no change.
+Gradients of parameters are averaged over the ranks of a sequence. So the gradient of a value that all ranks compute
+from all shards has to be multiplied by the number of ranks at each rank's shard; that of replicated computation does
+not change.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from neuron_accel.contract import Backend, Group
 
 
 def mean_of_group(loss: torch.Tensor, backend: Backend, group: Group) -> torch.Tensor:
-    """The mean of the ranks' ``loss``; each rank's own has the gradient of the mean, undivided."""
+    """The mean of ``loss`` over ranks; its gradient is passed to each rank's loss without a division."""
     return _Mean.apply(loss, backend, group)  # type: ignore[no-any-return]
 
 
 def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """``tensor`` itself; its gradient is ``factor`` times what arrives."""
+    """Returns ``tensor``; multiplies its gradient by ``factor``."""
     return _Scale.apply(tensor, factor) if tensor.requires_grad else tensor  # type: ignore[no-any-return]
 
 

@@ -1,8 +1,8 @@
-"""Models of transformers whose attention goes round the ring.
+"""Models of transformers with ring attention.
 
-Their attention layers call whatever function their configuration names, which is a public interface; so nothing in a
-model is replaced. The function finds the ring among the arguments that models pass on to their layers, and the place of
-the mask has what it needs to know of documents and padding.
+Their attention layers call the function that the configuration names, through transformers' public
+``AttentionInterface``; no code of a model is replaced. The function receives the ring as an argument that models pass
+on to their layers, and codes of documents and padding as the attention mask.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from neuron_accel.contract import UnsupportedModelError, UsageError
 from neuron_accel_context_parallel.blocks import Scores
 from neuron_accel_context_parallel.calls import RING, Splitter, codes_of
 from neuron_accel_context_parallel.outputs import Joiner
-from neuron_accel_context_parallel.ring import Look, Ring
+from neuron_accel_context_parallel.ring import AttentionOptions, Ring
 from neuron_accel_context_parallel.zigzag import Zigzag
 
 if TYPE_CHECKING:
@@ -27,22 +27,22 @@ ATTENTION = "neuron_accel_context_parallel"
 """The name of the attention function."""
 
 _LAYERS = {"full_attention", "sliding_attention"}
-# arguments of attention functions that say how scores are made or masked, beyond those that are understood
+# arguments of attention functions that change scores or masks and are not supported
 _OTHER_SCORES = ("position_bias", "s_aux", "sinks", "head_mask", "cache")
 
 
 class Attached:
-    """A model whose calls are sharded, until :meth:`detach`.
+    """Shards the calls of a model along the sequence, until :meth:`detach`.
 
     Args:
         model: the model, changed in place.
         run: the run.
         axis: the mesh axis of the sequence.
-        keeps_logits: whether logits are gathered although the model computed the loss in training.
-        staged: whether a rank may have some of the layers only.
+        keeps_logits: whether to gather logits in training although the model returns a loss.
+        staged: whether the model is split into pipeline stages.
 
     Raises:
-        UnsupportedModelError: if the model's attention cannot be sharded. It is unchanged then.
+        UnsupportedModelError: if the model's attention is not supported; the model is then unchanged.
     """
 
     def __init__(self, model: nn.Module, run: Run, axis: str, *, keeps_logits: bool, staged: bool) -> None:
@@ -73,7 +73,7 @@ class Attached:
         ]
 
     def detach(self) -> None:
-        """Leaves the model as it was."""
+        """Removes the hooks and restores the attention implementation."""
         for handle in self._handles:
             handle.remove()
         self._model.set_attn_implementation(self._before)
@@ -82,7 +82,7 @@ class Attached:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = self._splitter.bind(args, kwargs)
         if self._splitter.is_cached(given) and not torch.is_grad_enabled():
-            self._model.set_attn_implementation(self._before)  # every rank computes all of it
+            self._model.set_attn_implementation(self._before)  # every rank computes full sequences
             return None
         self._as_tuple = not given.pop("return_dict", getattr(self._config, "return_dict", True))
         sharded, self._length = self._splitter.split(given)
@@ -102,7 +102,7 @@ class Attached:
         self._length = None
 
     def _check_visits(self) -> None:
-        """A layer that looks at other positions in a way of its own would see this rank's only."""
+        """Checks that every layer has called the attention function."""
         config = self._config.get_text_config()
         layers, visits = config.num_hidden_layers, self._ring.visits
         windows = has_windows(config)
@@ -110,19 +110,19 @@ class Attached:
             raise UnsupportedModelError(
                 f"{visits} of the {layers} layers of {type(self._model).__name__} called the attention function.",
                 where="plugin context_parallel",
-                why="a layer that mixes positions in another way would see only those of its rank",
+                why="a layer that mixes positions in another way would use only the positions of its rank",
                 fix="train this model without ContextParallelPlugin",
             )
         if windows and not self._ring.windows and not self._staged:
             raise UnsupportedModelError(
-                f"{type(self._model).__name__} has sliding windows, and no layer says how wide its own is.",
+                f"{type(self._model).__name__} has sliding windows, but its layers do not pass their size on.",
                 where="plugin context_parallel",
                 fix="train this model without ContextParallelPlugin",
             )
 
 
 def has_windows(config: Any) -> bool:
-    """Whether some layers see a window of the sequence only."""
+    """Whether some layers use sliding windows."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         return "sliding_attention" in kinds
@@ -130,10 +130,10 @@ def has_windows(config: Any) -> bool:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses models whose layers look at other positions than through the attention function.
+    """Checks that layers of a model mix positions only through the attention function.
 
     Raises:
-        UnsupportedModelError: saying why.
+        UnsupportedModelError: if they do not, with the reason.
     """
     name = type(model).__name__
 
@@ -160,14 +160,14 @@ def check_model(model: nn.Module) -> None:
         raise refuse(f"layers of kind {', '.join(sorted(kinds))} mix positions in another way")
     both_ways = any(getattr(module, "is_causal", True) is False for module in model.modules())
     if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True) or both_ways:
-        raise refuse("only causal attention is sharded")
+        raise refuse("only causal attention is supported")
     if getattr(config, "attention_chunk_size", None) and "chunked_attention" in str(getattr(config, "layer_types", "")):
-        raise refuse("its attention already works in chunks")
+        raise refuse("chunked attention is not supported")
     forward = inspect.signature(model.forward).parameters
     if "position_ids" not in forward:
-        raise refuse("it takes no position_ids, so positions would begin anew on every rank")
+        raise refuse("it has no argument position_ids, so positions would start at zero on every rank")
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in forward.values()):
-        raise refuse("it takes no further arguments, by which its layers would get to know the ring")
+        raise refuse("it has no **kwargs, with which the ring is passed to its layers")
     before = config._attn_implementation
     register_attention()
     model.set_attn_implementation(ATTENTION)
@@ -182,14 +182,14 @@ def own_loss(model: nn.Module) -> str | None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if not hasattr(type(model), "loss_function"):
-        return "it has no loss function of transformers"
+        return "it has no loss_function of transformers"
     if model.loss_function is not ForCausalLMLoss:
         return "it has its own loss function; only the mean over next tokens can be computed from shards"
     return None
 
 
 def register_attention() -> None:
-    """Makes the attention function known to transformers under its name."""
+    """Registers the attention function with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, ring_attention)
@@ -209,42 +209,48 @@ def ring_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers.
+    """Ring attention, with the interface of an attention function of transformers.
 
     Args:
+        module: the attention layer.
         query: [batch, heads, positions, dim].
         key, value: [batch, key/value heads, positions, dim].
-        attention_mask: what :class:`~neuron_accel_context_parallel.calls.Splitter` put there.
+        attention_mask: the codes of :class:`~neuron_accel_context_parallel.calls.Splitter`.
+        scaling: factor of the scores; None: ``dim ** -0.5``.
+        dropout: probability of dropout of attention weights.
+        sliding_window: size of the sliding window; None: no window.
+        softcap: limit of the scores; None: no limit.
+        is_causal: whether attention is causal; None: as the layer is.
+        others: the ring, and arguments that are not supported.
 
     Returns:
-        [batch, positions, heads, dim], and no weights.
+        the output [batch, positions, heads, dim], and None for the weights.
 
     Raises:
-        UsageError: if it is called outside of a prepared model's call, or for dropout where random numbers cannot be
-            drawn twice.
-        UnsupportedModelError: for scores that are made in another way.
+        UsageError: if it is called outside of the prepared model's call.
+        UnsupportedModelError: for arguments that are not supported, and for dropout on lazy devices.
     """
     ring = others.get(RING)
     if ring is None or attention_mask is None:
         raise UsageError(
-            f"{type(module).__name__} of a model with context parallelism does not know the ring.",
+            f"{type(module).__name__} was called without the ring of context parallelism.",
             where="plugin context_parallel",
-            why="a part of the model was called by itself, or the model does not hand its arguments on to its layers",
-            fix="call the model that `prepare` returned; if you do, train this one without ContextParallelPlugin",
+            why="a module of the model was called directly, or the model does not pass its arguments on to its layers",
+            fix="call the model that `prepare` returned; otherwise train it without ContextParallelPlugin",
         )
     unknown = [name for name in _OTHER_SCORES if others.get(name) is not None]
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if unknown or not causal or (ring.is_lazy and dropout):
         raise UnsupportedModelError(
-            f"{type(module).__name__} asks for what context parallelism cannot do: "
+            f"{type(module).__name__} uses features that context parallelism does not support: "
             + ", ".join(
                 [*unknown, *([] if causal else ["attention to later tokens"]), *(["dropout"] if dropout else [])]
             )
             + ".",
             where="plugin context_parallel",
-            why="dropped weights are drawn again in the backward pass, which lazy devices cannot"
+            why="dropout masks cannot be regenerated in the backward pass on lazy devices"
             if ring.is_lazy and dropout
-            else "its scores would be made without it",
+            else "its scores would be computed without them",
             fix="set the attention dropout of its configuration to 0"
             if ring.is_lazy and dropout
             else "train this model without ContextParallelPlugin",
@@ -252,15 +258,15 @@ def ring_attention(
     ring.visits += 1
     ring.windows += sliding_window is not None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    look = Look(scores=Scores(scale=float(scale), cap=softcap), window=sliding_window, dropout=dropout)
+    look = AttentionOptions(scores=Scores(scale=float(scale), cap=softcap), window=sliding_window, dropout=dropout)
     return ring.attention(query, key, value, look, codes_of(attention_mask)), None
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
-    """Stands where transformers makes masks; calls that are sharded bring their own."""
+    """The mask function for transformers, which raises an error: sharded calls pass codes instead of a mask."""
     raise UsageError(
-        "An attention mask was asked for outside of a sharded call.",
+        "An attention mask was requested outside of a sharded call.",
         where="plugin context_parallel",
-        why="masks of queries by keys are as large as what is to be sharded",
-        fix="call the model that `prepare` returned, not a part of it; generate with a dynamic cache",
+        why="masks of queries by keys are not sharded",
+        fix="call the model that `prepare` returned, not one of its modules; generate with a dynamic cache",
     )

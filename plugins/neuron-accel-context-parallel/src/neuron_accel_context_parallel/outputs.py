@@ -1,4 +1,4 @@
-"""Turns the output of a model for this rank's shard of a sequence into that for the full sequence."""
+"""Gathers the outputs of a model along the sequence."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _PER_POSITION = ("logits", "last_hidden_state", "hidden_states")
 
 
 class Joiner:
-    """Puts outputs together.
+    """Gathers outputs along the sequence.
 
     Args:
-        zigzag: how sequences are sharded.
-        keeps_logits: whether logits are gathered although the model computed the loss in training.
+        zigzag: shards sequences.
+        keeps_logits: whether to gather logits in training although the model returns a loss.
     """
 
     def __init__(self, zigzag: Zigzag, *, keeps_logits: bool) -> None:
         self._zigzag, self._keeps_logits = zigzag, keeps_logits
 
     def join(self, output: Any, length: int, *, training: bool) -> Any:
-        """The output for the full sequence, the same on every rank. Collective.
+        """Returns the output for the full sequence, equal on every rank. Collective.
 
         Args:
-            output: a mapping by names, as models of transformers return.
-            length: of the full sequence.
-            training: whether logits beside a loss are left out unless they are kept.
+            output: the output of a model of transformers, a mapping.
+            length: length of the full sequence.
+            training: whether to leave out logits if there is a loss, unless ``keeps_logits``.
         """
         kept = {name: value for name, value in output.items() if value is not None}
         loss = kept.get("loss")
@@ -47,7 +47,7 @@ class Joiner:
         return type(output)(**kept)
 
     def _full(self, shard: torch.Tensor, length: int) -> torch.Tensor:
-        """[batch, positions, ...] of this rank to [batch, length, ...]; what follows is the same on every rank."""
+        """Gathers shards [batch, positions, ...] to [batch, length, ...]."""
         zigzag = self._zigzag
         scaled = scale_gradient(shard, zigzag.degree)
         ordered = gather_from_group(scaled, zigzag.backend, zigzag.group, 1, grad="chunk")

@@ -1,4 +1,4 @@
-"""The plugin: configuration, and what becomes of a model."""
+"""The plugin: its options and hooks."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ AXIS = "cp"
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallelPlugin(StrategyPlugin):
-    """Divides sequences over ``context_parallel_size`` ranks, with exact attention.
+    """Shards sequences over ``context_parallel_size`` ranks, with exact ring attention (Liu, Zaharia and Abbeel, 2023).
 
-    Each rank gets full sequences and computes an early and a late slice of each. Keys and values go round the ranks;
-    activations, and with them the memory of training, take 1 / degree. The loop stays as it is: inputs, positions,
-    labels and masks of padding are sharded when the model is called, the loss that it returns is the mean over all
-    tokens on every rank, and outputs are full.
+    Each rank receives full sequences, and computes an early and a late slice of each. Keys and values are passed around
+    the ranks; activations need 1 / degree of the memory. The training loop does not change: inputs, positions, labels
+    and padding masks are sharded when the model is called. The model returns the mean loss over all tokens on every
+    rank, and unsharded outputs.
 
     Args:
-        context_parallel_size: number of ranks over which a sequence is sharded. Lengths not divisible by 2 x this are
-            padded inside.
-        training_logits: whether a call with labels in training returns logits, full on every rank. By default they are
-            left out, since they take more memory than anything that is sharded.
+        context_parallel_size: number of ranks over which a sequence is sharded. Lengths that are not a multiple of
+            twice this number are padded internally.
+        training_logits: whether a call with labels in training returns the full logits on every rank. By default they
+            are left out, since they need more memory than all sharded activations.
+
+    Raises:
+        ConfigurationError: if ``context_parallel_size`` is not an integer of at least 1.
     """
 
     context_parallel_size: int
@@ -49,20 +52,20 @@ class ContextParallelPlugin(StrategyPlugin):
             raise ConfigurationError(
                 f"context_parallel_size is {self.context_parallel_size!r}.",
                 where="plugin context_parallel",
-                fix="give a whole number of at least 1",
+                fix="pass an integer of at least 1",
             )
 
     def axes(self) -> tuple[AxisSpec, ...]:
         return (AxisSpec(name=AXIS, degree=self.context_parallel_size, kind=AxisKind.SEQUENCE),)
 
     def setup(self, run: Run) -> None:
-        run.group(AXIS)  # made now, in the same order on every rank
+        run.group(AXIS)  # created now, in the same order on every rank
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
-        """Makes calls of ``model`` shard their arguments.
+        """Shards the arguments of calls of ``model`` along the sequence.
 
         Raises:
-            UnsupportedModelError: if its attention cannot be sharded. It is unchanged then.
+            UnsupportedModelError: if the model's attention is not supported; the model is then unchanged.
         """
         if run.mesh.degree(AXIS) == 1:
             return
@@ -74,7 +77,7 @@ class ContextParallelPlugin(StrategyPlugin):
         run.state(self).setdefault("models", []).append(attached)
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
-        """What each layer sends, as text."""
+        """Describes the communication of each attention layer."""
         degree = run.mesh.degree(AXIS)
         if degree == 1:
             return ""

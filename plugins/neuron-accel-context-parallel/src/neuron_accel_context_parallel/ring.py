@@ -1,9 +1,8 @@
-"""Attention over a sequence that is sharded over ranks: keys and values go round, queries stay.
+"""Ring attention over a sequence that is sharded over ranks: keys and values are passed around, queries are not.
 
-Each rank computes the attention of its queries to the keys that it has, hands them on to the next rank, and adds what
-its queries make of those that come. In the backward pass keys and values go round once more, and their gradients travel
-with them until they are home. What is kept for it is queries, keys, values and output of this rank's own positions, and
-one number for each query and head.
+In each step a rank computes attention of its queries to the keys that it has, sends these to the next rank, and merges
+the results. In the backward pass keys and values are passed around once more, together with their gradients. Kept for
+the backward pass are queries, keys, values and output of the rank's own positions, and one number per query and head.
 
 Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023).
 """
@@ -24,13 +23,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
-    """How a layer's queries look at keys.
+class AttentionOptions:
+    """Options of a layer's attention.
 
     Args:
-        scores: how scores are made.
-        window: a query sees this many tokens up to itself; None: all before it.
-        dropout: the fraction of attention weights that is dropped.
+        scores: scale and limit of scores.
+        window: size of the sliding window, including the query's own position; None: no window.
+        dropout: probability of dropout of attention weights.
     """
 
     scores: Scores
@@ -39,7 +38,7 @@ class Look:
 
 
 class Ring:
-    """The ranks that have the parts of a sequence, each as :mod:`.zigzag` says.
+    """The ranks over which sequences are sharded, as in :mod:`.zigzag`.
 
     Args:
         backend: performs the collectives.
@@ -49,11 +48,11 @@ class Ring:
     def __init__(self, backend: Backend, group: Group) -> None:
         self.backend, self.group = backend, group
         self.visits = self.windows = 0
-        """Number of layers that have called since the model was, and of those that did with a window."""
+        """Number of layers that have called the attention in this call of the model, and of those with a window."""
 
     @property
     def is_lazy(self) -> bool:
-        """Whether all ranks have to trace the same graph."""
+        """Whether the device is lazy, so that all ranks have to trace the same graph."""
         return self.backend.is_lazy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
@@ -64,7 +63,7 @@ class Ring:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        look: Look,
+        look: AttentionOptions,
         documents: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of this rank's positions to those of all ranks. Collective, forward and backward.
@@ -73,9 +72,9 @@ class Ring:
             query: [batch, heads, positions, dim], of this rank.
             key: [batch, key/value heads, positions, dim]; heads are a multiple of them.
             value: [batch, key/value heads, positions, value dim].
-            look: scale, window and the like.
-            documents: of all positions of all ranks in the order of the sequence, as
-                :func:`~neuron_accel_context_parallel.documents.encode` makes them; None: all see all before them.
+            look: options of the attention.
+            documents: codes of all positions in the order of the sequence, from
+                :func:`~neuron_accel_context_parallel.documents.encode`; None: only the causal mask applies.
 
         Returns:
             [batch, positions, heads, value dim], in the dtype of the query.
@@ -87,9 +86,11 @@ class Ring:
 
 
 class _Course:
-    """One way round the ring: what is where in each turn."""
+    """One pass around the ring: positions, masks and dropout of each step."""
 
-    def __init__(self, ring: Ring, look: Look, documents: torch.Tensor | None, own: torch.Tensor, seed: int) -> None:
+    def __init__(
+        self, ring: Ring, look: AttentionOptions, documents: torch.Tensor | None, own: torch.Tensor, seed: int
+    ) -> None:
         self._ring, self._look, self._seed = ring, look, seed
         self._turns = Turns(ring.backend, ring.group, own.device)
         self._reads = ring.backend.reads_are_free
@@ -98,21 +99,21 @@ class _Course:
             degree = ring.group.size
             self._table = places = table(own.shape[2] * degree, degree, own.device)
             if documents is not None:
-                # whose key no query attends to has an even code
+                # an even code: no query attends to this key
                 ordered = documents[:, places.flatten()].unflatten(1, (degree, -1))
                 self._documents = ordered // 2
                 self._visible = torch.where(ordered % 2 == 1, self._documents, -2)
             self._queries = self._places(self._turns.source(0))
 
     def own(self) -> tuple[Rule, Dropout | None]:
-        """What holds for this rank's queries and its own keys."""
+        """Mask and dropout of this rank's queries and its own keys."""
         rule = Rule(
             diagonal=True, queries=self._queries, keys=self._queries, window=self._look.window, reads=self._reads
         )
         return rule, self._dropout(0, 0)
 
     def meetings(self, turn: int) -> list[tuple[Pair, Rule, Dropout | None]]:
-        """What meets in a later turn, and what holds for it."""
+        """The queries and keys of a later step, with their mask and dropout."""
         result = []
         keys = None if self._table is None else self._places(self._turns.source(turn))
         for number, pair in enumerate(self._turns.pairs(turn)):
@@ -161,7 +162,7 @@ class _Attention(torch.autograd.Function):
         value: torch.Tensor,
         documents: torch.Tensor | None,
         ring: Ring,
-        look: Look,
+        look: AttentionOptions,
         seed: int,
     ) -> torch.Tensor:
         backend, group, dim = ring.backend, ring.group, key.shape[-1]
@@ -181,7 +182,7 @@ class _Attention(torch.autograd.Function):
                 )
                 laid, laid_log = meeting.queries.lay(part, 2, 0.0), meeting.queries.lay(part_log, 2, -torch.inf)
                 output, log = merge(output, log, laid, laid_log)
-        # in the order in which a model goes on with it, so that it is kept once
+        # in the layout that the model uses next, so that only one copy is kept
         result = output.transpose(1, 2).to(query.dtype).contiguous()
         ctx.save_for_backward(query, key, value, documents, result, log)
         ctx.ring, ctx.look, ctx.seed = ring, look, seed
@@ -202,7 +203,7 @@ class _Attention(torch.autograd.Function):
         of_query, of_pair = attend_backward(query, key, value, gradient, log, product, look.scores, rule, dropout)
         for turn in range(1, group.size):
             pair = coming.wait()
-            travelling = backend.start_permute(of_pair, group)  # with the keys that it belongs to
+            travelling = backend.start_permute(of_pair, group)  # sent with its keys
             if turn + 1 < group.size:
                 coming = backend.start_permute(pair, group)
             more: Any = 0

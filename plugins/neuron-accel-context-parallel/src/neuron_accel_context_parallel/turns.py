@@ -1,7 +1,7 @@
-"""Which queries of this rank meet which keys of another in each turn of the ring.
+"""Which queries of this rank are combined with which keys of another rank in each step of the ring.
 
-Where the rank is a number of the program, slices; where it has to be data because all ranks run the same graph,
-choices between two halves that cost the same.
+On eager devices they are slices that depend on the rank. On lazy devices, where all ranks have to run the same graph,
+the rank is a tensor, and ``torch.where`` selects one of two halves of equal cost.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 class Rows(ABC):
-    """Some of the tokens of a rank, which has an early and a late half."""
+    """A selection of the tokens of a rank, which consist of an early and a late half."""
 
     @abstractmethod
     def take(self, tokens: torch.Tensor, dim: int) -> torch.Tensor:
-        """These tokens out of all along ``dim``."""
+        """Selects these tokens along ``dim``."""
 
     @abstractmethod
     def lay(self, part: torch.Tensor, dim: int, fill: float) -> torch.Tensor:
-        """All tokens along ``dim``: ``part`` where these are, ``fill`` elsewhere."""
+        """The inverse of :meth:`take`: all tokens along ``dim``, with ``fill`` for those that are not selected."""
 
 
 class All(Rows):
-    """Every token."""
+    """All tokens."""
 
     def take(self, tokens: torch.Tensor, dim: int) -> torch.Tensor:
         return tokens
@@ -40,7 +40,7 @@ class All(Rows):
 
 @dataclass(frozen=True)
 class Half(Rows):
-    """The late half, or the early one."""
+    """The late half, or the early half."""
 
     late: bool
 
@@ -54,7 +54,7 @@ class Half(Rows):
 
 @dataclass(frozen=True)
 class ChosenHalf(Rows):
-    """The late half or the early one, as ``late``, a bool tensor without dims, says."""
+    """The late half if ``late``, a 0-dim bool tensor, is True, else the early half."""
 
     late: torch.Tensor
 
@@ -69,18 +69,18 @@ class ChosenHalf(Rows):
 
 @dataclass(frozen=True)
 class Pair:
-    """Queries of this rank and keys of another, each of which sees all of the others as far as order is concerned."""
+    """Queries of this rank and keys of another, where each query comes after each key."""
 
     queries: Rows
     keys: Rows
 
 
 class Turns:
-    """The turns of one rank.
+    """The steps of one rank around the ring.
 
     Args:
-        backend, group: of the ring.
-        device: of what turns.
+        backend, group: those of the ring.
+        device: device of the keys.
     """
 
     def __init__(self, backend: Backend, group: Group, device: torch.device) -> None:
@@ -90,11 +90,11 @@ class Turns:
             self._index = backend.chunk(torch.arange(group.size, device=device), group, 0)
 
     def source(self, turn: int) -> int | torch.Tensor:
-        """The rank whose keys are here in a turn: an int, or an int64 tensor [1]."""
+        """The rank whose keys this rank has in a step: an int, or on lazy devices an int64 tensor [1]."""
         return (self._index - turn) % self._degree
 
     def pairs(self, turn: int) -> list[Pair]:
-        """What meets in a turn after the first, in which a rank has its own keys."""
+        """The queries and keys of a step after the first, in which a rank uses its own keys."""
         source = self.source(turn)
         if isinstance(source, torch.Tensor):
             later = (source > self._index).squeeze(0)

@@ -1,8 +1,8 @@
-"""Which positions of a sequence each rank has.
+"""How a sequence is sharded over ranks.
 
-A sequence is padded to 2 x degree chunks of one length; rank r has chunk r and chunk 2 x degree - 1 - r, one early and
-one late. Under a causal mask every rank then computes the same number of scores, and in every turn of the ring half a
-block: all its queries with the early keys of a rank before it, or its late queries with all keys of a rank after it.
+A sequence is padded to 2 x degree chunks of equal length; rank r has chunks r and 2 x degree - 1 - r, one early and one
+late. Under a causal mask every rank then computes the same number of scores, and half a block in every step of the
+ring: all its queries with the early keys of a rank before it, or its late queries with all keys of a rank after it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ if TYPE_CHECKING:
 
 
 def padded_length(length: int, degree: int) -> int:
-    """The number of positions after padding."""
+    """The sequence length after padding."""
     return -(-length // (2 * degree)) * 2 * degree
 
 
 def table(length: int, degree: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The positions of each rank, ascending: int64 [degree, length / degree]; 2 x degree divides ``length``."""
+    """The positions of each rank in ascending order, int64 [degree, length / degree]; ``length`` has to be a multiple
+    of 2 x degree."""
     chunks = torch.arange(length, device=device).view(2 * degree, -1)
     return torch.cat([chunks[:degree], chunks[degree:].flip(0)], 1)
 
 
 class Zigzag:
-    """How sequences are sharded over the ranks of a group.
+    """Shards sequences over the ranks of a group.
 
     Args:
         backend: performs the collectives.
@@ -40,23 +41,24 @@ class Zigzag:
 
     @property
     def degree(self) -> int:
+        """The number of ranks."""
         return self.group.size
 
     def order(self, length: int, device: torch.device) -> torch.Tensor:
-        """The positions of all ranks, one rank after the other: int64 [padded length]."""
+        """The positions of all ranks, concatenated by rank: int64 [padded length]."""
         return table(padded_length(length, self.degree), self.degree, device).flatten()
 
     def pad(self, full: torch.Tensor, dim: int, fill: float) -> torch.Tensor:
-        """``full`` with its dim ``dim`` padded to the padded length."""
+        """Pads dim ``dim`` of ``full`` to the padded length, with ``fill``."""
         missing = padded_length(full.shape[dim], self.degree) - full.shape[dim]
         return F.pad(full, (0, 0) * (full.dim() - 1 - dim) + (0, missing), value=fill) if missing else full
 
     def shard(self, full: torch.Tensor, dim: int, fill: float) -> torch.Tensor:
-        """This rank's positions along ``dim`` of a tensor that every rank has in full."""
+        """This rank's shard along ``dim`` of a tensor that every rank has in full."""
         ordered = self.pad(full, dim, fill).index_select(dim, self.order(full.shape[dim], full.device))
         return self.backend.chunk(ordered, self.group, dim).contiguous()
 
     def restore(self, ordered: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        """The first ``length`` positions in their order, from those of all ranks one rank after the other."""
+        """The inverse of :meth:`order`: the first ``length`` positions in the order of the sequence."""
         places = torch.argsort(self.order(length, ordered.device))[:length]
         return ordered.index_select(dim, places)

@@ -1,6 +1,6 @@
-"""LoRA fine-tuning with ``peft`` for neuron_accel: adapters that are sharded like the layers that they adapt.
+"""LoRA fine-tuning with ``peft`` for neuron_accel, with adapters that are sharded like the layers that they adapt.
 
-Method: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022).
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapters out of a training, or out of its checkpoint, as peft keeps them."""
+"""Saves the adapter of a prepared model, or of a checkpoint, in peft's format."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ if TYPE_CHECKING:
 
 
 def save_adapter(accelerator: NeuronAccelerator, model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Writes the adapter of a prepared model as peft does, so that ``PeftModel.from_pretrained(base, folder)`` loads
-    it. Every process calls it; the main process writes, and all return once the files are complete.
+    """Writes the adapter of a prepared model in peft's format, so that ``PeftModel.from_pretrained(base, folder)``
+    loads it. Collective; the main process writes, and all return once the files are complete.
 
     Args:
-        accelerator: that prepared ``model``.
-        folder: made where it is missing.
+        accelerator: the accelerator that prepared ``model``.
+        model: the prepared model.
+        folder: the folder; created if it is missing.
 
     Raises:
         UsageError: if ``model`` was not prepared.
+        CheckpointError: on every rank, if the files cannot be written.
     """
     run = accelerator.run
     record = run.prepared(model)
@@ -51,14 +53,13 @@ def save_adapter(accelerator: NeuronAccelerator, model: nn.Module, folder: str |
 def extract_adapter(
     checkpoint: str | os.PathLike[str], model: nn.Module, plugin: LoraPlugin, folder: str | os.PathLike[str]
 ) -> None:
-    """Writes the adapter in a consolidated checkpoint as :func:`save_adapter` writes that of a training. In one
-    process, without an accelerator.
+    """Writes the adapter in a consolidated checkpoint in peft's format, in one process without an accelerator.
 
     Args:
-        checkpoint: what ``neuron-accel consolidate`` wrote.
-        model: the base model, without adapters; its weights are not looked at.
-        plugin: as in the training.
-        folder: made where it is missing.
+        checkpoint: the output folder of ``neuron-accel consolidate``.
+        model: the base model, without adapters; its weights are not used.
+        plugin: the plugin of the training.
+        folder: the folder; created if it is missing.
 
     Raises:
         CheckpointError: if the checkpoint lacks a weight of the adapter.
@@ -75,14 +76,14 @@ def extract_adapter(
         raise CheckpointError(
             f"The checkpoint lacks {missing[0]!r}.",
             where=f"{checkpoint}; {len(missing)} such weights",
-            why="it is that of another training, or has not been consolidated",
-            fix="run `neuron-accel consolidate` first, and give the plugin of the training",
+            why="it is from another training, or is not consolidated",
+            fix="run `neuron-accel consolidate` first, and pass the plugin of the training",
         )
     write_adapter(Path(folder), tensors, survey, model)
 
 
 def _file_names(survey: Survey) -> dict[str, str]:
-    """FQNs of what is trained, and what that is called in the files of an adapter."""
+    """The name in peft's files of each trained parameter, by FQN."""
     names = dict(survey.base)
     for target in survey.targets:
         names.update(zip(target.names, target.stored, strict=True))
@@ -90,16 +91,16 @@ def _file_names(survey: Survey) -> dict[str, str]:
 
 
 def _gathered(names: dict[str, str], parameters: ParameterMap, run: Run) -> dict[str, torch.Tensor]:
-    """Full tensors by the names of the file, on the main process."""
+    """The full tensors by their names in the file, on the main process; empty on the others. Collective."""
     run.backend.step_boundary()
     here = run.coordinates
-    speaks = all(here[axis] == 0 for axis in (*run.mesh.data_axes, *run.mesh.gradient_axes))  # one copy
+    is_first_replica = all(here[axis] == 0 for axis in (*run.mesh.data_axes, *run.mesh.gradient_axes))  # one copy
     parts: dict[str, Any] = {}
     for name in names:
         current = parameters[name].current
         if current is not None:
             part = run.backend.to_host(current)
-            if speaks:
+            if is_first_replica:
                 parts[name] = part
     everywhere = run.backend.all_gather_object(parts, run.world)
     if run.backend.rank != 0:

@@ -1,4 +1,4 @@
-"""Adapters as peft keeps them: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+"""Reads and writes adapters in peft's format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def read_config(folder: str | os.PathLike[str]) -> LoraConfig:
-    """The configuration of an adapter in a folder.
+    """Reads the configuration of an adapter in a folder.
 
     Raises:
-        CheckpointError: if there is none, or it is none of LoRA.
-        ConfigurationError: if it asks for something that is not possible.
+        CheckpointError: if there is none, or it is not a LoRA configuration.
+        ConfigurationError: if an option is not supported.
     """
     from peft import LoraConfig, PeftConfig
 
     path = Path(folder, CONFIG)
     if not path.is_file():
         raise CheckpointError(
-            f"There is no {CONFIG}.", where=str(folder), fix="name a folder that peft or save_adapter wrote"
+            f"There is no {CONFIG}.", where=str(folder), fix="pass a folder that peft or save_adapter wrote"
         )
     try:
         config = PeftConfig.from_pretrained(str(folder))
@@ -47,14 +47,15 @@ def read_config(folder: str | os.PathLike[str]) -> LoraConfig:
 
 
 def load_adapter(folder: str | os.PathLike[str], survey: Survey, model: nn.Module) -> None:
-    """Gives adapters, and what else is trained, the values in a folder.
+    """Loads adapters and other trained parameters from a folder.
 
     Args:
-        survey: of ``model``; its values are replaced.
-        model: still unsharded.
+        folder: the folder.
+        survey: the survey of ``model``, whose initial values are replaced.
+        model: the unsharded base model.
 
     Raises:
-        CheckpointError: if the folder does not hold exactly these. Nothing is changed then.
+        CheckpointError: if the tensors in the folder are not exactly those, before anything is changed.
     """
     from safetensors.torch import load_file
 
@@ -63,7 +64,7 @@ def load_adapter(folder: str | os.PathLike[str], survey: Survey, model: nn.Modul
         stored = load_file(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"The adapter's weights cannot be read: {error}", where=str(path), why="nothing that is pickled is read"
+            f"The adapter's weights cannot be read: {error}", where=str(path), why="only safetensors are read"
         ) from error
     own = dict(model.named_parameters())
     wanted = {name: own[fqn].data for fqn, name in survey.base.items()}
@@ -75,7 +76,7 @@ def load_adapter(folder: str | os.PathLike[str], survey: Survey, model: nn.Modul
         raise CheckpointError(
             f"{whose} {name!r}.",
             where=str(path),
-            why="it is an adapter of another model",
+            why="it is the adapter of another model",
             fix=did_you_mean(name, wanted if name in stored else stored),
         )
     for name, value in wanted.items():
@@ -89,7 +90,14 @@ def load_adapter(folder: str | os.PathLike[str], survey: Survey, model: nn.Modul
 
 
 def write_adapter(folder: Path, tensors: dict[str, torch.Tensor], survey: Survey, model: nn.Module) -> None:
-    """Writes tensors, by their names in the file, and the configuration of ``survey``; ``model`` is the base model."""
+    """Writes the tensors of an adapter, by their names in the file, and its configuration.
+
+    Args:
+        folder: the folder; created if it is missing.
+        tensors: full tensors.
+        survey: has the configuration.
+        model: the base model.
+    """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""Adapters in layers: parameters beside the layer's own, and a hook that adds what they compute."""
+"""Adapters of layers: parameters that are added to a layer, and a hook that adds the adapter's output to the
+layer's."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from neuron_accel.contract import AxisKind, UsageError, copy_to_group, register_product_hook
-from neuron_accel_lora.division import Factors, shard
+from neuron_accel_lora.layouts import Factors, shard
 from neuron_accel_lora.options import WHERE
 from neuron_accel_lora.survey import ADAPTER, Survey, Target
 
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Factor(nn.Module):
-    """One factor of an adapter, under the name that peft gives it.
+    """One factor of an adapter, with the parameter name of peft.
 
     Args:
-        weight: this rank's part of it.
+        weight: this rank's shard.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -31,14 +32,14 @@ class Factor(nn.Module):
 
 
 def attach(survey: Survey, model: nn.Module, run: Run, parameters: ParameterMap) -> None:
-    """Gives the layers of ``model`` their adapters. The values of ``survey`` are let go of."""
+    """Adds adapters to the layers of ``model``, and frees their unsharded initial values in ``survey``. Collective."""
     layers = {target.fqn: model.get_submodule(target.fqn) for target in survey.targets}
     factors_of = {target.fqn: shard(target, parameters[target.weight]) for target in survey.targets}
     for target in survey.targets:
         forms = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in _values(target))
         _register(layers[target.fqn], target, *forms)
-    parameters.follow(model)  # which adds them unsharded
-    alike = _GroupsThatShare(run)
+    parameters.follow(model)  # adds the factors as unsharded parameters
+    alike = _ReplicaGroups(run)
     for target in survey.targets:
         layer, factors = layers[target.fqn], factors_of[target.fqn]
         layouts, partial = (factors.a, factors.b), (factors.partial_a, factors.partial_b)
@@ -66,8 +67,8 @@ def _register(layer: nn.Module, target: Target, a: torch.Tensor, b: torch.Tensor
         layer.lora_B = nn.ModuleDict({ADAPTER: Factor(b)})
 
 
-class _GroupsThatShare:
-    """The ranks that hold the same shard of tensors with fewer shards than ranks."""
+class _ReplicaGroups:
+    """Groups of ranks that hold the same shard of a tensor with fewer shards than ranks."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -89,13 +90,13 @@ class _GroupsThatShare:
 
 
 class _Adapter:
-    """Adds to what a layer computed on this rank what its adapter computes there.
+    """A hook that adds the output of an adapter to that of its layer, before it is reduced over ranks.
 
     Args:
-        target: what is adapted.
-        factors: how the adapter is sharded.
+        target: the layer and its adapter.
+        factors: layouts of the adapter.
         run: the run.
-        alike: the ranks with the same part of B, where there are several; each has a part of its gradient.
+        alike: the ranks with the same shard of B, over which its gradient is summed; None if there is one.
     """
 
     def __init__(self, target: Target, factors: Factors, run: Run, alike: Group | None) -> None:
@@ -108,7 +109,7 @@ class _Adapter:
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], product: torch.Tensor) -> torch.Tensor:
         if not args:
             raise UsageError(
-                f"{self._fqn!r} was called with its input by keyword.", where=WHERE, fix="call it with a positional one"
+                f"{self._fqn!r} was called with its input by keyword.", where=WHERE, fix="pass it by position"
             )
         reduced, b = self._reduce(layer, args[0])
         if self._alike is not None:
@@ -135,12 +136,13 @@ class LinearAdapter(_Adapter):
 
 
 class Dropout:
-    """Drops inputs of an adapter: the same on all ranks where they have the same inputs, others where they have others.
+    """Dropout of the inputs of an adapter. Ranks with the same inputs drop the same elements, ranks with different
+    inputs different ones.
 
     Args:
-        target: what is adapted.
-        own_inputs: whether each rank has inputs of its own.
-        randomness: the random state of ranks that shard the model.
+        target: the layer and its adapter.
+        own_inputs: whether ranks have different inputs.
+        randomness: the random states of the axes that shard the model.
     """
 
     def __init__(self, target: Target, own_inputs: bool, randomness: list[RankRandomness]) -> None:
@@ -162,16 +164,16 @@ class Dropout:
             self._differed = differs
         elif differs != self._differed:
             raise UsageError(
-                f"What the adapter of {self._fqn!r} dropped cannot be computed again.",
+                f"The dropout of the adapter of {self._fqn!r} cannot be recomputed.",
                 where=WHERE,
-                why="activation checkpointing reruns a layer where it is unknown which random numbers ranks share: the "
-                "model's own dropout draws on a sharded sequence",
-                fix="set the model's own dropout or lora_dropout to zero, or leave activation checkpointing out",
+                why="with activation checkpointing, dropout of the model on a sharded sequence, and lora_dropout, the "
+                "random state of the forward pass cannot be restored",
+                fix="set the model's dropout or lora_dropout to zero, or leave activation checkpointing out",
             )
 
 
 class EmbeddingAdapter(_Adapter):
-    """The adapter of an embedding, whose entries may be on other ranks."""
+    """The adapter of an embedding, whose entries may be sharded over ranks."""
 
     def __init__(self, target: Target, factors: Factors, run: Run, alike: Group | None) -> None:
         super().__init__(target, factors, run, alike)
@@ -191,6 +193,6 @@ class EmbeddingAdapter(_Adapter):
         return (found if elsewhere is None else found.masked_fill(elsewhere.unsqueeze(-1), 0)), b
 
     def _start(self, cut: Cut, group: Group, device: torch.device) -> torch.Tensor:
-        """The first entry of this rank: data rather than a constant, so that all ranks run the same program."""
+        """The first entry of this rank as a tensor; a constant would make the graphs of ranks differ."""
         starts = torch.arange(0, cut.local_size * cut.degree, cut.local_size, device=device)
         return self._backend.chunk(starts, group, 0).squeeze(0)

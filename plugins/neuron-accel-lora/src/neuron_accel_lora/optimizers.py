@@ -1,4 +1,4 @@
-"""Which parameters an optimizer holds once adapters train in place of the weights that they adapt."""
+"""Replaces the frozen parameters of an optimizer by adapters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def hold_adapters(optimizer: torch.optim.Optimizer, surveys: list[tuple[ParameterMap, Survey]], run: Run) -> None:
-    """Takes what is frozen out of ``optimizer``, and puts each adapter in the group of the weight that it adapts,
-    unless it holds it already. Groups stay, also those that become empty: schedulers know them by number.
+    """Removes frozen parameters from ``optimizer``, and adds each adapter to the group of the weight that it adapts,
+    unless the optimizer holds it already. Empty groups are kept, since schedulers refer to groups by index.
 
     Raises:
-        ParameterError: if it keeps state for a weight in whose place an adapter trains.
+        ParameterError: if the optimizer has state for a frozen weight.
     """
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     adapters = _adapters(surveys)
@@ -31,10 +31,10 @@ def hold_adapters(optimizer: torch.optim.Optimizer, surveys: list[tuple[Paramete
                 continue
             if optimizer.state.pop(parameter, None):
                 raise ParameterError(
-                    f"{type(optimizer).__name__} has state for weights that are frozen now.",
+                    f"{type(optimizer).__name__} has state for weights that are frozen.",
                     where=WHERE,
-                    why="adapters train in their place, and begin without",
-                    fix="build it from what requires a gradient after `prepare`, or with "
+                    why="adapters are trained instead, without state at the start",
+                    fix="build it after `prepare` from the parameters that require a gradient, or with "
                     "neuron_accel.make_optimizer_constructor_lazy",
                 )
             record = run.find_parameter(parameter)
@@ -45,7 +45,7 @@ def hold_adapters(optimizer: torch.optim.Optimizer, surveys: list[tuple[Paramete
 
 
 def _adapters(surveys: list[tuple[ParameterMap, Survey]]) -> dict[int, list[ParameterRecord]]:
-    """The factors that adapt a weight, by the identity of its record."""
+    """Records of the factors that adapt a weight, by the id of the weight's record."""
     found: dict[int, list[ParameterRecord]] = {}
     for parameters, survey in surveys:
         for target in survey.targets:

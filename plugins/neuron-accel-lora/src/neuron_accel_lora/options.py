@@ -1,4 +1,4 @@
-"""The options of peft's ``LoraConfig``: which are understood, and what they become."""
+"""Checks of the options of peft's ``LoraConfig``."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ _ABOUT = frozenset(
         "runtime_config",
     }
 )
-"""What describes an adapter, or where it is used, and changes nothing of what is computed."""
+"""Options that describe an adapter and do not change what is computed."""
 
 _PEFTS_OWN = ("peft_type", "peft_version", "runtime_config")
-"""What peft sets itself, or uses on the machine at hand only."""
+"""Options that peft sets itself."""
 
 _INITS = (True, False, "gaussian", "orthogonal")
 
 
 def lora_config(options: Mapping[str, Any]) -> LoraConfig:
-    """peft's configuration from its options.
+    """Builds peft's configuration from its options.
 
     Raises:
-        ConfigurationError: for an option that peft does not have, or one that would not be exact here.
+        ConfigurationError: if peft does not have an option, or an option is not supported here.
     """
     from peft import LoraConfig
 
@@ -75,10 +75,10 @@ def lora_config(options: Mapping[str, Any]) -> LoraConfig:
 
 
 def check(config: LoraConfig) -> None:
-    """Refuses what would not be exact.
+    """Checks that all options are supported.
 
     Raises:
-        ConfigurationError: naming the option.
+        ConfigurationError: for one that is not.
     """
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
@@ -86,10 +86,9 @@ def check(config: LoraConfig) -> None:
             raise ConfigurationError(
                 f"{f.name}={value!r} is not possible.",
                 where=WHERE,
-                why="it changes what an adapter computes, or which parameters it has, in a way that is not sharded "
-                "over ranks",
+                why="it changes the function or the parameters of an adapter, for which sharding is not implemented",
                 fix="leave it out: plain LoRA, rank-stabilised LoRA (use_rslora), patterns of ranks and alphas, "
-                "modules_to_save and biases are possible",
+                "modules_to_save and biases are supported",
             )
     if not any(config.init_lora_weights is value or config.init_lora_weights == value for value in _INITS):
         raise ConfigurationError(
@@ -102,10 +101,10 @@ def check(config: LoraConfig) -> None:
 
 
 def check_numbers(options: Mapping[str, Any]) -> None:
-    """Checks the ranges of what numbers there are in ``options``. Does not import peft.
+    """Checks the ranges of numbers in ``options``. Does not import peft.
 
     Raises:
-        ConfigurationError: naming the option.
+        ConfigurationError: for one that is out of range.
     """
     for name, kind, least, below in (
         ("r", int, 1, None),
@@ -119,11 +118,11 @@ def check_numbers(options: Mapping[str, Any]) -> None:
         fits = isinstance(value, kinds) and not isinstance(value, bool)
         if not fits or value < least or (below is not None and value >= below):
             span = f"at least {least}" if below is None else f"at least {least} and below {below}"
-            raise ConfigurationError(f"{name} is {value!r}; it must be a number of {span}.", where=WHERE)
+            raise ConfigurationError(f"{name} is {value!r}; expected a number of {span}.", where=WHERE)
 
 
 def plain(config: LoraConfig) -> dict[str, Any]:
-    """The options in which ``config`` differs from peft's defaults, as plain data."""
+    """The options of ``config`` that differ from peft's defaults, as values that YAML supports."""
     given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _PEFTS_OWN}
     defaults = {f.name: _default(f) for f in dataclasses.fields(config)}
     return {name: _plain(value) for name, value in given.items() if value != defaults[name]}

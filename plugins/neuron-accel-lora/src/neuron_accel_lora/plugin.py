@@ -1,4 +1,4 @@
-"""The strategy: configuration, and when what happens."""
+"""The plugin: its options and hooks."""
 
 from __future__ import annotations
 
@@ -26,33 +26,37 @@ if TYPE_CHECKING:
     from neuron_accel_lora.survey import Survey
 
 _SHORT = ("r", "lora_alpha", "target_modules", "lora_dropout", "use_rslora", "bias", "modules_to_save")
-"""Options that can be given directly."""
+"""Options of peft that are also options of the plugin."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraPlugin(StrategyPlugin):
-    """Trains LoRA adapters of a model's layers, and nothing else of it.
+    """Trains LoRA adapters of a model (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022).
 
-    Targets and initial values are those of ``peft`` for the same options. Adapters are then sharded over the
-    ranks as the layers do that they adapt, so that they compute what they compute in one process. Give the model as it
-    is, without adapters; an optimizer over ``model.parameters()`` gets each adapter in the group of the weight that it
-    adapts. Parameters of the base model keep their FQNs and are frozen.
+    Adapted layers and initial values are those of ``peft`` for the same options. Adapters are sharded over ranks like
+    the layers that they adapt, with the result of training in one process. Prepare the model without adapters; an
+    optimizer over ``model.parameters()`` receives each adapter in the group of the weight that it adapts. Parameters of
+    the base model keep their FQNs and are frozen.
 
-    Options that are left out are peft's defaults.
+    The defaults of options are those of peft.
 
     Args:
         r: rank of the adapters.
-        lora_alpha: what they are scaled by, times ``r`` (``sqrt(r)`` with ``use_rslora``).
-        target_modules: ends of the names of the layers to adapt, or one regular expression for the full name, or
-            ``"all-linear"``; left out, what peft has for the model's type.
-        lora_dropout: probability with which inputs of adapters are dropped in training.
-        use_rslora: rank-stabilised scaling (Kalajdzievski 2023).
-        bias: which biases of the base model train, too.
-        modules_to_save: ends of the names of modules that train as they are.
-        peft_config: a ``peft.LoraConfig``, or its options as a mapping, in place of all of the above.
-        adapter: folder of an adapter that peft or :func:`~neuron_accel_lora.save_adapter` wrote, to go on with; in
-            place of all of the above.
-        trainable_parameters: how many elements are to be trained over all ranks; another number is an error.
+        lora_alpha: the output of adapters is scaled by ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with
+            ``use_rslora``.
+        target_modules: suffixes of the names of layers to adapt, a regular expression for full names, or
+            ``"all-linear"``; None: peft's default for the model type.
+        lora_dropout: probability of dropout of the inputs of adapters.
+        use_rslora: whether to use rank-stabilised scaling (Kalajdzievski, 2023).
+        bias: biases of the base model that are trained as well.
+        modules_to_save: suffixes of the names of modules that are trained without adapters.
+        peft_config: a ``peft.LoraConfig``, or its options as a mapping, instead of the options above.
+        adapter: folder of an adapter that peft or :func:`~neuron_accel_lora.save_adapter` wrote, to continue training;
+            instead of the options above.
+        trainable_parameters: expected number of trained elements over all ranks; another number is an error.
+
+    Raises:
+        ConfigurationError: if an option is out of range, or adapters are configured in two ways.
     """
 
     r: int | None = None
@@ -83,10 +87,10 @@ class LoraPlugin(StrategyPlugin):
         ways += [", ".join(self._given())] if self._given() else []
         if len(ways) > 1:
             raise ConfigurationError(
-                f"Adapters are configured twice: by {' and by '.join(ways)}.",
+                f"Adapters are configured in two ways: by {' and by '.join(ways)}.",
                 where=WHERE,
-                why="one would have to be ignored",
-                fix="give peft_config, or adapter, or single options",
+                why="only one of them could have an effect",
+                fix="pass peft_config, adapter, or single options",
             )
         check_numbers({**self._given(), **(self.peft_config or {})})
 
@@ -94,7 +98,7 @@ class LoraPlugin(StrategyPlugin):
         return {name: getattr(self, name) for name in _SHORT if getattr(self, name) is not None}
 
     def options(self) -> LoraConfig:
-        """peft's configuration; a new one each time, since peft writes into it."""
+        """Returns peft's configuration; a new object in each call, since peft modifies it."""
         if self.adapter is not None:
             from neuron_accel_lora.files import read_config
 
@@ -106,24 +110,25 @@ class LoraPlugin(StrategyPlugin):
         return (LoraLayersPlugin(),)
 
     def validate(self, context: PlanContext) -> None:
-        """Checks the options, which takes peft: it may be imported only once the device is settled.
+        """Checks the options with peft, which must not be imported before the device is chosen.
 
         Raises:
-            ConfigurationError: for an option that peft does not have, or one that would not be exact.
+            ConfigurationError: if peft does not have an option, or an option is not supported.
         """
         if self.adapter is None:
             self.options()
 
     def surveys(self, run: Run) -> list[tuple[ParameterMap, Survey]]:
-        """What was found in each prepared model."""
+        """The surveys of all prepared models."""
         return run.state(self).setdefault("surveys", [])
 
     def survey_of(self, parameters: ParameterMap, run: Run) -> Survey:
+        """The survey of one prepared model."""
         return next(survey for known, survey in self.surveys(run) if known is parameters)
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
-        """Decides what is adapted, lets adapters begin alike on all ranks, and freezes the rest. The model's layers are
-        still unsharded."""
+        """Finds the layers to adapt in the unsharded model, broadcasts the initial values of adapters, and freezes the
+        other parameters."""
         from neuron_accel_lora.files import load_adapter
         from neuron_accel_lora.survey import agree_on_values, in_turn, take_survey
 
@@ -135,7 +140,8 @@ class LoraPlugin(StrategyPlugin):
         self.surveys(run).append((model.parameters, survey))
 
     def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
-        """Leaves what trains in ``optimizer``, and puts each adapter in the group of the weight that it adapts."""
+        """Removes frozen parameters from ``optimizer``, and adds each adapter to the group of the weight that it
+        adapts."""
         from neuron_accel_lora.optimizers import hold_adapters
 
         hold_adapters(optimizer, self.surveys(run), run)
@@ -158,20 +164,22 @@ class LoraPlugin(StrategyPlugin):
             ]
             if missing:
                 raise ParameterError(
-                    f"No optimizer holds {missing[0]!r} and {len(missing) - 1} more that are to be trained.",
+                    f"No optimizer holds {missing[0]!r} and {len(missing) - 1} more adapters.",
                     where=WHERE,
-                    why="an adapter goes where the weight is that it adapts, and no optimizer that was prepared has it",
-                    fix="build the optimizer from model.parameters(), or from what requires a gradient after `prepare`",
+                    why="an optimizer receives the adapters of the weights that it holds, and none holds these weights",
+                    fix="build the optimizer from model.parameters(), or after `prepare` from those that require a "
+                    "gradient",
                 )
 
     def before_reshape(self, model: PreparedModel, run: Run) -> None:
-        """Refuses other shapes for a table of tokens, or a head, that is adapted: its adapter would keep its own."""
+        """Raises an error if an embedding or head with an adapter would be resized; the adapter would keep its
+        shape."""
         for parameters, survey in self.surveys(run):
             if model.parameters is parameters:
                 _refuse_adapted_ends(model.original, survey)
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
-        from neuron_accel_lora.report import explain
+        from neuron_accel_lora.trained import explain
 
         return explain(model.parameters, self.survey_of(model.parameters, run))
 
@@ -181,20 +189,20 @@ class LoraPlugin(StrategyPlugin):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraLayersPlugin(StrategyPlugin):
-    """Part of :class:`LoraPlugin`: gives layers their adapters, once their layouts are known."""
+    """Companion of :class:`LoraPlugin`, which adds adapters to layers when their layouts are known."""
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="lora_layers", phase=Phase.ACTIVATIONS, after=frozenset({"sequence_parallel", "context_parallel"})
     )
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
-        """Gives the layers of ``model`` their adapters.
+        """Adds adapters to the layers of ``model``.
 
         Raises:
-            ParameterError: if other elements would be trained than were asked for.
+            ParameterError: if the number of trained elements differs from peft's or from ``trainable_parameters``.
         """
         from neuron_accel_lora.layers import attach
-        from neuron_accel_lora.report import check_trained
+        from neuron_accel_lora.trained import check_trained
 
         lora = lora_of(run)
         survey = lora.survey_of(model.parameters, run)
@@ -203,9 +211,9 @@ class LoraLayersPlugin(StrategyPlugin):
 
 
 def lora_of(run: Run) -> LoraPlugin:
-    """The plugin that trains adapters in a run."""
+    """The :class:`LoraPlugin` of a run."""
     plugin = run.plan.plugin(LoraPlugin.spec.name)
-    assert isinstance(plugin, LoraPlugin)  # the planner knows one of that name
+    assert isinstance(plugin, LoraPlugin)  # LoraLayersPlugin is its companion
     return plugin
 
 
@@ -215,9 +223,9 @@ def _refuse_adapted_ends(model: torch.nn.Module, survey: Survey) -> None:
     for target in survey.targets:
         if any(model.get_submodule(target.fqn) is end for end in ends):
             raise UsageError(
-                f"{target.fqn!r} is adapted, and cannot get another shape any more.",
+                f"{target.fqn!r} has an adapter and cannot be resized.",
                 where=WHERE,
-                why="its adapter has the shape that it had",
+                why="the adapter would keep its shape",
                 fix="resize it before `prepare`",
             )
 
@@ -230,6 +238,6 @@ def _checked(config: Any) -> LoraConfig:
             f"peft_config is a {type(config).__name__}.",
             where=WHERE,
             why="only LoRA is sharded over ranks",
-            fix="give a peft.LoraConfig, or a mapping of its options",
+            fix="pass a peft.LoraConfig, or a mapping of its options",
         )
     return config

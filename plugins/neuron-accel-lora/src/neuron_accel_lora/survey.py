@@ -1,4 +1,4 @@
-"""What peft makes of a configuration in a model: asked of peft itself, on a copy of the model's structure."""
+"""Finds the layers that peft adapts in a model, by applying peft to a copy of the model's structure."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from neuron_accel.contract import Run
 
 ADAPTER = "default"
-"""peft's name for an adapter that was given none."""
+"""peft's default name of an adapter."""
 
 
 @dataclass(kw_only=True)
 class Target:
-    """One layer that gets an adapter.
+    """A layer and its adapter.
 
     Args:
-        fqn: the layer's.
-        embedding: whether it looks its weight up.
-        turned: whether its weight is [in, out]; embeddings' are [entries, features].
-        scaling: what the adapter's output is multiplied by.
-        dropout: probability with which its inputs are dropped.
-        a: [r, in], how it begins.
-        b: [out, r], how it begins.
+        fqn: name of the layer.
+        embedding: whether it is an embedding.
+        turned: whether its weight has shape [in, out], as that of embeddings ([entries, features]).
+        scaling: factor of the output of the adapter.
+        dropout: probability of dropout of its inputs.
+        a: initial value of A, [r, in].
+        b: initial value of B, [out, r].
     """
 
     fqn: str
@@ -54,31 +54,31 @@ class Target:
 
     @property
     def names(self) -> tuple[str, str]:
-        """FQNs of the adapter's two factors, as peft calls them."""
+        """FQNs of the two factors of the adapter, as in peft."""
         if self.embedding:
             return f"{self.fqn}.lora_embedding_A.{ADAPTER}", f"{self.fqn}.lora_embedding_B.{ADAPTER}"
         return f"{self.fqn}.lora_A.{ADAPTER}.weight", f"{self.fqn}.lora_B.{ADAPTER}.weight"
 
     @property
     def stored(self) -> tuple[str, str]:
-        """What the factors are called in the files of an adapter."""
+        """Names of the factors in peft's files."""
         a, b = (name.replace(f".{ADAPTER}", "") for name in self.names)
         return f"{PREFIX}{a}", f"{PREFIX}{b}"
 
 
 PREFIX = "base_model.model."
-"""What names begin with in the files of an adapter."""
+"""Prefix of names in peft's files."""
 
 
 @dataclass(kw_only=True)
 class Survey:
-    """What is trained in a model.
+    """The trained parameters of a model.
 
     Args:
-        config: peft's configuration, completed by peft.
-        targets: the layers that get adapters, in the model's order.
-        base: what trains of the base model's own parameters: FQN to name in the files of an adapter.
-        count: number of elements that peft would train.
+        config: peft's configuration, with defaults filled in by peft.
+        targets: the adapted layers, in the model's order.
+        base: trained parameters of the base model: name in peft's files by FQN.
+        count: number of elements that peft trains.
     """
 
     config: LoraConfig
@@ -88,26 +88,26 @@ class Survey:
 
     @property
     def trained(self) -> list[str]:
-        """FQNs of everything that is trained."""
+        """FQNs of all trained parameters."""
         return [*(name for target in self.targets for name in target.names), *self.base]
 
 
 def take_survey(model: nn.Module, config: LoraConfig) -> Survey:
-    """Finds out what is adapted, and freezes the rest of ``model``.
+    """Finds the layers to adapt, with initial values of their adapters, and freezes the other parameters of ``model``.
 
-    Random numbers are drawn as peft draws them.
+    Random numbers are drawn in the order of peft.
 
     Raises:
-        ConfigurationError: if a name or pattern of ``config`` matches nothing.
-        UnsupportedModelError: if a layer that matches is none that is sharded.
-        UsageError: if ``model`` has adapters.
+        ConfigurationError: if a name or pattern of ``config`` matches no module.
+        UnsupportedModelError: if a matching layer is not supported.
+        UsageError: if ``model`` has adapters already.
     """
     if any(hasattr(module, "lora_A") or hasattr(module, "peft_config") for module in model.modules()):
         raise UsageError(
             f"This {type(model).__name__} has adapters already.",
             where=WHERE,
-            why="they would be adapted, and layers that peft wrapped are not sharded over ranks",
-            fix="prepare the model itself, and give LoraPlugin peft_config=..., or the saved adapter as adapter=...",
+            why="layers that peft has wrapped cannot be sharded",
+            fix="prepare the base model, and pass peft_config=... to LoraPlugin, or the saved adapter as adapter=...",
         )
     trained_before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -148,8 +148,8 @@ def _with_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
     structure = copy.deepcopy(model, shared)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)  # patterns that match nothing
-            warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft finds out itself, and says so
+            warnings.simplefilter("error", RuntimeWarning)  # for patterns without a match
+            warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft corrects it with a warning
             return inject_adapter_in_model(config, structure, ADAPTER)
     except (ValueError, RuntimeWarning) as error:
         raise ConfigurationError(
@@ -174,7 +174,7 @@ def _layers(structure: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
             raise UnsupportedModelError(
                 f"{fqn!r}, a {type(base).__name__}, cannot be adapted.",
                 where=WHERE,
-                why="only linear layers and plain embeddings are",
+                why="only linear layers and plain embeddings are supported",
                 fix="leave it out with target_modules or exclude_modules",
             )
         yield fqn, module
@@ -198,13 +198,13 @@ def _target(fqn: str, layer: LoraLayer) -> Target:
 
 
 def _precise(factor: nn.Parameter) -> torch.Tensor:
-    """A factor in the dtype in which peft trains it: single precision, also where the base model has half of it."""
+    """A factor in the dtype in which peft trains it: float32, also if the base model is in half precision."""
     value = factor.detach()
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _kept(model: nn.Module, config: LoraConfig) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names and parameters of the modules that train as they are."""
+    """Names and parameters of the modules in ``modules_to_save``."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -219,7 +219,7 @@ def _kept(model: nn.Module, config: LoraConfig) -> Iterator[tuple[str, nn.Parame
                     raise ConfigurationError(
                         f"'{fqn}.{own}' is tied to {', '.join(n for n in names[parameter] if n != f'{fqn}.{own}')!r}.",
                         where=f"{WHERE}, modules_to_save",
-                        why="an adapter's file would hold one of the two, and merging it would untie them",
+                        why="peft's file would contain one of the two, and merging would untie them",
                         fix="adapt it with target_modules, or build the model with tie_word_embeddings=False",
                     )
                 yield f"{fqn}.{own}", parameter
@@ -231,17 +231,17 @@ def _ends(fqn: str, entry: str) -> bool:
 
 def _nothing(option: str, entry: str, known: set[str]) -> ConfigurationError:
     return ConfigurationError(
-        f"{entry!r} in {option} matches no module that could be meant.",
+        f"{entry!r} in {option} matches no module.",
         where=WHERE,
-        why="it would be left out silently",
+        why="it would have no effect",
         fix=did_you_mean(entry, known),
     )
 
 
 @contextmanager
 def in_turn(run: Run) -> Iterator[None]:
-    """The first rank goes through this before the others: where ranks are threads, they draw from one generator, and
-    what the first one draws is what counts. Collective."""
+    """A context manager that the first rank enters before the others, since ranks that are threads share a random
+    generator, and the values of the first rank are used. Collective."""
     first = run.backend.rank == 0
     if not first:
         run.backend.broadcast_object(None, run.world)
@@ -253,11 +253,15 @@ def in_turn(run: Run) -> Iterator[None]:
 
 
 def agree_on_values(survey: Survey, run: Run) -> None:
-    """Gives adapters the values that the first rank drew. Collective."""
+    """Broadcasts the initial values of adapters from the first rank. Collective.
+
+    Raises:
+        UnsupportedModelError: if the model has parameters on the meta device.
+    """
     tensors = [tensor for target in survey.targets for tensor in (target.a, target.b)]
     if any(tensor.device.type == "meta" for tensor in tensors):
         raise UnsupportedModelError(
-            "The model has weights without storage.", where=WHERE, fix="build it on the CPU, or name checkpoint_dir"
+            "The model has weights without storage.", where=WHERE, fix="build it on the CPU, or set checkpoint_dir"
         )
     if run.world.size == 1:
         return

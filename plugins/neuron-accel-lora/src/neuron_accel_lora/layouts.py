@@ -1,9 +1,9 @@
-"""How the two factors of an adapter are sharded: it follows from the weight that they adapt.
+"""Layouts of the two factors of an adapter, which follow from the layout of the weight that they adapt.
 
 A layer computes ``W x`` and its adapter ``B A x``. If the output features of ``W`` are sharded, so are the rows of
 ``B``, and ``A`` is replicated; if its input features are sharded, so are the columns of ``A``, and ``B`` is
-replicated. The replicated factor has different inputs on each rank, so its gradient is a sum over the ranks. Nothing is
-averaged, and nothing is sent but that sum.
+replicated. The replicated factor has different inputs on each rank, so its gradient is summed over the ranks, not
+averaged, which is the only communication.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """How an adapter is sharded.
+    """Layouts of an adapter.
 
     Args:
         a: layout of A [r, in].
@@ -30,7 +30,7 @@ class Factors:
         partial_a, partial_b: axes over which gradients are partial sums.
         inputs: the cut of the input features; None if there is none.
         outputs: the cut of the output features; None if there is none.
-        own_inputs: whether each rank has an input of its own: features or positions that others have not.
+        own_inputs: whether ranks have different inputs (features or positions).
     """
 
     a: Layout
@@ -43,16 +43,20 @@ class Factors:
 
 
 def shard(target: Target, weight: ParameterRecord) -> Factors:
-    """How the adapter of a layer is sharded whose weight has the layout in ``weight``.
+    """Returns the layouts of an adapter for the layout of the weight that it adapts.
+
+    Args:
+        target: the layer and its adapter.
+        weight: record of the layer's weight.
 
     Raises:
-        UnsupportedModelError: if it is sharded in a way that no adapter can follow.
+        UnsupportedModelError: if the layout of the weight is not supported.
     """
     of_input, of_output = (0, 1) if target.turned else (1, 0)
     cuts = {cut.dim: cut for cut in weight.layout.cuts if cut.degree > 1}
     inputs, outputs = cuts.get(of_input), cuts.get(of_output)
     if inputs is not None and inputs.replicas > 1:
-        raise _cannot(target, "several ranks hold the same input features, whose products are not summed once each")
+        raise _cannot(target, "several ranks hold the same input features")
     if target.embedding and inputs is not None and (len(inputs.blocks) > 1 or inputs.unit > 1):
         raise _cannot(target, "ranks do not hold consecutive entries")
     shape_a, shape_b = tuple(target.a.shape), tuple(target.b.shape)
@@ -78,7 +82,7 @@ def _axes(weight: ParameterRecord, cut: Cut | None) -> tuple[str, ...]:
 
 def _cannot(target: Target, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{target.fqn!r} cannot be adapted the way it is sharded.",
+        f"{target.fqn!r} cannot be adapted with this layout.",
         where=WHERE,
         why=why,
         fix="leave it out with target_modules or exclude_modules",

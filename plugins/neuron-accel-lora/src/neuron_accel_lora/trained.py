@@ -1,4 +1,4 @@
-"""How much is trained: checked against what was asked for, and told."""
+"""Checks and describes the trained parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 
 def check_trained(parameters: ParameterMap, survey: Survey, wanted: int | None) -> None:
-    """Compares what requires a gradient with what peft would train, and with what the user expects.
+    """Checks that the parameters that require a gradient are those that peft trains, and their number.
+
+    Args:
+        parameters: of the model.
+        survey: of the model.
+        wanted: the number of trained elements that the user expects; None: any.
 
     Raises:
         ParameterError: if they differ.
@@ -26,7 +31,7 @@ def check_trained(parameters: ParameterMap, survey: Survey, wanted: int | None) 
         raise ParameterError(
             f"{sum(trained.values()):,} elements would be trained, peft trains {survey.count:,}.",
             where=f"{WHERE}{f': {odd[0]!r}' if odd else ''}",
-            why="another strategy changed what requires a gradient",
+            why="another strategy has changed which parameters require a gradient",
         )
     if wanted is not None and wanted != survey.count:
         raise ParameterError(
@@ -39,6 +44,7 @@ def check_trained(parameters: ParameterMap, survey: Survey, wanted: int | None) 
 
 
 def trains(record: ParameterRecord) -> bool:
+    """Whether a parameter on this rank requires a gradient."""
     return record.current is not None and record.current.requires_grad
 
 
@@ -47,7 +53,7 @@ def _size(survey: Survey, parameters: ParameterMap) -> int:
 
 
 def explain(parameters: ParameterMap, survey: Survey) -> str:
-    """What is adapted, as text."""
+    """Describes the adapted layers and the layouts of their adapters."""
     total = sum(math.prod(record.layout.shape) for record in parameters)
     lines = [
         f"LoRA: {len(survey.targets)} layers adapted, {survey.count:,} of {total:,} elements trained "
