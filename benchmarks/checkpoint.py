@@ -162,7 +162,7 @@ def _ours(folder: str, gigabytes: float, verify: bool) -> Result:
             begin = time.perf_counter()
             accelerator.save_state(Path(folder, "background"), async_save=True)
             result[stall] = (time.perf_counter() - begin) * result["save"] * 1e6 / size
-            accelerator.load_state(Path(folder, "background"), verify=False)  # waits
+            accelerator.load_state(Path(folder, "background"), verify=False)  # waits for the background save
         result |= consolidation(path, Path(folder))
     return result
 

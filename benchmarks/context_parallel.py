@@ -42,7 +42,7 @@ def build(small: bool, length: int) -> nn.Module:
 
 
 def train(length: int, small: bool) -> Measurement:
-    """On as many ranks as there are; all share one sequence."""
+    """Trains on all ranks, over which each sequence is sharded."""
     from neuron_accel import NeuronAccelerator
 
     torch.set_num_threads(1)
@@ -72,7 +72,7 @@ def train(length: int, small: bool) -> Measurement:
 
 
 def table(results: dict[str, list[Measurement]], degrees: Sequence[int], cores: int) -> str:
-    """In Markdown: what each number of ranks took relative to the first of them, and the bounds."""
+    """A table in Markdown: time and memory for each number of ranks relative to the first, and the bounds."""
     head = ["peer", "seconds", "time / cp 1", "min-max", "bound", "peak / cp 1", "bound", "bytes sent / token"]
     rows = [head, ["---"] * len(head)]
     first = results[f"cp {degrees[0]}"]

@@ -1,4 +1,4 @@
-"""What all benchmarks share: peers run in turn, several rounds in one invocation, and are compared pair by pair.
+"""The harness of the benchmarks: peers run in turn, for several rounds in one invocation, and are compared in pairs.
 
 A figure of one run says little on a machine that others use too. So every round runs each peer once, in fresh ranks,
 and what is reported is the ratio to the first peer *of the same round*: its median over rounds, with the smallest and
@@ -21,7 +21,7 @@ from neuron_accel.testing import run_ranks
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one peer did in one round.
+    """The figures of one peer in one round.
 
     Args:
         rate: units of work per second, over all ranks.
@@ -147,13 +147,13 @@ def table(results: Mapping[str, Sequence[Measurement]], reference: str) -> str:
 
 
 def in_table(rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, of which the first row is the head."""
+    """A table in Markdown; the first row is its header."""
     lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def timed_steps(step: Callable[[], Any], barrier: Callable[[], Any], *, warm_up: int, steps: int) -> float:
-    """Seconds per step, after ``warm_up`` steps that do not count."""
+    """Seconds per step, after ``warm_up`` steps that are not timed."""
     for _ in range(warm_up):
         step()
     barrier()
@@ -165,7 +165,7 @@ def timed_steps(step: Callable[[], Any], barrier: Callable[[], Any], *, warm_up:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Options that every benchmark has."""
+    """Options of all benchmarks."""
     result = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

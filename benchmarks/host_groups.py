@@ -1,4 +1,4 @@
-"""How long groups on the host take to make: as torch.distributed makes them, and as the XLA backend does.
+"""The time of creating groups on the host, with torch.distributed and with the XLA backend.
 
 Usage: ``python -m benchmarks.host_groups [--processes 8,16,32] [--threads 64,256]``. Ranks are first processes with
 gloo groups: the tensor-parallel pairs and the data-parallel groups beside them. torch's way is
@@ -23,13 +23,13 @@ from neuron_accel.testing import run_ranks
 
 
 def partitions(ranks: int) -> list[tuple[tuple[int, ...], ...]]:
-    """Tensor-parallel pairs, and the data-parallel groups beside them."""
+    """Tensor-parallel pairs, and the data-parallel groups."""
     pairs = tuple((rank, rank + 1) for rank in range(0, ranks, 2))
     return [pairs, tuple(tuple(range(start, ranks, 2)) for start in range(2))]
 
 
 def torchs_way() -> float:
-    """Every rank makes every group."""
+    """Every rank creates every group."""
     dist.barrier()
     begin = time.perf_counter()
     for partition in partitions(dist.get_world_size()):
@@ -39,7 +39,7 @@ def torchs_way() -> float:
 
 
 def members_alone() -> float:
-    """Each group is connected by its members."""
+    """Each group is created by its members only."""
     from neuron_accel.backends.xla_channel import ProcessChannel
 
     channel = ProcessChannel()

@@ -1,4 +1,4 @@
-"""What a prepared loop without plugins costs beside a bare loop with DistributedDataParallel and stock Accelerate.
+"""The overhead of a prepared loop without plugins, compared with DistributedDataParallel and stock Accelerate.
 
 Usage: ``python benchmarks/loop_overhead.py [--rounds N] [--steps N] [--sizes tiny,medium]``. Starts two gloo ranks with
 one thread each. The three loops take turns within one run, in an order that changes from round to round, so that what
@@ -29,7 +29,7 @@ def make_model(width: int, layers: int) -> nn.Module:
 
 
 def bare(width: int, layers: int):
-    """A step of a loop that knows only torch."""
+    """A step of a loop that uses torch only."""
     model = nn.parallel.DistributedDataParallel(make_model(width, layers))
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -42,7 +42,7 @@ def bare(width: int, layers: int):
 
 
 def prepared(accelerator_class: type, width: int, layers: int):
-    """A step of a loop through an accelerator."""
+    """A step of a loop with an accelerator."""
     accelerator = accelerator_class(cpu=True)
     model = make_model(width, layers)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -57,7 +57,7 @@ def prepared(accelerator_class: type, width: int, layers: int):
 
 def measure(size: str, rounds: int, steps: int) -> dict[str, list[float]]:
     """Seconds per step of each loop in each round, on this rank."""
-    from neuron_accel import NeuronAccelerator  # settles the device before Accelerate is imported
+    from neuron_accel import NeuronAccelerator  # chooses the device before Accelerate is imported
 
     from accelerate import Accelerator  # isort: skip
 

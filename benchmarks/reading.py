@@ -1,4 +1,4 @@
-"""What a reader meets: files and hops of one step, of a prepared model and of a save, and the sizes of the package.
+"""The files that one step, one prepared model and one save go through, and the sizes of the package.
 
 Usage: ``python -m benchmarks.reading [--json]``. Two gloo ranks train a Llama of two layers; on the first one every
 Python function of ``neuron_accel`` that is entered is recorded (``sys.setprofile``, so nothing of C). A hop is a call
@@ -31,7 +31,7 @@ class Walk:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Records what happens inside."""
+        """A context manager that records the files that are entered."""
         sys.setprofile(self._event)
         try:
             yield
@@ -57,7 +57,7 @@ class Walk:
 
 
 def walk(plugins: str, folder: str) -> dict[str, Any]:
-    """On one rank: the walks through one composition."""
+    """Records one composition on one rank."""
     import torch
 
     from neuron_accel import NeuronAccelerator, Zero1Plugin
@@ -91,7 +91,7 @@ def walk(plugins: str, folder: str) -> dict[str, Any]:
 
 
 def sizes() -> dict[str, Any]:
-    """Of the package's files."""
+    """The sizes of the files of the package."""
     files = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
     lengths = {path: len(text.splitlines()) for path, text in files.items()}
     return {

@@ -40,7 +40,7 @@ BATCH, LENGTH = 4, 128
 
 
 def config(small: bool, parts: int = 1) -> Any:
-    """The model; with ``parts`` a model whose layers have the sizes of one of as many shares."""
+    """The model; with ``parts``, a model whose layers have the sizes of one of ``parts`` shards."""
     from transformers import LlamaConfig
 
     hidden, layers, vocabulary = (64, 2, 256) if small else (512, 8, 8192)
@@ -68,7 +68,7 @@ def tokens(vocabulary: int) -> torch.Tensor:
 
 
 def shifted(ids: torch.Tensor) -> torch.Tensor:
-    """Each position's next token; the last has none."""
+    """The next token of each position; the last position has none."""
     return F.pad(ids[:, 1:], (0, 1), value=-100).flatten()
 
 
@@ -192,14 +192,14 @@ PEERS: dict[str, Callable[..., Measurement | None]] = {
 
 
 def check_losses(results: dict[str, list[Measurement]]) -> None:
-    """Figures of peers that compute something else would mean nothing."""
+    """Checks that all peers compute the same loss."""
     losses = {name: m[0].counts["loss"] for name, m in results.items() if m[0].counts and "loss" in m[0].counts}
     if max(losses.values()) - min(losses.values()) > 1e-4:
         raise SystemExit(f"the peers disagree about the loss: {losses}")
 
 
 def kept_bytes(small: bool, layers: int, tensor_parallel: bool, sequence_parallel: bool) -> int:
-    """Bytes that autograd keeps after a forward pass, each memory once; weights are there anyway."""
+    """Bytes that autograd keeps after a forward pass, each storage once, without the weights."""
     from transformers import LlamaForCausalLM
 
     from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, SequenceParallelPlugin
@@ -255,7 +255,7 @@ def main() -> None:
     args = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         note("the model's weights")
-        with contextlib.redirect_stderr(io.StringIO()):  # a bar of progress
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
             build(args.small).save_pretrained(folder)
         for ranks in args.ranks:
             results = rounds(PEERS, ranks, folder, args.small, args.steps, repeat=args.repeat)

@@ -34,12 +34,12 @@ from tests.xla.watching import compiled, executed
 LENGTH, MAX_NORM, WARM_UP = 64, 1.0, 3
 REFERENCE = "torch_xla ZeRO-1"
 MEASURED = "--xla_backend_optimization_level=3 --xla_llvm_disable_expensive_passes=false"
-"""Ranks of tests are compiled quickly; these run as fast as XLA makes them."""
+"""Full optimization, unlike for ranks of tests."""
 
 
 @dataclass
 class Peer:
-    """One way to train.
+    """A peer: one way to train.
 
     Args:
         step: a whole step, up to its execution.

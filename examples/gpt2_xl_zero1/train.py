@@ -13,7 +13,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-# First: it settles which device Accelerate uses.
+# First: it chooses the device for Accelerate.
 from neuron_accel import (  # isort: skip
     NeuronAccelError,
     NeuronAccelerator,
@@ -33,11 +33,11 @@ from text import TextArguments, TextError, load_blocks
 SCALES = {
     # GPT-2's largest model as it was published.
     "xl": {"n_layer": 48, "n_embd": 1600, "n_head": 25, "vocab_size": 50257, "n_positions": 1024},
-    # 25 heads and an odd vocabulary as well, so that it meets whatever the large one would.
+    # 25 heads and an odd vocabulary size, so that the same padding is needed as for the large one.
     "tiny": {"n_layer": 2, "n_embd": 100, "n_head": 25, "vocab_size": 1031, "n_positions": 64},
 }
 WINDOW = 10
-"""Steps that a throughput is averaged over."""
+"""Number of steps over which the throughput is averaged."""
 
 
 class Throughput:
@@ -53,7 +53,7 @@ class Throughput:
         self._last = time.monotonic()
 
     def step(self) -> float:
-        """A step is over; the throughput now."""
+        """Records the end of a step; returns the current throughput."""
         now = time.monotonic()
         self._times.append(now - self._last)
         self._last = now
@@ -61,7 +61,7 @@ class Throughput:
 
 
 class JsonLines(GeneralTracker):
-    """A tracker that needs nothing: one line of JSON for each step, in ``metrics.jsonl``."""
+    """A tracker that writes one line of JSON per step to ``metrics.jsonl``."""
 
     name = "jsonl"
     requires_logging_directory = False
@@ -82,7 +82,7 @@ class JsonLines(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict) -> None:
-        """The options are in `result.json`."""
+        """Does nothing: the options are written to `result.json`."""
 
     @on_main_process
     def log(self, values: dict, step: int | None = None, **_) -> None:
@@ -122,7 +122,7 @@ def parse() -> argparse.Namespace:
 
 
 def load_text(accelerator, options, config: GPT2Config):
-    """Wikitext where the hub can be reached, else a local text."""
+    """Wikitext if the hub can be reached, else a local text."""
     offline = TextArguments(
         train_file=options.train_file,
         block_size=config.n_positions,
@@ -145,7 +145,7 @@ def load_text(accelerator, options, config: GPT2Config):
 
 
 def build(options, config: GPT2Config):
-    """The model, no weight of which has memory yet, and its optimizer: decay for matrices only."""
+    """The model, without memory for its weights, and its optimizer, with weight decay for matrices only."""
     set_seed(options.seed)
     with lazy_load_for_parallelism():
         model = GPT2LMHeadModel(config)
@@ -173,7 +173,7 @@ def main() -> int:
     accelerator.init_trackers("gpt2_xl_zero1")
     config = GPT2Config(**SCALES[options.scale], bos_token_id=0, eos_token_id=0)
     config.use_cache = False
-    config._attn_implementation = "eager"  # others look at values, for which a lazy device would stop in every step
+    config._attn_implementation = "eager"  # the others read values on the host in every step
     blocks = load_text(accelerator, options, config)
     model, optimizer = build(options, config)
     parameters = sum(p.numel() for p in model.parameters())
@@ -205,7 +205,7 @@ def main() -> int:
 
 
 class State:
-    """How far the training is; part of its checkpoints."""
+    """The progress of the training, which is part of its checkpoints."""
 
     step = 0
     seconds = 0.0
@@ -226,7 +226,7 @@ def train(accelerator, options, model, optimizer, loader, scheduler, state: Stat
     while state.step < options.max_steps:
         for batch in loader:
             with accelerator.accumulate(model):
-                # With a mask transformers does not look at values for where sequences begin.
+                # With a mask, transformers does not read positions on the host to find packed sequences.
                 loss = model(**batch, attention_mask=torch.ones_like(batch["input_ids"])).loss
                 accelerator.backward(loss)
                 norm = accelerator.clip_grad_norm_(model.parameters(), options.max_norm)

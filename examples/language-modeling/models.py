@@ -1,4 +1,4 @@
-"""Which model to train: one that exists, or a new one."""
+"""The model to train: a pretrained one, or one built from a configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from neuron_accel import lazy_load_for_parallelism
 
 @dataclass
 class ModelArguments:
-    """Which model to train."""
+    """Arguments that select the model."""
 
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "A model of the hub, or a folder of one, whose training goes on."}
@@ -30,12 +30,12 @@ class ModelArguments:
 
     @property
     def tokenizer(self) -> str | None:
-        """Whose tokenizer to use."""
+        """Name or folder of the tokenizer."""
         return self.tokenizer_name or self.model_name_or_path or self.config_name
 
 
 def build_model(arguments: ModelArguments, *, vocab_size: int, block_size: int, end: int) -> Any:
-    """The model, without memory for its weights: each rank reads, or draws, its own share when it is prepared.
+    """The model, without memory for its weights: each rank reads, or initialises, its shard when it is prepared.
 
     Args:
         vocab_size: number of tokens of the tokenizer.

@@ -10,7 +10,7 @@ import math
 import sys
 from pathlib import Path
 
-# First: it settles which device Accelerate uses.
+# First: it chooses the device for Accelerate.
 from neuron_accel import NeuronAccelError, NeuronTrainer, NeuronTrainingArguments  # isort: skip
 from models import ModelArguments, build_model
 from text import TextArguments, TextError, load_blocks

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# First: it settles which device Accelerate uses.
+# First: it chooses the device for Accelerate.
 from neuron_accel import NeuronAccelerator, NeuronAccelError, make_optimizer_constructor_lazy  # isort: skip
 import torch
 from models import ModelArguments, build_model
@@ -24,7 +24,7 @@ from transformers import HfArgumentParser, get_scheduler, set_seed
 
 @dataclass
 class LoopArguments:
-    """How to train."""
+    """Arguments of the training."""
 
     output_dir: str = field(metadata={"help": "Where the model and what was learnt about it are written."})
     config: str | None = field(default=None, metadata={"help": "A YAML file of strategies; see examples/configs."})
@@ -42,7 +42,7 @@ class LoopArguments:
 
 
 def evaluate(accelerator, model, loader) -> float:
-    """Mean loss of a token."""
+    """The mean loss per token."""
     model.eval()
     losses = []
     with torch.no_grad():
@@ -117,7 +117,7 @@ def main() -> int:
 
 
 class Progress:
-    """How far the training is; part of its checkpoints."""
+    """The progress of the training, which is part of its checkpoints."""
 
     def __init__(self, accelerator, steps: int) -> None:
         self._accelerator = accelerator
@@ -125,7 +125,7 @@ class Progress:
         self.bar = tqdm(total=steps, unit="step", disable=not accelerator.is_main_process)
 
     def advance(self, loss: torch.Tensor) -> None:
-        """A step was taken whose last micro-batch had this loss on this rank."""
+        """Records a step, with the loss of its last micro-batch on this rank."""
         self.step += 1
         self.losses.append(self._accelerator.reduce(loss.detach(), "mean").item())
         self.bar.update()

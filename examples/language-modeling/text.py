@@ -1,4 +1,4 @@
-"""Text in blocks of one length, for a causal language model: from the hub, from files, or from Python's own library."""
+"""Text in blocks of equal length for causal language models: from the hub, from files, or Python's standard library."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import data
 
 
 class TextError(Exception):
-    """The text that the arguments name cannot be had."""
+    """The text that the arguments select is not available."""
 
 
 @dataclass
 class TextArguments:
-    """Which text to train on. Without any of them: the source code of Python's standard library, which every machine
-    has."""
+    """Arguments that select the text. Without any of them it is the source code of Python's standard library, which
+    every machine has."""
 
     dataset_name: str | None = field(default=None, metadata={"help": "A dataset of the hub, or a local folder of one."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration."})
@@ -55,7 +55,8 @@ class Blocks:
 
 
 def load_blocks(arguments: TextArguments, tokenizer_name: str | None, cache: Path) -> Blocks:
-    """The text that the arguments name; one process of a machine should call it first, the others find its files.
+    """Loads the text that the arguments select. One process of a machine should call it first, so that others find its
+    files.
 
     Args:
         tokenizer_name: a name of the hub or a folder; None: a tokenizer is trained on the text.
@@ -118,7 +119,7 @@ def _of_files(arguments: TextArguments) -> data.Documents:
 
 
 def _split(texts: list[str], arguments: TextArguments) -> data.Documents:
-    """The end of the text is what is held out."""
+    """Splits off the end of the text for evaluation."""
     count = max(1, round(len(texts) * arguments.validation_split_percentage / 100))
     return data.Documents(["".join(texts[:-count])], ["".join(texts[-count:])])
 

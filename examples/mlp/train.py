@@ -1,4 +1,4 @@
-"""A multilayer perceptron learns to read the digits of a seven-segment display.
+"""Trains a multilayer perceptron to read the digits of a seven-segment display.
 
 python train.py                                          one worker
 neuron-accel launch --nproc-per-node 4 train.py          the same on four, each with a quarter of every batch
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from neuron_accel import NeuronAccelerator, NeuronAccelError  # isort: skip  # first: it settles the device
+from neuron_accel import NeuronAccelerator, NeuronAccelError  # isort: skip  # first: it chooses the device
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -27,7 +27,7 @@ SEGMENTS = (
     "1111111",
     "1111011",
 )
-"""Which of the seven segments each digit lights."""
+"""The segments that are lit for each digit."""
 
 
 def displays(count: int, seed: int, noise: float = 0.5) -> TensorDataset:
@@ -51,7 +51,7 @@ def main() -> int:
     model = nn.Sequential(nn.Linear(28, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     share = options.batch_size // accelerator.num_processes
-    order = torch.Generator().manual_seed(0)  # one order of samples, however many workers divide them
+    order = torch.Generator().manual_seed(0)  # the order of samples does not depend on the number of ranks
     loader = DataLoader(displays(options.samples, seed=1), batch_size=share, shuffle=True, generator=order)
     test = DataLoader(displays(1000, seed=2), batch_size=share)
     model, optimizer, loader, test = accelerator.prepare(model, optimizer, loader, test)
@@ -69,7 +69,7 @@ def main() -> int:
             for inputs, digits in test:
                 right.append(accelerator.gather_for_metrics(model(inputs).argmax(-1) == digits))
         accuracy = torch.cat(right).float().mean().item()
-        mean = accelerator.reduce(torch.stack(losses).mean(), "mean").item()  # over the epoch, and over all workers
+        mean = accelerator.reduce(torch.stack(losses).mean(), "mean").item()  # over the epoch and all ranks
         accelerator.print(f"epoch {epoch + 1}: loss {mean:.3f}, {accuracy:.1%} of {len(torch.cat(right))} read")
     accelerator.end_training()
     return 0

@@ -1,4 +1,4 @@
-"""A model of one's own, divided by a plan of one's own. It learns to sort.
+"""Trains a model that is not from transformers, sharded by a plan of its own. It learns to sort.
 
 neuron-accel launch --nproc-per-node 2 train.py
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-# First: it settles which device Accelerate uses.
+# First: it chooses the device for Accelerate.
 from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, NeuronAccelError, Zero1Plugin  # isort: skip
 import torch
 from torch import nn
@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 PLAN = {
-    "blocks.*.qkv": "colwise:3",  # queries, keys and values side by side, each divided by heads
-    "blocks.*.heads": "per_rank",  # an attribute that says how many there are; each rank has its share
+    "blocks.*.qkv": "colwise:3",  # queries, keys and values in one weight, each sharded by heads
+    "blocks.*.heads": "per_rank",  # the number of heads, which is divided by the number of ranks
     "blocks.*.out": "rowwise",
     "blocks.*.up": "colwise",
     "blocks.*.down": "rowwise",
@@ -25,7 +25,7 @@ PLAN = {
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each after a norm and around a shortcut. ``[batch, length, width]`` in and out."""
+    """Attention and MLP, each with a norm and a residual connection; input and output ``[batch, length, width]``."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Sorter(nn.Module):
-    """Reads numbers below ``values``, int64 ``[batch, length]``, and says for each place which comes there."""
+    """Reads numbers below ``values``, int64 ``[batch, length]``, and predicts the sorted sequence."""
 
     def __init__(self, *, values: int, length: int, width: int, heads: int, layers: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Sorter(nn.Module):
 
 
 class Numbers(Dataset):
-    """Random numbers, a row for each sample."""
+    """Random numbers, one row per sample."""
 
     def __init__(self, count: int, *, values: int, length: int) -> None:
         generator = torch.Generator().manual_seed(0)

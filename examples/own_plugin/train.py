@@ -1,4 +1,4 @@
-"""A strategy in the script that uses it: a moving average of the weights, which is what is evaluated.
+"""A strategy plugin in the script that uses it: a moving average of the weights, which is evaluated.
 
 It composes with every other strategy, because it only looks at what each rank has.
 
@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from neuron_accel import NeuronAccelerator, NeuronAccelError, Zero1Plugin  # isort: skip  # first: it settles the device
+from neuron_accel import NeuronAccelerator, NeuronAccelError, Zero1Plugin  # isort: skip  # first: it chooses the device
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -48,7 +48,7 @@ class AveragePlugin(StrategyPlugin):
                 average.lerp_(weight, 1 - self.decay)
 
     def swap(self, run: Run) -> None:
-        """Exchanges weights and averages; twice is nothing."""
+        """Swaps weights and averages; calling it twice restores both."""
         for prepared in run.models:
             for record in prepared.parameters:
                 if record.fqn in run.state(self) and record.current is not None:
@@ -62,7 +62,7 @@ class AveragePlugin(StrategyPlugin):
 
 
 def spirals(count: int, seed: int) -> TensorDataset:
-    """Points of two spirals, float32 ``[count, 2]``, and which one each belongs to, int64 ``[count]``."""
+    """Points of two spirals, float32 ``[count, 2]``, and the spiral of each point, int64 ``[count]``."""
     generator = torch.Generator().manual_seed(seed)
     arm = torch.randint(0, 2, (count,), generator=generator)
     turn = 3 * torch.rand(count, generator=generator) + 0.5

@@ -1,4 +1,4 @@
-"""Real text that every machine with Python has: the source code of Python's own standard library.
+"""A corpus that every machine with Python has: the source code of Python's standard library.
 
 The files are found through ``sysconfig``, a byte-level BPE tokenizer is trained on them, and the tokens are packed into
 sequences of one length. The result is kept in one file that is reused only if it was made from the same text with the
@@ -33,16 +33,16 @@ SMALLEST_VOCABULARY = 257
 _CACHE_FORMAT = 1
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _TABLES = {"encodings", "pydoc_data"}
-"""Folders of character tables and prose: a tenth of all text, and hardly any code."""
+"""Folders with character tables and prose, which are a tenth of all text and contain hardly any code."""
 
 
 class CorpusError(Exception):
-    """The corpus cannot be made from these settings on this machine."""
+    """The corpus cannot be created with these settings on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusSettings:
-    """What the tokenized corpus depends on, besides the text itself.
+    """The settings of the tokenized corpus.
 
     Args:
         share: fraction of the standard library's files to use, in (0, 1].
@@ -71,7 +71,7 @@ class CorpusSettings:
 
 @dataclass(frozen=True)
 class Documents:
-    """Source files as text, those to learn from apart from those to be judged by."""
+    """The text of source files, split into training and evaluation."""
 
     train: list[str]
     held_out: list[str]
@@ -132,7 +132,7 @@ def _fractions(name: str) -> tuple[float, float]:
 
 
 def read_documents(*, share: float, held_out: float, root: Path | None = None) -> Documents:
-    """Reads a share of the standard library and splits it.
+    """Reads a part of the standard library and splits it.
 
     A file's name alone decides whether it is taken and whether it is held out: a larger share only adds files, and no
     file ever changes sides. Files that cannot be read or are not UTF-8 are skipped.
@@ -178,7 +178,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """As transformers wants it, so that what ``save_pretrained`` writes opens with ``AutoTokenizer``."""
+    """Wraps the tokenizer for transformers, so that ``AutoTokenizer`` loads it after ``save_pretrained``."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_DOCUMENT,
@@ -251,7 +251,7 @@ def _read_cache(cache: Path, digest: str) -> Corpus | None:
             if header.get("digest") != digest:
                 return None
             train, held_out = file.get_tensor("train"), file.get_tensor("held_out")
-    except (FileNotFoundError, SafetensorError):  # absent, or not ours: both mean that it has to be made
+    except (FileNotFoundError, SafetensorError):  # missing, or another file: the corpus has to be created
         return None
     return Corpus(_wrap(Tokenizer.from_str(header["tokenizer"])), train, held_out, digest, reused=True)
 
@@ -275,7 +275,7 @@ def _write_cache(corpus: Corpus, cache: Path) -> None:
 
 
 class Sequences(Dataset):
-    """Packed sequences as a causal language model wants them: the labels are the inputs, which the model shifts."""
+    """Packed sequences for a causal language model; the labels are the inputs, which the model shifts."""
 
     def __init__(self, rows: np.ndarray) -> None:
         self._rows = torch.from_numpy(rows)

@@ -1,4 +1,4 @@
-"""What can be chosen on the command line."""
+"""The options of the command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ examples:
 
 
 def parse(description: str, arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options in ``arguments``, or of this process; ends it with a message where they make no sense."""
+    """The options in ``arguments``, or of this process; ends it with a message if they are not valid."""
     parser = argparse.ArgumentParser(description=description, epilog=EXAMPLES, formatter_class=_HelpFormatter)
     option = parser.add_argument
     option("--config", type=Path, default=HERE / "train.yaml", help="YAML file: precision, accumulation and strategies")

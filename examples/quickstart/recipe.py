@@ -1,4 +1,4 @@
-"""What is trained, the same for the sharded run and for the one-process run it is compared with."""
+"""The model, optimizer and schedule, for the sharded run and the one-process run that it is compared with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WARMUP = 0.1
 FLOOR = 0.1
 """Fraction of the peak learning rate that is left at the end."""
 MAX_NORM = 1.0
-"""Gradients are scaled down to this global norm."""
+"""The global norm to which gradients are clipped."""
 INITIALIZER_RANGE = 0.05
 """Standard deviation of the first weights: about one over the square root of the width, for a model this narrow."""
 
@@ -20,7 +20,7 @@ INITIALIZER_RANGE = 0.05
 def llama_config(
     *, vocab_size: int, hidden_size: int, layers: int, heads: int, key_value_heads: int, positions: int, end: int
 ) -> LlamaConfig:
-    """A Llama in miniature; ``end`` is the token between documents."""
+    """A small Llama; ``end`` is the token between documents."""
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -37,13 +37,13 @@ def llama_config(
 
 
 def build_model(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
-    """The model with the weights that ``seed`` stands for."""
+    """The model with the initial weights for ``seed``."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(config)
 
 
 def build_optimizer(model: torch.nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves norms alone."""
+    """AdamW with weight decay for matrices, but not for norms."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]

@@ -1,4 +1,4 @@
-"""The same training in one process, with PyTorch and transformers alone, and how far the sharded run is from it."""
+"""The same training in one process, with PyTorch and transformers only, and its comparison with the sharded run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What one process arrives at.
+    """The results of one process.
 
     Args:
         losses: of every step.
@@ -33,7 +33,7 @@ def train_in_one_process(
     *,
     max_norm: float,
 ) -> Reference:
-    """Trains on one whole batch a step: what all ranks of the sharded run saw together in that step.
+    """Trains on one global batch per step: the batches of all ranks of the sharded run in that step.
 
     Args:
         model: with the weights the sharded run began with.
@@ -67,7 +67,7 @@ def largest_difference(values: Sequence[float], reference: Sequence[float]) -> f
 
 @dataclass(frozen=True)
 class WeightDifference:
-    """How far two trainings ended from each other.
+    """The differences between two trainings.
 
     Args:
         of_the_way: norm of the difference of all weights, relative to that of what training changed in them.

@@ -1,4 +1,4 @@
-"""What a run shows: a progress bar while it trains; a table, a chart and a line of code when it is done."""
+"""The output of a run: a progress bar during training; a table, a chart and a line of code at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def progress_bar(description: str, batches: Iterable[Any] | None = None, *, tota
         total=total,
         unit="step",
         disable=not show,
-        mininterval=0.2 if sys.stderr.isatty() else 10.0,  # a log file needs a line now and then, not a film
+        mininterval=0.2 if sys.stderr.isatty() else 10.0,  # fewer updates in a log file
         bar_format="{desc} {percentage:3.0f}% |{bar:24}| {n_fmt}/{total_fmt} [{elapsed}, eta {remaining}{postfix}]",
     )
 
@@ -60,18 +60,18 @@ class Progress:
         self._start = time.monotonic()
 
     def micro_batch(self, loss: torch.Tensor) -> None:
-        """A micro-batch is through; ``loss`` is this rank's mean loss."""
+        """Records a micro-batch; ``loss`` is the mean loss of this rank."""
         self._micro_batches.append(loss.detach())
 
     def step(self, norm: torch.Tensor) -> None:
-        """The weights were updated."""
+        """Records an update of the weights."""
         self._unread.append((torch.stack(self._micro_batches).mean(), norm.detach()))
         self._micro_batches.clear()
         if len(self._unread) == self._every:
             self._read()
 
     def close(self) -> float:
-        """Reads what is left and returns the seconds since the start."""
+        """Reads the remaining losses and returns the seconds since the start."""
         self._read()
         self._bar.close()
         return time.monotonic() - self._start
@@ -114,7 +114,7 @@ def verdict(difference: float, limit: float, what: str = "") -> bool:
 
 
 def about_weights(difference: float, tensor: str) -> str:
-    """What the largest difference of a single weight is, which has no limit."""
+    """Prints the largest difference of a single weight, which has no limit."""
     return (
         f"The single weight that differs most, by {difference:.1e} of the largest one beside it, is in {tensor}.\n"
         "AdamW divides each gradient by its own size; where one is as small as the rounding of sums (those of rare\n"

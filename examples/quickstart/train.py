@@ -53,7 +53,7 @@ def evaluate(accelerator, model, loader) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The whole main job; returns the exit code."""
+    """Runs the example; returns the exit code."""
     begin = time.monotonic()
     accelerator = NeuronAccelerator(config=options.config)
     micro_batch_size = _micro_batch_size(options, accelerator)
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     optimizer = recipe.build_optimizer(model, options.learning_rate)
     loader = DataLoader(sequences, batch_size=micro_batch_size, sampler=order)
     eval_loader = DataLoader(eval_sequences, batch_size=micro_batch_size)
-    # Accelerate's convention: a scheduler is stepped once for every data-parallel rank in each optimizer step.
+    # As in Accelerate, a scheduler advances by the data-parallel size in each optimizer step.
     ranks = accelerator.num_processes
     scheduler = LambdaLR(optimizer, lambda step: recipe.learning_rate_at(step / ranks, options.steps))
     model, optimizer, loader, eval_loader, scheduler = accelerator.prepare(
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     if not is_main_process:
         return 0
 
-    # From here on nothing is shared any more: the main process goes on alone, with the saved folder.
+    # The rest runs on the main process only, with the saved folder.
     show_result(options, progress, evaluation_loss, seconds["training"])
     history = {"losses": progress.losses, "gradient_norms": progress.norms, "evaluation_loss": evaluation_loss}
     if options.verify:
@@ -215,7 +215,7 @@ def _llama_config(options: argparse.Namespace, corpus: data.Corpus) -> recipe.Ll
 
 def main() -> int:
     options = parse(__doc__)
-    disable_progress_bar()  # of loading weights; the one for training is ours
+    disable_progress_bar()  # that of loading weights, beside the one of the training
     try:
         return run(options)
     except (NeuronAccelError, data.CorpusError) as error:

@@ -12,7 +12,7 @@ PLUGINS = "CONFORMANCE_PLUGINS"
 
 
 class SwappedAccelerator(NeuronAccelerator):
-    """Takes the place of ``accelerate.Accelerator``."""
+    """Replaces ``accelerate.Accelerator``."""
 
     def __init__(self, **options: Any) -> None:
         names = [name for name in os.environ[PLUGINS].split(",") if name]

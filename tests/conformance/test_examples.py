@@ -1,4 +1,4 @@
-"""Loops like those of Accelerate's examples do the same with our class as with Accelerate's own."""
+"""Loops like those of Accelerate's examples have the same results with NeuronAccelerator as with Accelerator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
 
 
 def run_loops(plugins, family, folder):
-    """What every loop returned, by name. ``plugins`` is None for Accelerate's own class."""
+    """The results of every loop, by name; with Accelerate's class if ``plugins`` is None."""
     from neuron_accel import NeuronAccelerator  # settles the device before Accelerate is imported
 
     from accelerate import Accelerator  # isort: skip
@@ -46,7 +46,7 @@ def stock(tmp_path_factory):
 
 
 def assert_same(found, expected, place=""):
-    """Equal but for the rounding of sums."""
+    """Whether results are equal up to rounding."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), place
         for name, value in expected.items():

@@ -1,4 +1,4 @@
-"""Plugins with one fault each. Ranks import them from here."""
+"""Plugins with one fault each, which ranks import from this module."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class HalvesGradients(StrategyPlugin):
 
 @dataclass(frozen=True, kw_only=True)
 class DividesTwice(StrategyPlugin):
-    """By the number of micro-batches, which the accelerator does already."""
+    """Divides gradients by the number of micro-batches, as the accelerator has done already."""
 
     spec = spec("divides_twice")
 
@@ -151,7 +151,7 @@ class Unfreezes(StrategyPlugin):
 
 @dataclass(frozen=True, kw_only=True)
 class Decays(StrategyPlugin):
-    """Frozen parameters, by less than any tolerance."""
+    """Changes frozen parameters by less than any tolerance."""
 
     spec = spec("decays")
 
@@ -172,7 +172,7 @@ class Unties(StrategyPlugin):
 
 @dataclass(frozen=True, kw_only=True)
 class PairsNeighbours(StrategyPlugin):
-    """Takes the rank beside this one for one with other samples, which is wrong beside tensor parallelism."""
+    """Treats the next rank as a data-parallel rank, which is wrong with tensor parallelism."""
 
     spec = spec("pairs_neighbours")
 
@@ -219,7 +219,7 @@ class LocalStepsTooRarely(LocalSteps):
 
 
 def train_in_local_steps(model_fn, batches, training, *, plugin, reference, data_parallel_size):
-    """What :class:`LocalSteps` should compute, in one process: as many models as there are ranks."""
+    """The expected result of :class:`LocalSteps`, computed in one process with one model per rank."""
     models = []
     for _ in range(data_parallel_size):
         torch.manual_seed(0)
@@ -316,7 +316,7 @@ FOREVER = threading.Event()
 
 @dataclass(frozen=True, kw_only=True)
 class Litters(StrategyPlugin):
-    """Leaves something of every kind."""
+    """Leaves hooks, attributes, threads, variables and patches behind."""
 
     spec = spec("litters")
 
@@ -345,7 +345,7 @@ class EndsBadly(StrategyPlugin):
 
 @dataclass(frozen=True, kw_only=True)
 class Healthy(StrategyPlugin):
-    """Does nothing wrong."""
+    """A plugin without a fault."""
 
     spec = spec("healthy")
     width: int = 1

@@ -1,4 +1,4 @@
-"""The built-in plugins keep the contract that they are examples of."""
+"""The built-in plugins pass the conformance kit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kit finds what is wrong with a plugin, each fault by the check that is meant for it."""
+"""The kit finds each fault of a plugin with the check for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Kit(PluginConformance):
 
 
 def refusal(check, plugin, *arguments, kit=Kit, **keywords) -> str:
-    """What a check of the kit says about a plugin."""
+    """The failure message of a check for a plugin."""
     with pytest.raises((pytest.fail.Exception, AssertionError, Exception)) as caught:
         getattr(kit(), check)(plugin, *arguments, **keywords)
     assert not isinstance(caught.value, (TypeError, NameError, AttributeError)), caught.value

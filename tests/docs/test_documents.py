@@ -1,4 +1,4 @@
-"""What the documentation shows is so: configurations load, commands parse, code compiles, links lead somewhere."""
+"""The documentation is correct: configurations load, commands parse, code compiles, and links have targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing here runs where a Neuron device cannot be emulated, but the reason is shown."""
+"""Skips these tests, with the reason, on machines that cannot emulate a Neuron device."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ SAMPLES, BATCH, STEPS = 20, 2, 4
 
 
 class Texts(torch.utils.data.Dataset):
-    """Rows of tokens, as many as asked for."""
+    """A dataset with the given number of rows of tokens."""
 
     def __init__(self, count):
         self.rows = token_batches(count, size=1)

@@ -1,4 +1,4 @@
-"""A script with its own loop and its own process group connects its ranks, or is told why it does not."""
+"""A script with its own loop and its own process group connects its ranks, or raises an error with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands that a user of Trainium types, on an emulated instance: compile ahead of time, launch, resume."""
+"""Commands for Trainium on an emulated instance: compiling ahead of time, launching, resuming."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ accelerator.end_training()
 
 @pytest.mark.timeout(300)
 def test_two_jobs_share_an_instance(tmp_path):
-    """Each has cores of its own, and a port of its own where its ranks meet."""
+    """Two jobs use different cores, and different ports for their ranks."""
     script = tmp_path / "loop.py"
     script.write_text(LOOP)
     with emulated_instance("trn1.32xlarge") as machine:

@@ -1,4 +1,4 @@
-"""What a rank on an emulated core sees, and what it is told when something is wrong."""
+"""The environment of a rank on an emulated core, and errors of such ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How functions reach XLA ranks, and what is said when they fail."""
+"""Functions on XLA ranks, and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training step became: graphs, executions, HLO. Everything here runs inside a rank."""
+"""Counts graphs and executions of a training step, and reads its HLO, on a rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepWatcher(StrategyPlugin):
 
 
 class Notes(GeneralTracker):
-    """A tracker that keeps what it is told."""
+    """A tracker that keeps logged values."""
 
     name, requires_logging_directory = "notes", False
 

@@ -153,7 +153,7 @@ def test_two_hosts_end_well_with_the_same_loss(launch):
 
 @pytest.mark.slow
 def test_a_host_that_vanishes_without_a_word_ends_the_other(launch):
-    """As when its power fails: nobody closes a connection."""
+    """Ends a host without closing its connections, as in a power failure."""
     machines = launch(10_000)
     until(lambda: len(launch.reports()) == 4, lambda: launch.output(0) + launch.output(1))
     ip("-n", launch.names[1], "link", "set", launch.links[1], "down")

@@ -1,4 +1,4 @@
-"""``neuron-accel launch`` with real ranks: environment, exit codes, signals, logs, and nobody left behind."""
+"""``neuron-accel launch`` with real ranks: environment, exit codes, signals, logs, and no process left behind."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_rank_that_ignores_signals_is_killed_after_the_grace(start, script, re
 
 
 def test_a_rank_that_does_not_see_an_interrupt_is_terminated(start, script, reports):
-    """As one that waits inside a collective, where Python's handlers do not run."""
+    """A rank like one inside a collective, where Python's signal handlers do not run."""
     body = "signal.signal(signal.SIGINT, signal.SIG_IGN)\nreport('here')\ntime.sleep(60)\n"
     launch = start("--nproc-per-node", "1", "--quiet", script(body))
     until(lambda: len(reports()) == 1)

@@ -1,4 +1,4 @@
-"""A training under plain ``torchrun`` and ``accelerate launch``: what it computes does not depend on who starts it."""
+"""A training has the same results under ``torchrun``, ``accelerate launch`` and ``neuron-accel launch``."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_impossible_names(name):
 def test_a_name_that_is_taken(capsys):
     assert main(["new-plugin", "zero1"]) == 2
     message = capsys.readouterr().err
-    assert "There is a plugin 'zero1' already" in message
+    assert "A plugin 'zero1' exists already" in message
     assert "neuron-accel " in message
 
 

@@ -1,4 +1,4 @@
-"""``neuron-accel precompile`` with a tool that stands in for neuron_parallel_compile, and a training that asks."""
+"""``neuron-accel precompile`` with a stand-in for neuron_parallel_compile."""
 
 from __future__ import annotations
 

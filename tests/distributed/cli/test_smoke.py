@@ -1,4 +1,4 @@
-"""``neuron-accel test`` passes on this installation, and finds what is broken."""
+"""``neuron-accel test`` passes on this installation, and fails for a collective that returns a wrong result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from neuron_accel.testing import run_ranks
 
 
 class Swapped(TorchBackend):
-    """Hands every rank its neighbour's chunk."""
+    """A reduce-scatter with a fault: elements of the result are shifted by one."""
 
     def start_reduce_scatter(self, tensor, group, dim=0):
         return Done(super().start_reduce_scatter(tensor, group, dim).wait().roll(1, dims=dim))
@@ -24,10 +24,10 @@ class Swapped(TorchBackend):
 def verdicts(kind):
     backend = kind.connect()
     group = backend.new_group([range(backend.world_size)], "world")
-    report = smoke.Report(backend, group)
+    checks = smoke.Checks(backend, group)
     for name, comparison in smoke.COLLECTIVES.items():
-        report.check(name, lambda c=comparison: smoke._verdict_of_collective(c, backend, group))
-    return report.passed, report.failures
+        checks.check(name, lambda c=comparison: smoke._verdict_of_collective(c, backend, group))
+    return checks.passed, checks.failures
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -43,14 +43,14 @@ def broken_training():
     from neuron_accel import NeuronAccelerator
 
     run = NeuronAccelerator().run
-    report = smoke.Report(run.backend, run.world)
+    checks = smoke.Checks(run.backend, run.world)
 
     def training():
         if run.backend.rank == 1:
             raise AssertionError("not like one process")
 
-    report.check("training", lambda: smoke._verdict_of_training(training))
-    return report.passed, report.failures
+    checks.check("training", lambda: smoke._verdict_of_training(training))
+    return checks.passed, checks.failures
 
 
 def test_a_training_that_differs_on_one_rank_fails_on_all():

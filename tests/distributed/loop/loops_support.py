@@ -1,4 +1,4 @@
-"""What the tests of training loops share: compositions, samples, and a loop in one process to compare with."""
+"""Helpers of the tests of training loops: compositions, samples, and a reference loop in one process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ COMPOSITIONS = {
     "tp2-sp": (2, [TP2, "sequence_parallel"]),
     "tp2-dp2-zero1-sp": (4, [TP2, "sequence_parallel", "zero1"]),
 }
-"""Number of ranks and plugins by name."""
+"""Number of ranks and plugins of each composition, by name."""
 
 
 class Tokens(Dataset):
-    """``count`` samples of random tokens, which know their index."""
+    """``count`` samples of random tokens, each with its index."""
 
     def __init__(self, count: int, length: int = 8) -> None:
         generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""torch.compile beside strategies, with a backend that counts: right numbers, and no compilation for each step."""
+"""torch.compile with strategies gives the results of one process, and does not compile again in every step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Counting:
 
 
 def train(plugins: list[Any], way: str) -> tuple[Trace | None, list[int]]:
-    """The trace on rank 0, and the number of graphs after each step."""
+    """The results on rank 0, and the number of graphs after each step."""
     from torch._dynamo.utils import counters
 
     from neuron_accel import NeuronAccelerator
@@ -129,7 +129,7 @@ def test_a_model_that_is_compiled_before_it_is_prepared_is_refused():
 
 
 def methods_on_rank(plugins: tuple[Any, ...]) -> tuple[bool, ...]:
-    """What methods of the accelerator do with the compiled model that they do with the prepared one."""
+    """Methods of the accelerator accept the compiled model as they accept the prepared one."""
     from neuron_accel import NeuronAccelerator
 
     accelerator = NeuronAccelerator(plugins=plugins)

@@ -1,4 +1,4 @@
-"""Programs end by themselves, and no launcher's world falls apart into worlds of one."""
+"""Programs exit without hanging, and processes that are not connected to each other raise an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches end up with what one process computes, and with equal state."""
+"""Ranks with different numbers of batches end with the results of one process, and with equal state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RANKS_WITH_DATA, BATCH, MAX_NORM, CLIP_VALUE = 2, 2, 0.5, 0.05
 
 
 def shares(batches):
-    """The batches of each data-parallel rank: dealt out in turn, or as many from either end as said."""
+    """The batches of each data-parallel rank: distributed in turn, or given numbers of them."""
     data = Tokens(BATCH * (sum(batches) if isinstance(batches, tuple) else batches))
     every = [
         torch.utils.data.default_collate([data[i] for i in range(start, start + BATCH)])

@@ -1,4 +1,4 @@
-"""An ordinary training loop does the same under every composition of plugins as in one process."""
+"""An ordinary training loop has the results of one process under every composition of plugins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lr_factor(step):
 
 
 def epoch_in_one_process(ranks_with_data):
-    """The indices of an epoch's global batches: the last is short, or filled up where ranks need equal shares."""
+    """The indices of an epoch's global batches; the last is smaller, or padded if ranks need batches of equal size."""
     batches = [list(range(i, min(i + GLOBAL_BATCH, SAMPLES))) for i in range(0, SAMPLES, GLOBAL_BATCH)]
     if ranks_with_data > 1:
         batches[-1] += range(GLOBAL_BATCH - len(batches[-1]))
@@ -89,7 +89,7 @@ def test_a_loop_with_everything(composition):
 
 
 def values_on_rank(plugins):
-    """Everything a loop does with values of several ranks."""
+    """Calls every collective method of the accelerator that a loop uses."""
     from neuron_accel import NeuronAccelerator
 
     accelerator = NeuronAccelerator(config={"plugins": plugins})
@@ -137,7 +137,7 @@ def test_values_of_several_ranks(composition):
 
 
 class Numbers(IterableDataset):
-    """Numbers from ``start``; whoever may not read it fails."""
+    """Numbers from ``start``; fails on ranks that must not read it."""
 
     def __init__(self, count, start=0, readable=True):
         self.count, self.start, self.readable = count, start, readable
@@ -152,13 +152,13 @@ class Numbers(IterableDataset):
 
 
 class Unsized(Numbers):
-    """Nobody knows how many."""
+    """A dataset of unknown length."""
 
     __len__ = None  # type: ignore[assignment]
 
 
 class PerWorker(Unsized):
-    """Each worker has its own part, which ends by itself."""
+    """A dataset of which each worker reads a different part."""
 
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()
@@ -166,7 +166,7 @@ class PerWorker(Unsized):
 
 
 def read_on_rank(plugins):
-    """What loaders of every kind give out, gathered."""
+    """The samples of loaders of every kind, gathered."""
     from accelerate.utils import DataLoaderConfiguration
 
     from neuron_accel import NeuronAccelerator
@@ -259,7 +259,7 @@ def test_ranks_that_share_samples_must_read_the_same():
 
 
 def several_models_on_rank(plugins):
-    """Two models that train each other's losses in turn, as generative adversarial ones do."""
+    """Two models that are trained in turn on each other's output, as in generative adversarial training."""
     from neuron_accel import NeuronAccelerator
 
     accelerator = NeuronAccelerator(config={"plugins": plugins}) if plugins is not None else None
@@ -295,7 +295,7 @@ def test_two_models_that_train_in_turn(composition):
 
 
 def life_on_rank(plugins):
-    """Preparing again after letting go, copies, trackers, batch sizes that are too large."""
+    """Preparing again after ``free_memory``, copies, trackers, and batch sizes that are too large."""
     from accelerate.tracking import GeneralTracker, on_main_process
     from accelerate.utils import find_executable_batch_size
 
@@ -423,7 +423,7 @@ LOCAL_STEPS, LOCAL_ACCUMULATION, LOCAL_UPDATES = 2, 2, 5
 
 
 def batches_of_each(ranks_with_data):
-    """For every micro-batch, what each rank that has data of its own is given."""
+    """The rows of each data-parallel rank, for every micro-batch."""
     data = Tokens(2 * ranks_with_data * LOCAL_ACCUMULATION * LOCAL_UPDATES).ids
     return data.view(LOCAL_ACCUMULATION * LOCAL_UPDATES, ranks_with_data, 2, -1)
 
@@ -454,7 +454,7 @@ def local_sgd_of_a_llama(plugins, enabled, max_norm=None, low_precision=False):
 
 
 def local_sgd_by_hand(ranks_with_data, max_norm):
-    """One model for each rank that has data of its own, in one process."""
+    """One model per data-parallel rank, in one process."""
     nets = [model() for _ in range(ranks_with_data)]
     optimizers = [adamw(net.parameters(), 1e-2) for net in nets]
 
@@ -486,7 +486,7 @@ PP2 = {"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2}
     ids=["plain", "tp2-dp2", "tp2-dp2-sp", "pp2-dp2"],
 )
 def test_local_sgd_where_several_ranks_hold_a_model(ranks, plugins):
-    """What each goes alone is a copy of the model, whose ranks stay together."""
+    """Under LocalSGD each replica of the model is updated separately; the ranks of one replica stay equal."""
     weights, said = run_ranks(local_sgd_of_a_llama, ranks, plugins, True, 0.5)[0]
     assert not said
     assert_close(weights, run_ranks(local_sgd_by_hand, 1, 2, 0.5, backend=None)[0], tolerance=1e-3)
@@ -514,7 +514,7 @@ def test_local_sgd_under_zero1_is_synchronous_training(ranks, plugins, low_preci
 
 
 def replaced_weights_on_rank(low_precision):
-    """The weights before and after two steps of size 1, the first of them after somebody has put others in place."""
+    """The weights before and after two steps of size 1, with the weights replaced before the first."""
     from neuron_accel import NeuronAccelerator
 
     accelerator = NeuronAccelerator(config={"plugins": ["zero1"]})
@@ -536,7 +536,7 @@ def test_weights_that_a_loop_puts_in_place_train(low_precision):
 
 
 def branches_on_rank(steps):
-    """Each step, the named branch of each rank gets a gradient, and no other."""
+    """In each step, only the given branch of each rank receives a gradient."""
     from neuron_accel import NeuronAccelerator
 
     accelerator = NeuronAccelerator()

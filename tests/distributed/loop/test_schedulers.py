@@ -1,4 +1,4 @@
-"""Every learning-rate scheduler of torch sets the rates on several ranks that it sets in one process."""
+"""Every learning rate scheduler of torch sets the same rates on several ranks as in one process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def rates_of(optimizer):
 
 
 def losses(rank):
-    """What each rank finds; only their mean gets worse, so that a rank by itself would keep its rate."""
+    """The metrics of each rank; only their mean increases, so that a rank that used its own would not reduce the
+    rate."""
     return [3.0, 2.0, 2.5, 2.6, 2.4, 2.7, 2.8] if rank else [3.0, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4]
 
 

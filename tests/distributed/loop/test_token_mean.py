@@ -1,4 +1,4 @@
-"""Averaging over tokens gives one result, however they lie over ranks, micro-batches and accumulation windows."""
+"""Averaging over tokens does not depend on their distribution over ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STEPS, SAMPLES_A_STEP, IGNORED = 3, 8, -100
 
 
 def step_samples(step):
-    """The samples of a step, whose numbers of tokens that count run from none to all."""
+    """The samples of a step; the number of labels that are not ignored ranges from none to all."""
     data = Tokens(STEPS * SAMPLES_A_STEP, length=10)
     batch = torch.utils.data.default_collate([data[SAMPLES_A_STEP * step + i] for i in range(SAMPLES_A_STEP)])
     for i in range(SAMPLES_A_STEP):
@@ -87,7 +87,7 @@ def test_more_ranks(expected):
 
 
 def test_the_mean_of_means_is_another_one(expected):
-    """Otherwise the tests above would prove nothing."""
+    """Without ``num_items`` the results differ, so that the tests above can fail."""
     _, norms = run_ranks(train_on_rank, 2, [], 1, True, by_item=False)[0]
     assert norms[0] != pytest.approx(expected[1][0], rel=2e-3)
 

@@ -1,4 +1,4 @@
-"""A collective call that only some ranks make: the others are told who waits where for whom."""
+"""A collective call that only some ranks make is reported with the file and line of every rank."""
 
 from __future__ import annotations
 

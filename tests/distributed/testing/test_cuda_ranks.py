@@ -1,4 +1,4 @@
-"""CUDA ranks without a GPU: that they are skipped in words, and the group through host memory on host memory."""
+"""CUDA ranks without a GPU: the error, and the process group that stages tensors in host memory, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_ranks_with_a_gpu_each_use_nccl():
 
 
 def results_of(group):
-    """What each collective gives, for tensors that differ between ranks."""
+    """The result of each collective, for tensors that differ between ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     own = torch.arange(2.0 * size) + 10 * rank
     found = []

@@ -1,4 +1,4 @@
-"""Running a function on several ranks: results, every way to fail, and that nothing is left behind."""
+"""Running a function on several ranks: results, every kind of failure, and no process or file left behind."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_output_reaches_the_caller(capsys):
 
 
 def finish_apart() -> int:
-    """Rank 0 leaves while rank 1 still reads what it sent."""
+    """Rank 0 returns while rank 1 still receives from it."""
     payload = torch.ones(1 << 18)
     if dist.get_rank() == 1:
         time.sleep(0.2)

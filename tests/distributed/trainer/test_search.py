@@ -1,4 +1,4 @@
-"""A search over hyperparameters on several ranks."""
+"""Hyperparameter search on several ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def loss(metrics):
 
 
 def search(folder, more):
-    """The best run, what each trial reached, and what a training with the best rate reaches by itself."""
+    """The best run, the objective of each trial, and that of a separate training with the best rate."""
     import optuna
 
     searching, reached = trainer(folder, **more), []

@@ -1,4 +1,4 @@
-"""Subclasses of transformers' Trainer, with the mixin in front."""
+"""Subclasses of transformers' Trainer with the mixin."""
 
 from __future__ import annotations
 

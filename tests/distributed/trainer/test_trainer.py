@@ -1,4 +1,4 @@
-"""transformers' Trainer by strategies does what it does in one process."""
+"""transformers' Trainer with strategies has the results of one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MIDDLE = {"save_strategy": "steps", "save_steps": 2}  # an epoch has three steps
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
-    """What transformers' Trainer does, by the number of ranks that see different data."""
+    """The results of transformers' Trainer, by data-parallel size."""
     folder = tmp_path_factory.mktemp("stock")
     two = run_ranks(functools.partial(train_with_stock, **MIDDLE), 2, str(folder / "2"), 2)
     return {1: train_with_stock(folder / "1", **MIDDLE), 2: two[0], "folder": folder}

@@ -1,4 +1,4 @@
-"""precompile --check: which command it would run, what it refuses, and what it prints."""
+"""``precompile --check``: parsing of the training command, errors, and the printed report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as a whole: what it imports, its help, and how it reports errors."""
+"""The command line: its imports, its help, and its error messages."""
 
 from __future__ import annotations
 

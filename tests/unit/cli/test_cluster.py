@@ -1,4 +1,4 @@
-"""Which machine this is, from what schedulers set: fake environments."""
+"""The machines of a launch, from the environment variables of schedulers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_first_host_of_a_list(nodes, first):
 
 @pytest.fixture
 def planned(tmp_path, monkeypatch, capsys):
-    """What a launch would do in an environment."""
+    """The output of a dry run in an environment."""
     script = tmp_path / "train.py"
     script.write_text("")
 

@@ -1,4 +1,4 @@
-"""The report for bug reports: complete, and without secrets."""
+"""``neuron-accel env`` prints a complete report without secrets."""
 
 from __future__ import annotations
 

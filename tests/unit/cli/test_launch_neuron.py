@@ -1,4 +1,4 @@
-"""What a launch sets, checks and writes for Trainium, without launching anything."""
+"""Settings, checks and batch files of a launch on Trainium, without starting ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launch sets and says, and which requests it refuses, without launching anything."""
+"""Settings and notes of a launch, and errors for invalid requests, without starting ranks."""
 
 from __future__ import annotations
 

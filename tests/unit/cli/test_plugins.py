@@ -1,4 +1,4 @@
-"""The table of plugins, broken ones included."""
+"""The table of plugins, including those that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_plugin_is_described_by_what_it_declares():
 
 @dataclass(frozen=True, kw_only=True)
 class Towers(StrategyPlugin):
-    """Brings an axis itself and, where it is asked to, one of a plugin that it consists of."""
+    """A plugin with an axis, and optionally a companion with another axis."""
 
     storeys: int = 1
     spec: ClassVar[PluginSpec] = PluginSpec(name="towers", phase=Phase.LAYOUT)

@@ -1,4 +1,4 @@
-"""The process that runs a script as one rank: the same as Python itself, plus the three things it adds."""
+"""The process that runs a script as one rank: as Python does, with three additions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Help that fits the terminal, and wrong usage answered where it was made, in the words of the command line."""
+"""Help fits the terminal, and errors of usage name the option of the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a NeuronAccelerator may be constructed with."""
+"""The arguments of ``NeuronAccelerator``, and errors for invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values are looked at when a step is complete, as they were when somebody asked."""
+"""Deferred values are read when the step is complete, with the values that they had at the call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from neuron_accel.loop.deferred_values import call_after_step, progress_bar
 
 
 class Lazy:
-    """A device on which everything collects until the step is complete."""
+    """A lazy device, which collects operations until the step is complete."""
 
     def __init__(self):
         self.later = []

@@ -1,4 +1,4 @@
-"""Small HLO modules for tests: as objects, and as the bytes that XLA would write."""
+"""Small HLO modules for tests, as objects and as serialized bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compile cache on disk: what there is, and that an eviction takes what it should and nothing that is in use."""
+"""The compile cache on disk: listing entries, and evicting those that exceed a limit but none that is in use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DAY = 86400.0
 
 
 def make(folder, name, *, size=1000, days=1.0, compiler="2.24.5133", neff=True, lock=False):
-    """An entry as the wrapper leaves it, last used ``days`` ago."""
+    """An entry as the compiler's wrapper writes it, last used ``days`` ago."""
     path = folder / f"neuronxcc-{compiler}" / f"MODULE_{name}+4eb52b03"
     path.mkdir(parents=True, exist_ok=True)
     (path / "compile_flags.json").write_bytes(b"x" * 10)
@@ -184,7 +184,7 @@ def test_an_entry_that_is_used_between_the_decision_and_the_deed_stays(cache):
 
 
 def test_an_entry_that_is_just_begun_stays(cache):
-    """A job makes the folder first, then the lock."""
+    """A job creates the folder before its lock."""
     begun = cache / "neuronxcc-2.24.5133" / "MODULE_new+4eb52b03"
     begun.mkdir()
     done = prune(cache, max_bytes=0)
@@ -228,7 +228,7 @@ def write_as_a_job_does(folder, name, days):
 
 
 def test_evicting_beside_jobs_that_read_and_write(tmp_path):
-    """Writers are never disturbed, and readers see an entry whole or not at all, while others are evicted."""
+    """While entries are evicted, writers are not disturbed, and readers see a complete entry or none."""
     stop, broken, written = threading.Event(), [], []
 
     def work(number):
@@ -317,7 +317,7 @@ def test_a_cache_that_may_not_be_changed(cache, monkeypatch):
 # ---- at an address ---------------------------------------------------------------------------------------------------
 @pytest.fixture
 def remote():
-    """The address of a cache in memory, as one on S3 would be: three entries, written one after the other."""
+    """The URL of a cache in memory, as on S3, with three entries written one after the other."""
     store, root = fsspec.filesystem("memory"), f"/{uuid.uuid4().hex}/cache"
     begin = datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc)
     objects = {

@@ -1,4 +1,4 @@
-"""The environment that Neuron reads: what is set for which instance, and what is refused or remarked upon."""
+"""Environment variables for Neuron: settings for each instance, errors for invalid values, and remarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NEURON_CC_FLAGS: what is read, what is written, what is refused, and merging with what the user has set."""
+"""NEURON_CC_FLAGS: parsing, writing, errors, and merging with the flags of the user."""
 
 from __future__ import annotations
 

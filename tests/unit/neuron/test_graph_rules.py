@@ -1,4 +1,4 @@
-"""Each rule finds what it is about, and nothing in a graph without it; graphs are compared between ranks and steps."""
+"""Each rule finds its problem, and nothing in a graph without it; differences between ranks and between steps."""
 
 from __future__ import annotations
 

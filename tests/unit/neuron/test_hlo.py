@@ -101,7 +101,7 @@ def peak(*rows, **more):
 
 
 def test_two_matrix_products_in_a_row():
-    """x and w (4 KiB each) all the time; a and b are live together while b is made."""
+    """x and w (4 KiB each) are live all the time, a and b at the same time while b is computed."""
     found = peak(
         ("x", "parameter", "f32[32,32]", ""),
         ("w", "parameter", "f32[32,32]", ""),

@@ -1,4 +1,4 @@
-"""The table of instances, row by row, and what the planner refuses because of it."""
+"""The table of instances, and the plans that the planner rejects for an instance."""
 
 from __future__ import annotations
 

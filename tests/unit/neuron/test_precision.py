@@ -1,4 +1,4 @@
-"""What dtypes ask of Neuron's compiler and runtime."""
+"""Compiler flags under autocast, and warnings about updates lost to rounding."""
 
 from __future__ import annotations
 

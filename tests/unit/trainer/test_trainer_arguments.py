@@ -1,4 +1,4 @@
-"""The Trainer's arguments that choose strategies: flags, plugins, and what is refused before a model is loaded."""
+"""The Trainer's arguments that select strategies: flags, plugins, and errors before a model is loaded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BAD = {
 
 
 def parsed(all_flags):
-    """On a rank: the strategies that command-line flags stand for, or the error."""
+    """On a rank: the strategies for command-line flags, or the error."""
     from transformers import HfArgumentParser
 
     from neuron_accel import NeuronSeq2SeqTrainingArguments
