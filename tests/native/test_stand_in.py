@@ -178,7 +178,7 @@ def documented() -> None:
     import torch.distributed as dist
 
     t = torch.ones(4, device="neuron")
-    with pytest.raises(ValueError, match="equal splits"):
+    with pytest.raises(ValueError, match="splits have to be equal"):
         dist.all_to_all_single(torch.empty_like(t), t, [1, 3], [1, 3])
     for send in (lambda: dist.send(t, 1 - dist.get_rank()), lambda: dist.irecv(t, 1 - dist.get_rank())):
         with pytest.raises(NotImplementedError, match="does not implement"):

@@ -31,7 +31,7 @@ def step():
 def test_it_says_what_to_write():
     for kind, message in run_ranks(step, 2, backend="xla", timeout=110):
         assert kind == "UsageError"
-        assert "write `optimizer.step()`" in message
+        assert "call `optimizer.step()`" in message
 
 
 def test_a_prepared_optimizer_is_copied_as_before():
