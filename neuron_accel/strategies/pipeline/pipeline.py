@@ -191,7 +191,10 @@ class Pipeline:
         self, failure: Failure | None, loss: torch.Tensor | None = None, kind: int = 0
     ) -> tuple[torch.Tensor, int]:
         """Calls :meth:`_agree` for all replicas, which would otherwise wait for a failed one in gradient reduction.
-        Collective."""
+        Collective. With uneven inputs replicas may accumulate different numbers of batches; each then agrees by itself
+        on batches that reduce nothing."""
+        if self._action.announced and not self._record.synchronises:
+            return self._agree(failure, self._group, loss, kind)
         self._action()
         return self._agree(failure, self._everyone, loss, kind)
 

@@ -114,7 +114,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             self._admit,
             run=run,
             group=self._group,
-            synchronises=lambda: self.options.use_grad_acc_hook or self._synchronises(),
+            synchronises=lambda: self._accumulates_shards or self._synchronises(),
             driven=lambda: any(model.in_backward for model in self._models),
             ready=self._send,
             done=self._receive,
@@ -131,6 +131,12 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._release(self.shards)
         if self._recipe is not None:
             del optimizer._neuron_accel_recipe  # type: ignore[attr-defined]
+
+    @property
+    def _accumulates_shards(self) -> bool:
+        """Whether every micro-batch is reduced. With uneven inputs none but the last of a step is: a rank whose last
+        batch completes a step early would reduce once where others reduce several times."""
+        return self.options.use_grad_acc_hook and not self._action.announced
 
     # ---- construction ------------------------------------------------------------------------------------------------
     def _records(self, groups: Iterable[dict[str, Any]]) -> list[ParameterRecord]:

@@ -21,7 +21,8 @@ class Zero1Options(StrategyPlugin):
         max_norm: global norm to which gradients are clipped at every step; None for no clipping other than the loop's.
         use_grad_acc_hook: whether gradients are reduced after every micro-batch and accumulate as this rank's shard, in
             ``optimizer_dtype``. A rank then never holds all accumulated gradients, but communicates after every
-            micro-batch. Otherwise gradients accumulate unsharded and are reduced once per step.
+            micro-batch. Otherwise gradients accumulate unsharded and are reduced once per step, as they also
+            do inside ``join_uneven_inputs``, where ranks may accumulate different numbers of micro-batches.
         higher_cc_precision: whether gradients are sent and summed in ``optimizer_dtype`` instead of their own dtype.
         bucket_cap_mb: largest size of a bucket in MiB, except for a larger parameter. Small models have smaller
             buckets.

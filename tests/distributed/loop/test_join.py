@@ -10,6 +10,10 @@ from neuron_accel.testing import RanksError, run_ranks
 from tests.distributed.loop.loops_support import COMPOSITIONS, TP2, Tokens, adamw, assert_close, forward, model
 
 RANKS_WITH_DATA, BATCH, MAX_NORM, CLIP_VALUE = 2, 2, 0.5, 0.05
+OTHERS = {
+    "pp2-dp2-zero1": (4, [{"pipeline_parallel": {"pipeline_parallel_size": 2, "num_microbatches": 2}}, "zero1"]),
+    "zero1-accumulating": (2, [{"zero1": {"use_grad_acc_hook": True}}]),
+}
 
 
 def shares(batches):
@@ -71,7 +75,7 @@ def train_on_rank(plugins, batches, accumulation, *, driven=True, report=False):
     with torch.no_grad():
         after = float(accelerator.reduce(forward(net, shares(4)[0][0]).loss, "mean"))
     weights = accelerator.get_state_dict(net)
-    return weights, norms, scheduler.get_last_lr(), steps, moments, after
+    return weights, norms, scheduler.get_last_lr(), (accelerator.data_parallel_rank, steps), moments, after
 
 
 @pytest.mark.parametrize(
@@ -85,15 +89,17 @@ def train_on_rank(plugins, batches, accumulation, *, driven=True, report=False):
         ("zero1", 9, 2),
         ("tp2-dp2-zero1-sp", (1, 3), 1),
         ("tp2-dp2-zero1-sp", 5, 2),
+        ("zero1", 7, 2),  # the last batch of one rank completes a step, that of the other at its side does not
+        ("zero1-accumulating", 7, 2),
+        ("pp2-dp2-zero1", 7, 2),
     ],
 )
 def test_like_one_process_with_empty_shares(composition, batches, accumulation):
-    ranks, plugins = COMPOSITIONS[composition]
+    ranks, plugins = (COMPOSITIONS | OTHERS)[composition]
     results = run_ranks(train_on_rank, ranks, plugins, batches, accumulation)
     weights, norms, rates = run_ranks(train_alone, 1, batches, accumulation, backend=None)[0]
     own = [len(share) for share in shares(batches)]
-    for rank, (found, found_norms, found_rates, steps, moments, after) in enumerate(results):
-        place = rank * RANKS_WITH_DATA // ranks
+    for rank, (found, found_norms, found_rates, (place, steps), moments, after) in enumerate(results):
         assert steps == own[place]
         assert found_norms == pytest.approx(norms[: len(found_norms)], rel=1e-5)
         assert found_rates == pytest.approx(rates)
