@@ -104,7 +104,7 @@ def in_one_process(text: str, ranks: int, noise: float) -> tuple[list[tuple[str,
     results = []
     for amount in (0.0, noise):
         options = dict(program["OPTIONS"])
-        options.update(options.pop("dataloader", {}), scales=program["BACKEND"] != "gloo")
+        options.update(options.pop("dataloader", {}), backend=program["BACKEND"])
         record = Record("", clips=True)
         with _quiet():
             program["train"](Process(ranks, options, amount), record)

@@ -21,7 +21,7 @@ class Process:
 
     Args:
         ranks: number of data-parallel ranks whose training this is to equal.
-        options: those of the accelerator; ``scales``: whether fp16 has an effect on its device.
+        options: those of the accelerator; ``backend``: of the ranks.
         noise: relative size of what is added to weights when they are prepared, to see what rounding does.
     """
 
@@ -31,7 +31,8 @@ class Process:
     def __init__(self, ranks: int, options: dict[str, Any], noise: float = 0.0) -> None:
         self.ranks, self.noise = ranks, noise
         self.steps_per_update = options.get("gradient_accumulation_steps", 1)
-        names = {"bf16": torch.bfloat16, "fp16": torch.float16 if options.get("scales") else None}
+        self.on_xla = options.get("backend") == "xla"
+        names = {"bf16": torch.bfloat16, "fp16": torch.float16 if self.on_xla else None}  # none on the CPU
         self.autocasts = names.get(options.get("mixed_precision"))
         self.splits = options.get("split_batches", False)
         self.dispatches = options.get("dispatch_batches")
@@ -67,7 +68,7 @@ class Process:
         for module in model.modules():
             if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
                 module.__class__ = type("BatchNormByRank", (BatchNormByRank, type(module)), {})
-                module.ranks = self.ranks
+                module.ranks, module.biased = self.ranks, self.on_xla
             elif isinstance(module, nn.Dropout):
                 module.__class__ = DropoutByRank
                 module.ranks = self.ranks
@@ -338,15 +339,21 @@ def _in_fp32(output: Any) -> Any:
 
 
 class BatchNormByRank:
-    """Statistics of each rank's rows; running ones are the first rank's."""
+    """Statistics of each rank's rows; running ones are the first rank's. torch_xla keeps the biased variance of a batch
+    where other devices keep the unbiased one."""
 
     ranks: int
+    biased: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return super().forward(x)  # type: ignore[misc]
         first, *others = x.chunk(self.ranks)
+        before = self.running_var.clone()  # type: ignore[attr-defined]
         outputs = [super().forward(first)]  # type: ignore[misc]
+        if self.biased:
+            variance = first.detach().transpose(0, 1).flatten(1).var(1, correction=0)
+            self.running_var.copy_(before.lerp(variance, self.momentum))  # type: ignore[attr-defined]
         weight, bias, eps = self.weight, self.bias, self.eps  # type: ignore[attr-defined]
         outputs += [F.batch_norm(part, None, None, weight, bias, True, 0.0, eps) for part in others]
         return torch.cat(outputs)
