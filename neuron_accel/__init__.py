@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from neuron_accel.strategies.data_parallel.plugin import DataParallelPlugin as DataParallelPlugin
     from neuron_accel.strategies.flash_attention import FlashAttentionPlugin as FlashAttentionPlugin
+    from neuron_accel.strategies.fully_sharded import FullyShardedPlugin as FullyShardedPlugin
     from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin as ModelParallelismPlugin
     from neuron_accel.strategies.pipeline.plugin import PipelineParallelPlugin as PipelineParallelPlugin
     from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin as SequenceParallelPlugin
@@ -48,6 +49,7 @@ _WHERE = {
     "ActivationCheckpointingPlugin": "neuron_accel.strategies.activation_checkpointing",
     "DataParallelPlugin": "neuron_accel.strategies.data_parallel.plugin",
     "FlashAttentionPlugin": "neuron_accel.strategies.flash_attention",
+    "FullyShardedPlugin": "neuron_accel.strategies.fully_sharded",
     "ModelParallelismPlugin": "neuron_accel.strategies.model_parallelism.plugin",
     "PipelineParallelPlugin": "neuron_accel.strategies.pipeline.plugin",
     "SequenceParallelPlugin": "neuron_accel.strategies.sequence_parallel.plugin",

@@ -91,7 +91,7 @@ if TYPE_CHECKING:
 
     # how the parameters of the original model are sharded on this rank
     from neuron_accel.engine.sharding.layout import Cut, Layout, Piece, Segment
-    from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
+    from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord, WeightShard
     from neuron_accel.engine.sharding.product_hooks import ProductHook, WithProductHooks, register_product_hook
 
     # errors
@@ -220,6 +220,7 @@ _NAMES = {
     "engine.sharding.parameters": (
         "ParameterMap",
         "ParameterRecord",
+        "WeightShard",
     ),
     "engine.sharding.product_hooks": (
         "ProductHook",
@@ -303,6 +304,7 @@ __all__ = [
     "Transfer",
     "UnsupportedModelError",
     "UsageError",
+    "WeightShard",
     "WithProductHooks",
     "all_to_all",
     "attributes_of",

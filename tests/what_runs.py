@@ -30,6 +30,7 @@ COLUMNS = {
 STRATEGIES = {
     "data_parallel": "data parallel",
     "zero1": "ZeRO-1",
+    "fully_sharded": "fully sharded",
     "tensor_parallel": "tensor parallel",
     "sequence_parallel": "sequence parallel",
     "pipeline_parallel": "pipeline",
@@ -85,7 +86,8 @@ class Recorder(logging.Handler):
             return
         for backend, ranks, names, data in self._trained if self._equal else ():
             if ranks > 1 and backend in COLUMNS:
-                for name in names | ({"data_parallel"} if data > 1 and "zero1" not in names else set()):
+                plain = data > 1 and names.isdisjoint({"zero1", "fully_sharded"})
+                for name in names | ({"data_parallel"} if plain else set()):
                     self._found[name][backend].add(ranks)
         folder = next((kind for start, kind in FOLDERS.items() if report.nodeid.startswith(start)), None)
         for subject, pattern in SUBJECTS.items():

@@ -40,7 +40,7 @@ def _by_axes(model: PreparedModel, run: Run) -> dict[tuple[str, ...], list[torch
     result = buffers_by_axes(model, run)
     for tensor in state_tensors(model.module):
         record = model.parameters.find(tensor)
-        if record is not None:
+        if record is not None and record.weights is None:  # of those, each rank keeps its own elements
             result.setdefault(record.reduction_axes(run.mesh), []).append(tensor)
     return result
 

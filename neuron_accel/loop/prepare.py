@@ -92,7 +92,7 @@ def let_go(record: PreparedModel, unwrap: Callable[[nn.Module], object]) -> None
     """
     for handle in record.handles:
         handle.remove()
-    if any(r.layout.cuts or r.holders for r in record.parameters):
+    if any(r.layout.cuts or r.holders or r.weights for r in record.parameters):
         return
     if isinstance(vars(record.module).get("no_sync"), NoSync):
         del record.module.no_sync  # it refers to the record of this run

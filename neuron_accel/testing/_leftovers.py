@@ -166,7 +166,7 @@ def _model_changes(case: Case) -> tuple[list[str], list[str]]:
     trainee = Trainee(dataclasses.replace(case, model=lambda: built))
     trainee.train()
     run = trainee.accelerator.run
-    sharded = any(r.layout.cuts or r.holders for model in run.models for r in model.parameters)
+    sharded = any(r.layout.cuts or r.holders or r.weights for model in run.models for r in model.parameters)
     trainee.accelerator.free_memory()
     kept = [
         f"run.state of plugin {plugin.spec.name!r} still holds {', '.join(map(str, run.state(plugin)))}"

@@ -10,6 +10,7 @@ from neuron_accel import (
     ActivationCheckpointingPlugin,
     DataParallelPlugin,
     FlashAttentionPlugin,
+    FullyShardedPlugin,
     ModelParallelismPlugin,
     PipelineParallelPlugin,
     SequenceParallelPlugin,
@@ -32,6 +33,27 @@ class TestZero1(PluginConformance):
     @pytest.fixture
     def plugin(self):
         return Zero1Plugin(bucket_cap_mb=0.01)
+
+
+class TestFullySharded(PluginConformance):
+    @pytest.fixture
+    def plugin(self):
+        return FullyShardedPlugin()
+
+    conflicts: ClassVar = {
+        "xla": "not available on this device",
+        "zero1": "claim",
+        "tp2-zero1": "claim",
+        "pp2": "'pipeline_parallel'",
+    }
+
+
+class TestFullyShardedStage2(PluginConformance):
+    @pytest.fixture
+    def plugin(self):
+        return FullyShardedPlugin(reshard_after_forward=False, partition="parameters")
+
+    conflicts: ClassVar = TestFullySharded.conflicts
 
 
 class TestTensorParallel(PluginConformance):

@@ -7,7 +7,8 @@ from typing import ClassVar
 import pytest
 
 from neuron_accel import DataParallelPlugin, PipelineParallelPlugin, TensorParallelPlugin, Zero1Plugin
-from neuron_accel.testing import PluginConformance
+from neuron_accel.errors import PlanError
+from neuron_accel.testing import PluginConformance, RanksError, run_ranks
 
 _OF_THE_PLUGIN_ITSELF = "this has nothing to do with ranks; tests/conformance_kit checks it"
 HERE: dict[str, str] = dict.fromkeys(
@@ -60,3 +61,16 @@ class TestPipeline(PluginConformance):
     @pytest.fixture
     def plugin(self):
         return PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=2)
+
+
+def plans_fully_sharded():
+    from neuron_accel import NeuronAccelerator
+
+    NeuronAccelerator(config={"plugins": ["fully_sharded"]})
+
+
+def test_fully_sharded_parameters_are_refused():
+    with pytest.raises(RanksError) as raised:
+        run_ranks(plans_fully_sharded, 2, backend="native")
+    assert all(isinstance(error, PlanError) for error in raised.value.errors.values())
+    assert "cannot be resized" in str(raised.value)

@@ -30,7 +30,7 @@ def full_state_dict(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
     stages = stage_group(run)
     if stages.size > 1:
         return _state_of_stages(model, module, run, stages)
-    cut = any(record.layout.cuts for record in model.parameters)
+    cut = any(record.layout.cuts or record.weights for record in model.parameters)
     keep = run.backend.rank == 0 or not cut
     result: dict[str, torch.Tensor] = {}
     copies: dict[torch.Tensor, torch.Tensor] = {}
@@ -42,7 +42,8 @@ def full_state_dict(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
         if value not in copies:
             full = value.detach()
             if name in model.parameters:
-                full = full_tensor(full, model.parameters[name].layout, run)
+                record = model.parameters[name]
+                full = full_tensor(full if record.weights is None else record.weights.gather(), record.layout, run)
             copies[value] = full.to("cpu", copy=True) if keep else torch.empty(0)
         if keep:
             result[name] = copies[value]
@@ -191,7 +192,7 @@ class SaveFull:
 
 def save_in_full(record: PreparedModel, run: Run) -> None:
     """Makes ``save_pretrained`` of a sharded model write the full model, until the end of the run."""
-    sharded = any(r.layout.cuts or r.holders for r in record.parameters)
+    sharded = record.gathers_weights or any(r.layout.cuts or r.holders for r in record.parameters)
     save = getattr(record.original, _METHOD, None)
     if sharded and save is not None:
         replacement = SaveFull(record, run, save)

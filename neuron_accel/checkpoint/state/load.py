@@ -265,13 +265,16 @@ def _model_needs(model: PreparedModel, index: Index, number: int, *, may_lack_ad
         lacks = may_lack_added and record.added and index.find(collection, record.names) is None
         if record.current is not None and not lacks:
             source = _found(index, collection, record.names, record.layout.shape)
+            kept = record.weights
             yield Need(
                 source=source,
                 layout=record.layout,
-                start=0,
-                stop=record.current.numel(),
-                target=record.current.data,
+                start=0 if kept is None else kept.start,
+                stop=record.current.numel() if kept is None else kept.stop,
+                target=record.current.data if kept is None else kept.tensor,
             )
+            if kept is not None:
+                kept.changed()
     for names, value in buffers.items():
         source = _found(index, collection, names, tuple(value.shape))
         yield Need(source=source, layout=Layout.of(value), start=0, stop=value.numel(), target=value.data)

@@ -133,17 +133,8 @@ def items_of_model(model: PreparedModel, index: int) -> list[Item]:
     collection = model_collection(index)
     items = []
     for record in model.parameters:
-        if record.current is not None:
-            items.append(
-                Item(
-                    collection=collection,
-                    name=record.fqn,
-                    aliases=record.aliases,
-                    layout=_typed(record.layout, record.current),
-                    tensor=record.current.detach(),
-                    record=record,
-                )
-            )
+        if record.current is not None and (item := _weight_item(record, record.current, collection)) is not None:
+            items.append(item)
     for names, value in buffers_of(model).items():
         items.append(
             Item(
@@ -156,6 +147,27 @@ def items_of_model(model: PreparedModel, index: int) -> list[Item]:
             )
         )
     return items
+
+
+def _weight_item(record: ParameterRecord, parameter: torch.nn.Parameter, collection: str) -> Item | None:
+    """What this rank holds of a parameter's values; None if nothing."""
+    kept, tensor = record.weights, parameter.detach()
+    partial = kept is not None and kept.stop - kept.start < parameter.numel()
+    if kept is not None:
+        if kept.start == kept.stop and partial:
+            return None
+        tensor = kept.tensor if partial else kept.tensor.view(parameter.shape)
+    return Item(
+        collection=collection,
+        name=record.fqn,
+        aliases=record.aliases,
+        layout=_typed(record.layout, tensor),
+        tensor=tensor,
+        start=kept.start if kept is not None and partial else None,
+        stop=kept.stop if kept is not None and partial else None,
+        axes=kept.axes if kept is not None else (),
+        record=record,
+    )
 
 
 def pieces_of(optimizer: Any, run: Run) -> list[StatePiece]:

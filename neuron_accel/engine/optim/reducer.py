@@ -250,6 +250,9 @@ class BackwardWatcher:
         take: called with a bucket's index and a parameter's position in it when a gradient arrives that will be
             announced while the pass still runs.
         agreed: whether it is known that the same parameters train on all ranks now.
+        by_arrival: whether a bucket is complete once all its gradients have arrived; False: once the owner says so
+            (:meth:`complete`), at the same place between other collectives on every rank, also on one where a parameter
+            has no gradient.
     """
 
     def __init__(
@@ -267,10 +270,13 @@ class BackwardWatcher:
         action: JoinAction | None = None,
         take: Callable[[int, int], None] | None = None,
         agreed: bool = False,
+        by_arrival: bool = True,
     ) -> None:
         self._admit, self._run, self._group = admit, run, group
         self._action, self._take = action, take
         self._ready, self._done = ready, done
+        self._by_arrival = by_arrival
+        self._told: set[int] = set()  # buckets that the owner has called complete in this pass
         self._synchronises, self._driven, self._overlap = synchronises, driven, overlap
         self._candidates: list[ParameterRecord] = []
         self._frozen: list[int] = []  # indices of the candidates that never trained
@@ -421,11 +427,7 @@ class BackwardWatcher:
             if not self._owed[index]:
                 self.owe()
             return
-        if not self._running:
-            self._begin()
-            if not self._driven():
-                # A plain loss.backward(): autograd itself reports its end.
-                torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        self._enter()
         if self._late[number]:
             return  # its bucket is complete at the end of the pass only
         if self._seen[number]:
@@ -437,13 +439,39 @@ class BackwardWatcher:
                     fix="use the non-re-entrant variant: gradient_checkpointing_kwargs={'use_reentrant': False}",
                 )
         else:
+            if index in self._told and index < self._next:
+                raise UsageError(
+                    f"The gradient of {self._records[number].fqn!r} arrived after the gradients of its module had been "
+                    "sent.",
+                    why="the parameter is also used outside of the forward pass of the module that it was sharded with",
+                    fix="choose other modules to shard by, so that it belongs to one in whose forward pass it is used",
+                )
             self._seen[number] = 1
             self._missing[index] -= 1
         if not self._sends_early or (self._action and self._action.announced):
             return
         if self._take:
             self._take(index, self._position[number])
-        if self._missing[index] == 0:
+        if self._missing[index] == 0 and self._by_arrival:
+            self._advance()
+
+    def _enter(self) -> None:
+        if self._running:
+            return
+        self._begin()
+        if not self._driven():
+            # A plain loss.backward(): autograd itself reports its end.
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    def complete(self, indices: Iterable[int]) -> None:
+        """Called during a backward pass: these buckets get no further gradients in it, whether some are missing or not.
+        They are announced, after those before them. Without effect in a pass that does not synchronise, or whose
+        buckets are announced at its end."""
+        if not self._synchronises():
+            return
+        self._enter()
+        if self._sends_early and not (self._action and self._action.announced):
+            self._told.update(indices)
             self._advance()
 
     def _begin(self, *, left: bool = False, follows: bool = False) -> None:
@@ -458,6 +486,7 @@ class BackwardWatcher:
         alone = not any(other._buckets for other in self._run.watchers if other is not self)
         self._sends_early = self._overlap and alone
         self._next = 0
+        self._told = set()
         self._seen = bytearray(len(self._where))
         self._missing = [sum(p.requires_grad for p in bucket.parameters) for bucket in self._buckets]
         self._active = [
@@ -482,7 +511,7 @@ class BackwardWatcher:
         while self._next < len(self._buckets):
             if not self._active[self._next]:
                 self._next += 1
-            elif everything or self._missing[self._next] <= 0:
+            elif everything or self._next in self._told or (self._by_arrival and self._missing[self._next] <= 0):
                 self._next += 1
                 self._ready(self._next - 1)
             else:

@@ -303,7 +303,11 @@ class StatePiece:
         with torch.no_grad():
             # A lazy device would compile a graph for each slice.
             values = run.backend.to_host(current) if run.backend.is_lazy else current.detach()
-            part = values.reshape(-1)[self.start : self.stop]
+            kept = self.record.weights
+            if kept is None:
+                part = values.reshape(-1)[self.start : self.stop]
+            else:
+                part = kept.tensor[self.start - kept.start : self.stop - kept.start]
             if missing := self.parameter.numel() - part.numel():  # on lazy devices shards have padding at their end
                 part = nn.functional.pad(part, (0, missing))
             self.parameter.copy_(part.view(self.parameter.shape))

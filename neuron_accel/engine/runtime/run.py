@@ -45,6 +45,10 @@ class PreparedModel:
     in_backward: bool = False
     """Whether the run itself runs the backward pass, and notifies the plugins of its end."""
 
+    gathers_weights: bool = False
+    """Whether a strategy shards the values of parameters and gathers them for their use
+    (:attr:`ParameterRecord.weights`), now or once their optimizer is prepared."""
+
     handles: list[Any] = field(default_factory=list)
     """Handles whose ``remove()`` is called when the run releases the model."""
 

@@ -8,7 +8,7 @@ transformation. It keeps the parameter objects that earlier optimizers hold, is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,29 @@ from neuron_accel.errors import LayoutError, ParameterError, did_you_mean
 
 if TYPE_CHECKING:
     from neuron_accel.engine.plan.mesh import Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightShard:
+    """What a rank keeps of a parameter whose values a strategy shards over further axes than those of its layout, and
+    gathers only where the model uses them. Between uses the parameter itself has its shape and reads as NaN.
+
+    Args:
+        tensor: the elements that this rank keeps, ``[stop - start]``, in the parameter's dtype; none of a parameter
+            that other ranks keep.
+        start, stop: their range in the parameter's shard by its layout, flattened.
+        axes: axes along which ranks keep the other elements.
+        gather: returns the values of the full range, in the parameter's local shape, to be read until another parameter
+            is gathered. Collective over ``axes``.
+        changed: drops what was gathered before; called by what writes ``tensor``.
+    """
+
+    tensor: torch.Tensor
+    start: int
+    stop: int
+    axes: tuple[str, ...]
+    gather: Callable[[], torch.Tensor]
+    changed: Callable[[], None]
 
 
 @dataclass
@@ -39,6 +62,8 @@ class ParameterRecord:
         holders: for axes along which not every rank holds the parameter, the indices of those that do, ascending; all
             of them hold the same values.
         added: whether a strategy added it to the model; earlier weights do not contain it.
+        weights: this rank's elements, if the values are sharded over further axes and only gathered for use; None:
+            ``current`` has its values all the time.
     """
 
     fqn: str
@@ -49,6 +74,7 @@ class ParameterRecord:
     rule: str = ""
     holders: dict[str, tuple[int, ...]] = field(default_factory=dict)
     added: bool = False
+    weights: WeightShard | None = None
     _known: list[nn.Parameter] = field(default_factory=list, repr=False)
 
     @property

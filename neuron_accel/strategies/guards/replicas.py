@@ -90,7 +90,7 @@ def check_replicas(model: PreparedModel, run: Run, steps: int = 0) -> None:
         run.backend.step_boundary()
     replica = tuple((axis, run.coordinates[axis]) for axis in run.mesh.replica_axes)  # replicas may differ
     mine = {
-        record.fqn: ((*replica, *part_of(record, run.coordinates)), digest(record.current))
+        record.fqn: ((*replica, *part_of(record, run.coordinates)), digest(_held(record, record.current)))
         for record in model.parameters
         if record.current is not None
     }
@@ -110,9 +110,16 @@ def check_replicas(model: PreparedModel, run: Run, steps: int = 0) -> None:
 
 def part_of(record: ParameterRecord, coordinates: dict[str, int]) -> Part:
     """Returns which shard of a parameter the rank at ``coordinates`` holds."""
-    return tuple(
-        (cut.axis, coordinates.get(cut.axis, 0) // cut.replicas) for cut in record.layout.cuts if cut.parts > 1
+    kept = () if record.weights is None else record.weights.axes
+    return (
+        *((cut.axis, coordinates.get(cut.axis, 0) // cut.replicas) for cut in record.layout.cuts if cut.parts > 1),
+        *((axis, coordinates.get(axis, 0)) for axis in kept),
     )
+
+
+def _held(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor:
+    """The values that this rank holds."""
+    return parameter if record.weights is None else record.weights.tensor
 
 
 def digest(parameter: torch.Tensor) -> str:

@@ -95,8 +95,7 @@ class EagerShard(BucketShard):
                 view.copy_(parameter)
                 parameter.data = view
             self._addresses = [parameter.data_ptr() for parameter in self.parameters]
-            chunk = self.run.backend.chunk(self._flat, self.group)
-            self._chunk = chunk.to(self.optimizer_dtype, copy=True) if self.has_masters else chunk
+            self._chunk = self._masters_of(self.run.backend.chunk(self._flat, self.group))
         self.pieces = [self._piece(place) for place in self.partition.spans(self.group.index)]
         self._memory: torch.Tensor | None = None  # memory of this rank's gradient, kept from step to step
         self._buffer: Buffer | None = None  # the buffer that is being filled
@@ -105,6 +104,10 @@ class EagerShard(BucketShard):
         ends = sorted((o, o + s) for o, s in zip(self.partition.offsets, self.partition.sizes, strict=True))
         pairs = zip([(0, 0), *ends], [*ends, (self.partition.numel, 0)], strict=True)
         self._padding = [slice(end, begin) for (_, end), (begin, _) in pairs if end < begin]
+
+    def _masters_of(self, chunk: torch.Tensor) -> torch.Tensor:
+        """What the optimizer updates, ``[partition.chunk]``, of which ``chunk`` are this rank's weights."""
+        return chunk.to(self.optimizer_dtype, copy=True) if self.has_masters else chunk
 
     @property
     def has_masters(self) -> bool:

@@ -13,7 +13,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -79,6 +79,9 @@ class Zero1Optimizer(torch.optim.Optimizer):
         ParameterError: if it holds a parameter of no prepared model.
     """
 
+    by_arrival: ClassVar[bool] = True
+    """Whether a bucket is reduced once all its gradients have arrived, see :class:`BackwardWatcher`."""
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -121,6 +124,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             overlap=self.options.overlap and not self._lazy,
             take=None if self._lazy else self._take,
             action=self._action,
+            by_arrival=self.by_arrival,
         )
         state = self._sharded_state(self.shards)
         self.inner = twin(optimizer, [self._inner_group(g) for g in optimizer.param_groups], state)
@@ -272,7 +276,10 @@ class Zero1Optimizer(torch.optim.Optimizer):
         if self._lazy:
             return LazyShard(partition=lazy_partition(sizes, group.size), apart=self._knows_parameters, **common)
         partition = (unsplit if self._keeps_parameters else even)(sizes, group.size)
-        return EagerShard(partition=partition, buffers=buffers, keep_shapes=self._keeps_parameters, **common)
+        return self._eager_shard(partition=partition, buffers=buffers, keep_shapes=self._keeps_parameters, **common)
+
+    def _eager_shard(self, **arguments: Any) -> EagerShard:
+        return EagerShard(**arguments)
 
     def _check_dtype(self, bucket: Bucket) -> None:
         if self._lazy and bucket.dtype.is_complex:

@@ -61,7 +61,7 @@ class Zero1Plugin(Zero1Options):
         if self._optimizers(run):
             raise UsageError(
                 "Parameters cannot change their shapes now.",
-                where="plugin 'zero1'",
+                where=f"plugin {self.spec.name!r}",
                 why="an optimizer was prepared, whose state is sharded over ranks by their shapes",
                 fix="resize the model between its `prepare` and that of the optimizer",
             )
@@ -77,7 +77,7 @@ class Zero1Plugin(Zero1Options):
         if self.partition == "parameters" and run.backend.is_lazy:
             raise PlanError(
                 "Ranks that hold different parameters run different graphs.",
-                where=f"plugin 'zero1', partition='parameters', backend {run.backend.name!r}",
+                where=f"plugin {self.spec.name!r}, partition='parameters', backend {run.backend.name!r}",
                 why="this device compiles one graph for all ranks",
                 fix="use partition='even', with an element-wise optimizer",
             )
@@ -85,7 +85,7 @@ class Zero1Plugin(Zero1Options):
             raise PlanError(
                 f"{type(optimizer).__name__} uses all parameters together (or draws random numbers), but under "
                 "ZeRO-1 each rank updates only some of them.",
-                where="plugin 'zero1'",
+                where=f"plugin {self.spec.name!r}",
                 why="a norm over all of them, or an estimate of the best learning rate, would differ between ranks",
                 fix="train without ZeRO-1, or choose an optimizer that updates each parameter independently",
             )
@@ -93,20 +93,18 @@ class Zero1Plugin(Zero1Options):
         if reason is not None:
             raise PlanError(
                 f"{type(optimizer).__name__} is not element-wise, and ZeRO-1 would shard parameters over ranks.",
-                where="plugin 'zero1', partition='even'",
+                where=f"plugin {self.spec.name!r}, partition='even'",
                 why=reason,
-                fix="use Zero1Plugin(partition='parameters')",
+                fix=f"use {type(self).__name__}(partition='parameters')",
             )
-        sharded = Zero1Optimizer(
-            optimizer,
-            run,
-            self,
-            others=[averager.leave for averager in self._averagers(run)],
-        )
+        sharded = self._sharded(optimizer, run)
         run.state(self).setdefault("optimizers", []).append(sharded)
         for averager in self._averagers(run):
             averager.leave(p for group in sharded.param_groups for p in group["params"])
         return sharded
+
+    def _sharded(self, optimizer: torch.optim.Optimizer, run: Run) -> Zero1Optimizer:
+        return Zero1Optimizer(optimizer, run, self, others=[averager.leave for averager in self._averagers(run)])
 
     def after_backward(self, run: Run) -> None:
         """Waits for gradients to be reduce-scattered."""

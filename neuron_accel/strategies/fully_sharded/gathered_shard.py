@@ -1,0 +1,183 @@
+"""This rank's shard of parameters whose values are gathered only while the model uses them.
+
+The parameters of a bucket are views of one flat buffer. Its storage is freed and allocated anew, while the buffer
+itself and what autograd has saved of it stay, as in PyTorch's ``fully_shard``. While it is freed, parameters keep their
+shape and read as NaN: a use outside of the forward and backward pass of their module is seen, and not wrong by a
+little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from neuron_accel.contract import UsageError, WeightShard
+from neuron_accel.strategies.zero1.eager_shard import EagerShard
+
+if TYPE_CHECKING:
+    from neuron_accel.contract import Pending
+    from neuron_accel.strategies.zero1.sharded_grad import ParameterShard
+
+
+class GatheredShard(EagerShard):
+    """The shard of a bucket of one unit (:class:`~neuron_accel.strategies.fully_sharded.units.Unit`).
+
+    Args:
+        read: called with this shard before one of its parameters is read in full: frees the one that was read before.
+        plugin: its name, for messages.
+
+    Attributes:
+        is_gathered: whether the parameters have their values.
+    """
+
+    def __init__(self, *, read: Callable[[GatheredShard], None], plugin: str, **common: Any) -> None:
+        super().__init__(**common)
+        self._read, self._plugin = read, plugin
+        self._arriving: Pending | None = None
+        self._views = self._split(self._flat)
+        self._storage = self._flat.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        # NaN in the shape of each parameter, in the memory of one element: torch refuses to write to it, but for fills.
+        self._filled_with = torch.full((len(self._views),), float("nan"), dtype=self.bucket.dtype, device=self._device)
+        self._empty = [self._filled_with[i].expand(p.shape) for i, p in enumerate(self.parameters)]
+        self._versions = [0] * len(self._views)
+        self.is_gathered = True
+        if self.is_sharded:
+            self._describe()
+            self.release()
+
+    def _masters_of(self, chunk: torch.Tensor) -> torch.Tensor:
+        self._own = chunk.clone() if self.is_sharded else chunk
+        return self._own.to(self.optimizer_dtype, copy=True) if self.has_masters else self._own
+
+    def _describe(self) -> None:
+        """Writes down which elements of each parameter this rank keeps."""
+        pieces = {piece.place.parameter: piece for piece in self.pieces}
+        for index, record in enumerate(self.bucket.records):
+            piece = pieces.get(index)
+            record.weights = WeightShard(
+                tensor=self._own[:0] if piece is None else self._own_part(piece),
+                start=0 if piece is None else piece.place.start,
+                stop=0 if piece is None else piece.place.stop,
+                axes=self.bucket.reduction_axes,
+                gather=partial(self._full_weight, index),
+                changed=self.release,
+            )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks keep a part of the parameters."""
+        return self.group.size > 1
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether the values are being gathered."""
+        return self._arriving is not None
+
+    # ---- the values of the parameters --------------------------------------------------------------------------------
+    def start_gather(self) -> None:
+        """Starts to gather, unless that is under way or done. Collective."""
+        if self.is_gathered or self._arriving is not None:
+            return
+        with torch.no_grad():
+            self.sync_user_weights()
+        self._storage.resize_(self._nbytes)
+        self._arriving = self.run.backend.start_all_gather_into(self._flat, self._own, self.group)
+
+    def gather(self) -> None:
+        """The parameters have their values when this returns. Collective."""
+        self.start_gather()
+        if self._arriving is None:
+            return
+        self._arriving.wait()
+        self._arriving = None
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.data = view
+        self.is_gathered = True
+
+    def release(self) -> None:
+        """Frees the gathered values."""
+        if not self.is_sharded:
+            return
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+        elif self.is_gathered:
+            self.sync_user_weights()
+        else:
+            return
+        self.is_gathered = False
+        for parameter, empty in zip(self.parameters, self._empty, strict=True):
+            parameter.data = empty
+        self._versions = [parameter._version for parameter in self.parameters]
+        self._storage.resize_(0)
+
+    def _full_weight(self, index: int) -> torch.Tensor:
+        self._read(self)
+        self.gather()
+        return self._views[index]
+
+    def _own_part(self, piece: ParameterShard) -> torch.Tensor:
+        return self._own[piece.place.offset : piece.place.offset + piece.place.length]
+
+    # ---- what the optimizer does -------------------------------------------------------------------------------------
+    def send_weights(self) -> Callable[[], None]:
+        """Nothing travels before the next forward pass."""
+        if self.has_masters:
+            with torch.no_grad():
+                self._own.copy_(self._chunk)
+        self.release()
+        return lambda: None
+
+    def reload(self) -> None:
+        if self.has_masters:
+            with torch.no_grad():
+                self._chunk.copy_(self._own)
+
+    def sync_user_weights(self) -> None:
+        """Takes values that a loop has assigned, ``parameter.data = ...``, or filled a parameter with, into the
+        shard."""
+        present = self._views if self.is_gathered else self._empty
+        filled = self._find_filled()
+        for index, (parameter, expected) in enumerate(zip(self.parameters, present, strict=True)):
+            if parameter.data_ptr() != expected.data_ptr():
+                self._take(index, parameter.detach())
+                if self.is_gathered:
+                    expected.copy_(parameter.detach())
+                parameter.data = expected
+            elif index in filled:
+                self._take(index, parameter.detach().clone())
+                self._filled_with[index] = float("nan")
+
+    def _find_filled(self) -> list[int]:
+        """The parameters that were written to while they had no values, which only fills can."""
+        if self.is_gathered:
+            return []
+        versions = [parameter._version for parameter in self.parameters]
+        if versions == self._versions and not self.run.backend.reads_are_free:
+            return []
+        self._versions = versions
+        return (~self._filled_with.isnan()).nonzero().flatten().tolist()
+
+    def _take(self, index: int, value: torch.Tensor) -> None:
+        expected = self._views[index]
+        if value.shape != expected.shape or value.dtype != expected.dtype or value.device != expected.device:
+            raise UsageError(
+                f"The weight {self.bucket.records[index].fqn!r} is {value.dtype} {tuple(value.shape)} on "
+                f"{value.device} now; expected {expected.dtype} {tuple(expected.shape)} on {expected.device}.",
+                where=f"plugin {self._plugin!r}",
+                why="its optimizer's state was sharded for the earlier tensor",
+                fix="convert or move a model before `prepare`",
+            )
+        for piece in self.pieces:
+            if piece.place.parameter != index:
+                continue
+            new = value.reshape(-1)[piece.place.start : piece.place.stop]
+            self._own_part(piece).copy_(new)
+            if self.has_masters:  # they keep the digits that a weight does not have, unless it has changed
+                with torch.no_grad():
+                    master, new = piece.master, new.view(piece.master.shape)
+                    master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))

@@ -1,0 +1,77 @@
+"""The optimizer that ``prepare`` returns when parameters are fully sharded: that of ZeRO-1, over other shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from neuron_accel.contract import Bucket, ParameterRecord, UnsupportedModelError, make_buckets
+from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
+from neuron_accel.strategies.zero1.eager_shard import EagerShard
+from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
+
+if TYPE_CHECKING:
+    from neuron_accel.contract import Run
+    from neuron_accel.strategies.fully_sharded.units import Unit, Units
+    from neuron_accel.strategies.zero1.options import Zero1Options
+
+_NO_LIMIT = 1 << 62
+
+
+class FullyShardedOptimizer(Zero1Optimizer):
+    """Steps this rank's shard of an optimizer's parameters, which is all that the rank keeps of them.
+
+    Args:
+        units: of every prepared model.
+        optimizer, run, options, more: see :class:`~neuron_accel.strategies.zero1.optimizer.Zero1Optimizer`.
+    """
+
+    by_arrival: ClassVar[bool] = False
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, run: Run, options: Zero1Options, units: Sequence[Units], **more: Any
+    ) -> None:
+        self._units = units
+        super().__init__(optimizer, run, options, **more)
+
+    def _buckets(self, of_groups: list[list[ParameterRecord]]) -> list[Bucket]:
+        """The buckets of one unit after another, in the order in which backward passes end: the model's own is last."""
+        by_unit: dict[int, tuple[Unit, list[ParameterRecord]]] = {}
+        for record in self._in_model_order([r for records in of_groups for r in records]):
+            _, unit = self._place(record)
+            by_unit.setdefault(id(unit), (unit, []))[1].append(record)
+        ordered = sorted(by_unit.values(), key=lambda pair: pair[0].index, reverse=True)
+        buckets = [b for _, records in ordered for b in make_buckets(records, _NO_LIMIT, self._run.mesh)]
+        for bucket in buckets:
+            if bucket.sharded_axes:
+                raise UnsupportedModelError(
+                    f"{bucket.records[0].fqn!r} is sharded over data-parallel ranks already (experts).",
+                    where=f"plugin {self.options.spec.name!r}",
+                    why="this composition was not tried",
+                    fix="train with ZeRO-1 (Zero1Plugin) instead",
+                )
+        return buckets
+
+    def _place(self, record: ParameterRecord) -> tuple[Units, Unit]:
+        for units in self._units:
+            unit = units.unit_of(record)
+            if unit is not None:
+                return units, unit
+        raise UnsupportedModelError(
+            f"{record.fqn!r} belongs to no prepared model.",
+            where=f"plugin {self.options.spec.name!r}",
+            why="its parameters would have no module for whose forward pass they are gathered",
+            fix="prepare the model before, or together with, its optimizer",
+        )
+
+    def _eager_shard(self, **arguments: Any) -> EagerShard:
+        units, unit = self._place(arguments["bucket"].records[0])
+        shard = GatheredShard(read=units.read, plugin=self.options.spec.name, **arguments)
+        unit.shards.append((shard, self._complete))
+        return shard
+
+    def _complete(self, shard: GatheredShard) -> None:
+        """The backward pass of its unit is over."""
+        self._watcher.complete([self.shards.index(shard)])

@@ -1,0 +1,174 @@
+"""The fully sharded strategy: configuration, and what it adds to ZeRO-1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from neuron_accel.contract import Claim, ConfigurationError, Phase, PlanError, PluginSpec, UnsupportedModelError
+from neuron_accel.strategies.fully_sharded.optimizer import FullyShardedOptimizer
+from neuron_accel.strategies.fully_sharded.units import BLOCKS, Units
+
+# ZeRO-1 is stage 1 of the same method: the optimizer, the shards of gradients and what a loop sees of them, norms,
+# clipping and checkpoints are its.
+from neuron_accel.strategies.zero1.plugin import Zero1Plugin
+
+if TYPE_CHECKING:
+    from neuron_accel.contract import PlanContext, PreparedModel, Run
+    from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
+
+COMPOSES_WITH = frozenset(
+    {
+        "fully_sharded",
+        "tensor_parallel",
+        "model_parallelism",
+        "sequence_parallel",
+        "activation_checkpointing",
+        "flash_attention",
+        "desync_guard",
+        "finite_guard",
+        "recompile_guard",
+        "replica_check",
+    }
+)
+"""Plugins beside which it was tried."""
+
+CAPABILITY = "gathered-weights"
+"""What a plugin provides that neither reads nor writes values of parameters outside of forward and backward passes, or
+does so through :attr:`ParameterRecord.weights`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullyShardedPlugin(Zero1Plugin):
+    """Shards parameters, gradients and optimizer state over data-parallel ranks: ZeRO stage 3, or stage 2.
+
+    The parameters of each unit (a repeated block of the model, and what is in no block) are gathered before its forward
+    and backward pass and freed after it, its gradients are reduce-scattered when its backward pass ends, and the next
+    unit is gathered meanwhile. A rank keeps 1/N of the weights, gradients and state of the parameters that an optimizer
+    trains. Parameters that do not train are kept on every rank.
+
+    Outside of forward and backward passes parameters have their shape, and read as NaN. ``accelerator.get_state_dict``,
+    ``save_model``, ``save_pretrained`` and ``save_state`` gather or save what the ranks keep. Gradients are read as
+    under ZeRO-1.
+
+    Args:
+        reshard_after_forward: whether parameters are freed after the forward pass and gathered again for the backward
+            pass (stage 3), or kept until the backward pass has ended (stage 2), which takes the memory of all
+            parameters during a step and sends a third less. Those in no block are kept for the backward pass either
+            way, since it begins with them.
+        modules: what is gathered together: ``"blocks"``, the repeated blocks of the model; or FQN patterns, one or
+            several, in which ``*`` stands for one segment or a part of it (``"encoder.layers.*"``).
+        bucket_cap_mb: largest size of a bucket, in MiB, of gradients that no optimizer shards. Others travel in one
+            bucket for each unit.
+        overlap: whether units are gathered ahead, and gradients reduced while the backward pass still runs.
+        options: the others are those of :class:`~neuron_accel.strategies.zero1.options.Zero1Options`.
+    """
+
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="fully_sharded",
+        phase=Phase.OPTIMIZER,
+        claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING, Claim.OPTIMIZER_STATE}),
+    )
+
+    reshard_after_forward: bool = True
+    modules: str | tuple[str, ...] = BLOCKS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.modules or not all((self.modules,) if isinstance(self.modules, str) else self.modules):
+            raise ConfigurationError(
+                f"modules is {self.modules!r}, which matches nothing.",
+                where="plugin 'fully_sharded'",
+                fix=f"give {BLOCKS!r} or FQN patterns",
+            )
+
+    def validate(self, context: PlanContext) -> None:
+        """Refuses what it was not tried with."""
+        if "lazy" in context.capabilities:
+            raise PlanError(
+                "Fully sharded parameters are not available on this device.",
+                where="plugin 'fully_sharded'",
+                why="it compiles whole steps, and could gather all parameters at its beginning",
+                fix="use ZeRO-1 (Zero1Plugin), with tensor parallelism if the weights do not fit",
+            )
+        others = sorted(
+            name
+            for name, plugin in context.plugins.items()
+            if name not in COMPOSES_WITH and CAPABILITY not in plugin.spec.provides
+        )
+        if others:
+            raise PlanError(
+                f"Fully sharded parameters do not compose with {', '.join(map(repr, others))}.",
+                where="plugin 'fully_sharded'",
+                why="this composition was not tried, and between uses parameters have no values",
+                fix="use ZeRO-1 (Zero1Plugin) instead, or leave the other out; a plugin that works with weights that "
+                f"are gathered for their use says so: provides={{{CAPABILITY!r}}}",
+            )
+
+    def setup(self, run: Run) -> None:
+        """Refuses a device on which memory cannot be freed and allocated anew."""
+        try:
+            torch.empty(1, device=run.device).untyped_storage().resize_(0)
+        except (NotImplementedError, RuntimeError) as error:
+            raise PlanError(
+                "Fully sharded parameters are not available on this device.",
+                where=f"plugin 'fully_sharded', device {str(run.device)!r}",
+                why="the storage of a tensor cannot be resized on it, so gathered parameters could not be freed",
+                fix="use ZeRO-1 (Zero1Plugin), with tensor parallelism if the weights do not fit",
+            ) from error
+
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
+        """Watches the forward and backward passes of the model's units."""
+        if model.inner is not model.module:
+            raise UnsupportedModelError(
+                f"{type(model.inner).__name__} is compiled by torch.compile.",
+                where="plugin 'fully_sharded'",
+                why="parameters are gathered by hooks on its modules, which a compiled graph leaves out",
+                fix="train without compiling (no dynamo_plugin), or with ZeRO-1 (Zero1Plugin)",
+            )
+        super().transform_model(model, run)
+        model.gathers_weights = True
+        run.state(self).setdefault("units", []).append(
+            Units(
+                model,
+                run,
+                modules=self.modules,
+                reshard=self.reshard_after_forward,
+                prefetch=self.overlap,
+                plugin=self.spec.name,
+            )
+        )
+
+    def _sharded(self, optimizer: torch.optim.Optimizer, run: Run) -> Zero1Optimizer:
+        return FullyShardedOptimizer(
+            optimizer,
+            run,
+            self,
+            units=run.state(self).get("units", []),
+            others=[averager.leave for averager in self._averagers(run)],
+        )
+
+    def after_backward(self, run: Run) -> None:
+        """Waits for gradients to be reduce-scattered, and frees parameters."""
+        super().after_backward(run)
+        for units in run.state(self).get("units", []):
+            units.end_backward()
+
+    def before_save(self, run: Run) -> None:
+        """Takes weights that the loop has assigned."""
+        for optimizer in self._optimizers(run):
+            for shard in optimizer.shards:
+                shard.sync_user_weights()
+
+    def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
+        """How many parameters are gathered together."""
+        lines = [units.explain() for units in run.state(self).get("units", []) if units.is_of(model)]
+        return "\n".join(lines)
+
+    def teardown(self, run: Run) -> None:
+        """Removes the hooks. Parameters stay sharded."""
+        for units in run.state(self).get("units", []):
+            units.close()
+        super().teardown(run)

@@ -1,0 +1,344 @@
+"""When the parameters of a model are gathered and freed: hooks on its modules.
+
+A unit is a module whose parameters are gathered together: a repeated block, and the model itself with what is in no
+block. The method is that of "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (Zhao et al., VLDB
+2023).
+
+Every rank gathers and reduces in the same order, whatever gradients it has: a unit is gathered where its forward or
+backward pass begins, and its gradients are reduced where its backward pass ends. So ranks run the same modules in the
+same order.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+from neuron_accel.contract import ConfigurationError, UnsupportedModelError, UsageError, did_you_mean
+from neuron_accel.models.architecture import architecture_of
+from neuron_accel.models.plan import matches
+
+if TYPE_CHECKING:
+    from neuron_accel.contract import ParameterRecord, PreparedModel, Run
+    from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
+
+BLOCKS = "blocks"
+
+
+class Unit:
+    """A module whose parameters are gathered together.
+
+    Args:
+        name: FQN of the module.
+        module: the module.
+        index: among the units of the model.
+
+    Attributes:
+        shards: this rank's shards of its parameters, each with what is called when their gradients are complete.
+        following: the unit that was gathered after this one the last time, in the forward and in the backward pass.
+        forwards: forward passes whose backward pass has not ended.
+        in_backward: whether its backward pass runs.
+    """
+
+    def __init__(self, name: str, module: nn.Module, index: int) -> None:
+        self.name, self.module, self.index = name, module, index
+        self.shards: list[tuple[GatheredShard, Callable[[GatheredShard], None]]] = []
+        self.following: dict[bool, Unit] = {}
+        self.forwards, self.in_backward = 0, False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was gathered, or is being gathered, of what is sharded."""
+        return any(not shard.is_gathered and not shard.is_arriving for shard, _ in self.shards)
+
+    def start_gather(self) -> None:
+        """Starts to gather. Collective."""
+        for shard, _ in self.shards:
+            shard.start_gather()
+
+    def gather(self) -> None:
+        """Gathers. Collective."""
+        self.start_gather()
+        for shard, _ in self.shards:
+            shard.gather()
+
+    def release(self) -> None:
+        """Frees what was gathered."""
+        for shard, _ in self.shards:
+            shard.release()
+
+
+class Units:
+    """The units of one model.
+
+    Args:
+        model: after all rewrites, on its device.
+        run: the run.
+        modules: which modules are units, see :class:`~neuron_accel.strategies.fully_sharded.FullyShardedPlugin`.
+        reshard: whether parameters are freed after the forward pass.
+        prefetch: whether the next unit is gathered while one computes.
+        plugin: name of the plugin, for messages.
+    """
+
+    def __init__(
+        self,
+        model: PreparedModel,
+        run: Run,
+        *,
+        modules: str | tuple[str, ...],
+        reshard: bool,
+        prefetch: bool,
+        plugin: str,
+    ) -> None:
+        self._model, self._reshard, self._prefetch, self._plugin = model, reshard, prefetch, plugin
+        found = find_units(model.inner, modules, plugin)
+        self.root = Unit("", model.inner, 0)
+        self.units = [self.root, *(Unit(name, module, i) for i, (name, module) in enumerate(found, start=1))]
+        self._last: dict[bool, Unit | None] = {False: None, True: None}
+        self._in_pass = False
+        self._reading: GatheredShard | None = None
+        self._handles: list[Any] = []
+        self._unit_of = {id(record): self._unit_around(record) for record in model.parameters}
+        self._action = run.join.register("a gather of parameters", self._gather_along)
+        for unit in self.units:
+            self._watch(unit)
+
+    def unit_of(self, record: ParameterRecord) -> Unit | None:
+        """The unit of a parameter; None if it is of another model."""
+        if id(record) not in self._unit_of and record in list(self._model.parameters):
+            self._unit_of[id(record)] = self._unit_around(record)
+        return self._unit_of.get(id(record))
+
+    def _unit_around(self, record: ParameterRecord) -> Unit:
+        """The unit in which all uses of a parameter are; one that is tied across units belongs to the model."""
+        around = {self._unit_with(name).index for name in record.names}
+        return self.units[around.pop()] if len(around) == 1 else self.root
+
+    def _unit_with(self, name: str) -> Unit:
+        inside = [unit for unit in self.units[1:] if name.startswith(f"{unit.name}.")]
+        return max(inside, key=lambda unit: len(unit.name), default=self.root)
+
+    # ---- hooks -------------------------------------------------------------------------------------------------------
+    def _watch(self, unit: Unit) -> None:
+        module, keep = unit.module, self._handles.append
+        keep(module.register_forward_pre_hook(_Hook(self._before_forward, unit), prepend=True, with_kwargs=True))
+        keep(module.register_forward_hook(_Hook(self._after_forward, unit)))
+        keep(module.register_state_dict_pre_hook(_Hook(self._refuse_state_dict, unit)))
+        keep(module.register_load_state_dict_pre_hook(_Hook(self._refuse_load, unit)))
+        own = unit.name + "." if unit.name else ""
+        for name, inside in module.named_modules():
+            if inside is not module and inside._parameters and self._unit_with(f"{own}{name}.x") is unit:
+                keep(inside.register_forward_pre_hook(_Hook(self._before_part, unit), prepend=True))
+
+    def _before_part(self, unit: Unit, *_: Any) -> None:
+        """A part of a unit may be called by itself."""
+        self.gather(unit)
+
+    def _before_forward(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> None:
+        inside = _in_backward()
+        if unit is self.root and not inside:
+            self._last[False] = None
+        self.gather(unit)
+        if inside:
+            return  # it is recomputed, and its backward pass follows
+        self._fetch_following(unit, False)
+        if torch.is_grad_enabled() and unit is not self.root:
+            unit.forwards += 1
+            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+            if inputs:  # else it is over when the whole pass is
+                register_multi_grad_hook(inputs, _Hook(self._after_backward, unit))
+
+    def _after_forward(self, unit: Unit, _: nn.Module, args: Any, output: Any) -> None:
+        if _in_backward():
+            return
+        if not torch.is_grad_enabled():
+            unit.release()
+            return
+        # Where an output is no plain tensor (logits that are sharded over ranks), parameters are kept for backward.
+        outputs = [t for t in tree_leaves(output) if type(t) is torch.Tensor and t.requires_grad]
+        for tensor in outputs:
+            tensor.register_hook(_Hook(self._before_backward, unit))
+        if outputs and self._reshard and unit is not self.root:
+            unit.release()
+
+    def _before_backward(self, unit: Unit, _: torch.Tensor) -> None:
+        if not self._in_pass:
+            self._in_pass, self._last[True] = True, None
+            if not self._model.in_backward:  # a plain loss.backward(): autograd itself reports its end
+                torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        self.gather(unit)
+        if not unit.in_backward:
+            unit.in_backward = True
+            self._fetch_following(unit, True)
+
+    def _after_backward(self, unit: Unit, _: Sequence[torch.Tensor | None]) -> None:
+        unit.forwards -= 1
+        if unit.forwards > 0:
+            return  # a block that is called several times
+        unit.in_backward = False
+        for shard, complete in unit.shards:
+            complete(shard)
+        if self._reshard or self._model.synchronises:
+            unit.release()
+
+    def end_backward(self) -> None:
+        """A backward pass is over: frees what it has not freed. Without resharding, parameters are kept for the next
+        micro-batch."""
+        self._in_pass = False
+        for unit in self.units:
+            unit.in_backward, unit.forwards = False, 0
+            if self._reshard or self._model.synchronises:
+                unit.release()
+
+    # ---- gathering ---------------------------------------------------------------------------------------------------
+    def gather(self, unit: Unit) -> None:
+        """Gathers a unit, unless it is. Collective, also with ranks that have run out of data."""
+        if self._action.announced and unit.is_idle:
+            self._action(unit.index)
+        unit.gather()
+
+    def _gather_along(self, index: int) -> None:
+        """A rank with data gathers this unit."""
+        unit = self.units[index]
+        unit.release()
+        unit.gather()
+        unit.release()
+
+    def _fetch_following(self, unit: Unit, backward: bool) -> None:
+        """Starts to gather the unit that followed this one the last time."""
+        before, self._last[backward] = self._last[backward], unit
+        if before is not None:
+            before.following[backward] = unit
+        following = unit.following.get(backward)
+        if following is not None and self._prefetch and not self._action.announced:
+            following.start_gather()
+
+    def read(self, shard: GatheredShard) -> None:
+        """``shard`` is read in full: one at a time has its values."""
+        if self._reading is not None and self._reading is not shard:
+            self._reading.release()
+        self._reading = shard
+
+    # ---- what would see NaN ------------------------------------------------------------------------------------------
+    def _refuse_state_dict(self, unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars and any(shard.is_sharded for shard, _ in unit.shards):
+            self._refuse("state_dict()", "use `accelerator.get_state_dict(model)`, `save_model` or `save_state`")
+
+    def _refuse_load(self, unit: Unit, *_: Any) -> None:
+        if any(shard.is_sharded for shard, _ in unit.shards):
+            self._refuse("load_state_dict()", "load weights before `prepare`, or use `accelerator.load_state`")
+
+    def _refuse(self, what: str, fix: str) -> NoReturn:
+        raise UsageError(
+            f"{what} is not possible on a model whose parameters are sharded.",
+            where=f"plugin {self._plugin!r}",
+            why="each rank keeps some elements of every parameter, and gathers the others only for the forward and "
+            "backward pass",
+            fix=fix,
+        )
+
+    def is_of(self, model: PreparedModel) -> bool:
+        """Whether these are the units of ``model``."""
+        return self._model is model
+
+    def explain(self) -> str:
+        """What is gathered together, and how large it is."""
+        sizes: dict[int, int] = {unit.index: 0 for unit in self.units}
+        for record in self._model.parameters:
+            unit = self.unit_of(record)
+            if record.trains and unit is not None:
+                sizes[unit.index] += record.current.numel()  # type: ignore[union-attr]  # it trains
+        blocks = [sizes[unit.index] for unit in self.units[1:]]
+        rest = f"{sizes[0]:,} in no block" if blocks else f"{sizes[0]:,}"
+        inside = f"{len(blocks)} units of up to {max(blocks):,}, and " if blocks else ""
+        return f"elements of parameters that train, gathered together on this rank: {inside}{rest}"
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _in_backward() -> bool:
+    """Whether this is called from a backward pass, which recomputes activations."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _Hook:
+    """A hook of one unit. A copy of the model has no values of its parameters, so there is none."""
+
+    def __init__(self, function: Callable[..., Any], unit: Unit) -> None:
+        self._function, self._unit = function, unit
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(self._unit, *args)
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "A model whose parameters are sharded cannot be copied or pickled.",
+            where="plugin 'fully_sharded'",
+            why="each rank keeps some elements of every parameter, and gathers the others only for the forward and "
+            "backward pass",
+            fix="copy the model before `prepare`, or save it with `accelerator.save_model`",
+        )
+
+
+# ---- which modules ---------------------------------------------------------------------------------------------------
+def find_units(model: nn.Module, wanted: str | tuple[str, ...], plugin: str) -> list[tuple[str, nn.Module]]:
+    """FQN and module of the units beside the model itself, in the model's order; none inside another.
+
+    Raises:
+        ConfigurationError: if a pattern matches no module.
+        UnsupportedModelError: if the model's blocks are not known.
+    """
+    where = f"plugin {plugin!r}, modules"
+    if wanted == BLOCKS:
+        return _outermost(_blocks(model, where))
+    patterns = (wanted,) if isinstance(wanted, str) else wanted
+    known = {name: module for name, module in model.named_modules() if name}
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in known):
+            kinds = {re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", name) for name in known}
+            raise ConfigurationError(
+                f"{type(model).__name__} has no module {pattern!r}.",
+                where=where,
+                fix=did_you_mean(pattern, {*kinds, BLOCKS}),
+            )
+    return _outermost([(n, m) for n, m in known.items() if any(matches(pattern, n) for pattern in patterns)])
+
+
+def _blocks(model: nn.Module, where: str) -> list[tuple[str, nn.Module]]:
+    """The layers that transformers can checkpoint, else the blocks of the family's plan."""
+    layers = sys.modules.get("transformers.modeling_layers")
+    kind = getattr(layers, "GradientCheckpointingLayer", ())
+    found = [(n, m) for n, m in model.named_modules() if isinstance(m, kind)]
+    if found:
+        return found
+    try:
+        return architecture_of(model).blocks
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"The repeated blocks of {type(model).__name__} are not known.",
+            where=where,
+            why="it has no GradientCheckpointingLayer of transformers, and its family has no plan",
+            fix="name them by a pattern: FullyShardedPlugin(modules='layers.*')",
+        ) from error
+
+
+def _outermost(found: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Leaves out modules inside another one of the list."""
+    found = list(found)
+    names = {name for name, _ in found}
+
+    def is_inside(name: str) -> bool:
+        return any(name[: dot.start()] in names for dot in re.finditer(r"\.", name))
+
+    return [(name, module) for name, module in found if not is_inside(name)]

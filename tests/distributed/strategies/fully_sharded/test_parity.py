@@ -1,0 +1,107 @@
+"""Fully sharded parameters train like one process, alone and beside tensor and sequence parallelism."""
+
+from __future__ import annotations
+
+import pytest
+
+from neuron_accel.testing.parity import Training, assert_parallel_equivalence
+from tests.distributed.models import MODELS, token_batches
+
+
+def sharded(**options):
+    return {"fully_sharded": options}
+
+
+TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
+COMPOSITIONS = {
+    "3-dp2-accumulates": ("llama", [sharded()], 2, 2),
+    "3-dp4-tied": ("gpt2-tied", [sharded()], 4, 1),
+    "3-dp2-sharded-accumulation": ("llama", [sharded(use_grad_acc_hook=True)], 2, 2),
+    "3-dp2-no-overlap": ("llama", [sharded(overlap=False)], 2, 1),
+    "3-dp2-parameters": ("llama", [sharded(partition="parameters")], 2, 1),
+    "2-dp2-tied": ("llama-tied", [sharded(reshard_after_forward=False)], 2, 1),
+    "2-dp2-accumulates": ("gpt2-tied", [sharded(reshard_after_forward=False)], 2, 2),
+    "3-dp2-flash": ("llama", [sharded(), "flash_attention"], 2, 1),
+    "3-dp2-recomputes": ("gpt2-tied", [sharded(), "activation_checkpointing"], 2, 1),
+    "2-dp2-recomputes-every-2": (
+        "llama",
+        [sharded(reshard_after_forward=False), {"activation_checkpointing": {"every": 2}}],
+        2,
+        1,
+    ),
+    "3-dp2-guards": ("llama", [sharded(), "desync_guard", "finite_guard", {"replica_check": {"every": 1}}], 2, 1),
+    "3-tp2-dp2": ("llama", [TP2, sharded()], 4, 1),
+    "3-tp2-sp-dp2": ("llama-tied", [TP2, "sequence_parallel", sharded()], 4, 1),
+    "2-tp2-sp-dp2": ("gpt2-tied", [TP2, "sequence_parallel", sharded(reshard_after_forward=False)], 4, 2),
+}
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_trains_like_one_process(composition):
+    model, plugins, ranks, accumulation = COMPOSITIONS[composition]
+    training = Training(max_norm=0.5, accumulation=accumulation)
+    assert_parallel_equivalence(MODELS[model], token_batches(3 * accumulation), plugins, ranks=ranks, training=training)
+
+
+# ---- further families ------------------------------------------------------------------------------------------------
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+
+
+def bert():
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForMaskedLM(BertConfig(**sizes, **off, num_attention_heads=4, initializer_range=0.1))
+
+
+def mixtral():
+    """Where a rank's tokens reach no expert, its weights have no gradient on this rank."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, initializer_range=0.1))
+
+
+def albert():
+    """One block that is called for every layer."""
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    sizes = {"vocab_size": 96, "embedding_size": 16, "hidden_size": 32, "intermediate_size": 48}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return AlbertForMaskedLM(AlbertConfig(**sizes, **off, num_hidden_layers=3, num_attention_heads=4))
+
+
+def with_shared_layer():
+    """A weight that is tied across two blocks."""
+    model = MODELS["llama"]()
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    return model
+
+
+def freeze_key_biases(model):
+    """Whose gradients are zero but for rounding."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith("key.bias"))
+
+
+FAMILIES = {
+    "t5": (t5, {}),
+    "bert": (bert, {}),
+    "mixtral": (mixtral, {}),
+    "albert": (albert, {"modules": "albert.encoder.albert_layer_groups.*"}),
+    "tied-across-blocks": (with_shared_layer, {}),
+    "one-unit": (MODELS["gpt2"], {"modules": "transformer.wte"}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family):
+    model, options = FAMILIES[family]
+    training = Training(max_norm=0.5, prepare_model=freeze_key_biases)
+    assert_parallel_equivalence(model, token_batches(2), [sharded(**options)], ranks=2, training=training)

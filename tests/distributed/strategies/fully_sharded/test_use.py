@@ -1,0 +1,412 @@
+"""Fully sharded parameters: what is kept and sent, checkpoints, loops of many kinds, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from neuron_accel import FullyShardedPlugin
+from neuron_accel.errors import ConfigurationError, DesyncError, NeuronAccelError, UsageError
+from neuron_accel.testing import RanksError, run_ranks
+from neuron_accel.testing.parity import Training, assert_parallel_equivalence
+from tests.distributed.models import llama, token_batches
+
+STAGE_3, STAGE_2 = [{"fully_sharded": {}}], [{"fully_sharded": {"reshard_after_forward": False}}]
+TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
+RECOMPUTE = "activation_checkpointing"
+
+
+def prepared(plugins, model_fn=llama, **options):
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins}, **options)
+    torch.manual_seed(0)
+    model = model_fn()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6))
+    return accelerator, model, optimizer
+
+
+def own_rows(accelerator, batch):
+    size, rank = accelerator.data_parallel_size, accelerator.data_parallel_rank
+    return {name: value.chunk(size)[rank] for name, value in batch.items()}
+
+
+def step(accelerator, model, optimizer, batch):
+    with accelerator.accumulate(model):
+        loss = model(**own_rows(accelerator, batch)).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+
+# ---- what is sent ----------------------------------------------------------------------------------------------------
+def bytes_of_a_step(plugins, recomputes=False):
+    """What a step sends, in multiples of an all-reduce of the gradients, and how often."""
+    accelerator, model, optimizer = prepared(plugins, functools.partial(llama, blocks=6, vocabulary=32))
+    if recomputes:
+        model.gradient_checkpointing_enable()
+    batches = token_batches(2, vocabulary=32)
+    step(accelerator, model, optimizer, batches[0])
+    with accelerator.run.backend.record() as traffic:
+        step(accelerator, model, optimizer, batches[1])
+    size = accelerator.num_processes
+    one = 2 * (size - 1) / size * sum(4 * p.numel() for p in model.parameters())
+    gathers = sum(transfer.op == "all_gather" for transfer in traffic.transfers)
+    return sum(transfer.sent for transfer in traffic.transfers) / one, gathers
+
+
+@pytest.mark.parametrize(
+    ("plugins", "expected", "gathers", "recomputes"),
+    [
+        (STAGE_3, 1.5, 13, False),
+        (STAGE_2, 1.0, 7, False),
+        ([*STAGE_3, RECOMPUTE], 1.5, 13, False),
+        (STAGE_3, 1.5, 13, True),
+    ],
+    ids=["stage 3", "stage 2", "recomputed", "recomputed by transformers"],
+)
+def test_a_step_sends_no_more_than_it_must(plugins, expected, gathers, recomputes):
+    for ratio, count in run_ranks(bytes_of_a_step, 2, plugins, recomputes):
+        assert ratio == pytest.approx(expected, rel=0.05)
+        assert count == gathers
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+def bytes_in_memory():
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and type(thing) in (torch.Tensor, nn.Parameter):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def memory(plugins):
+    """Bytes of all tensors after a step, of one copy of the weights, and the most blocks that had values at once."""
+    before = bytes_in_memory()
+    accelerator, model, optimizer = prepared(plugins, functools.partial(llama, blocks=8, vocabulary=32))
+    first = [next(layer.parameters()) for layer in model.model.layers]
+    most = []
+
+    def look(*_):
+        most.append(sum(p.untyped_storage().nbytes() > 1024 for p in first))
+
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(look)
+        layer.mlp.register_full_backward_hook(look)
+    for batch in token_batches(2, vocabulary=32):
+        step(accelerator, model, optimizer, batch)
+    after = bytes_in_memory() - before
+    return after, sum(4 * p.numel() for p in model.parameters()), max(most)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_keeps_its_share_and_the_blocks_in_flight(ranks):
+    for kept, weights, most in run_ranks(memory, ranks, STAGE_3):
+        # weights, two moments and the gradient's memory, and for the blocks in flight two buffers of each
+        assert kept <= 4 * weights / ranks + 6 * weights / 8
+        assert most <= 3
+    for kept, weights, most in run_ranks(memory, ranks, STAGE_2):
+        assert kept <= 4 * weights / ranks + 6 * weights / 8
+        assert most == 8
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+def bf16_llama():
+    return llama().to(torch.bfloat16)
+
+
+def train(plugins, model_fn=llama, save=None, load=None, steps=(0, 4), **options):
+    """Losses and weights; every rank has the latter."""
+    accelerator, model, optimizer = prepared(plugins, model_fn, **options)
+    if load is not None:
+        accelerator.load_state(load)
+    losses = [step(accelerator, model, optimizer, batch).item() for batch in token_batches(4)[slice(*steps)]]
+    if save is not None:
+        accelerator.save_state(save)
+    weights = accelerator.get_state_dict(model)
+    accelerator.end_training()
+    return losses, {name: value.clone() for name, value in weights.items()}
+
+
+WAYS = {
+    "zero1 to stage 3": (["zero1"], 2, STAGE_3, 2, True),
+    "stage 3 to zero1": (STAGE_3, 2, ["zero1"], 2, True),
+    "data parallel to stage 2": ([], 2, STAGE_2, 2, True),
+    "stage 3 to data parallel": (STAGE_3, 2, [], 2, True),
+    "stage 3 to tp2 x stage 2": (STAGE_3, 2, [TP2, *STAGE_2], 4, False),
+    "tp2 x stage 3 to stage 3": ([TP2, *STAGE_3], 4, STAGE_3, 2, False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpoints_of_others_are_loaded(way, tmp_path):
+    first, ranks, second, others, exact = WAYS[way]
+    folder = str(tmp_path / "checkpoint")
+    run_ranks(train, ranks, first, save=folder, steps=(0, 2))
+    _, expected = run_ranks(train, 2, ["zero1"])[0]
+    _, found = run_ranks(train, others, second, load=folder, steps=(2, 4))[0]
+    for name, value in expected.items():
+        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 2e-6}
+        torch.testing.assert_close(found[name], value, **tolerance, msg=name)
+
+
+@pytest.mark.parametrize("plugins", [STAGE_3, STAGE_2], ids=["stage 3", "stage 2"])
+def test_bf16_weights_with_fp32_masters_are_those_of_zero1(plugins, tmp_path):
+    losses, expected = run_ranks(train, 2, ["zero1"], bf16_llama)[0]
+    assert run_ranks(train, 2, plugins, bf16_llama)[0][0] == losses
+    run_ranks(train, 2, plugins, bf16_llama, save=str(tmp_path / "one"), steps=(0, 2))
+    _, found = run_ranks(train, 2, plugins, bf16_llama, load=str(tmp_path / "one"), steps=(2, 4))[0]
+    assert all(value.dtype == torch.bfloat16 for value in found.values())
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_autocast_is_that_of_zero1():
+    expected, _ = run_ranks(train, 2, ["zero1"], mixed_precision="bf16")[0]
+    assert run_ranks(train, 2, STAGE_3, mixed_precision="bf16")[0][0] == pytest.approx(expected, rel=1e-6)
+
+
+# ---- loops -----------------------------------------------------------------------------------------------------------
+def uneven(plugins):
+    """The second rank has one batch less than the first."""
+    accelerator, model, optimizer = prepared(plugins)
+    batches = token_batches(4)[: 4 if accelerator.process_index == 0 else 3]
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for batch in batches:
+            step(accelerator, model, optimizer, batch)
+    return accelerator.get_state_dict(model)
+
+
+def plain_backward(plugins):
+    """A loop that evaluates in between, and calls backward itself."""
+    accelerator, model, optimizer = prepared(plugins)
+    for batch in token_batches(2):
+        with torch.no_grad():
+            model(**own_rows(accelerator, batch))
+        model(**own_rows(accelerator, batch)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+def two_forward_passes(plugins):
+    """Two forward passes, and one backward pass through both."""
+    accelerator, model, optimizer = prepared(plugins)
+    one, two = (own_rows(accelerator, batch) for batch in token_batches(2))
+    for _ in range(2):
+        accelerator.backward(model(**one).loss + 2 * model(**two).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+def unfreezing(plugins):
+    """A block begins to train later, and the head stops."""
+    accelerator, model, optimizer = prepared(plugins, frozen_block)
+    for index, batch in enumerate(token_batches(4)):
+        if index == 2:
+            model.model.layers[0].requires_grad_(True)
+            model.lm_head.requires_grad_(False)
+        step(accelerator, model, optimizer, batch)
+    return accelerator.get_state_dict(model)
+
+
+def frozen_block():
+    model = llama()
+    model.model.layers[0].requires_grad_(False)
+    return model
+
+
+def assigning(plugins):
+    """Weights that a loop assigns are those that train on."""
+    accelerator, model, optimizer = prepared(plugins)
+    step(accelerator, model, optimizer, token_batches(1)[0])
+    norm = model.model.norm.weight
+    norm.data = torch.full(norm.shape, 0.5)
+    nn.init.constant_(model.model.layers[1].input_layernorm.weight, 0.25)
+    model.model.layers[1].mlp.down_proj.weight.data.fill_(0.125)
+    projection = model.model.layers[0].mlp.up_proj.weight
+    projection.data = torch.linspace(-1, 1, projection.numel()).view(projection.shape)
+    step(accelerator, model, optimizer, token_batches(1)[0])
+    return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("plugins", [STAGE_3, STAGE_2], ids=["stage 3", "stage 2"])
+@pytest.mark.parametrize("loop", [uneven, plain_backward, two_forward_passes, unfreezing, assigning])
+def test_loops_train_as_under_zero1(loop, plugins):
+    expected, found = run_ranks(loop, 2, ["zero1"])[0], run_ranks(loop, 2, plugins)[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def checkpointed(model):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_recomputed_by_transformers(accumulation):
+    training = Training(max_norm=0.5, accumulation=accumulation, prepare_model=checkpointed)
+    assert_parallel_equivalence(llama, token_batches(2 * accumulation), STAGE_3, ranks=2, training=training)
+
+
+def generates(plugins):
+    accelerator, model, _ = prepared(plugins)
+    ids = token_batches(1)[0]["input_ids"][:1, :4]
+    with torch.no_grad():
+        found = accelerator.unwrap_model(model).generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    before = {name: hooks_of(module) for name, module in model.named_modules()}
+    accelerator.end_training()
+    after = {name: hooks_of(module) for name, module in model.named_modules()}
+    return found, sum(before.values()), sum(after.values())
+
+
+def hooks_of(module):
+    return len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._state_dict_pre_hooks)
+
+
+def test_it_generates_and_leaves_no_hooks():
+    expected, _, _ = run_ranks(generates, 1, [])[0]
+    for found, before, after in run_ranks(generates, 2, STAGE_3):
+        assert torch.equal(found, expected)
+        assert before > 8
+        assert after == 0
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+def misused():
+    """What happens to what has no values between uses."""
+    accelerator, model, optimizer = prepared(STAGE_3)
+    step(accelerator, model, optimizer, token_batches(1)[0])
+    weight = model.model.layers[0].mlp.up_proj.weight
+    found = {"reads": bool(weight.isnan().all())}
+    tries = {
+        "state_dict": model.state_dict,
+        "of a part": model.model.layers[1].state_dict,
+        "load_state_dict": lambda: model.load_state_dict({name: torch.zeros(()) for name in ("model.norm.weight",)}),
+        "deepcopy": lambda: copy.deepcopy(model),
+        "pickle": lambda: pickle.dumps(model),
+        "write": lambda: nn.init.normal_(weight),
+        "shape": lambda: wrong_shape(accelerator, model, weight),
+    }
+    for name, attempt in tries.items():
+        try:
+            found[name] = str(attempt())
+        except (NeuronAccelError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def wrong_shape(accelerator, model, weight):
+    weight.data = torch.zeros(3)
+    model(**own_rows(accelerator, token_batches(1)[0]))
+
+
+def test_what_has_no_values_is_not_read_silently():
+    for found in run_ranks(misused, 2):
+        assert found["reads"]
+        for name in ("state_dict", "of a part", "load_state_dict"):
+            assert "UsageError" in found[name]
+            assert "parameters are sharded" in found[name]
+        for name in ("deepcopy", "pickle"):
+            assert "cannot be copied or pickled" in found[name]
+        assert "RuntimeError" in found["write"]
+        assert "up_proj.weight' is torch.float32 (3,)" in found["shape"]
+
+
+class Elsewhere(nn.Module):
+    """The weight of a module is also used after its forward pass, or before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, after=False, before=False):
+        x = x @ self.second.weight if before else x
+        x = self.second(self.first(x))
+        return x @ self.second.weight if after else x
+
+
+def elsewhere(modules):
+    accelerator, model, _ = prepared([{"fully_sharded": {"modules": modules}}], Elsewhere)
+    loss = model(torch.ones(2, 4), after=True).sum()
+    accelerator.backward(loss)
+    return bool(loss.isnan())
+
+
+def test_a_use_after_a_module_is_not_wrong_by_a_little():
+    assert run_ranks(elsewhere, 2, "first") == [False, False]
+    assert run_ranks(elsewhere, 2, "second") == [True, True]
+
+
+def late():
+    """In the second micro-batch the weight still has values before the forward pass of its module."""
+    options = {"modules": "second", "reshard_after_forward": False}
+    accelerator, model, _ = prepared([{"fully_sharded": options}], Elsewhere, gradient_accumulation_steps=2)
+    for before in (False, True):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 4), before=before).sum())
+
+
+def test_a_gradient_that_comes_after_its_module_is_an_error():
+    with pytest.raises(RanksError) as raised:
+        run_ranks(late, 2)
+    assert all(isinstance(error, UsageError) for error in raised.value.errors.values())
+    assert "'second.weight' arrived after the gradients of its module had been sent" in str(raised.value)
+
+
+class Chooses(nn.Module):
+    """One rank alone runs a unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, both):
+        return self.second(self.first(x)) if both else self.first(x)
+
+
+def chooses():
+    plugins = [{"fully_sharded": {"modules": ["first", "second"]}}, {"desync_guard": {"timeout_s": 5.0}}]
+    accelerator, model, _ = prepared(plugins, Chooses)
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(2, 4), both=accelerator.process_index == 0).sum())
+
+
+def test_a_unit_that_one_rank_alone_runs_is_named_by_the_guard():
+    with pytest.raises(RanksError) as raised:
+        run_ranks(chooses, 2)
+    assert any(isinstance(error, DesyncError) for error in raised.value.errors.values())
+
+
+def refused(plugins, model_fn=llama):
+    prepared(plugins, model_fn)
+
+
+CONTEXT = {
+    "pipeline": ([*STAGE_3, {"model_parallelism": {"pipeline_parallel_size": 2}}], llama, "do not compose with"),
+    "unknown blocks": (STAGE_3, Elsewhere, "name them by a pattern"),
+    "no such module": ([{"fully_sharded": {"modules": "model.layer.*"}}], llama, "has no module 'model.layer.*'"),
+    "stage 1 beside it": ([*STAGE_3, "zero1"], llama, "claim"),
+}
+
+
+@pytest.mark.parametrize("case", CONTEXT)
+def test_refusals(case):
+    plugins, model_fn, text = CONTEXT[case]
+    with pytest.raises(RanksError) as raised:
+        run_ranks(refused, 2, plugins, model_fn)
+    assert all(isinstance(error, NeuronAccelError) and text in str(error) for error in raised.value.errors.values())
+
+
+@pytest.mark.parametrize("options", [{"modules": ""}, {"modules": ()}, {"reshard_after_forward": 2}], ids=str)
+def test_bad_options(options):
+    with pytest.raises(ConfigurationError):
+        FullyShardedPlugin(**options)
