@@ -47,6 +47,9 @@ def full_state_dict(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
             copies[value] = full.to("cpu", copy=True) if keep else torch.empty(0)
         if keep:
             result[name] = copies[value]
+    for record in model.parameters:
+        if record.weights is not None:
+            record.weights.changed()  # the last ones that were gathered are freed
     return result
 
 

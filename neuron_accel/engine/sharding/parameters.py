@@ -35,7 +35,7 @@ class WeightShard:
         axes: axes along which ranks keep the other elements.
         gather: returns the values of the full range, in the parameter's local shape, to be read until another parameter
             is gathered. Collective over ``axes``.
-        changed: drops what was gathered before; called by what writes ``tensor``.
+        changed: drops what was gathered; called by what writes ``tensor``, and after parameters were read.
     """
 
     tensor: torch.Tensor

@@ -96,6 +96,7 @@ class GatheredShard(EagerShard):
         self._arriving = None
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
+        self._versions = [parameter._version for parameter in self.parameters]
         self.is_gathered = True
 
     def release(self) -> None:
@@ -138,28 +139,28 @@ class GatheredShard(EagerShard):
                 self._chunk.copy_(self._own)
 
     def sync_user_weights(self) -> None:
-        """Takes values that a loop has assigned, ``parameter.data = ...``, or filled a parameter with, into the
+        """Takes values that a loop has assigned, ``parameter.data = ...``, or written into a parameter, into the
         shard."""
         present = self._views if self.is_gathered else self._empty
-        filled = self._find_filled()
+        written = self._find_written()
         for index, (parameter, expected) in enumerate(zip(self.parameters, present, strict=True)):
             if parameter.data_ptr() != expected.data_ptr():
                 self._take(index, parameter.detach())
                 if self.is_gathered:
                     expected.copy_(parameter.detach())
                 parameter.data = expected
-            elif index in filled:
+            elif index in written:
                 self._take(index, parameter.detach().clone())
-                self._filled_with[index] = float("nan")
+                if not self.is_gathered:
+                    self._filled_with[index] = float("nan")
 
-    def _find_filled(self) -> list[int]:
-        """The parameters that were written to while they had no values, which only fills can."""
+    def _find_written(self) -> list[int]:
+        """The parameters that were written to in place; while they have no values, only a fill can."""
+        before, self._versions = self._versions, [parameter._version for parameter in self.parameters]
         if self.is_gathered:
+            return [index for index, version in enumerate(self._versions) if version != before[index]]
+        if self._versions == before and not self.run.backend.reads_are_free:
             return []
-        versions = [parameter._version for parameter in self.parameters]
-        if versions == self._versions and not self.run.backend.reads_are_free:
-            return []
-        self._versions = versions
         return (~self._filled_with.isnan()).nonzero().flatten().tolist()
 
     def _take(self, index: int, value: torch.Tensor) -> None:
