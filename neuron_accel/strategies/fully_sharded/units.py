@@ -279,6 +279,13 @@ class _Hook:
         self._function, self._unit = function, unit
 
     def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            raise UsageError(
+                "A model whose parameters are sharded cannot be compiled.",
+                where="plugin 'fully_sharded', torch.compile",
+                why="parameters are gathered by hooks on its modules, which are no part of a graph",
+                fix="train without compiling, or with ZeRO-1 (Zero1Plugin)",
+            )
         return self._function(self._unit, *args)
 
     def __reduce__(self) -> NoReturn:

@@ -405,6 +405,21 @@ def test_a_unit_that_one_rank_alone_runs_is_named_by_the_guard():
     assert any(isinstance(error, DesyncError) for error in raised.value.errors.values())
 
 
+def compiled(plugins):
+    """Compiled after it was prepared."""
+    accelerator, model, optimizer = prepared(plugins, Elsewhere)
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    loss = torch.compile(model, backend="eager")(x).square().sum()
+    accelerator.backward(loss)
+    optimizer.step()
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+def test_a_compiled_model_is_refused():
+    with pytest.raises(RanksError, match="cannot be compiled"):
+        run_ranks(compiled, 2, [{"fully_sharded": {"modules": ["first", "second"]}}])
+
+
 def refused(plugins, model_fn=llama):
     prepared(plugins, model_fn)
 
