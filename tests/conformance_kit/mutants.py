@@ -290,7 +290,7 @@ class DependsOnTheNumberOfRanks(StrategyPlugin):
 
 @dataclass(frozen=True, kw_only=True)
 class ShowsOtherWeights(StrategyPlugin):
-    """Than are saved."""
+    """The state dict has other weights than those that are saved."""
 
     spec = spec("shows_other_weights")
 

@@ -17,7 +17,7 @@ def fourteen_ways():
 
 
 def use_groups():
-    """How often a graph of twelve ways was executed, what the thirteenth was told, and the sum over all ranks after."""
+    """Executions of a graph with twelve partitions, the error of the thirteenth, and the sum over all ranks after."""
     from neuron_accel import NeuronAccelerator
     from neuron_accel.errors import PlanError
 

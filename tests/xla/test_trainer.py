@@ -74,7 +74,7 @@ def train(folder, ranks_with_data, more, resume=None):
 
 
 def count_tokens(trainer):
-    """Those that are no padding, of two micro-batches. They are added up on the device until somebody looks."""
+    """Tokens without padding, of two micro-batches; they are summed on the device until they are logged."""
     trainer.args.include_num_input_tokens_seen, trainer.state.num_input_tokens_seen = "non_padding", 0
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]]).to(trainer.args.device)
     backend = trainer.accelerator.run.backend

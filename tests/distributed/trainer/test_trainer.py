@@ -64,7 +64,7 @@ def test_the_same_training(name, stock, tmp_path, capfd):
     ],
 )
 def test_another_loss(name, option, tmp_path):
-    """Computed by the Trainer from logits; in a pipeline by the last stage."""
+    """Losses that the Trainer computes from logits, or the last stage in a pipeline."""
     ranks, with_data, more = COMPOSITIONS[name]
     arguments = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no"}
     extra = {}
@@ -89,7 +89,7 @@ def test_another_loss(name, option, tmp_path):
     ],
 )
 def test_resume(before, after, at, stock, tmp_path):
-    """From the checkpoint in the middle of an epoch, on the same mesh or on another that sees as much data at once."""
+    """Resumes from a checkpoint in the middle of an epoch, on the same mesh or one with as many samples per step."""
     ranks, with_data, more = COMPOSITIONS[before]
     first = run_ranks(train_on_rank, ranks, str(tmp_path), with_data, more | MIDDLE | {"stop_after": at})
     assert first[0]["steps"] == at
@@ -101,7 +101,7 @@ def test_resume(before, after, at, stock, tmp_path):
 
 @pytest.mark.parametrize(("name", "at"), [("dp2+zero1", 2), ("tp2+sp", 4), ("pp2", 2)])
 def test_resume_from_a_checkpoint_of_transformers_own_trainer(name, at, stock, tmp_path):
-    """Moments, learning rate, random state and the place in the data come with it."""
+    """The checkpoint restores moments, learning rate, random state and the position in the data."""
     ranks, with_data, more = COMPOSITIONS[name]
     folder = tmp_path / f"checkpoint-{at}"
     shutil.copytree(stock["folder"] / str(with_data) / folder.name, folder)
