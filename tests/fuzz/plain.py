@@ -353,7 +353,7 @@ class BatchNormByRank:
         outputs = [super().forward(first)]  # type: ignore[misc]
         if self.biased:
             variance = first.detach().transpose(0, 1).flatten(1).var(1, correction=0)
-            self.running_var.copy_(before.lerp(variance, self.momentum))  # type: ignore[attr-defined]
+            self.running_var = before.lerp(variance, self.momentum)  # type: ignore[attr-defined]
         weight, bias, eps = self.weight, self.bias, self.eps  # type: ignore[attr-defined]
         outputs += [F.batch_norm(part, None, None, weight, bias, True, 0.0, eps) for part in others]
         return torch.cat(outputs)

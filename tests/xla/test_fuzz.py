@@ -22,8 +22,17 @@ def test_a_random_program_trains_like_one_process(seed):
         Case(backend="xla", composition="pp2", model="blocks", drop_last=True, samples=8, size=2),
         Case(backend="xla", optimizer="Adafactor", drop_last=True, samples=8, size=2),
         Case(backend="xla", optimizer="LBFGS", loop="closure", drop_last=True, samples=8, size=2),
+        Case(backend="xla", model="mlp-batch", drop_last=True, samples=8, size=2),
+        Case(backend="xla", optimizer="ASGD", save_at=1, drop_last=True, samples=8, size=2, epochs=2),
     ],
-    ids=["state from the start", "loss inside a pipeline", "norms are read", "losses are read"],
+    ids=[
+        "state from the start",
+        "loss inside a pipeline",
+        "norms are read",
+        "losses are read",
+        "running statistics",
+        "numbers that are loaded",
+    ],
 )
 def test_what_seeds_have_found(case):
     verdict = judge(case, seconds=110)

@@ -142,10 +142,11 @@ def _move_counters(optimizer: torch.optim.Optimizer, backend: Backend) -> None:
     """Moves step counters that are on the host to the device. With ``Tensor.to``, equal numbers would share one tensor
     that is not updated in place, and the first step after loading would be a graph of its own."""
     for state in optimizer.state.values():
-        step = state.get("step")
-        if isinstance(step, torch.Tensor) and step.device.type == "cpu":
-            is_number = step.dtype == torch.float32 and not step.dim()
-            state["step"] = backend.number(float(step)) if is_number else step.to(backend.device)
+        for name in ("step", "eta", "mu"):  # the last two are ASGD's
+            number = state.get(name)
+            if isinstance(number, torch.Tensor) and number.device.type == "cpu":
+                is_number = number.dtype == torch.float32 and not number.dim()
+                state[name] = backend.number(float(number)) if is_number else number.to(backend.device)
 
 
 def _innermost(optimizer: Any) -> Any:
