@@ -96,8 +96,9 @@ def _compare(build: Any, layout: str, reference: Any) -> str:
 
 
 def _build_static(model_type: str) -> torch.nn.Module:
-    """As above; a mixture of experts computes them with operators and shapes that XLA can compile (docs/xla.md)."""
+    """As above, without a cache of keys and values, and with experts that XLA can compile (docs/xla.md)."""
     model = _build(model_type)
+    model.config.get_text_config().use_cache = False
     if getattr(model.config, "_experts_implementation", None) is not None and model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")
     return model
