@@ -104,10 +104,8 @@ def run_forked(server: str, task: XlaTask, environ: Mapping[str, str]) -> list[A
     """
     with tempfile.TemporaryDirectory(prefix=f"neuron-accel-xla-{os.getpid()}-", ignore_cleanup_errors=True) as folder:
         Path(folder, "task").write_bytes(pickle.dumps(task))
-        running = _servers()
-        if server not in running or running[server].ended:
-            running[server] = _Server(server, environ)
-        in_time, code = running[server].run(folder, task.timeout)
+        with _server(server, environ) as running:
+            in_time, code = running.run(folder, task.timeout)
         return _results(Path(folder), task.size, in_time, code, task.timeout)
 
 
@@ -208,6 +206,7 @@ class _Server:
             return None
         line = stream.readline().split()
         if not line or line[0] != word:
+            self.close()
             raise UsageError(f"The server process of XLA ranks answered {line} instead of {word!r}.")
         return int(line[1])
 
@@ -216,7 +215,26 @@ class _Server:
         self._process.wait(10)
 
 
+@contextmanager
+def _server(module: str, environ: Mapping[str, str]) -> Iterator[_Server]:
+    """A server process that runs ``module`` and serves this thread only: one of an earlier call, or a new one."""
+    idle = _idle_servers().setdefault(module, [])
+    server = None
+    while server is None:
+        try:
+            found = idle.pop()
+        except IndexError:
+            server = _Server(module, environ)
+        else:
+            server = None if found.ended else found
+    try:
+        yield server
+    finally:
+        if not server.ended:
+            idle.append(server)
+
+
 @functools.lru_cache(maxsize=1)
-def _servers() -> dict[str, _Server]:
-    """The running server processes, by module."""
+def _idle_servers() -> dict[str, list[_Server]]:
+    """The server processes that no call uses, by module."""
     return {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from neuron_accel.testing import RanksError, run_ranks
@@ -37,3 +39,15 @@ def test_reading_a_value_is_safe_from_the_first_time_on():
     """torch_xla's map of operators that run on the CPU has no lock: the entry for item() is there before the ranks,
     which are threads, could both create it."""
     assert run_ranks(reads_before, 2, backend="xla") == [1, 1]
+
+
+def rank_and(value: int) -> tuple[int, int]:
+    import torch_xla.runtime as xr
+
+    return xr.global_ordinal(), value
+
+
+def test_threads_of_a_test_each_have_ranks_of_their_own():
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda value: run_ranks(rank_and, 2, value, backend="xla"), range(4)))
+    assert found == [[(0, value), (1, value)] for value in range(4)]
