@@ -128,11 +128,11 @@ def test_a_model_that_is_compiled_before_it_is_prepared_is_refused():
         assert "dynamo_plugin" in error.fix
 
 
-def methods_on_rank(plugins: tuple[Any, ...]) -> tuple[bool, ...]:
+def methods_on_rank(plugins: list[Any]) -> tuple[bool, ...]:
     """Methods of the accelerator accept the compiled model as they accept the prepared one."""
     from neuron_accel import NeuronAccelerator
 
-    accelerator = NeuronAccelerator(plugins=plugins)
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
     torch.manual_seed(0)
     model = tiny_llama()
     model, optimizer = accelerator.prepare(model, TRAINING.optimizer(model.parameters()))
@@ -155,4 +155,4 @@ def methods_on_rank(plugins: tuple[Any, ...]) -> tuple[bool, ...]:
 
 
 def test_methods_take_the_compiled_model_for_the_prepared_one():
-    assert run_ranks(methods_on_rank, 2, COMPOSITIONS["zero1"].built_in(), timeout=110) == [(True,) * 5] * 2
+    assert run_ranks(methods_on_rank, 2, ["zero1"], timeout=110) == [(True,) * 5] * 2
