@@ -23,7 +23,16 @@ def test_a_random_program_trains_like_one_process(seed):
         Case(backend="xla", optimizer="Adafactor", drop_last=True, samples=8, size=2),
         Case(backend="xla", optimizer="LBFGS", loop="closure", drop_last=True, samples=8, size=2),
         Case(backend="xla", model="mlp-batch", drop_last=True, samples=8, size=2),
-        Case(backend="xla", optimizer="ASGD", save_at=1, drop_last=True, samples=8, size=2, epochs=2),
+        Case(
+            backend="xla",
+            composition="zero1 x 2",
+            optimizer="ASGD",
+            save_at=1,
+            drop_last=True,
+            samples=8,
+            size=2,
+            epochs=2,
+        ),
     ],
     ids=[
         "state from the start",
