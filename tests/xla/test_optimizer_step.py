@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 
+import pytest
 import torch
 from torch import nn
 
-from neuron_accel.testing import run_ranks
+from neuron_accel.testing import RanksError, run_ranks
+from neuron_accel.testing._cases import tiny_llama
 from neuron_accel.testing.xla_ranks import one_at_a_time
 
 
@@ -98,3 +100,18 @@ def test_an_optimizer_may_read_values_and_one_that_reads_none_is_not_watched():
             optimizer.step()
         for name, value in model.state_dict().items():
             torch.testing.assert_close(weights[name], value)
+
+
+def shards_what_its_optimizer_needs_in_full():
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(
+        config={"backend": "xla", "plugins": [{"model_parallelism": {"tensor_parallel_size": 2}}]}
+    )
+    model = tiny_llama()
+    accelerator.prepare(model, torch.optim.Adafactor(model.parameters()))
+
+
+def test_an_optimizer_of_full_parameters_is_refused_with_tensor_parallelism():
+    with pytest.raises(RanksError, match="UsageError: Adafactor needs full parameters, and some are sharded"):
+        run_ranks(shards_what_its_optimizer_needs_in_full, 2, backend="xla")

@@ -18,6 +18,7 @@ from neuron_accel.engine.optim.elementwise import is_elementwise, needs_closure
 from neuron_accel.engine.optim.twin import StandIn, StatePiece, copy_options, recipe_of, translate, twin
 from neuron_accel.engine.plan.plugin import Claim
 from neuron_accel.engine.runtime.tensors import full_tensor
+from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import Run
@@ -29,6 +30,9 @@ def full_parameter_step(optimizer: torch.optim.Optimizer, run: Run) -> torch.opt
     sharded.
 
     If a plugin owns the optimizer's state, ``optimizer`` is returned unchanged: the plugin handles this itself.
+
+    Raises:
+        UsageError: if full parameters are needed on a device that compiles.
     """
     if run.owner(Claim.OPTIMIZER_STATE) is not None:
         return optimizer
@@ -36,6 +40,14 @@ def full_parameter_step(optimizer: torch.optim.Optimizer, run: Run) -> torch.opt
     layouts = {p: record.layout for p, record in records.items() if record is not None and record.layout.axes}
     if not layouts or is_elementwise(optimizer):
         return optimizer
+    if run.backend.is_lazy:
+        raise UsageError(
+            f"{type(optimizer).__name__} needs full parameters, and some are sharded.",
+            where=f"prepare(), backend {run.backend.name!r}",
+            why="the update of an element depends on other elements, and gathering them in each step would take graphs "
+            "of its own on this device",
+            fix="train without tensor parallelism, or use an optimizer that updates each element by itself, such as AdamW",
+        )
     return FullParameterOptimizer(optimizer, layouts, run)
 
 
