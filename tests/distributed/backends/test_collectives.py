@@ -1,4 +1,4 @@
-"""Collectives against their definitions, on gloo, with real ranks.
+"""Collectives compared with their definitions, on gloo, with real ranks.
 
 Entries are small integers, so that sums are exact in every dtype and order, and results are compared bit by bit.
 """
@@ -40,13 +40,13 @@ SHAPE = (4, 8, 12)
 
 
 def connect():
-    """The backend of a rank, on the device that it has."""
+    """Returns the backend of a rank on its device."""
     backend = TorchBackend.connect("neuron" if hasattr(torch, "neuron") else "cpu")
     return backend, backend.new_group([range(backend.world_size)], "tp")
 
 
 def data(rank: int, dtype: torch.dtype, shape=SHAPE) -> torch.Tensor:
-    """What ``rank`` contributes; every rank can tell what the others do."""
+    """Returns the input of ``rank``, which every rank can compute for every other."""
     integers = torch.randint(0, 2 if dtype == torch.bool else 9, shape, generator=torch.Generator().manual_seed(rank))
     return integers.to(dtype)
 
@@ -237,7 +237,7 @@ def test_what_is_sent_is_the_least_possible(n):
 
 # ---- overlap ---------------------------------------------------------------------------------------------------------
 def started(folder: str) -> None:
-    """Rank 1 takes part only after rank 0 has returned from every ``start_``; were they to wait, nobody would move."""
+    """Rank 1 takes part only after rank 0 has returned from every ``start_``; if they waited, this would deadlock."""
     backend, group = connect()
     started = Path(folder, "started")
     if backend.rank == 1:
@@ -438,7 +438,7 @@ def test_a_process_may_simply_end():
 
 
 def into_memory(dtype):
-    """Reduce-scatter and all-gather into memory of the caller's, beside those that make their own."""
+    """Compares reduce-scatter and all-gather into the caller's memory with those that allocate their result."""
     backend, group = connect()
     tensor = (torch.arange(group.size * 7.0) * (backend.rank + 1)).to(dtype)
     out, scratch = torch.empty(7, dtype=torch.float32), torch.empty_like(tensor)

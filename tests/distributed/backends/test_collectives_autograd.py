@@ -1,4 +1,4 @@
-"""Differentiable collectives against the one-process definition of what they compute and of its gradient.
+"""Differentiable collectives compared with their definition in one process, in values and gradients.
 
 Every rank plays all ranks in one process, with plain torch, and compares its own part. Entries are small integers, so
 that everything is exact. What ranks compute "alike" counts once in the loss.
@@ -86,7 +86,7 @@ def integers(seed: int, shape, dtype: torch.dtype) -> torch.Tensor:
 
 
 def leaves(case: Case, n: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What every rank holds, stored so that its use is not contiguous."""
+    """Returns the inputs of all ranks, stored so that the collective receives a non-contiguous view."""
     if case.alike_in:
         return [integers(0, SHAPE[::-1], dtype).requires_grad_()] * n
     return [integers(r, SHAPE[::-1], dtype).requires_grad_() for r in range(n)]
@@ -131,7 +131,7 @@ def test_values_and_gradients(n, dtype):
 
 
 def share_a_gradient() -> None:
-    """The same gradient tensor goes into two backward passes: an all-reduce in place would be seen by the second."""
+    """Uses one gradient tensor in two backward passes, so that an all-reduce in place would change the second."""
     backend = TorchBackend.connect()
     group = backend.new_group([range(backend.world_size)], "tp")
     x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
@@ -196,7 +196,7 @@ def chunk_memory() -> int:
     return autograd.chunk_to_group(torch.ones(8, 4), backend, group, 0).untyped_storage().nbytes()
 
 
-def test_a_chunk_does_not_keep_the_whole_alive():
+def test_a_chunk_does_not_keep_the_full_tensor_alive():
     assert run_ranks(chunk_memory, 2) == [64, 64]
 
 
@@ -222,5 +222,5 @@ def reduce_in_place() -> None:
         spoiled.sum().backward()
 
 
-def test_what_is_given_up_is_summed_in_its_place():
+def test_an_input_that_is_given_up_is_reduced_in_place():
     run_ranks(reduce_in_place, 2)

@@ -1,4 +1,5 @@
-"""Objects between processes beside an XLA device: groups are connected by their members, when they need it."""
+"""The exchange of Python objects between processes with an XLA device: the members of a group connect when they first
+use it."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def test_objects_travel_within_groups():
 
 
 def one_group_only():
-    """Ranks 2 and 3 arrive late: those of the other group do not wait for them."""
+    """Ranks 2 and 3 arrive late, and the ranks of the other group do not wait for them."""
     import torch.distributed as dist
 
     from neuron_accel.backends.xla_channel import ProcessChannel

@@ -1,4 +1,4 @@
-"""How XLA ranks that are processes talk beside the device: needs no torch_xla."""
+"""The exchange of Python objects between XLA ranks that are processes. Does not need torch_xla."""
 
 from __future__ import annotations
 

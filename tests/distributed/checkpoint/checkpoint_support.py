@@ -1,4 +1,4 @@
-"""Trainings that are saved and loaded, for the tests of checkpoints."""
+"""Training runs that are saved and loaded, for the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.distributed.models import llama, token_batches
 
 
 def noisy() -> torch.nn.Module:
-    """With dropout: goes on alike only if its random numbers do."""
+    """Returns a model with dropout, which resumes identically only if the random number generators do."""
     model = FAMILIES["gpt2-tied"]()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -47,7 +47,7 @@ OPTIMIZERS = {
 
 
 class Trained:
-    """A prepared training on this rank."""
+    """A prepared model, optimizer and scheduler on this rank."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Trained:
         return self.accelerator.run.backend.to_host(self.accelerator.reduce(loss.detach(), "mean")).item()
 
     def contents(self) -> dict[str, torch.Tensor]:
-        """Weights and optimizer state of the original model, whole, on the main process."""
+        """Returns the full weights and optimizer state of the original model on the main process."""
         from neuron_accel.checkpoint.state.full_state import full_tensor, stage_group
         from neuron_accel.checkpoint.state.snapshot import pieces_of
 
@@ -121,7 +121,7 @@ class Trained:
 def train_and_save(
     folder: str, model: str, plugins: Sequence[Any], steps: int = 2, **options: Any
 ) -> tuple[dict, float]:
-    """Trains a little, saves, and returns what was saved and the loss of the next step."""
+    """Trains some steps, saves, and returns what was saved and the loss of the next step."""
     trained = Trained(model, plugins, **options)
     for batch in BATCHES[:steps]:
         trained.step(batch)
@@ -131,14 +131,14 @@ def train_and_save(
 
 
 def load_and_step(folder: str, model: str, plugins: list[Any], steps: int = 2, **options: Any) -> tuple[dict, float]:
-    """Loads into a model of other weights, and returns what was loaded and the loss of the next step."""
+    """Loads into a model with other weights, and returns what was loaded and the loss of the next step."""
     return load_each_and_step([folder], model, plugins, steps, **options)[0]
 
 
 def load_each_and_step(
     folders: list[str], model: str, plugins: list[Any], steps: int = 2, **options: Any
 ) -> list[tuple[dict, float]]:
-    """The same for several checkpoints, one after another."""
+    """Does the same for several checkpoints, one after another."""
     trained = Trained(model, plugins, seed=1, **options)
     result = []
     for folder in folders:

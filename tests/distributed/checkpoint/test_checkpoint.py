@@ -1,4 +1,5 @@
-"""What any mesh saved, any other mesh loads: weights and optimizer bit for bit, and the next loss to rounding."""
+"""A checkpoint saved on any mesh loads on any other: weights and optimizer state bit for bit, and the next loss up to
+rounding."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.distributed.checkpoint.checkpoint_support import (
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Checkpoints by model and topology, made once."""
+    """Returns checkpoints by model and mesh, each created once."""
     made: dict = {}
 
     def get(model, topology):
@@ -34,7 +35,8 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("into", TOPOLOGIES)
 def test_any_mesh_loads_what_any_other_saved(saved, into):
-    """One after another into the same objects, so that each also replaces what was there before."""
+    """Checkpoints are loaded one after another into the same objects, so that each replaces the state of the previous
+    one."""
     ranks, plugins = TOPOLOGIES[into]
     expected = {out_of: saved("gpt2-tied", out_of) for out_of in TOPOLOGIES}
     folders = [str(folder) for folder, _, _ in expected.values()]

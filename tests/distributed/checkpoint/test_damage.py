@@ -1,5 +1,5 @@
-"""A checkpoint that was damaged, and a save that was interrupted: always a clear error, never a wrong load, and always
-a latest checkpoint that loads."""
+"""Damaged checkpoints and interrupted saves: a damaged checkpoint always raises and never loads wrong values, and after
+an interruption the latest checkpoint always loads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MESH = [TP2, "zero1"]
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
 def _damages(folder: Path):
-    """Every way to damage every file, undone after each: name, and a context."""
+    """Yields every damage of every file as a name and a context manager that undoes the damage at its end."""
     names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
     generator = random.Random(0)
     for name in names:
@@ -104,7 +104,7 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path):
 
 # ---- interruptions ---------------------------------------------------------------------------------------------------
 class Dying(Files):
-    """Ends the process before its nth operation."""
+    """Ends the process before its nth file operation."""
 
     def __init__(self, after: int) -> None:
         self.left = after
@@ -124,8 +124,8 @@ def _count_operations(accelerator, folder: str) -> int:
 
 
 def _die_at_every_operation(folder: str) -> tuple[int, int]:
-    """Saves over an older checkpoint, and dies at each operation in turn. Returns the number of operations, and how
-    many of these deaths left the new checkpoint."""
+    """Saves over an older checkpoint and is interrupted at each file operation in turn. Returns the number of
+    operations, and after how many of these interruptions the latest checkpoint was the new one."""
     trained = Trained("gpt2-tied", [], seed=0)
     accelerator = trained.accelerator
     trained.step(BATCHES[0])
@@ -174,7 +174,8 @@ def test_dying_at_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_path, r
 
 
 def _die_at_every_operation_of_a_numbered_save(root: str) -> tuple[int, int]:
-    """Two checkpoints are there, two are kept. Returns the number of operations, and how many deaths left the third."""
+    """Saves a third numbered checkpoint where two are kept. Returns the number of operations, and after how many
+    interruptions the third was complete."""
     from accelerate.utils import ProjectConfiguration
 
     project = ProjectConfiguration(project_dir=root, automatic_checkpoint_naming=True, total_limit=2)
@@ -236,7 +237,7 @@ def _save_until_killed(root: str, reported: str) -> None:
 
 
 def _kill_at_random(root: str, seed: int) -> None:
-    """Runs in one rank of two: kills both."""
+    """Runs in one of two ranks and kills both."""
     reported = Path(root, "reported")
     if int(os.environ["RANK"]) == 0:
         child = os.fork()
@@ -275,7 +276,7 @@ def test_killed_at_a_random_moment_the_latest_loads_and_nothing_reported_is_lost
 
 # ---- a file system that refuses --------------------------------------------------------------------------------------
 class Full(Files):
-    """A disk that is full from the nth write on."""
+    """A disk that is full from its nth write on."""
 
     def __init__(self, after: int) -> None:
         self.left = after

@@ -1,4 +1,4 @@
-"""A rank that is killed, a launcher that starts it again, and a training that goes on by itself."""
+"""A rank is killed, the launcher restarts the job, and training resumes without intervention."""
 
 from __future__ import annotations
 

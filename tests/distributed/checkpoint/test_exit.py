@@ -1,4 +1,4 @@
-"""A program that ends while a save is under way: the exit waits for it, and says if it failed."""
+"""If a program ends while a save is in progress, its exit waits for the save and reports its failure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_program_that_simply_ends_waits_for_its_save(tmp_path):
 
 @pytest.mark.parametrize("disk", ["full"])
 def test_a_program_that_simply_ends_reports_that_its_save_failed(tmp_path, disk):
-    """On one of two ranks the system refuses to write."""
+    """On one of two ranks the file system refuses to write."""
     done = run(tmp_path, disk)
     assert done.returncode != 0
     assert "the last checkpoint was not saved" in done.stdout + done.stderr

@@ -1,5 +1,5 @@
-"""Checkpoints that are undamaged, as far as checksums can tell, and absurd: an error in words before anything is
-changed, or a load that changes what it should; never another error, never a wait."""
+"""Checkpoints with valid checksums and invalid contents: loading raises a CheckpointError before anything is changed,
+or loads what it should. It never raises another error and never hangs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECONDS = 5.0
 
 
 class Counted:
-    """Something of the user's own, which keeps a number and a tensor."""
+    """A user's object whose state is a number and a tensor."""
 
     def __init__(self) -> None:
         self.count, self.table = 3, torch.arange(3.0)
@@ -40,7 +40,8 @@ class Counted:
 
 
 class Session:
-    """A small training with everything that a checkpoint holds, and running statistics that differ between ranks."""
+    """A small training run with everything that a checkpoint holds, and running statistics that differ between
+    ranks."""
 
     def __init__(self) -> None:
         from neuron_accel import NeuronAccelerator
@@ -67,7 +68,7 @@ class Session:
             break
 
     def contents(self):
-        """Everything that a load can change, to compare."""
+        """Returns everything that loading can change."""
         model, optimizer = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
         return [
             model,
@@ -128,7 +129,7 @@ ABSURD = [
 
 
 def places(data, path=()):
-    """The paths of all values in plain data; of long lists only some items."""
+    """Yields the paths of all values in plain data, and of some items of long lists."""
     if path:
         yield path
     if isinstance(data, dict):
@@ -141,8 +142,8 @@ def places(data, path=()):
 
 
 def forgeries(data, generator, share):
-    """Copies of plain data with one value replaced, removed or added: what was done, and the copy. Of all places a
-    share is used, or each several times."""
+    """Yields a description and a copy of plain data with one value replaced, removed or added. ``share`` is the average
+    number of times that each place is used; below 1, only some places are."""
     for path in places(data):
         number = int(share) + (generator.random() < share % 1)
         for value in generator.sample([*ABSURD, "REMOVED", "ADDED"], number):
@@ -162,7 +163,7 @@ def forgeries(data, generator, share):
 
 
 def with_metadata(contents: bytes, key: str, text: str) -> bytes:
-    """A file of safetensors with other metadata."""
+    """Returns a safetensors file with other metadata."""
     length = struct.unpack("<Q", contents[:8])[0]
     header = json.loads(contents[8 : 8 + length])
     header["__metadata__"][key] = text
@@ -176,7 +177,7 @@ def metadata(contents: bytes, key: str):
 
 
 def put(folder: Path, relative: str, contents: bytes) -> None:
-    """Exchanges a file, and what the manifest says about it."""
+    """Replaces a file and its entry in the manifest."""
     manifest = read_manifest(folder)
     entry = FileEntry(size=len(contents), checksums=checksums_of(contents), kind=manifest.files[relative].kind)
     (folder / relative).write_bytes(contents)
@@ -188,7 +189,8 @@ def put_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def forged_checkpoints(good: Path, folder: Path, seed: int, share: float):
-    """Makes ``folder`` a checkpoint like ``good`` with one thing forged, again and again; gives what it was."""
+    """Repeatedly makes ``folder`` a copy of the checkpoint ``good`` with one forged value, and yields its
+    description."""
     generator = random.Random(seed)
     manifest = read_manifest(good)
     kinds = {"state": "training_state", "model": "neuron_accel", "optimizer": "neuron_accel"}

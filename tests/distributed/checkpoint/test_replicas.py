@@ -1,4 +1,5 @@
-"""Replicas that train apart: a plugin as a third party would write it, equal to its reference, saved and resumed."""
+"""Replicas that train independently: a plugin as a third party would write it equals its reference, and can be saved
+and resumed."""
 
 from __future__ import annotations
 
@@ -92,8 +93,8 @@ def outer_step(anchor: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor)
 
 
 def reference(data_ranks: int, islands: int = 2) -> dict[int, list[dict[str, torch.Tensor]]]:
-    """The same in one process: every island's weights by the number of steps taken. A prepared scheduler takes a step
-    for each of the ranks that see other samples, as Accelerate's does."""
+    """Computes the same in one process, and returns the weights of every island by number of steps. A prepared
+    scheduler takes one step for each data-parallel rank, as Accelerate's does."""
     torch.manual_seed(0)
     first = MODELS["llama"]().train()
     models = [first, *(copy.deepcopy(first) for _ in range(islands - 1))]
@@ -127,7 +128,7 @@ NAME = f"{__name__}:DiLoCo"
 
 
 def _state(trained: Trained) -> dict[str, dict[str, torch.Tensor]]:
-    """This replica's weights, and the plugin's state, unsharded."""
+    """Returns the full weights of this replica and the full state of the plugin."""
     run = trained.accelerator.run
     (model,) = run.models
     mine = next(run.state(p) for p in run.plan.plugins if p.spec.name == "diloco")
@@ -140,7 +141,7 @@ def _state(trained: Trained) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _train_and_resume(folder: str, plugins: list[Any]) -> dict[str, Any]:
-    """Trains, saving in the middle of a round; then takes back what was saved and goes on once more."""
+    """Trains and saves in the middle of a round, then loads what was saved and trains on from there."""
     trained = Trained("llama", [NAME, *plugins])
     for batch in BATCHES[:SAVED]:
         trained.step(batch)
@@ -226,7 +227,7 @@ def _weights(paths: list[Path]) -> dict[str, torch.Tensor]:
 # ---- ranks that should be equal and are not --------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Settle(StrategyPlugin):
-    """Averages the weights of ranks that took steps apart, once somebody wants to save them."""
+    """Averages the weights of ranks that took steps independently, before they are saved."""
 
     spec: ClassVar[PluginSpec] = PluginSpec(name="settle", phase=Phase.OPTIMIZER)
 

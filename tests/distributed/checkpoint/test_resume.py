@@ -1,4 +1,5 @@
-"""Going on from a checkpoint: N steps, save, stop, load, N more are 2N steps; loaders give each sample once."""
+"""Resuming from a checkpoint: N steps, save, stop, load and N more steps equal 2N steps, and loaders yield each sample
+once."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class Noisy(nn.Module):
 
 
 class Counter:
-    """A custom object: the mean of what it has seen, and some that cannot be JSON as it is."""
+    """A custom object whose state is the mean of its inputs and values that JSON cannot represent."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -98,8 +99,9 @@ def _noisy_run(folder: str, plugins: list[Any], part: str, samples: int = 41) ->
 
 @pytest.mark.parametrize("broadcast", [True, False], ids=["", "own buffers"])
 @pytest.mark.parametrize("plugin", ["data_parallel", "zero1"])
-def test_stopping_in_the_middle_of_everything_changes_nothing(tmp_path, plugin, broadcast):
-    """In an epoch, with dropout, running statistics, groups, a schedule, shuffling and all generators."""
+def test_resuming_in_the_middle_of_an_epoch_equals_an_uninterrupted_run(tmp_path, plugin, broadcast):
+    """The run is stopped within an epoch, and has dropout, running statistics, parameter groups, a scheduler, shuffling
+    and all random number generators."""
     folder = str(tmp_path / "c")
     plugins = [{plugin: {"broadcast_buffers": broadcast}}]
     whole = run_ranks(_noisy_run, 2, folder, plugins, "whole")
@@ -128,7 +130,7 @@ class Stream(IterableDataset):
 def _samples(
     folder: str, batch_size: int, part: str, kind: str = "map", stop: int = 3, on: str | None = None, workers: int = 0
 ) -> tuple[list[int], list[int]]:
-    """Samples that this rank saw in the first epoch, and in the next."""
+    """Returns the samples of this rank in the first epoch and in the next."""
     from neuron_accel import NeuronAccelerator
 
     accelerator = NeuronAccelerator(backend=on)
@@ -184,7 +186,7 @@ def test_a_position_inside_of_a_batch_is_refused(tmp_path):
 
 
 def _skips_by_hand(folder: str) -> list[int]:
-    """As Accelerate's example of checkpointing does it."""
+    """Skips batches as Accelerate's example of checkpointing does."""
     from neuron_accel import NeuronAccelerator
 
     accelerator = NeuronAccelerator()
@@ -204,7 +206,8 @@ def test_skipping_by_hand_is_not_done_twice(tmp_path):
 
 # ---- loaders that one process reads for all --------------------------------------------------------------------------
 def _epochs(folder: str, samples: int, after: int) -> tuple[list[Any], list[Any], list[Any]]:
-    """An epoch in which the state is saved after batch ``after``; the rest of it after loading; and the next epoch."""
+    """Returns an epoch in which the state is saved after batch ``after``, the rest of it after loading, and the next
+    epoch."""
     from accelerate.utils import DataLoaderConfiguration
 
     from neuron_accel import NeuronAccelerator
@@ -250,7 +253,8 @@ def test_a_background_save_holds_what_was_there_when_it_was_asked_for(tmp_path):
 
 # ---- mixed precision -------------------------------------------------------------------------------------------------
 def _scaler(folder: str, load: bool) -> tuple[float, dict[str, Any]]:
-    """The scale of fp16 training. Accelerate makes a scaler on GPUs only; torch has one for the CPU."""
+    """Returns the loss scale of fp16 training. Accelerate creates a scaler on GPUs only; PyTorch has one for the
+    CPU."""
     trained = Trained("gpt2-tied", ["zero1"], seed=int(load))
     scaler = trained.accelerator.scaler = torch.amp.GradScaler(
         "cpu", init_scale=8.0 if load else 1024.0, growth_interval=3
@@ -396,7 +400,7 @@ def test_what_cannot_be_done_is_refused(tmp_path):
 
 
 def _factored(folder: str, plugins: list[Any], load: bool) -> dict:
-    """Everything that the optimizer keeps, by FQN and entry; from the rank that has it."""
+    """Returns the optimizer state by FQN and entry, from the rank that holds it."""
     trained = Trained("gpt2-tied", plugins, optimizer="adafactor", seed=int(load))
     if load:
         trained.accelerator.load_state(folder)
@@ -410,7 +414,7 @@ def _factored(folder: str, plugins: list[Any], load: bool) -> dict:
 
 
 def test_factored_moments_travel_between_meshes(tmp_path):
-    """State whose shape is not the parameter's, which every rank along a cut axis holds for the whole parameter."""
+    """State whose shape is not the parameter's is replicated along the axes that the parameter is sharded along."""
     folder = str(tmp_path / "c")
     whole = {"zero1": {"partition": "parameters"}}
     saved = run_ranks(_factored, 2, folder, [TP2], False)[0]

@@ -1,4 +1,4 @@
-"""What becomes of a checkpoint outside of training: consolidated, inspected, verified; and folders of transformers."""
+"""The checkpoint tools (consolidate, inspect, verify, reshard), and loading folders of transformers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Checkpoints by model, made once: folder, contents and the loss of the next step."""
+    """Returns checkpoints by model, each created once: folder, contents and the loss of the next step."""
     made: dict = {}
 
     def get(model):
@@ -89,7 +89,7 @@ def test_one_file_where_it_fits(saved, tmp_path):
 
 
 def test_consolidating_what_is_damaged_leaves_no_weights(saved, tmp_path):
-    """A flipped bit in a weight, which only the checksum tells; it is found while weights are written already."""
+    """One bit of a weight is flipped, which only the checksum detects, after some weights have been written."""
     folder = tmp_path / "copy"
     shutil.copytree(saved("llama")[0], folder)
     path = folder / read_manifest(folder).of_kind("model")[0]
@@ -119,7 +119,8 @@ def test_a_folder_of_transformers_loads_as_model(saved, tmp_path, single, form):
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 def test_an_old_folder_of_a_model_without_head_loads(tmp_path, zipped):
-    """Pickled, without the prefix, with tables that are computed nowadays, and one tensor that is not contiguous."""
+    """The folder is pickled, its names lack the prefix, it has buffers that are now computed, and one tensor is not
+    contiguous."""
     from tests.distributed.checkpoint.checkpoint_support import MODELS
 
     weights = MODELS["gpt2-tied"]().transformer.state_dict()
@@ -177,7 +178,7 @@ def test_inspect_says_what_is_there(saved, capsys):
 
 
 def test_every_unique_byte_is_written_once_and_by_all(saved):
-    """Two data-parallel ranks share the work; ranks that hold equal parts do not repeat each other."""
+    """Data-parallel ranks each write a part, and ranks with equal shards do not write them twice."""
     folder, contents, _ = saved("gpt2-tied")
     files = {path.name: path.stat().st_size for path in (folder / "tensor_parallel_shards").iterdir()}
     assert sorted(files) == [f"dp_rank_0{d}_tp_rank_0{t}.safetensors" for d in (0, 1) for t in (0, 1)]
@@ -252,7 +253,7 @@ def test_no_sizes(text):
 
 
 def test_consolidating_does_not_need_memory_for_the_model(tmp_path):
-    """The peak stays far below the model's 64 MB."""
+    """The peak memory stays far below the 64 MB of the model."""
     big = run_ranks(_save_big, 2, str(tmp_path / "c"))[0]
     code = (
         "import sys\n"
@@ -334,7 +335,7 @@ def _copy_and_save(folder: str) -> None:
 
 
 def test_shards_are_never_saved_as_if_they_were_the_model(tmp_path):
-    """A copy of a sharded model, and the model after the run."""
+    """Saving a copy of a sharded model, or the model after the run, is refused."""
     run_ranks(_copy_and_save, 2, str(tmp_path / "out"))
 
 
@@ -364,7 +365,7 @@ def test_resharded_checkpoints_hold_the_same(saved, tmp_path, model, pp, tp, dp,
 
 
 def _stage_weights(folder: str) -> tuple[str, set[str]]:
-    """The file of this rank, and the weights that it has."""
+    """Returns the name of this rank's file and the names of the weights in it."""
     trained = Trained("llama", [PP2_TP2], seed=1)
     accelerator = trained.accelerator
     names = {record.fqn for m in accelerator.run.models for record in m.parameters if record.current is not None}
@@ -373,7 +374,8 @@ def _stage_weights(folder: str) -> tuple[str, set[str]]:
 
 
 def test_files_may_have_any_names(saved, tmp_path):
-    """A checkpoint from before files were named by the axes of the mesh: every name had tp, pp and dp."""
+    """Checkpoints load that were written before files were named by the axes of the mesh, when every name had tp, pp
+    and dp."""
     folder, contents, loss = saved("gpt2-tied")
     shutil.copytree(folder, tmp_path / "old")
     manifest, files = read_manifest(folder), {}

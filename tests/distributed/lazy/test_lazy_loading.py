@@ -1,4 +1,4 @@
-"""Models built without memory: what each rank reads, what it takes, and that it gets the weights it should."""
+"""Models built without memory: how much each rank reads and allocates, and that it gets the right weights."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ MEDIUM = {
 
 @pytest.fixture(scope="module")
 def medium(tmp_path_factory):
-    """A folder of about 250 MB in several files."""
+    """Returns a folder with weights of about 250 MB in several files."""
     folder = tmp_path_factory.mktemp("medium")
     model = LlamaForCausalLM(LlamaConfig(**MEDIUM))
     model.save_pretrained(folder, max_shard_size="70MB")
@@ -231,7 +231,7 @@ def _costs(folder: str, options: dict, zero1: bool) -> dict[str, int]:
     [(2, TP2, False, 2), (4, TP4, False, 4), (2, PP2, False, 2), (4, TP2, True, 2)],
     ids=["tp2", "tp4", "pp2", "tp2-zero1"],
 )
-def test_a_rank_reads_only_its_bytes_and_takes_little_more_memory_than_its_share(medium, ranks, options, zero1, share):
+def test_a_rank_reads_only_its_bytes_and_needs_little_more_memory_than_its_shards(medium, ranks, options, zero1, share):
     whole = sum(path.stat().st_size for path in Path(medium).glob("*.safetensors"))
     for cost in run_ranks(_costs, ranks, medium, options, zero1):
         assert cost["held"] < whole / share * 1.02

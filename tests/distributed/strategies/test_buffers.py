@@ -150,6 +150,6 @@ def count_tokens(plugins):
 
 
 @pytest.mark.parametrize("plugins", [[], [Zero1Plugin()]], ids=["data-parallel", "zero1"])
-def test_experts_keep_their_own(plugins):
+def test_buffers_of_experts_are_not_broadcast(plugins):
     assert run_ranks(count_tokens, 2, plugins) == [[2.0, 2.0], [4.0, 2.0]]
     assert run_ranks(count_tokens, 4, plugins) == [[2.0, 2.0], [4.0, 2.0], [2.0, 2.0], [4.0, 2.0]]

@@ -430,7 +430,7 @@ def differ(plugins):
 
 
 @pytest.mark.parametrize("plugin", [DataParallelPlugin(), Zero1Plugin()], ids=["data-parallel", "zero1"])
-def test_ranks_that_unfreeze_other_parameters_are_told(plugin):
+def test_ranks_that_unfreeze_different_parameters_raise(plugin):
     for kind, message in run_ranks(differ, 2, [plugin]):
         assert kind == "DesyncError"
         assert "'layers.1.bias'" in message

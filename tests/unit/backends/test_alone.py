@@ -1,4 +1,4 @@
-"""The torch backend in a world of one rank: everything is the identity and sends nothing."""
+"""The torch backend with a world size of one: every collective returns its input and sends nothing."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def alone(monkeypatch):
     backend.shutdown()
 
 
-def test_who_and_where(alone):
+def test_rank_size_and_device_of_a_single_process(alone):
     assert (alone.rank, alone.world_size, alone.device) == (0, 1, torch.device("cpu"))
     assert alone.reads_are_free
     group = alone.new_group([[0]], "tp")
     assert (group.size, group.index, group.ranks, group.name, group.handle) == (1, 0, (0,), "tp", None)
 
 
-def test_identity(alone):
+def test_collectives_of_one_rank_return_their_input(alone):
     group = alone.new_group([[0]], "tp")
     x = torch.arange(6.0).view(2, 3)
     with alone.record() as traffic:
@@ -63,7 +63,7 @@ def test_a_group_of_one_leaves_no_trace_in_the_graph(alone, collective):
     assert collective(x, alone, alone.new_group([[0]], "tp")) is x
 
 
-def test_gathers_know_two_gradients(alone):
+def test_an_unknown_gradient_of_a_gather_is_refused(alone):
     with pytest.raises(ValueError, match="reduce_scatter"):
         autograd.gather_from_group(torch.ones(2), alone, alone.new_group([[0]], "tp"), 0, grad="sum")
 

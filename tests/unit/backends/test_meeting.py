@@ -1,4 +1,4 @@
-"""Exchanges between ranks that are threads of one process; needs no torch_xla."""
+"""Exchanges between ranks that are threads of one process. Does not need torch_xla."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_rank_gets_the_values_of_all():
 
 
 def test_a_rank_that_fails_after_an_exchange_leaves_it_to_the_others():
-    """The others may not have woken up when it aborts; their exchange was complete all the same."""
+    """The other ranks may not have resumed when it aborts, but the exchange was already complete."""
 
     def exchange_and_fail(rank):
         values = meeting.exchange(rank, RANKS, rank)

@@ -1,4 +1,4 @@
-"""Cutting, joining and adding up, as collectives do it on one rank; payloads of objects; failures."""
+"""The local work of collectives: splitting, concatenating and summing tensors, encoding objects, and lost peers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EVERY_DTYPE = [
     count=st.integers(1, 4),
     data=st.data(),
 )
-def test_splitting_and_joining_are_inverse(shape, count, data):
+def test_splitting_and_joining_are_inverses(shape, count, data):
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
     shape = [*shape]
     shape[dim] *= count
@@ -93,7 +93,7 @@ def test_sums_do_not_touch_what_they_read():
     assert total.untyped_storage().nbytes() == 16  # nor keep it alive
 
 
-def test_extremes_propagate_nan_and_booleans_unite():
+def test_max_and_min_propagate_nan_and_accept_booleans():
     rows = torch.tensor([[1.0, 2.0], [float("nan"), 1.0]])
     assert reduce_rows(rows, "max")[0].isnan()
     assert reduce_rows(rows, "min")[0].isnan()
@@ -158,7 +158,7 @@ def test_lost_peers_are_reported(message, slow):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Invalid scalar type"), RuntimeError("neuron: out of memory")])
-def test_wrong_arguments_stay_what_they_are(error):
+def test_errors_that_are_no_lost_peer_are_raised_unchanged(error):
     assert not is_communication_failure(error)
     with pytest.raises(RuntimeError) as caught, reported("all_reduce", "rank 0"):
         raise error

@@ -1,4 +1,4 @@
-"""The rules of the native neuron device, on a stand-in for it: what can be held to without TorchNeuron."""
+"""The native backend on a fake ``neuron`` device: what can be tested without TorchNeuron."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from neuron_accel.testing import run_ranks
 
 
 def joined():
-    """In a process of its own: a device can be registered once."""
+    """Runs in a process of its own, because a device can be registered only once per process."""
     import torch
 
     from neuron_accel.backends import process_group

@@ -1,4 +1,4 @@
-"""Which backend a run uses, row by row, and that Accelerate follows."""
+"""Which backend a run selects, for each row of the documented table, and that Accelerate selects the same."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_settling_makes_accelerate_follow():
     assert settle(environ, probes=XLA_INSTALLED, modules=accelerate_that(uses_xla=False)).backend == "torch"
 
 
-def test_settling_touches_nothing_where_nothing_is_in_the_way():
+def test_settling_changes_nothing_unless_accelerate_would_choose_otherwise():
     environ: dict[str, str] = {}
     settle(environ, probes=NOTHING, modules={})
     settle(environ, probes=TRN1, modules={})
@@ -165,7 +165,8 @@ def test_this_machine_can_be_looked_at():
 
 
 def test_a_fake_torch_xla_is_found_but_never_imported(tmp_path):
-    """A torch_xla that fails when it is imported: neither choosing nor settling does, and so Accelerate does not."""
+    """With a torch_xla that fails when it is imported: neither ``choose`` nor ``settle`` imports it, nor does
+    Accelerate."""
     (tmp_path / "torch_xla").mkdir()
     (tmp_path / "torch_xla" / "__init__.py").write_text("raise SystemExit('torch_xla was imported')")
     script = (

@@ -1,4 +1,4 @@
-"""Files of checkpoints: the safetensors format and the manifest, and what becomes of damaged ones."""
+"""The files of a checkpoint: the safetensors format and the manifest, and the errors of damaged files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write(path, tensors, metadata=None):
 
 
 def outcome(function, *arguments):
-    """What a function returns, or its CheckpointError."""
+    """Returns what a function returns, or the CheckpointError that it raises."""
     try:
         return function(*arguments)
     except CheckpointError as error:
@@ -67,7 +67,7 @@ def test_written_files_are_checksummed(tmp_path):
 
 
 def test_every_block_of_a_file_has_a_checksum(tmp_path, monkeypatch):
-    """Whatever parts it was written from, and whichever block is damaged."""
+    """For any sizes of the writes, and for any damaged block."""
     monkeypatch.setattr("neuron_accel.checkpoint.format.files.BLOCK", 4)
     monkeypatch.setattr("neuron_accel.checkpoint.format.files._CHUNK", 3)
     data = bytes(range(14))
@@ -85,7 +85,7 @@ def test_every_block_of_a_file_has_a_checksum(tmp_path, monkeypatch):
 
 
 def test_a_manifest_with_too_few_checksums_is_refused():
-    """It would leave the rest of a file unchecked."""
+    """Otherwise the rest of a file would not be verified."""
     forged = Manifest(files={"a": FileEntry(size=1, checksums=(), kind="model")}).to_bytes()
     with pytest.raises(CheckpointError, match="number of a file's checksums"):
         Manifest.from_bytes(forged, "here")
@@ -94,7 +94,7 @@ def test_a_manifest_with_too_few_checksums_is_refused():
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_a_damaged_header_is_an_error_or_harmless(tmp_path_factory, data):
-    """Any bytes in place of some of the header's: a clear error, or offsets that stay inside the file."""
+    """Random bytes in the header give a CheckpointError or offsets inside the file."""
     path = tmp_path_factory.mktemp("fuzz") / "x"
     write(path, TENSORS)
     contents = bytearray(path.read_bytes())
@@ -151,7 +151,7 @@ json_values = st.recursive(
 
 
 def places_in(value, path=()):
-    """Every place in a nested description."""
+    """Yields the path of every value in a nested description."""
     yield path
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield from places_in(inner, (*path, key))
@@ -172,7 +172,7 @@ def changed(value, path, new):
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_a_file_that_describes_its_tensors_wrongly_is_an_error_or_read_within_bounds(tmp_path_factory, data):
-    """Valid JSON, matching checksums: what somebody would write who wants to do harm."""
+    """Valid JSON with matching checksums, as an attacker could write it."""
     path = tmp_path_factory.mktemp("fuzz") / "x"
     described = {"version": 1, "tensors": {"a": DESCRIPTION}}
     place = data.draw(st.sampled_from(list(places_in(described))))
@@ -190,7 +190,7 @@ def test_a_file_that_describes_its_tensors_wrongly_is_an_error_or_read_within_bo
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("nan"), 1.0, "1", None], ids=repr)
-def test_what_is_no_whole_number_is_an_error_wherever_one_belongs(tmp_path, number):
+def test_a_value_that_is_not_an_integer_is_refused_in_every_integer_field(tmp_path, number):
     path = tmp_path / "x"
     described = {"version": 1, "tensors": {"a": DESCRIPTION}}
     places = [place for place in places_in(described) if type(value_at(described, place)) is int and len(place) > 1]

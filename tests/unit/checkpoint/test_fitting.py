@@ -1,4 +1,4 @@
-"""State that a training has itself can take its own place."""
+"""State can be restored into an object of the same kind and structure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of pickled weights: tensors are read, by slices, and nothing that a pickle says is run."""
+"""Folders of pickled weights: tensors are read in slices, and no code in a pickle is run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WEIGHTS = {
 
 
 def rows(tensor, index):
-    """Half of the rows of a tensor in a folder, as two ranks cut it."""
+    """Returns the half of a tensor's rows that one of two ranks reads."""
     layout = Layout(
         shape=tensor.layout.shape, dtype=tensor.layout.dtype, cuts=(Cut(dim=0, axis="tp", degree=2, size=6),)
     )
@@ -51,7 +51,7 @@ def test_slices_of_pickled_weights(tmp_path, zipped):
 
 
 def test_reading_a_slice_takes_no_memory_for_the_rest(tmp_path):
-    """The file is mapped: a large tensor, of which little is read, is not copied."""
+    """The file is memory-mapped: reading a small slice of a large tensor does not copy the tensor."""
     torch.save({"big": torch.zeros(6, 1 << 20)}, tmp_path / "pytorch_model.bin")
     value = read_pickled(tmp_path / "pytorch_model.bin")["big"]
     address = value.data_ptr()
@@ -73,7 +73,7 @@ def test_an_index_of_several_files(tmp_path):
 
 
 class Touch:
-    """What an attacker would put into a pickle."""
+    """An object whose unpickling creates a file, as malicious code would."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -109,7 +109,7 @@ def test_what_is_no_weights_by_name(tmp_path, contents, match):
 
 
 def test_compressed_records_are_refused(tmp_path):
-    """Mapped, they would be read as weights."""
+    """Memory-mapped, the compressed bytes would be taken for weights."""
     torch.save(WEIGHTS, tmp_path / "plain.bin")
     with (
         zipfile.ZipFile(tmp_path / "plain.bin") as plain,
@@ -122,7 +122,7 @@ def test_compressed_records_are_refused(tmp_path):
 
 
 def outcome(function, *arguments):
-    """What a function returns, or its CheckpointError."""
+    """Returns what a function returns, or the CheckpointError that it raises."""
     try:
         return function(*arguments)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""What was stored in one division is read in any other: random layouts, runs of shards, blocks, units, padding."""
+"""Tensors stored under one layout are read under any other: random layouts, runs, blocks, units and padding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from neuron_accel.errors import CheckpointError
 
 @st.composite
 def shapes(draw):
-    """A shape whose dims consist of blocks of units, with these blocks and units."""
+    """Draws a shape whose dims consist of blocks of units, with the blocks and units."""
     dims = []
     for _ in range(draw(st.integers(0, 3))):
         unit = draw(st.integers(1, 3))
@@ -58,13 +58,14 @@ def layouts(draw, dims):
 
 
 def places(layout):
-    """The coordinates of every rank along the cut axes."""
+    """Returns the coordinates of every rank along the axes of the cuts."""
     ranges = [[(cut.axis, index) for index in range(cut.degree)] for cut in layout.cuts]
     return [dict(place) for place in itertools.product(*ranges)]
 
 
 def store(folder, full, layout, runs):
-    """Writes ``full`` as ``layout`` divides it, each shard cut into ``runs`` runs of elements, in several files."""
+    """Writes the shards of ``full`` under ``layout`` to several files, each shard split into ``runs`` runs of
+    elements."""
     index = Index()
     for number, at in enumerate(places(layout)):
         if not all(at[cut.axis] % cut.replicas == 0 for cut in layout.cuts):
@@ -92,7 +93,7 @@ def store(folder, full, layout, runs):
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), dims=shapes(), runs=st.integers(1, 3), of=st.integers(1, 3))
-def test_reading_equals_cutting_the_whole(tmp_path_factory, data, dims, runs, of):
+def test_reading_equals_slicing_the_full_tensor(tmp_path_factory, data, dims, runs, of):
     folder = tmp_path_factory.mktemp("store")
     stored, wanted = data.draw(layouts(dims)), data.draw(layouts(dims))
     full = torch.arange(1, math.prod(stored.shape) + 1, dtype=torch.int32).reshape(stored.shape)
@@ -109,7 +110,7 @@ def test_reading_equals_cutting_the_whole(tmp_path_factory, data, dims, runs, of
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), dims=shapes(), runs=st.integers(1, 3), by_system=st.booleans())
-def test_extents_are_the_whole_tensor(tmp_path_factory, data, dims, runs, by_system):
+def test_extents_cover_the_full_tensor(tmp_path_factory, data, dims, runs, by_system):
     folder = tmp_path_factory.mktemp("store")
     stored = data.draw(layouts(dims))
     full = torch.arange(1, math.prod(stored.shape) + 1, dtype=torch.int32).reshape(stored.shape)

@@ -1,4 +1,4 @@
-"""State of arbitrary objects, encoded and decoded without pickle."""
+"""The state of arbitrary objects is encoded and decoded without pickle."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def draw():
     return random.random(), float(np.random.rand()), float(torch.rand(())), float(np.random.randn())
 
 
-def test_random_numbers_go_on():
+def test_random_number_generators_continue():
     np.random.randn()  # leaves half of a pair behind
     state = there_and_back(random_state(CPU))
     expected = [draw() for _ in range(3)]
@@ -166,7 +166,7 @@ def mesh(**degrees):
     return Mesh.build(axes, int(np.prod(list(degrees.values()))))
 
 
-def test_ranks_of_another_mesh_share_what_they_must():
+def test_ranks_of_another_mesh_restore_shared_generators():
     saved = mesh(dp=2, tp=2)
     states = [{"rank": rank} for rank in range(4)]
     assert [state_for(states, saved, saved, rank)[0]["rank"] for rank in range(4)] == [0, 1, 2, 3]
@@ -181,7 +181,7 @@ def test_ranks_of_another_mesh_share_what_they_must():
     ]
 
 
-def test_newcomers_draw_other_numbers():
+def test_ranks_without_saved_generators_draw_other_numbers():
     state = random_state(CPU)
     seen = set()
     for number in (2, 3):

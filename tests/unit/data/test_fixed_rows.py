@@ -1,4 +1,4 @@
-"""Loaders whose batches have one shape: what fills up the last one counts for nothing."""
+"""Loaders whose batches all have one shape: the rows that fill up the last batch do not contribute to the loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def loader_on(rank, ranks, count, size=2, **options):
 
 
 def epoch(loader):
-    """Of each batch: its samples that count, its number of rows, and what its loss is multiplied by."""
+    """Returns for each batch its real samples, its number of rows, the weight of its loss, and whether it is the
+    last."""
     seen = []
     for batch in loader:
         real = [int(i) for i, label in zip(batch["ids"], batch["labels"], strict=True) if label[0] >= 0]
@@ -45,7 +46,7 @@ def test_a_short_batch_is_filled_up_and_masked():
 
 
 @pytest.mark.parametrize("count", [8, 9, 10, 11])
-def test_the_shares_of_all_ranks_are_the_real_rows(count):
+def test_loss_weights_of_all_ranks_count_each_real_row_once(count):
     found = [epoch(loader_on(rank, 2, count)) for rank in range(2)]
     batches = -(-count // 4)
     assert [len(batches_) for batches_ in found] == [batches] * 2
@@ -94,7 +95,7 @@ def test_the_end_of_a_stream_is_masked_and_known_to_metrics():
 
 
 class Sent:
-    """A batch that remembers when it went to its device."""
+    """A batch that records when it is moved to its device."""
 
     def __init__(self, index, log):
         self.index, self.log = index, log
@@ -113,7 +114,7 @@ def test_the_next_batch_is_on_the_device_before_this_one_is_given_out():
     assert log == ["sent 0", "sent 1", "step 0", "sent 2", "step 1", "sent 3", "step 2", "step 3"]
 
 
-def test_leaving_early_leaves_nothing_behind():
+def test_after_breaking_out_of_an_epoch_the_next_one_is_complete():
     loader = loader_on(0, 2, 9)
     for _ in loader:
         break
@@ -121,6 +122,6 @@ def test_leaving_early_leaves_nothing_behind():
     assert len(epoch(loader)) == 3
 
 
-def test_nothing_is_filled_up_from_nothing():
+def test_fill_rows_repeats_rows_and_returns_values_without_rows_unchanged():
     assert fill_rows({"a": "text"}, 3) == {"a": "text"}
     assert fill_rows(torch.arange(2), 5).tolist() == [0, 1, 0, 1, 0]

@@ -1,4 +1,4 @@
-"""Configurations: what is accepted, what comes out, and what every mistake is answered with."""
+"""Configurations: what is accepted, what it becomes, and the error of each mistake."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_spellings_of_a_plugin(entry, registry):
 
 
 def test_the_keys_are_those_of_accelerate(registry):
-    """Every key but this project's own is an argument of the class that it is passed to."""
+    """Every key that is not this project's own is an argument of the Accelerate class that receives it."""
     import inspect
 
     accelerate = pytest.importorskip("accelerate")
@@ -507,7 +507,7 @@ def test_a_field_may_ask_for_infinity_and_a_class_may_convert():
             object.__setattr__(self, "names", tuple(names))
 
     class Derived(Tolerant):
-        """Its option is finished by a class further down."""
+        """A subclass defines the annotation of an inherited option."""
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -1,4 +1,4 @@
-"""What the contract refuses at planning, and what it tells of a step."""
+"""Plugin classes and hooks that are refused at planning, and the hooks that a run calls."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def run_of(*plugins: StrategyPlugin) -> Run:
         (lambda: with_methods("a", full_gradient=lambda self, parameter, run: None), "only called on the owner"),
     ],
 )
-def test_a_class_that_does_not_keep_the_form_is_refused_at_planning(plugin, message):
+def test_plugin_classes_that_do_not_conform_are_refused_at_planning(plugin, message):
     with pytest.raises(PluginError, match="does not conform") as caught:
         run_of(plugin())
     assert message in caught.value.why
 
 
-def test_methods_of_its_own_are_a_plugins_own_business():
+def test_methods_that_are_no_hooks_are_allowed():
     run_of(with_methods("a", graphs=lambda self: 3, survey_of=lambda self, x: x))
 
 
@@ -69,7 +69,7 @@ def test_only_implemented_hooks_are_called_in_the_order_of_the_plan():
         run.hooks["after_stepp"]
 
 
-def test_a_plan_prints_who_acts_when():
+def test_explain_lists_the_plugins_of_each_hook():
     def after_step(self, optimizer, run):
         """Counts the step. And more."""
 

@@ -1,4 +1,4 @@
-"""Gradients on their way into a bucket."""
+"""How gradients are collected into a bucket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def flat_gradients(*shapes, flags=False):
     return FlatGradients(bucket, flags=flags), parameters
 
 
-def test_gradients_are_scaled_and_let_go_of_and_those_that_lack_are_zeros():
+def test_gradients_are_scaled_and_released_and_missing_ones_are_zeros():
     memory, (first, second) = flat_gradients(2, (2, 2), flags=True)
     second.grad = torch.full((2, 2), 3.0)
     flat, used = memory.collect(0.5)
@@ -40,7 +40,7 @@ def test_a_gradient_that_comes_after_another_in_one_pass_is_added():
 
 
 def test_a_gradient_that_a_loop_keeps_takes_part_once():
-    """It is the memory itself then, and autograd has added the next pass's to it."""
+    """Autograd then accumulates the gradient of the next backward pass into the same memory."""
     memory, (weight,) = flat_gradients(2)
     weight.grad = torch.ones(2)
     flat, _ = memory.collect(1.0)

@@ -1,4 +1,4 @@
-"""A layout maps a full tensor to shards and back without losing or inventing an element."""
+"""A layout maps a full tensor to shards and back without losing or adding an element."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 def everywhere(layout: Layout) -> list[dict[str, int]]:
-    """All coordinates along the axes of the cuts, trivial ones included."""
+    """Returns all coordinates along the axes of the cuts, including axes of degree 1."""
     axes = [(cut.axis, cut.degree) for cut in layout.cuts]
     return [
         dict(zip((axis for axis, _ in axes), index, strict=True))
@@ -73,7 +73,7 @@ def test_segments_of_all_parts_partition_the_dim(cut):
 
 @given(layouts())
 @settings(max_examples=150)
-def test_shards_put_back_give_the_tensor(layout):
+def test_merged_shards_equal_the_tensor(layout):
     full = numbered(layout)
     back, times = torch.full_like(full, -1), torch.zeros_like(full)
     for coordinates in everywhere(layout):
@@ -168,7 +168,7 @@ def test_a_shard_owns_its_memory(tmp_path, cut, blocks):
             assert not local.requires_grad
 
 
-def test_a_scalar_is_whole_everywhere(tmp_path):
+def test_a_scalar_is_replicated(tmp_path):
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -186,7 +186,7 @@ def test_a_shard_has_the_dtype_of_what_it_was_cut_from(blocks):
     assert layout.shard(torch.ones(4, dtype=torch.bfloat16), {"tp": 0}).dtype == torch.bfloat16
 
 
-def test_write_leaves_autograd_out():
+def test_write_is_not_recorded_by_autograd():
     layout = Layout(shape=(4,), dtype="float32", cuts=(Cut(dim=0, axis="tp", degree=2, size=4),))
     full, local = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.ones(2))
     layout.write(local, full, {"tp": 1})
@@ -251,6 +251,6 @@ def test_impossible_layouts(shape, cuts):
 @pytest.mark.parametrize(
     "data", [{}, {"shape": [2], "dtype": "float32", "cuts": [{"dim": 0}]}, {"shape": 2, "cuts": []}]
 )
-def test_what_describes_no_layout(data):
+def test_invalid_plain_data_is_refused(data):
     with pytest.raises(LayoutError, match="is not a layout"):
         Layout.from_dict(data)

@@ -1,4 +1,5 @@
-"""What steps and models need on devices that compile: numbers that change as data, ties that survive a move."""
+"""On devices that compile graphs: numbers that change are tensors, and tied parameters stay tied when a model is
+moved."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def parameters():
 
 
 def stepped(options, count, gradient, *, lazy):
-    """Parameters and counters after a step of AdamW that had taken ``count`` steps before."""
+    """Returns the parameters and step counters after one step of an AdamW that has taken ``count`` steps before."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.tensor([0.5, -2.0])), nn.Parameter(torch.ones(1))], **options)
     given = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in given:
@@ -123,7 +124,7 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def test_what_was_tied_stays_tied():
+def test_tied_parameters_stay_tied():
     model = Tied()
     records = ParameterMap(model)
     place(model, torch.device("meta"), records)

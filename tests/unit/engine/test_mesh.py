@@ -1,4 +1,4 @@
-"""The mesh is arithmetic; these are its laws."""
+"""Coordinates, groups and degrees of the mesh, as properties of random meshes and by example."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_views(mesh):
     assert {*mesh.model_axes, *mesh.gradient_axes} == {axis.name for axis in mesh.axes if axis.degree > 1}
 
 
-def test_eight_ranks_by_hand():
+def test_groups_of_eight_ranks_written_out():
     mesh = mesh_of(8, tp=2, pp=2)
     assert mesh.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert mesh.groups("dp") == ((0, 2), (1, 3), (4, 6), (5, 7))
@@ -149,12 +149,12 @@ def test_impossible_number_of_ranks(world_size):
         Mesh.build([], world_size)
 
 
-def test_axis_twice():
+def test_a_duplicate_axis_is_refused():
     with pytest.raises(PlanError, match="'tp' is added more than once"):
         Mesh.build([spec("tp", 2), spec("tp", 2)], 4)
 
 
-def test_data_degree_that_leaves_ranks_over():
+def test_a_data_degree_that_does_not_use_every_rank_is_refused():
     with pytest.raises(PlanError) as caught:
         mesh_of(8, dp=2, tp=2)
     assert "multiply to 4, but there are 8 ranks" in caught.value.what

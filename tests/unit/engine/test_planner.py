@@ -1,4 +1,4 @@
-"""From plugins to a plan: a pure function of a set, with one owner for each duty."""
+"""Planning: the plan depends only on the set of plugins, and every responsibility has one owner."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def names(plan: Plan) -> list[str]:
 
 
 def refusal(*plugins: Any, kind: type[NeuronAccelError] = PlanError, **arguments: Any) -> NeuronAccelError:
-    """The error of a plan, the same one whatever the order of ``plugins``."""
+    """Returns the error of planning ``plugins``, which must not depend on their order."""
     caught = []
     for order in itertools.permutations(plugins):
         with pytest.raises(kind) as info:
@@ -92,7 +92,7 @@ def test_phases_and_declarations_are_obeyed(plugins):
         assert all(mine < place[name] for name in plugin.spec.before & place.keys())
 
 
-def test_names_decide_what_nothing_else_does():
+def test_plugins_without_an_order_are_sorted_by_name():
     assert names(plan_of(fake("b"), fake("c"), fake("a"), default_owners={})) == ["a", "b", "c"]
     plugins = [fake("b"), fake("c", before={"a"}), fake("a"), fake("z", Phase.LAYOUT)]
     plan = plan_of(*plugins, default_owners={})
@@ -111,7 +111,7 @@ def test_a_cycle_is_printed():
     assert "a -> a" in refusal(fake("a", before={"a"})).what
 
 
-def test_ordering_sorts_for_itself():
+def test_in_order_sorts_by_name_and_finds_cycles():
     given = {name: fake(name) for name in "cab"}
     assert [plugin.spec.name for plugin, _ in in_order(given)] == ["a", "b", "c"]
     pairs = {name: fake(name, after={other}) for name, other in ("dc", "cd", "ba", "ab")}
@@ -128,7 +128,7 @@ def test_a_declaration_against_the_phases():
 
 
 # ---- duties ----------------------------------------------------------------------------------------------------------
-def test_default_owners_take_only_what_is_left_over():
+def test_default_owners_own_only_unclaimed_responsibilities():
     plan = plan_of(world_size=2)
     assert dict(plan.owners) == {Claim.GRADIENT_REDUCTION: "reducer", Claim.GRADIENT_CLIPPING: "reducer"}
     clipper = fake("clipper", claims={Claim.GRADIENT_CLIPPING})
@@ -138,7 +138,7 @@ def test_default_owners_take_only_what_is_left_over():
     assert "by default" in plan.reasons["owners.gradient_reduction"]
 
 
-def test_a_default_owner_of_nothing_is_not_there():
+def test_a_default_owner_without_a_responsibility_is_left_out():
     plan = plan_of(fake("all", claims=set(Claim)), world_size=2)
     assert names(plan) == ["all"]
     assert set(plan.owners) == set(Claim)
@@ -151,7 +151,7 @@ def test_a_default_owner_given_explicitly_keeps_its_options():
     assert plan.owners[Claim.GRADIENT_REDUCTION] == "reducer"
 
 
-def test_a_default_owner_given_explicitly_but_left_without_a_duty():
+def test_a_default_owner_given_explicitly_but_without_a_responsibility():
     error = refusal(REDUCER, fake("all", claims=set(Claim)), world_size=2)
     assert "'reducer' has nothing left to own" in error.what
     assert "'reducer'" in error.where
@@ -160,13 +160,13 @@ def test_a_default_owner_given_explicitly_but_left_without_a_duty():
     assert "leave 'reducer' out" in error.fix
 
 
-def test_a_default_owner_present_for_one_duty_owns_its_other_unclaimed_ones():
+def test_a_default_owner_used_for_one_responsibility_owns_its_other_unclaimed_ones():
     helper = fake("helper", claims={Claim.GRADIENT_CLIPPING, Claim.BACKWARD})
     plan = plan_of(default_owners={Claim.GRADIENT_CLIPPING: helper})
     assert plan.owners[Claim.BACKWARD] == "helper"
 
 
-def test_two_owners_of_one_duty():
+def test_two_owners_of_one_responsibility():
     plugins = [fake(name, claims={Claim.OPTIMIZER_STATE}) for name in ("one", "two")]
     error = refusal(*plugins, provenance=lambda cls: f"dist-of-{cls.spec.name} 1.{len(cls.spec.name)}")
     assert error.what == "Plugins 'one' and 'two' both claim optimizer_state."
@@ -177,7 +177,7 @@ def test_two_owners_of_one_duty():
 
 
 def beginning(name: str, folder: str | None) -> StrategyPlugin:
-    """A plugin that names the weights to begin with."""
+    """Returns a plugin that provides initial weights."""
     cls = type(fake(name))
     cls.initial_weights = lambda self: folder
     return cls()
@@ -201,7 +201,7 @@ def test_refining_needs_an_owner():
     assert plan.owners[Claim.GRADIENT_REDUCTION] == "reducer"
 
 
-def test_somebody_must_reduce_gradients_where_ranks_share_parameters():
+def test_gradient_reduction_needs_an_owner_if_ranks_replicate_parameters():
     error = refusal(fake("quiet"), world_size=2, default_owners={})
     assert "No plugin owns gradient_reduction" in error.what
     assert "along dp" in error.why
@@ -209,7 +209,7 @@ def test_somebody_must_reduce_gradients_where_ranks_share_parameters():
 
 
 # ---- relations -------------------------------------------------------------------------------------------------------
-def test_a_required_axis_that_nobody_brings():
+def test_a_required_axis_that_no_plugin_adds():
     error = refusal(fake("sequence", requires={"axis:tp"}), world_size=2)
     assert "'sequence' requires an axis 'tp' of more than one rank" in error.what
     assert "'axis:tp'" in error.why
@@ -268,7 +268,7 @@ def test_the_mesh_has_the_axes_of_all_plugins():
     assert str(plan.mesh) == "pp 2 x dp 2 x tp 4"
 
 
-def test_an_axis_brought_twice():
+def test_an_axis_added_by_two_plugins():
     error = refusal(fake("one", axes={"tp": 2}), fake("two", axes={"tp": 2}), world_size=4)
     assert "Axis 'tp' is added twice, by 'one' and by 'two'" in error.what
     assert "'one' of module" in error.where
@@ -320,7 +320,7 @@ def test_a_plugin_that_forgot_to_be_a_dataclass():
     assert "@dataclass(frozen=True, kw_only=True)" in error.fix
 
 
-def test_plugins_are_asked_last_with_everything_decided():
+def test_validation_hooks_receive_the_finished_plan():
     seen: list[PlanContext] = []
 
     @dataclass(frozen=True, kw_only=True)
@@ -381,7 +381,7 @@ CHANGES = {
     "color": "blue",
     "path": Path("a/c"),
     "inner": Inner(depth=2),
-    "call": test_names_decide_what_nothing_else_does,
+    "call": test_plugins_without_an_order_are_sorted_by_name,
     "device": torch.device("meta"),
     "anything": float("inf"),
 }
@@ -423,7 +423,7 @@ def test_equal_decisions_have_equal_fingerprints(tp, rest, capabilities, number)
 
 
 def test_ranks_agree_although_their_sets_are_hashed_differently():
-    """Sets of strings iterate in another order in every process."""
+    """The iteration order of sets of strings differs between processes."""
     program = """
 import sys
 sys.path[:0] = sys.argv[1:]
@@ -562,12 +562,12 @@ def test_the_order_of_the_built_in_plugins_means_nothing():
 
 # ---- groups that plugins make themselves -----------------------------------------------------------------------------
 def way(number: int) -> Group:
-    """One of many ways to divide 32 ranks into pairs."""
+    """Returns one of many ways to partition 32 ranks into pairs."""
     pairs = {tuple(sorted((rank, rank ^ number))) for rank in range(32)}
     return Group(ranks=(0, number), index=0, partition=tuple(sorted(pairs)), name=f"way {number}")
 
 
-def test_one_way_too_many_to_divide_the_ranks_in_a_graph_is_refused_with_who_asked_for_the_others():
+def test_one_process_group_layout_too_many_in_a_graph_is_refused_and_the_others_are_named():
     limit = PartitionLimit(3, "trn1.32xlarge")
     for number in (1, 2, 3, 2, 1):
         limit.issued("all_reduce", way(number), 8, deferred=True)
@@ -580,7 +580,7 @@ def test_one_way_too_many_to_divide_the_ranks_in_a_graph_is_refused_with_who_ask
     assert "run.group" in caught.value.fix
 
 
-def test_another_graph_has_ways_of_its_own_and_what_is_in_no_graph_has_none():
+def test_process_group_layouts_are_counted_per_graph():
     limit = PartitionLimit(3, "trn1.32xlarge")
     for number in range(1, 13):
         limit.issued("all_gather_object", way(number), 0, deferred=False)

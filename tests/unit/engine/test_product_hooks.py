@@ -1,4 +1,4 @@
-"""Adding to what a layer computes before it is exchanged, and parameters that a strategy adds."""
+"""Hooks that modify a layer's product before it is reduced over ranks, and parameters that a strategy adds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from neuron_accel.engine.sharding.product_hooks import WithProductHooks, registe
 
 
 class _Exchanging(WithProductHooks, nn.Linear):
-    """Stands for a layer whose output is summed over ranks: here twice what this rank has."""
+    """A stand-in for a layer whose output is all-reduced over two ranks: it doubles its product."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return 2 * self._product(input, nn.functional.linear(input, self.weight))
@@ -45,8 +45,9 @@ def test_what_a_strategy_adds_is_known_as_added() -> None:
     assert [record.fqn for record in parameters if record.added] == ["extra"]
 
 
-def test_together_and_apart() -> None:
-    """Ranks agree inside `together` and differ inside `apart`, wherever that is, and nothing is drawn twice."""
+def test_random_numbers_agree_inside_together_and_differ_inside_apart() -> None:
+    """Ranks draw equal numbers inside `together` and different numbers inside `apart`, however they are nested, and no
+    number is drawn twice."""
 
     def draw(index: int) -> list[torch.Tensor]:
         torch.manual_seed(0)

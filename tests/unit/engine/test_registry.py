@@ -1,4 +1,4 @@
-"""Finding plugins: installed distributions made by hand, read by the ordinary importlib.metadata."""
+"""Finding plugins in installed distributions, which the tests write by hand and importlib.metadata reads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """A function that installs a distribution with entry points and one module below ``tmp_path``."""
+    """Returns a function that installs a distribution with entry points and one module below ``tmp_path``."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def install(distribution: str, module: str, source: str, *, owners: str = "", version: str = "1.2", **entries: str):
@@ -213,7 +213,7 @@ def test_register_plugin_reaches_the_registry_of_the_process():
 
 
 # ---- default owners --------------------------------------------------------------------------------------------------
-def test_default_owners_are_one_object_for_all_their_duties(installed, tmp_path):
+def test_a_default_owner_is_one_object_for_all_its_responsibilities(installed, tmp_path):
     owners = "gradient_reduction = installed_a:A\ngradient_clipping = installed_a:A"
     installed("some-dist", "installed_a", MODULE.format(name="A", spec="a"), owners=owners)
     found = registry_of(tmp_path).default_owners()
@@ -232,14 +232,14 @@ def test_the_built_in_default_owners():
 
 
 def problem_of(registry: Registry, caplog: pytest.LogCaptureFixture) -> NeuronAccelError:
-    """The one thing that is wrong with what is installed: no error for runs, but a warning."""
+    """Returns the only problem of the installed distributions, which is a warning and not an error of a run."""
     assert registry.default_owners() == {}
     problems = registry.problems()
     assert [str(problem) for problem in problems] == [record.getMessage() for record in caplog.records]
     return problems[0]
 
 
-def test_two_default_owners_of_one_duty(installed, tmp_path, caplog):
+def test_two_default_owners_of_one_responsibility(installed, tmp_path, caplog):
     installed("first-dist", "installed_a", MODULE.format(name="A", spec="a"), owners="backward = installed_a:A")
     installed("second-dist", "installed_b", MODULE.format(name="B", spec="b"), owners="backward = installed_b:B")
     error = problem_of(registry_of(tmp_path), caplog)
@@ -248,7 +248,7 @@ def test_two_default_owners_of_one_duty(installed, tmp_path, caplog):
     assert "second-dist 1.2" in error.where
 
 
-def test_a_default_owner_of_no_duty(installed, tmp_path, caplog):
+def test_a_default_owner_without_a_declared_responsibility(installed, tmp_path, caplog):
     installed("some-dist", "installed_a", MODULE.format(name="A", spec="a"), owners="backwards = installed_a:A")
     error = problem_of(registry_of(tmp_path), caplog)
     assert "'backwards' is not a responsibility" in error.what
@@ -272,13 +272,13 @@ def test_a_default_owner_that_cannot_be_imported(installed, tmp_path, caplog):
     assert "ZeroDivisionError" in error.why
 
 
-def test_a_broken_default_owner_of_our_own_is_an_error(installed, tmp_path):
+def test_a_broken_built_in_default_owner_is_an_error(installed, tmp_path):
     installed("neuron-accel", "installed_a", "1 / 0", owners="backward = installed_a:A")
     assert "default owner of backward of neuron-accel 1.2" in refusal(registry_of(tmp_path).default_owners).what
 
 
 # ---- what is merely installed ----------------------------------------------------------------------------------------
-def test_names_and_duties_of_our_own_cannot_be_taken(installed, tmp_path, caplog):
+def test_built_in_names_and_responsibilities_cannot_be_taken(installed, tmp_path, caplog):
     owners = "backward = installed_{0}:{1}"
     mine, theirs = MODULE.format(name="A", spec="a"), MODULE.format(name="B", spec="a")
     installed("neuron-accel", "installed_a", mine, owners=owners.format("a", "A"), a="installed_a:A")

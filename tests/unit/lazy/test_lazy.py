@@ -1,4 +1,5 @@
-"""Models built without memory, filled in one process: the weights, buffers and ties that there are without."""
+"""Models built without memory and materialized in one process have the weights, buffers and tied parameters that they
+have without lazy loading."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def test_what_a_folder_lacks_is_initialised_and_what_is_too_much_reported(tmp_pa
     _check_same(model, expected)
 
 
-def test_pickled_weights_are_not_unpickled_whole(tmp_path):
+def test_pickled_weights_are_not_read_into_memory_in_full(tmp_path):
     model = AutoModelForCausalLM.from_config(tiny_config("gpt2"))
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
@@ -134,7 +135,7 @@ def test_a_model_may_be_cast_afterwards(tmp_path):
 
 
 class _Own(nn.Module):
-    """A table that is no buffer, random numbers in between, and a view of a parameter that is changed."""
+    """Has a tensor that is no buffer, draws random numbers between parameters, and modifies a view of a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +148,7 @@ class _Own(nn.Module):
             self.second.weight.mul_(2.0)
 
 
-def test_modules_of_ones_own():
+def test_user_defined_modules():
     torch.manual_seed(6)
     expected = _Own()
     torch.manual_seed(6)
@@ -210,7 +211,7 @@ def test_a_truncated_file_is_noticed(tmp_path):
         materialize(model)
 
 
-def test_what_is_not_known_is_refused():
+def test_models_that_cannot_be_materialized_are_refused():
     with lazy_load_for_parallelism():
         model = nn.Linear(3, 3)
     model.weight = nn.Parameter(torch.empty(3, 4, device="meta"))
@@ -223,7 +224,7 @@ def test_what_is_not_known_is_refused():
 
 # ---- boxes of files --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("gap", [8, 4096], ids=["read over", "jumped over"])
-def test_any_box_is_read_and_little_besides(tmp_path, gap):
+def test_a_slice_is_read_with_few_bytes_besides(tmp_path, gap):
     shape = (3, 5, 7, gap)
     value = torch.randn(shape).to(torch.bfloat16)
     save_file({"other": torch.ones(3), "value": value}, tmp_path / "f.safetensors")

@@ -1,4 +1,4 @@
-"""Where models are cut, what micro-batches count, and weight gradients that come later."""
+"""Where models are split into stages, how micro-batches are weighted, and deferred weight gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_pipeline_is_a_strategy_of_its_own_in_the_plan():
     assert ModelParallelismPlugin().companions() == ()
 
 
-def test_the_options_of_the_parts_are_those_of_the_whole():
+def test_model_parallelism_passes_its_options_to_its_companions():
     tensor, pipe = ModelParallelismPlugin(
         2,
         parallelize_embeddings=False,
@@ -88,13 +88,14 @@ def test_no_other_cut_has_a_cheaper_most_expensive_stage(blocks, before, after, 
     assert largest(found) == min(largest((0, *rest)) for rest in everywhere)
 
 
-def test_equal_blocks_are_shared_out_evenly():
+def test_equal_blocks_are_assigned_evenly():
     assert balanced([1.0] * 8, 0, 0, 4) == (0, 2, 4, 6)
     assert balanced([1.0] * 8, 0, 2, 4) == (0, 2, 4, 7) or balanced([1.0] * 8, 0, 2, 4) == (0, 3, 5, 7)
 
 
 def test_a_large_head_takes_the_place_of_blocks():
-    """The head of a small model with a large vocabulary is worth many blocks; the table that is looked up is not."""
+    """The output layer of a small model with a large vocabulary costs as much as many blocks; the embedding does
+    not."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
@@ -226,7 +227,7 @@ def test_a_transposed_weight_can_wait_too():
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-def test_nothing_waits_where_nothing_learns_or_nobody_asks():
+def test_weight_gradients_are_not_deferred_for_frozen_weights_or_if_not_requested():
     mode = DeferredWgrad()
     x, weight = torch.randn(2, 3, requires_grad=True), nn.Parameter(torch.randn(3, 3))
     with mode:

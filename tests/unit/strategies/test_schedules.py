@@ -1,4 +1,4 @@
-"""Schedules are data, and these tests hold for all of them: order, matching transfers, no deadlock, memory, bubble."""
+"""Properties of every pipeline schedule: order, matching transfers, freedom from deadlock, memory, and bubble."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def schedules(draw, names=SCHEDULES):
 
 
 class Places:
-    """Where the actions of a rank stand in its list."""
+    """The indices of actions in the list of a rank."""
 
     def __init__(self, actions) -> None:
         self.of = {action: place for place, action in enumerate(actions)}
@@ -106,7 +106,7 @@ def test_what_is_used_was_received_and_what_is_sent_was_computed(schedule):
 
 
 def message(schedule: Schedule, action: Action) -> tuple:
-    """What a transfer carries, named alike at both ends."""
+    """Returns a key that identifies a transfer and is the same for its sender and its receiver."""
     what = action.kind.value.split()[1]
     offset = (0 if action.kind.is_send else -1) if what == "activation" else (0 if action.kind.is_send else 1)
     return what, action.stage + offset, action.microbatch
@@ -124,8 +124,8 @@ def test_two_ranks_name_their_messages_in_the_same_order(schedule):
 
 
 def plays_through_with_blocking_transfers(schedule: Schedule) -> bool:
-    """Whether nobody waits for ever if each rank does one thing at a time, and a message is handed over only while both
-    its ends wait for it: the strictest channel there is."""
+    """Returns whether every rank finishes if each rank executes its actions one by one and every transfer blocks until
+    both its sender and its receiver have reached it."""
     position = [0] * schedule.ranks
 
     def current(rank):
@@ -248,7 +248,7 @@ def test_impossible_numbers_are_refused(options, message):
 
 
 def test_the_known_pictures():
-    """Small schedules, written out."""
+    """The drawings of small schedules."""
 
     def rows(name, **options):
         schedule = make_schedule(name, **options)

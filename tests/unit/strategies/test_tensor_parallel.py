@@ -1,4 +1,4 @@
-"""What tensor parallelism decides before it touches a model: plans, divisions, layouts, refusals."""
+"""What tensor parallelism decides before it changes a model: plans, shards, layouts and errors."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_linear_attention_is_sharded_by_heads_of_different_widths() -> None:
     assert layout.shard(channels, {"tp": 1})[:, 0, 0].tolist() == own
 
 
-def test_linear_attention_stays_whole_where_its_heads_do_not_divide() -> None:
+def test_linear_attention_is_replicated_if_its_heads_do_not_divide() -> None:
     model = tiny_model("qwen3_5_text")
     linear = {name for name in _layouts(model, 4) if ".linear_attn." in name}
     assert not linear
@@ -163,7 +163,7 @@ def test_a_second_table_of_tokens_is_sharded_too() -> None:
     assert layout.local_shape == (51, 16)
 
 
-def test_embeddings_can_stay_whole() -> None:
+def test_embeddings_can_be_replicated() -> None:
     layouts = _layouts(_llama(), 2, parallelize_embeddings=False)
     assert not {"model.embed_tokens.weight", "lm_head.weight"} & set(layouts)
 
@@ -246,7 +246,7 @@ def test_attention_over_latent_features_divides_heads() -> None:
     assert not layouts[attention + "kv_a_proj_with_mqa.weight"].cuts
 
 
-def test_one_key_head_is_whole_on_every_rank() -> None:
+def test_a_single_key_head_is_replicated() -> None:
     model = tiny_model("falcon", new_decoder_architecture=False, multi_query=True)
     layouts = _layouts(model, 2)
     assert not layouts["transformer.h.0.self_attention.query_key_value.weight"].cuts
@@ -353,7 +353,7 @@ def test_importing_the_plugins_is_cheap() -> None:
 
 # ---- random numbers --------------------------------------------------------------------------------------------------
 def _draw(index: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers drawn by a rank while ranks differ, and afterwards."""
+    """Returns random numbers that a rank draws while ranks draw different numbers, and afterwards."""
     torch.manual_seed(seed)
     randomness = RankRandomness(torch.device("cpu"), index)
     randomness.begin(True)
@@ -364,7 +364,7 @@ def _draw(index: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inside, torch.cat([after, torch.rand(4)])
 
 
-def test_what_an_error_left_open_is_forgotten() -> None:
+def test_a_random_number_context_left_by_an_error_is_reset() -> None:
     randomness = RankRandomness(torch.device("cpu"), 0)
     randomness.begin(True)
     randomness.begin(False)

@@ -1,4 +1,4 @@
-"""The partition that looks the same from every rank."""
+"""The partition for devices that compile graphs, whose spans have the same offsets and lengths on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds which part of a bucket."""
+"""Which rank owns which part of a bucket."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_unsplit_partition_splits_no_parameter_and_balances_ranks(sizes, deg
 
 
 class _Lamb(torch.optim.Optimizer):
-    """Uses the norm of a full parameter."""
+    """Uses the norm of each full parameter."""
 
     def __init__(self, params, lr=1e-2):
         super().__init__(params, {"lr": lr})
@@ -66,7 +66,7 @@ class _Lamb(torch.optim.Optimizer):
 
 
 class _Angle(torch.optim.SGD):
-    """Looks at whether the gradient has a right angle with the parameter, as AdamP does."""
+    """Uses the angle between the gradient and the full parameter, as AdamP does."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -77,7 +77,7 @@ class _Angle(torch.optim.SGD):
 
 
 class _GlobalNorm(torch.optim.SGD):
-    """Looks at all parameters together."""
+    """Uses the norm of all gradients together."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -86,7 +86,7 @@ class _GlobalNorm(torch.optim.SGD):
 
 
 class _OwnRate(torch.optim.Optimizer):
-    """Estimates its learning rate from all parameters together, and begins with a tiny one, as Prodigy does."""
+    """Estimates its learning rate from all parameters together, starting from a tiny one, as Prodigy does."""
 
     def __init__(self, params, lr=1.0):
         super().__init__(params, {"lr": lr})

@@ -77,7 +77,7 @@ def compositions():
 
 
 @pytest.mark.parametrize(("family", "composition"), list(compositions()))
-def test_in_company(family, composition):
+def test_with_other_plugins(family, composition):
     ranks, plugins = COMPOSITIONS[composition]
     check(FAMILIES[family], ranks, plugins, size=16)
 

@@ -156,5 +156,5 @@ def _hooked() -> bool:
     return own == expected and torch.equal(projection(x), before)
 
 
-def test_a_hook_on_a_projection_that_is_whole_sees_all_of_it() -> None:
+def test_a_hook_on_a_replicated_projection_receives_all_features() -> None:
     assert all(run_ranks(_hooked, 4))

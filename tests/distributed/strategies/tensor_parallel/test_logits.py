@@ -115,7 +115,7 @@ def _operations() -> None:
     _check("custom autograd function", _Square.apply, torch.Tensor)
 
 
-def test_operations_agree_with_whole_logits() -> None:
+def test_operations_agree_with_full_logits() -> None:
     run_ranks(_operations, 2)
 
 
@@ -133,7 +133,7 @@ def _traffic() -> dict[str, list[str]]:
     return result
 
 
-def test_only_what_must_communicates() -> None:
+def test_only_the_operations_that_need_it_communicate() -> None:
     for result in run_ranks(_traffic, 2):
         assert result.pop("three uses") == ["all_gather"]
         for name in PARALLEL:
@@ -178,5 +178,5 @@ def _other_collectives() -> None:
         torch.testing.assert_close(result, torch.stack([whole, whole]).detach())
 
 
-def test_collectives_of_torch_see_whole_logits() -> None:
+def test_torch_collectives_receive_full_logits() -> None:
     run_ranks(_other_collectives, 2)

@@ -304,7 +304,7 @@ def _explained() -> dict[str, Any]:
     return {"before": before, "text": accelerator.explain(prepared), "step": step, "held": held}
 
 
-def test_what_is_said_of_a_model() -> None:
+def test_explain_of_a_model() -> None:
     found = run_ranks(_explained, 2)[0]
     text = found["text"]
     assert found["before"] == text
@@ -322,7 +322,7 @@ def test_what_is_said_of_a_model() -> None:
 
 
 @pytest.mark.parametrize(("degree", "reason"), [(2, ""), (3, ""), (64, "num_attention_heads = 4 is not")])
-def test_what_is_said_of_a_configuration(degree: int, reason: str) -> None:
+def test_explain_of_a_configuration(degree: int, reason: str) -> None:
     from transformers import LlamaConfig, XLMConfig
 
     from neuron_accel import ModelParallelismPlugin

@@ -150,7 +150,7 @@ def count_messages():
     return step.count(), read.count(), again.count(), clipped.count(), first == second, float(third)
 
 
-def test_what_nobody_reads_is_not_gathered():
+def test_gradients_that_are_not_read_are_not_gathered():
     for step, read, again, clipped, same, norm in run_ranks(count_messages, 2):
         assert (step, again) == (3, 0)  # a reduce-scatter, who has gradients, an all-gather of weights
         assert read == clipped == 1
@@ -189,7 +189,7 @@ def misuse(kind):
         ("between", "between micro-batches"),
     ],
 )
-def test_what_cannot_be_read_is_said(kind, words):
+def test_gradients_that_cannot_be_read_raise(kind, words):
     with pytest.raises(RanksError, match=words) as caught:
         run_ranks(misuse, 2, kind)
     assert len(caught.value.errors) == 2
@@ -289,6 +289,6 @@ def peak_of_a_step():
     return memory.bytes() / size
 
 
-def test_gradients_of_a_whole_model_are_never_held():
+def test_full_gradients_of_all_parameters_are_never_held_at_once():
     # a share of a half, a few buckets on their way, and what libraries load at a first step; whole they are 1 more
     assert max(run_ranks(peak_of_a_step, 2)) < 1.1

@@ -225,7 +225,7 @@ def exactly(sharded):
     return model.exact.weight.detach().clone(), state["exp_avg"].dtype
 
 
-def test_masters_are_as_wide_as_the_parameter():
+def test_master_weights_are_at_least_as_wide_as_the_parameter():
     expected, _ = exactly(False)
     for weight, dtype in run_ranks(exactly, 2, True):
         assert dtype == torch.float64

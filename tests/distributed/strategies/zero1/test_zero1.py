@@ -137,7 +137,7 @@ def llama_with_fixed_norms():
     ],
     ids=["lamb", "lars", "muon"],
 )
-def test_optimizers_that_others_wrote(optimizer, tolerance, layout):
+def test_third_party_optimizers(optimizer, tolerance, layout):
     ranks, plugins = LAYOUTS[layout]
     training = Training(optimizer=optimizer)
     batches = token_batches(3)
@@ -148,7 +148,7 @@ def test_optimizers_that_others_wrote(optimizer, tolerance, layout):
 
 
 @pytest.mark.parametrize("name", ["adafactor", "lamb", "muon"])
-def test_optimizers_of_whole_parameters_see_them_whole_under_tensor_parallelism_alone(name):
+def test_optimizers_of_full_parameters_receive_them_under_tensor_parallelism_alone(name):
     training = Training(optimizer=OPTIMIZERS[name][0])
     batches = token_batches(3)
     reference = run_ranks(train_alone, 1, llama, batches, training)[0]
@@ -350,7 +350,7 @@ def count_state():
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_state_is_one_nth_and_bytes_are_those_of_one_all_reduce(ranks):
+def test_state_is_one_nth_and_traffic_equals_one_all_reduce(ranks):
     for moments, parameters, scattered, gathered, sent in run_ranks(count_state, ranks):
         assert moments == pytest.approx(2 * parameters / ranks, rel=0.01)
         half = (ranks - 1) / ranks * parameters * 4
@@ -404,7 +404,7 @@ def peak_of_preparing(name, lazy):
     return memory.bytes() / size
 
 
-def test_nothing_whole_is_ever_held_with_a_promised_optimizer():
+def test_no_full_copy_is_held_if_the_partition_is_configured():
     # Adagrad's state exists from the start. At four ranks fp32 masters and state are half a model each; there are a
     # few buckets, and memory of the old weights that the allocator keeps. With an fp32 copy of the whole: over 3.
     promised = statistics.mean(run_ranks(peak_of_preparing, 4, "Adagrad", True))
@@ -574,7 +574,7 @@ def refuse(kind):
         ("sparse, without ZeRO-1", ["'weight'", "sparse=False"]),
     ],
 )
-def test_what_cannot_be_done_is_said(kind, words):
+def test_what_is_unsupported_raises(kind, words):
     for message in run_ranks(refuse, 2, kind):
         for word in words:
             assert word in message
