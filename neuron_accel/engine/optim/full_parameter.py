@@ -46,7 +46,7 @@ def full_parameter_step(optimizer: torch.optim.Optimizer, run: Run) -> torch.opt
             where=f"prepare(), backend {run.backend.name!r}",
             why="the update of an element depends on other elements, and gathering them in each step would take graphs "
             "of its own on this device",
-            fix="train without tensor parallelism, or use an optimizer that updates elements independently, such as AdamW",
+            fix="train without tensor parallelism, or use an element-wise optimizer such as AdamW",
         )
     return FullParameterOptimizer(optimizer, layouts, run)
 
