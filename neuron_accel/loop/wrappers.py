@@ -12,7 +12,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from neuron_accel.engine.optim.lazy_hyperparameters import as_device_data
 from neuron_accel.errors import ParameterError, UsageError
@@ -415,7 +415,7 @@ class ValueReads:
     """
 
     # The first update creates state and the second uses it; an optimizer that reads no values in these is not watched
-    # any more, because watching costs host time for each operation.
+    # any more, because watching costs host time for each call.
     WATCHED = 2
 
     def __init__(self, backend: Backend) -> None:
@@ -435,18 +435,28 @@ class ValueReads:
             self._backend.step_boundary()
 
 
-class _ExecutesFirst(TorchDispatchMode):
-    """Looks for reads among the operations inside.
+class _ExecutesFirst(TorchFunctionMode):
+    """Looks for reads among the calls inside. (A mode below autograd would see them all, but torch_xla traces other
+    graphs under it.)
 
     Args:
         reads: receives each tensor that is about to be read.
     """
 
+    _READS = frozenset(
+        getattr(torch.Tensor, name)
+        for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__")
+    )
+    _FACTORS = ("alpha", "beta", "value")  # numbers to an operator, which reads them if they are tensors
+
     def __init__(self, reads: ValueReads) -> None:
         super().__init__()
         self._reads = reads
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self._reads.execute(args[0])
-        return func(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read = args[:1] if func in self._READS else [kwargs[name] for name in self._FACTORS if name in kwargs]
+        for tensor in read:
+            if isinstance(tensor, torch.Tensor):
+                self._reads.execute(tensor)
+        return func(*args, **kwargs)
