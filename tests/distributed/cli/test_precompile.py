@@ -93,7 +93,7 @@ def test_a_trial_sees_every_phase_once_keeps_nothing_and_ends(tool, start, tmp_p
     assert "precompilation" in plugins
     assert not any("guard" in name or "check" in name for name in plugins)
     assert [path.name for path in out.iterdir()] == ["report.json"]
-    assert "collected graphs of 3 steps" in err
+    assert "collected the graphs of 3 steps" in err
 
 
 @pytest.mark.parametrize(
@@ -198,11 +198,11 @@ def test_retries_and_flags_are_set():
         (
             ["--cache-dir", "/a", "--", "neuron-accel", "launch", "--cache-dir", "/b", "t.py"],
             {},
-            "two compile caches, /a and /b",
+            "The compile caches differ: /a and /b",
         ),
         (["--analyze-output", "x", "--", "torchrun", "t.py"], {}, "--analyze-output has no effect here"),
         (["--cache-dir", "https://x", "--", "torchrun", "t.py"], {}, "cannot be at"),
-        (["--", "torchrun", "t.py"], {"NEURON_CC_FLAGS": "--cache_size=3"}, "--cache_size=3 does nothing"),
+        (["--", "torchrun", "t.py"], {"NEURON_CC_FLAGS": "--cache_size=3"}, "--cache_size=3 has no effect"),
     ],
 )
 def test_what_is_refused(arguments, environ, words):
