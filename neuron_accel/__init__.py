@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from neuron_accel.accelerator import NeuronAccelerator as NeuronAccelerator
+    from neuron_accel.backends.select import DryRun as DryRun
     from neuron_accel.engine.optim.twin import make_optimizer_constructor_lazy as make_optimizer_constructor_lazy
     from neuron_accel.engine.plan.plugin import StrategyPlugin as StrategyPlugin
     from neuron_accel.engine.plan.registry import register_plugin as register_plugin
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "NeuronAccelerator": "neuron_accel.accelerator",
+    "DryRun": "neuron_accel.backends.select",
     "NeuronAccelError": "neuron_accel.errors",
     "StrategyPlugin": "neuron_accel.engine.plan.plugin",
     "ZeroRedundancyOptimizer": "neuron_accel.standalone",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 # Accelerate chooses its device when it is imported, so the backend has to be chosen first.
-from neuron_accel.backends.select import Machine, connect, settle
+from neuron_accel.backends.select import DryRun, Machine, connect, settle
 
 settle(os.environ)
 
@@ -40,6 +40,7 @@ from neuron_accel.loop import prepare  # noqa: E402
 from neuron_accel.loop.arguments import (  # noqa: E402
     ACCELERATES,
     NOT_GIVEN,
+    check_dry_precision,
     check_map_location,
     check_precision,
     checked_handlers,
@@ -113,7 +114,8 @@ class NeuronAccelerator(Accelerator):
             other arguments. An option may be given in one place only.
         zero_1: True adds ``Zero1Plugin()``.
         mp_plugin: a ``ModelParallelismPlugin``; the same as listing it in ``plugins``.
-        backend: "torch", "xla", or "auto" to choose the one that the machine supports.
+        backend: "torch", "xla", or "auto" to choose the one that the machine supports; a ``DryRun``, or "dryrun" with
+            the number of ranks in the environment, to run as one rank of many without the others and without memory.
         kwargs_handlers: as in ``accelerate.Accelerator``. ``DistributedDataParallelKwargs`` set the options of the
             plugin that reduces gradients; an option without effect here raises an error.
 
@@ -148,7 +150,7 @@ class NeuronAccelerator(Accelerator):
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         zero_1: bool = False,
         mp_plugin: StrategyPlugin | None = None,
-        backend: Literal["auto", "torch", "xla"] | None = None,
+        backend: Literal["auto", "torch", "xla", "dryrun"] | DryRun | None = None,
         device_placement: bool = NOT_GIVEN,
         split_batches: bool = NOT_GIVEN,
         mixed_precision: PrecisionType | str | None = None,
@@ -184,7 +186,7 @@ class NeuronAccelerator(Accelerator):
         wanted = with_ddp_options(wanted, handlers, registry)
         check_precision(options.get("mixed_precision"))
         decision = settle(os.environ, requested=backend or configured.backend, cpu=bool(options.get("cpu")))
-        options["cpu"] = decision.device == "cpu"
+        options["cpu"] = decision.device in ("cpu", "meta")
         self._on_neuron = decision.device == "neuron" or (decision.backend == "xla" and Machine().xla_neuron)
         settle_precision(
             os.environ,
@@ -195,10 +197,12 @@ class NeuronAccelerator(Accelerator):
         was_connected = torch.distributed.is_available() and torch.distributed.is_initialized()
         super().__init__(**options)
         warn_of_unused_precision(self.mixed_precision, self.device.type)
+        check_dry_precision(self.mixed_precision, decision.backend)
         if self.is_precompiling:
             wanted = precompile_plugins(wanted, self.gradient_accumulation_steps, os.environ)
         ranks = connect(decision, timeout=timeout_of(handlers), adopts=not was_connected)
-        check_connected(ranks.world_size, self.state.num_processes)
+        if decision.dry_run is None:
+            check_connected(ranks.world_size, self.state.num_processes)
         self.run = begin(wanted, ranks, registry, hardware_of_run(os.environ, decision))
         self.run.backward_scale = self._backward_scale
         self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
@@ -221,6 +225,12 @@ class NeuronAccelerator(Accelerator):
     @property
     def plan(self) -> Plan:
         return self.run.plan
+
+    @property
+    def device(self) -> torch.device:
+        """The device of tensors; the meta device in a dry run, which Accelerate does not know."""
+        known = self.state.device
+        return self.run.device if hasattr(self, "run") and not self.run.backend.has_values else known
 
     @property
     def num_processes(self) -> int:
@@ -643,8 +653,9 @@ class NeuronAccelerator(Accelerator):
     @property
     def _own_exchange(self) -> bool:
         """Whether collectives use the run's backend instead of Accelerate's: if several ranks have the same data, which
-        Accelerate does not support, and on lazy devices, where Accelerate's would split the graph of a step in two."""
-        return self._shares_data or self.run.backend.is_lazy
+        Accelerate does not support, on lazy devices, where Accelerate's would split the graph of a step in two, and in
+        a dry run, of whose ranks Accelerate knows one."""
+        return self._shares_data or self.run.backend.is_lazy or not self.run.backend.has_values
 
     @collective
     def gather(self, tensor: T) -> T:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from neuron_accel.errors import UsageError
 
@@ -182,19 +182,28 @@ class Transfer:
         group: name of the group.
         size: number of ranks in the group.
         sent: bytes that this rank sends.
+        dtype: dtype of the tensor that is sent, on backends that record it; not compared.
     """
 
     op: str
     group: str
     size: int
     sent: int
+    dtype: torch.dtype | None = field(default=None, compare=False)
 
 
 @dataclass
 class Traffic:
-    """The collectives issued inside :meth:`Backend.record`, in order."""
+    """The collectives issued inside :meth:`Backend.record`, in order.
+
+    Args:
+        transfers: the collectives.
+        order: ``("start", i)`` and ``("wait", i)`` for ``transfers[i]``, in the order in which they happened; in a dry
+            run only.
+    """
 
     transfers: list[Transfer] = field(default_factory=list)
+    order: list[tuple[Literal["start", "wait"], int]] = field(default_factory=list)
 
     def sent(self, *, op: str | None = None, group: str | None = None) -> int:
         """Returns the bytes sent by this rank, optionally of one collective ``op`` or one ``group`` only."""
@@ -281,6 +290,11 @@ class Backend(ABC):
     def overlaps(self) -> bool:
         """Whether computation between ``start_*`` and ``wait()`` overlaps with the collective."""
         return False
+
+    @property
+    def has_values(self) -> bool:
+        """Whether tensors have memory and values. Not in a dry run, whose tensors are on the meta device."""
+        return True
 
     @property
     def sums_integers_exactly(self) -> bool:
@@ -602,11 +616,11 @@ class Backend(ABC):
             for observer in self._observers:
                 observer.issued(op, group, 0, deferred=False)
 
-    def _note(self, op: str, group: Group, sent: int) -> None:
+    def _note(self, op: str, group: Group, sent: int, dtype: torch.dtype | None = None) -> None:
         for observer in self._observers:
             observer.issued(op, group, sent, deferred=self.is_lazy)
         for traffic in self._recordings:
-            traffic.transfers.append(Transfer(op=op, group=group.name, size=group.size, sent=sent))
+            traffic.transfers.append(Transfer(op=op, group=group.name, size=group.size, sent=sent, dtype=dtype))
 
 
 COLLECTIVES = frozenset(name for name, value in vars(Backend).items() if hasattr(value, "communicates"))

@@ -16,11 +16,12 @@ class DeviceGenerator:
     """The default random number generator of a torch device.
 
     Args:
-        device: where the numbers are drawn.
+        device: where the numbers are drawn. The meta device, which draws none, has the generator of the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = torch.device("cpu") if device.type == "meta" else device
+        device = self._device
         self._where = () if device.type == "cpu" else (device,)
 
     @property

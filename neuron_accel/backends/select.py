@@ -23,11 +23,17 @@ from typing import Literal, Protocol
 from neuron_accel.backends.base import Backend
 from neuron_accel.errors import ConfigurationError, UsageError, did_you_mean
 
-BackendName = Literal["torch", "xla"]
+BackendName = Literal["torch", "xla", "dryrun"]
 NeuronFlavour = Literal["native", "xla"]
 
 HARDWARE_ROOT_VARIABLE = "NEURON_ACCEL_HARDWARE_ROOT"
 """Environment variable for the folder that contains ``dev`` and ``sys`` of an emulated machine."""
+
+DRY_RUN_SIZE_VARIABLE = "NEURON_ACCEL_DRYRUN_WORLD_SIZE"
+"""Environment variable for the number of ranks of a dry run; 1 by default."""
+
+DRY_RUN_RANK_VARIABLE = "NEURON_ACCEL_DRYRUN_RANK"
+"""Environment variable for the rank that a dry run is; 0 by default."""
 
 _TRUE = ("1", "true", "yes", "on", "y", "t")
 _FALSE = ("0", "false", "no", "off", "n", "f")
@@ -58,6 +64,34 @@ class Probes(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """A run of which this process is one rank and the other ranks do not exist; tensors have shapes and no memory.
+
+    Args:
+        world_size: number of ranks.
+        rank: the rank that this process is.
+
+    Raises:
+        ConfigurationError: if there is no such rank.
+    """
+
+    world_size: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ConfigurationError(
+                f"A dry run of {self.world_size} ranks is not possible.", where="DryRun", fix="pass at least 1"
+            )
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigurationError(
+                f"There is no rank {self.rank} among {self.world_size}.",
+                where="DryRun",
+                fix=f"pass a rank from 0 to {self.world_size - 1}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decision:
     """The backend of a run.
 
@@ -65,11 +99,13 @@ class Decision:
         backend: name of the implementation of :class:`~neuron_accel.backends.base.Backend`.
         device: type of the device of tensors.
         reason: why it was chosen, for messages.
+        dry_run: the ranks of a dry run; None for other backends.
     """
 
     backend: BackendName
-    device: Literal["cpu", "cuda", "neuron", "xla"]
+    device: Literal["cpu", "cuda", "neuron", "xla", "meta"]
     reason: str
+    dry_run: DryRun | None = None
 
 
 def hardware_root(environ: Mapping[str, str] = os.environ) -> Path:
@@ -133,16 +169,19 @@ def neuron_flavour(version: str, entry_point_groups: set[str]) -> NeuronFlavour 
     return "xla" if len(numbers) >= 5 and tuple(numbers[:2]) >= (1, 13) else None
 
 
-def choose(requested: str | None, environ: Mapping[str, str], probes: Probes, *, cpu: bool = False) -> Decision:
+def choose(
+    requested: str | DryRun | None, environ: Mapping[str, str], probes: Probes, *, cpu: bool = False
+) -> Decision:
     """Returns the backend to use. A pure function.
 
     In order of precedence: the argument, ``NEURON_ACCEL_BACKEND``, a request for the CPU (``cpu=True`` or
     ``ACCELERATE_USE_CPU``), and for ``"auto"`` the first that the machine provides of native Neuron, XLA on Neuron
     hardware (unless ``DISABLE_XLA`` or ``USE_TORCH_XLA=false`` is set), CUDA, and the CPU. An installed torch_xla alone
-    does not select XLA.
+    does not select XLA. ``"dryrun"`` is chosen only by name, and needs no device.
 
     Args:
-        requested: ``"auto"``, ``"torch"``, ``"xla"``, or None to use the environment.
+        requested: ``"auto"``, ``"torch"``, ``"xla"``, ``"dryrun"`` (of the ranks that the environment names), a
+            :class:`DryRun`, or None to use the environment.
         environ: environment variables.
         probes: what the machine provides.
         cpu: whether the caller requests the CPU.
@@ -150,7 +189,11 @@ def choose(requested: str | None, environ: Mapping[str, str], probes: Probes, *,
     Raises:
         ConfigurationError: for an unknown name, or requests that contradict each other.
     """
+    if isinstance(requested, DryRun):
+        return _dry("the backend argument", requested, environ)
     name, source = _requested(requested, environ)
+    if name == "dryrun":
+        return _dry(source, _dry_run_of(environ), environ)
     forbidden = _xla_forbidden(environ)
     wants_cpu = "cpu=True" if cpu else "ACCELERATE_USE_CPU" if flag(environ, "ACCELERATE_USE_CPU") else None
     if name == "xla":
@@ -171,7 +214,7 @@ def choose(requested: str | None, environ: Mapping[str, str], probes: Probes, *,
 def settle(
     environ: MutableMapping[str, str],
     *,
-    requested: str | None = None,
+    requested: str | DryRun | None = None,
     cpu: bool = False,
     probes: Probes | None = None,
     modules: Mapping[str, ModuleType] = sys.modules,
@@ -224,6 +267,11 @@ def connect(
         from neuron_accel.backends.xla import XlaBackend
 
         return XlaBackend.connect(timeout=timeout)
+    if decision.dry_run is not None:
+        from neuron_accel.backends.dry_run import DryRunBackend
+
+        return DryRunBackend(world_size=decision.dry_run.world_size, rank=decision.dry_run.rank)
+    assert decision.device != "meta"
     from neuron_accel.backends.torch_distributed import TorchBackend
 
     sends = flag(environ, "NEURON_ACCEL_POINT_TO_POINT", default=True)
@@ -256,10 +304,36 @@ def _requested(requested: str | None, environ: Mapping[str, str]) -> tuple[str, 
         name, source = requested, "the backend argument"
     else:
         name, source = environ.get("NEURON_ACCEL_BACKEND", "").strip() or "auto", "NEURON_ACCEL_BACKEND"
-    known = ("auto", "torch", "xla")
+    known = ("auto", "torch", "xla", "dryrun")
     if name not in known:
         raise ConfigurationError(f"Unknown backend {name!r}.", where=source, fix=did_you_mean(name, known))
     return name, source
+
+
+def _dry_run_of(environ: Mapping[str, str]) -> DryRun:
+    """The ranks of a dry run, from the environment: one rank by default."""
+    values: dict[str, int] = {}
+    for name, option in ((DRY_RUN_SIZE_VARIABLE, "world_size"), (DRY_RUN_RANK_VARIABLE, "rank")):
+        text = environ.get(name, "").strip()
+        if text and not text.isdecimal():
+            raise ConfigurationError(
+                f"{name}={text} is not a number.", where=f"environment variable {name}", fix="set it to an integer"
+            )
+        if text:
+            values[option] = int(text)
+    return DryRun(**values)
+
+
+def _dry(source: str, dry_run: DryRun, environ: Mapping[str, str]) -> Decision:
+    started = environ.get("WORLD_SIZE", "").strip() or "1"
+    if started != "1":
+        raise ConfigurationError(
+            f"{source} asks for a dry run, and a launcher has started {started} processes.",
+            where="environment variable WORLD_SIZE",
+            why="a dry run is one process, which stands for one rank of any number",
+            fix=f"start one process with python, and set {DRY_RUN_SIZE_VARIABLE}={started}",
+        )
+    return Decision(backend="dryrun", device="meta", reason=f"{source} asks for it", dry_run=dry_run)
 
 
 def _xla_forbidden(environ: Mapping[str, str]) -> str | None:

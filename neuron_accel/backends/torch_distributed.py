@@ -219,7 +219,7 @@ class TorchBackend(Backend):
         if _on_host(tensor) and not (op == "sum" and tensor.dtype in _GLOO_SUMS):
             return self._start_two_step_all_reduce(tensor, group, op)
         shared = tensor.contiguous()
-        self._note("all_reduce", group, 2 * (group.size - 1) * _bytes(shared) // group.size)
+        self._note("all_reduce", group, 2 * (group.size - 1) * _bytes(shared) // group.size, shared.dtype)
         return self._start(
             "all_reduce",
             group,
@@ -234,7 +234,7 @@ class TorchBackend(Backend):
         missing = group.size * count - tensor.numel()
         flat = tensor.contiguous().view(-1)
         rows = (F.pad(flat, (0, missing)) if missing else flat).view(group.size, count)
-        self._note("all_reduce", group, 2 * (group.size - 1) * count * tensor.element_size())
+        self._note("all_reduce", group, 2 * (group.size - 1) * count * tensor.element_size(), tensor.dtype)
         received = torch.empty_like(rows)
 
         def finish() -> torch.Tensor:
@@ -249,14 +249,14 @@ class TorchBackend(Backend):
             return Done(tensor)
         tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
         dim = normalize_dim(dim, tensor)
-        self._note("all_gather", group, (group.size - 1) * _bytes(tensor))
+        self._note("all_gather", group, (group.size - 1) * _bytes(tensor), tensor.dtype)
         return self._start_gather(tensor, group, "all_gather", lambda rows: join_chunks(rows, dim))
 
     def start_all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Pending:
         """See :meth:`Backend.start_all_gather_into`. No buffer is copied."""
         if group.size == 1:
             return Done(out if out.data_ptr() == tensor.data_ptr() else out.copy_(tensor.view(out.shape)))
-        self._note("all_gather", group, (group.size - 1) * _bytes(tensor))
+        self._note("all_gather", group, (group.size - 1) * _bytes(tensor), tensor.dtype)
         if group.size == 2 and _on_host(tensor) and out.numel():
             return self._start_swap_into(out, tensor, group)
         outgoing, incoming = _flat(tensor.detach()), _flat(out.detach())
@@ -294,7 +294,7 @@ class TorchBackend(Backend):
         rows = split_chunks(tensor.detach(), dim, group.size).contiguous()
         if self._sums_in_float32(tensor):
             return self._start_exact_reduce_scatter(tensor.detach(), group, normalize_dim(dim, tensor))
-        self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size)
+        self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size, rows.dtype)
         if _on_host(tensor):
             received = torch.empty_like(rows)
             return self._start_exchange(rows, received, group, "reduce_scatter", lambda: reduce_rows(received, "sum"))
@@ -319,7 +319,7 @@ class TorchBackend(Backend):
         if group.size == 1 or not _on_host(tensor) or not tensor.numel():
             return super().start_reduce_scatter_into(out, tensor, group, scale=scale, scratch=scratch)
         rows = tensor.detach().view(group.size, -1)
-        self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size)
+        self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size, rows.dtype)
         received = torch.empty_like(rows) if scratch is None else scratch.view_as(rows)
         # What the first and the last rank send is contiguous, so their own chunk need not be copied.
         first, last = int(group.index == 0), group.size - int(group.index == group.size - 1)
@@ -345,7 +345,7 @@ class TorchBackend(Backend):
             return tensor
         concat_dim = normalize_dim(concat_dim, tensor)
         rows = split_chunks(tensor.detach(), split_dim, group.size).contiguous()
-        self._note("all_to_all", group, (group.size - 1) * _bytes(rows) // group.size)
+        self._note("all_to_all", group, (group.size - 1) * _bytes(rows) // group.size, rows.dtype)
         received = torch.empty_like(rows)
         return self._start_exchange(
             rows, received, group, "all_to_all", lambda: join_chunks(received, concat_dim)
@@ -362,9 +362,9 @@ class TorchBackend(Backend):
         tensor = tensor.detach()
         source = (group.index - shift) % group.size
         if not self._point_to_point and not _on_host(tensor):
-            self._note("permute", group, (group.size - 1) * _bytes(tensor))
+            self._note("permute", group, (group.size - 1) * _bytes(tensor), tensor.dtype)
             return self._start_gather(tensor, group, "permute", lambda rows: rows[source].clone())
-        self._note("permute", group, _bytes(tensor))
+        self._note("permute", group, _bytes(tensor), tensor.dtype)
         result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         if not tensor.numel():
             return Done(result)
@@ -385,7 +385,7 @@ class TorchBackend(Backend):
         if self._sums_in_float32(tensor):
             return self._exact_broadcast(tensor, group, source)
         sends = group.index == source
-        self._note("broadcast", group, _bytes(tensor) if sends else 0)
+        self._note("broadcast", group, _bytes(tensor) if sends else 0, tensor.dtype)
         result = tensor if sends else torch.empty_like(tensor, memory_format=torch.contiguous_format)
         if tensor.numel():
             with self._reported("broadcast", group):
@@ -406,7 +406,7 @@ class TorchBackend(Backend):
     def start_send(self, tensor: torch.Tensor, group: Group, target: int) -> Pending:
         """See :meth:`Backend.start_send`."""
         shared = tensor.detach().contiguous()
-        self._note("send", group, _bytes(shared))
+        self._note("send", group, _bytes(shared), shared.dtype)
         if not shared.numel():
             return Done(shared)
         buffer = _flat(shared)
@@ -420,7 +420,7 @@ class TorchBackend(Backend):
     def start_receive(self, shape: Sequence[int], dtype: torch.dtype, group: Group, source: int) -> Pending:
         """See :meth:`Backend.start_receive`."""
         result = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        self._note("receive", group, 0)
+        self._note("receive", group, 0, dtype)
         if not result.numel():
             return Done(result)
         buffer = _flat(result)

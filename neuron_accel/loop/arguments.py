@@ -239,6 +239,17 @@ def check_precision(wanted: str | None) -> None:
         )
 
 
+def check_dry_precision(precision: str, backend: str) -> None:
+    """Raises :class:`ConfigurationError` for autocast in a dry run: torch casts nothing on the meta device."""
+    if backend == "dryrun" and precision != "no":
+        raise ConfigurationError(
+            f"mixed_precision={precision!r} is not possible in a dry run.",
+            why="torch's autocast does not act on tensors without memory, so that memory and traffic would be those of "
+            "the model's own dtype",
+            fix='convert the model to bfloat16 and leave mixed_precision out (or "no"); ZeRO-1 keeps fp32 masters',
+        )
+
+
 def warn_of_unused_precision(precision: str, device_type: str) -> None:
     """Warns that Accelerate ignores ``mixed_precision="fp16"`` on the CPU. On other devices it has an effect."""
     if precision == "fp16" and device_type == "cpu":

@@ -88,7 +88,7 @@ def without_repeats(data: Any, remainder: int, *, on_host: bool = False) -> Any:
 
 def any_rank(flag: bool, run: Run) -> bool:
     """Whether ``flag`` is True on any process; the same result on every one. Collective."""
-    if run.world.size == 1:
+    if run.world.size == 1 or not run.backend.has_values:
         return flag
     return float(run.backend.all_reduce(run.backend.number(float(flag)), run.world)) > 0
 

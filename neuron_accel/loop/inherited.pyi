@@ -13,7 +13,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 class Accelerator:
     # ---- where a process stands ------------------------------------------------------------------------------------
-    device: torch.device
+    @property
+    def device(self) -> torch.device: ...
     distributed_type: Any
     is_local_main_process: bool
     is_main_process: bool

@@ -59,7 +59,7 @@ def prepare_model(
             why="strategies find layers and parameters by names, which compiling has changed",
             fix="prepare the model first and compile the model that prepare returns, or pass a dynamo_plugin",
         )
-    origin = origin_of(model, run)
+    origin = origin_of(model, run) if run.backend.has_values else None
     broadcast_tensors(state_tensors(model), run, run.world)
     record = PreparedModel(
         original=model, module=model, parameters=ParameterMap(model, mesh=run.mesh), optimizable=training

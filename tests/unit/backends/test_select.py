@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from neuron_accel.backends.select import Decision, Machine, choose, connect, flag, neuron_flavour, settle
+from neuron_accel.backends.select import Decision, DryRun, Machine, choose, connect, flag, neuron_flavour, settle
 from neuron_accel.errors import ConfigurationError, UsageError
 
 
@@ -57,6 +57,10 @@ ROWS = [
     ("auto", {"NEURON_ACCEL_BACKEND": "torch"}, TRN1, False, "xla", "xla", "Neuron hardware"),
     ("torch", {}, TRN2_BOTH, False, "torch", "neuron", "native"),
     ("torch", {}, CUDA, False, "torch", "cuda", "CUDA"),
+    # a dry run is asked for by name, whatever the machine has
+    (None, {"NEURON_ACCEL_BACKEND": "dryrun"}, TRN1, False, "dryrun", "meta", "NEURON_ACCEL_BACKEND"),
+    ("dryrun", {"NEURON_ACCEL_BACKEND": "xla"}, CUDA, False, "dryrun", "meta", "argument"),
+    (DryRun(world_size=8, rank=3), {}, TRN2_NATIVE, True, "dryrun", "meta", "argument"),
     # the wish for the CPU
     (None, {}, TRN1, True, "torch", "cpu", "cpu=True"),
     (None, {}, TRN2_NATIVE, True, "torch", "cpu", "cpu=True"),
@@ -83,6 +87,10 @@ def test_choice(requested, environ, machine, cpu, backend, device, reason):
         ("xla", {"USE_TORCH_XLA": "0"}, TRN1, False, ["USE_TORCH_XLA=false", "remove one"]),
         ("xla", {}, TRN1, True, ["cpu=True", "PJRT_DEVICE=CPU"]),
         ("xla", {"ACCELERATE_USE_CPU": "1"}, TRN1, False, ["ACCELERATE_USE_CPU", "PJRT_DEVICE=CPU"]),
+        ("dryrun", {"WORLD_SIZE": "4"}, NOTHING, False, ["4 processes", "NEURON_ACCEL_DRYRUN_WORLD_SIZE=4"]),
+        ("dryrun", {"NEURON_ACCEL_DRYRUN_WORLD_SIZE": "x"}, NOTHING, False, ["=x is not a number"]),
+        ("dryrun", {"NEURON_ACCEL_DRYRUN_RANK": "1"}, NOTHING, False, ["no rank 1 among 1", "from 0 to 0"]),
+        ("dryrun", {"NEURON_ACCEL_DRYRUN_WORLD_SIZE": "0"}, NOTHING, False, ["0 ranks", "at least 1"]),
         (None, {"DISABLE_XLA": "maybe"}, NOTHING, False, ["DISABLE_XLA=maybe", "1 or 0"]),
     ],
 )
@@ -91,6 +99,12 @@ def test_impossible_choices_say_what_to_do(requested, environ, machine, cpu, wor
         choose(requested, environ, machine, cpu=cpu)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_the_ranks_of_a_dry_run_are_those_of_the_environment():
+    environ = {"NEURON_ACCEL_DRYRUN_WORLD_SIZE": "4096", "NEURON_ACCEL_DRYRUN_RANK": "17"}
+    backend = connect(choose("dryrun", environ, NOTHING))
+    assert (backend.name, backend.world_size, backend.rank) == ("dryrun", 4096, 17)
 
 
 @pytest.mark.parametrize(

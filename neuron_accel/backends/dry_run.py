@@ -1,0 +1,247 @@
+"""One rank of a run of any size, without the other ranks and without memory: collectives give shapes and are counted.
+
+Tensors are on the meta device, so a step of a large model takes seconds on a laptop. A step does what it does on a
+device: the same plan, the same modules, the same collectives in the same order. A tensor on the host, such as the
+weights of a model that is not prepared yet, keeps its values, as if every rank held the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from neuron_accel.backends.base import Backend, Done, Group, Pending
+from neuron_accel.backends.movement import ReduceOp, join_chunks, normalize_dim, split_chunks
+
+
+class DryRunBackend(Backend):
+    """Backend of one rank whose peers do not exist.
+
+    :meth:`record` also records the dtype of each collective, and in ``Traffic.order`` when it is started and waited
+    for. Bytes are those of rings, as on devices: an all-reduce sends ``2 (n - 1) / n`` of its tensor, an all-gather
+    ``n - 1`` times its shard, a reduce-scatter and an all-to-all ``(n - 1) / n`` of their tensor.
+
+    Args:
+        world_size: number of ranks of the run.
+        rank: the rank that this process is.
+    """
+
+    name: ClassVar[str] = "dryrun"
+
+    def __init__(self, *, world_size: int, rank: int = 0) -> None:
+        super().__init__()
+        self._world_size, self._rank = world_size, rank
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DryRunBackend:
+        return self  # copies of a model communicate in the same groups
+
+    # ---- rank and device ---------------------------------------------------------------------------------------------
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("meta")
+
+    @property
+    def overlaps(self) -> bool:
+        return True
+
+    @property
+    def has_values(self) -> bool:
+        return False
+
+    @property
+    def missing(self) -> Mapping[str, str]:
+        return {
+            "point-to-point": "a dry run counts one rank, and what a stage of a pipeline receives comes from another",
+            "host-reads": "tensors of a dry run have shapes and no values",
+        }
+
+    # ---- groups ------------------------------------------------------------------------------------------------------
+    def new_group(self, partition: Sequence[Sequence[int]], name: str) -> Group:
+        """See :meth:`Backend.new_group`.
+
+        Raises:
+            ValueError: if ``partition`` does not name every rank exactly once.
+        """
+        key = tuple(sorted(tuple(sorted(ranks)) for ranks in partition))
+        if sorted(rank for ranks in key for rank in ranks) != list(range(self.world_size)):
+            raise ValueError(f"{key} does not partition the ranks 0 to {self.world_size - 1}")
+        ranks = next(ranks for ranks in key if self.rank in ranks)
+        return Group(ranks=ranks, index=ranks.index(self.rank), partition=key, name=name)
+
+    # ---- collectives on tensors --------------------------------------------------------------------------------------
+    def start_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> Pending:
+        """See :meth:`Backend.all_reduce`."""
+        if group.size == 1 or not tensor.numel():
+            return Done(tensor)
+        shared = tensor.detach().contiguous()
+        if op == "sum" and shared.device.type != "meta" and shared.dtype != torch.bool:
+            shared = shared * group.size
+        return self._start("all_reduce", group, 2 * (group.size - 1) * shared.nbytes // group.size, shared, shared)
+
+    def start_all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
+        """See :meth:`Backend.all_gather`. A tensor without dims is treated as one of shape ``[1]``."""
+        if group.size == 1:
+            return Done(tensor)
+        tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+        dim = normalize_dim(dim, tensor)
+        rows = tensor.new_empty((group.size, *tensor.shape)).copy_(tensor)
+        sent = (group.size - 1) * tensor.nbytes
+        return self._start("all_gather", group, sent, tensor, rows, lambda: join_chunks(rows, dim))
+
+    def start_all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Pending:
+        """See :meth:`Backend.start_all_gather_into`."""
+        if group.size == 1:
+            return Done(out.copy_(tensor.view(out.shape)))
+        out.view(group.size, -1).copy_(tensor.detach().view(-1))
+        return self._start("all_gather", group, (group.size - 1) * tensor.nbytes, tensor, out)
+
+    def start_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
+        """See :meth:`Backend.reduce_scatter`.
+
+        Raises:
+            LayoutError: if the size of the group does not divide the dim.
+        """
+        if group.size == 1:
+            return Done(tensor)
+        rows = split_chunks(tensor.detach(), dim, group.size).contiguous()
+        result = rows[group.index] * group.size
+        return self._start("reduce_scatter", group, (group.size - 1) * rows.nbytes // group.size, rows, result)
+
+    def start_reduce_scatter_into(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        group: Group,
+        *,
+        scale: float = 1.0,
+        scratch: torch.Tensor | None = None,
+    ) -> Pending:
+        """See :meth:`Backend.start_reduce_scatter_into`."""
+        if group.size == 1 or not tensor.numel():
+            return super().start_reduce_scatter_into(out, tensor, group, scale=scale, scratch=scratch)
+        rows = tensor.detach().view(group.size, -1)
+        out.copy_(rows[group.index]).mul_(group.size * scale)
+        return self._start("reduce_scatter", group, (group.size - 1) * rows.nbytes // group.size, rows, out)
+
+    def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
+        """See :meth:`Backend.all_to_all`.
+
+        Raises:
+            LayoutError: if the size of the group does not divide ``split_dim``.
+        """
+        if group.size == 1:
+            return tensor
+        concat_dim = normalize_dim(concat_dim, tensor)
+        rows = split_chunks(tensor.detach(), split_dim, group.size).contiguous()
+        received = rows.clone()
+        sent = (group.size - 1) * rows.nbytes // group.size
+        return self._start("all_to_all", group, sent, rows, received, lambda: join_chunks(received, concat_dim)).wait()
+
+    def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
+        return self.start_permute(tensor, group, shift).wait()
+
+    def start_permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> Pending:
+        """See :meth:`Backend.start_permute`."""
+        if shift % group.size == 0:
+            return Done(tensor)
+        tensor = tensor.detach()
+        return self._start("permute", group, tensor.nbytes, tensor, tensor.clone(memory_format=torch.contiguous_format))
+
+    def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
+        """See :meth:`Backend.broadcast`. On the source rank the result is the input."""
+        if group.size == 1:
+            return tensor
+        tensor = tensor.detach()
+        sends = group.index == source
+        result = tensor if sends else tensor.clone(memory_format=torch.contiguous_format)
+        return self._start("broadcast", group, tensor.nbytes if sends else 0, tensor, result).wait()
+
+    def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
+        """See :meth:`Backend.chunk`. Returns a view.
+
+        Raises:
+            LayoutError: if the size of the group does not divide the dim.
+        """
+        return tensor if group.size == 1 else split_chunks(tensor, dim, group.size)[group.index]
+
+    # ---- collectives on objects --------------------------------------------------------------------------------------
+    def all_gather_object(self, value: Any, group: Group) -> list[Any]:
+        """Returns ``value`` once for every rank of the group, as if all had the same."""
+        self.announce("all_gather_object", group)
+        return [value] * group.size
+
+    def broadcast_object(self, value: Any, group: Group, source: int = 0) -> Any:
+        """Returns ``value``, as if the source had the same."""
+        self.announce("broadcast_object", group)
+        return value
+
+    def barrier(self) -> None:
+        """Returns at once."""
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor on the CPU, of zeros if ``tensor`` has no values."""
+        if tensor.device.type != "meta":
+            return super().to_host(tensor)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    # ---- implementation ----------------------------------------------------------------------------------------------
+    def _start(
+        self,
+        op: str,
+        group: Group,
+        sent: int,
+        source: torch.Tensor,
+        result: torch.Tensor,
+        finish: Callable[[], torch.Tensor] | None = None,
+    ) -> Pending:
+        """Records the start of a collective; ``wait()`` of the result records the wait.
+
+        Args:
+            op, group, sent: of the collective.
+            source: what is sent, kept alive until the wait, as a device keeps it.
+            result: the result, unless ``finish`` makes it.
+            finish: called by the first ``wait()``; returns the result.
+        """
+        self._note(op, group, sent, source.dtype)
+        places = [(traffic, len(traffic.transfers) - 1) for traffic in self._recordings]
+        for traffic, index in places:
+            traffic.order.append(("start", index))
+
+        def waited() -> None:
+            for traffic, index in places:
+                traffic.order.append(("wait", index))
+
+        return _Recorded(source, result, finish, waited)
+
+
+class _Recorded(Pending):
+    """A collective of a dry run. See :meth:`DryRunBackend._start`."""
+
+    def __init__(
+        self,
+        source: torch.Tensor,
+        result: torch.Tensor,
+        finish: Callable[[], torch.Tensor] | None,
+        waited: Callable[[], None],
+    ) -> None:
+        self._source: torch.Tensor | None = source
+        self._result, self._finish, self._waited = result, finish, waited
+
+    def wait(self) -> torch.Tensor:
+        if self._source is not None:
+            self._waited()
+            if self._finish is not None:
+                self._result = self._finish()
+            self._source, self._finish = None, None  # and the memory they hold
+        return self._result
