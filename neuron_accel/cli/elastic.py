@@ -32,6 +32,7 @@ from neuron_accel.cli.escalation import Escalation, signal_ranks
 from neuron_accel.cli.failures import RankFailure, RankSuccess
 from neuron_accel.cli.heartbeat import Heartbeat
 from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, LaunchPlan
+from neuron_accel.cli.run_secret import RunSecret, take_secret
 from neuron_accel.errors import CommunicationError
 
 ERROR_FILE = "error.json"
@@ -153,19 +154,21 @@ class Outcome:
 
 
 def run_ranks(plan: LaunchPlan) -> Outcome:
-    """Starts the ranks of this machine and waits for them.
+    """Starts the ranks of this machine and waits for them. The secret of the run is not passed on to the ranks.
 
     Raises:
+        ConfigurationError: if the secret of the run cannot be used.
         CommunicationError: if the rendezvous of the machines failed.
     """
     os.environ.update({setting.name: setting.value for setting in plan.settings})
+    secret = take_secret(os.environ, plan.request.secret_file)
     _silence_agent()
     log_dir = Path(plan.request.log_dir or tempfile.mkdtemp(prefix="neuron_accel_"))
     logs = RankLogs(log_dir, tee=plan.request.tee, keep_first=plan.request.log_dir is not None)
     launch = elastic_launch(_config(plan, logs), sys.executable)
     keep = plan.request.log_dir is not None
     try:
-        with Escalation(grace=plan.request.grace), _heartbeat(plan), SilentExits(logs):
+        with Escalation(grace=plan.request.grace), _heartbeat(plan, secret), SilentExits(logs):
             launch(*plan.command(os.getpid()))
         return Outcome()
     except SignalException as ended:
@@ -186,11 +189,19 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
             shutil.rmtree(log_dir, ignore_errors=True)
 
 
-def _heartbeat(plan: LaunchPlan) -> contextlib.AbstractContextManager[Any]:
-    if plan.request.nnodes == 1:
+def _heartbeat(plan: LaunchPlan, secret: RunSecret | None) -> contextlib.AbstractContextManager[Any]:
+    request = plan.request
+    if plan.heartbeat == 0 or secret is None:
         return contextlib.nullcontext()
-    address = (plan.request.master_addr or "127.0.0.1", plan.heartbeat_port)
-    return Heartbeat(plan.request.node_rank, address, lost_after=plan.request.heartbeat, grace=plan.request.grace)
+    return Heartbeat(
+        request.node_rank,
+        request.nnodes,
+        (request.master_addr or "127.0.0.1", plan.heartbeat_port),
+        secret=secret,
+        lost_after=plan.heartbeat,
+        grace=request.grace,
+        interface=request.socket_interface,
+    )
 
 
 def _config(plan: LaunchPlan, logs: RankLogs) -> LaunchConfig:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import ipaddress
 import os
 import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +63,47 @@ def find_loopback() -> str | None:
     """Name of the loopback network interface, or None."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def listen(host: str, port: int, *, interface: str | None = None) -> socket.socket:
+    """Listens for connections to ``host``, on the network interface with its address only.
+
+    If ``host`` is not an address of this machine, as behind address translation, or is a name that only this machine
+    resolves to the loopback, it listens at the address of ``interface``, or without one on all interfaces.
+
+    Args:
+        host: name or address at which others reach this machine.
+        port: the port; 0 for a free one.
+        interface: name of a network interface.
+
+    Raises:
+        OSError: if the port cannot be used.
+    """
+    addresses = [] if host != "localhost" else ["127.0.0.1"]
+    with contextlib.suppress(OSError, UnicodeError):
+        addresses += [str(where[0]) for *_, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    if host != "localhost" and not _is_loopback(host):
+        addresses = [address for address in addresses if not _is_loopback(address)]
+    for address in [*addresses, *_addresses_of(interface)]:
+        try:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return socket.create_server((address, port), family=family)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+    return socket.create_server(("", port))
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _addresses_of(interface: str | None) -> list[str]:
+    found = psutil.net_if_addrs().get(interface, []) if interface else []
+    return [one.address for one in found if one.family in (socket.AF_INET, socket.AF_INET6)]
 
 
 def count_neuron_devices(devices: Path = Path("/dev")) -> int:

@@ -22,6 +22,7 @@ from neuron_accel.cli.failures import describe, first_failure, signal_name
 from neuron_accel.cli.host import Host, count_cores, find_loopback, kernel_version, read_mounts
 from neuron_accel.cli.launch_plan import (
     DEFAULT_MASTER_PORT,
+    HEARTBEAT_SECONDS,
     RENDEZVOUS_SECONDS,
     LaunchPlan,
     LaunchRequest,
@@ -30,6 +31,7 @@ from neuron_accel.cli.launch_plan import (
     plan_launch,
 )
 from neuron_accel.cli.parser import naming_options
+from neuron_accel.cli.run_secret import VARIABLE
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import HOST, CompileCache, is_s3, location_of
 from neuron_accel.neuron.cache_store import register_job
@@ -97,9 +99,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ranks,
         "--heartbeat",
         type=float,
-        default=30.0,
         metavar="SECONDS",
         help="consider a machine lost after SECONDS without a heartbeat (default: 30; 0: never)",
+    )
+    _option(
+        ranks,
+        "--secret-file",
+        metavar="PATH",
+        help=f"file on a shared file system with the secret of the run, which heartbeats need; machine 0 creates it if "
+        f"it is missing (default: the secret is in {VARIABLE})",
     )
     _option(
         ranks, "--max-restarts", type=int, default=0, metavar="N", help="restart all ranks at most N times (default: 0)"
@@ -171,6 +179,7 @@ def run(args: argparse.Namespace) -> int:
         cache=_cache(args),
         compiler_flags=args.compiler_flags,
         heartbeat=args.heartbeat,
+        secret_file=args.secret_file,
     )
     plan = prepare(request, meets=args.slurm is None)
     if args.slurm is not None:
@@ -231,8 +240,8 @@ def _write_batch_files(place: str, plan: LaunchPlan, args: argparse.Namespace) -
 def _options_of(args: argparse.Namespace) -> list[str]:
     """The options and the script as words of a command line, without options that differ between machines."""
     words = ["--nproc-per-node", str(args.nproc_per_node), "--grace", f"{args.grace:g}"]
-    words += ["--heartbeat", f"{args.heartbeat:g}"]
-    for name in ("socket_interface", "instance", "lnc", "cache_dir", "compiler_flags", "log_dir"):
+    words += ["--heartbeat", f"{HEARTBEAT_SECONDS if args.heartbeat is None else args.heartbeat:g}"]
+    for name in ("secret_file", "socket_interface", "instance", "lnc", "cache_dir", "compiler_flags", "log_dir"):
         if getattr(args, name):
             words.append(f"--{name.replace('_', '-')}={getattr(args, name)}")
     for name in ("cpu", "tee", "quiet", "retry_failed_compilation", "module"):
@@ -248,12 +257,15 @@ def prepare(request: LaunchRequest, *, meets: bool = True) -> LaunchPlan:
 
     Args:
         request: what to launch.
-        meets: whether the request has to contain the address of machine 0 if there are several machines.
+        meets: whether several machines have to know the address of machine 0 and the secret of the run already; a batch
+            file determines both.
 
     Raises:
         ConfigurationError: if the request cannot be launched.
     """
+    environ: Mapping[str, str] = os.environ
     if not meets:
+        environ = {**environ, VARIABLE: "made by the batch file"}
         request = dataclasses.replace(request, master_addr=request.master_addr or "the first machine of the job")
     check_request(request)  # before torch is imported, so that a wrong path is reported at once
     probes = Machine()
@@ -272,7 +284,7 @@ def prepare(request: LaunchRequest, *, meets: bool = True) -> LaunchPlan:
     )
     if request.as_many_as_possible:
         request = dataclasses.replace(request, nproc_per_node=most_ranks(request, host, decision, os.environ))
-    return plan_launch(request, host, decision, os.environ)
+    return plan_launch(request, host, decision, environ)
 
 
 def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from neuron_accel.backends.select import Decision
 from neuron_accel.cli.host import Host
+from neuron_accel.cli.run_secret import VARIABLE as SECRET
 from neuron_accel.cli.terminal import format_pairs
 from neuron_accel.errors import ConfigurationError, did_you_mean
 from neuron_accel.neuron import flags
@@ -32,6 +33,8 @@ from neuron_accel.neuron.variables import Setting, review
 # ---- The plan of a launch; ``--dry-run`` prints it -------------------------------------------------------------------
 DEFAULT_MASTER_PORT = 29500
 RENDEZVOUS_SECONDS = 900
+HEARTBEAT_SECONDS = 30.0
+"""After this time without a heartbeat a machine is considered lost, unless ``--heartbeat`` says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +66,20 @@ class LaunchRequest:
     lnc: int | None = None
     cache: CompileCache = field(default_factory=CompileCache)
     compiler_flags: str = ""
-    heartbeat: float = 30.0
+    heartbeat: float | None = None
+    secret_file: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """A launch that is ready to start."""
+    """A launch that is ready to start. Without heartbeats between its machines ``heartbeat`` is 0."""
 
     request: LaunchRequest
     settings: tuple[Setting, ...]
     device: str
     reason: str
     remarks: tuple[str, ...] = ()
+    heartbeat: float = 0.0
 
     @property
     def world_size(self) -> int:
@@ -113,9 +118,9 @@ class LaunchPlan:
         if request.found:
             pairs.append((f"machine {request.node_rank} of {request.nnodes}", request.found))
         if self.is_static:
-            if request.nnodes > 1 and request.heartbeat:
-                beats = f"at port {self.heartbeat_port}; without one for {request.heartbeat:g} s a machine is lost"
-                pairs.append((f"heartbeat {request.heartbeat:g}", beats))
+            if self.heartbeat:
+                beats = f"at port {self.heartbeat_port}; without one for {self.heartbeat:g} s a machine is lost"
+                pairs.append((f"heartbeat {self.heartbeat:g}", beats))
             waits = (
                 f"waits {RENDEZVOUS_SECONDS // 60} minutes for all machines" if request.nnodes > 1 else "as requested"
             )
@@ -141,6 +146,7 @@ def plan_launch(request: LaunchRequest, host: Host, decision: Decision, environm
     """
     check_request(request)
     noted = remarks(request, host, decision, environment)  # first, since it raises an error for invalid variables
+    heartbeat, unwatched = _heartbeat(request, environment)
     settings = [
         setting
         for setting in (
@@ -160,7 +166,27 @@ def plan_launch(request: LaunchRequest, host: Host, decision: Decision, environm
         settings=tuple(settings),
         device=decision.device,
         reason=decision.reason,
-        remarks=noted,
+        remarks=(*noted, *unwatched),
+        heartbeat=heartbeat,
+    )
+
+
+def _heartbeat(request: LaunchRequest, environment: Mapping[str, str]) -> tuple[float, tuple[str, ...]]:
+    """After how many seconds without a heartbeat a machine is lost, 0 without heartbeats, and a note in that case.
+
+    Raises:
+        ConfigurationError: if heartbeats are asked for, and there is no secret.
+    """
+    if request.nnodes == 1 or request.heartbeat == 0:
+        return 0.0, ()
+    if request.secret_file is not None or environment.get(SECRET, "").strip():
+        return HEARTBEAT_SECONDS if request.heartbeat is None else request.heartbeat, ()
+    why = "without a secret that the machines share, anybody who reaches the port could end the run"
+    fix = f"set {SECRET} to the same value on all machines, or pass --secret-file with a path that they share"
+    if request.heartbeat is None:
+        return 0.0, (f"no heartbeats, so that a machine that loses power is noticed late: {why}; {fix}",)
+    raise ConfigurationError(
+        f"--heartbeat {request.heartbeat:g} needs a secret of the run.", where="--heartbeat", why=why, fix=fix
     )
 
 
@@ -283,7 +309,7 @@ def _check_ranks(request: LaunchRequest) -> None:
             where="--master-port",
             fix="pass a number from 1 to 65535, or leave it out on one machine to use a free port",
         )
-    if request.master_port == 65535 and request.nnodes > 1 and request.heartbeat:
+    if request.master_port == 65535 and request.nnodes > 1 and request.heartbeat != 0:
         raise ConfigurationError(
             "Port 65535 is the last port.",
             where="--master-port",
@@ -296,7 +322,14 @@ def _check_ranks(request: LaunchRequest) -> None:
             where="--max-restarts",
             fix="pass 0 or more",
         )
-    if not (request.heartbeat == 0 or 3 <= request.heartbeat < math.inf):
+    if request.secret_file is not None and (request.nnodes == 1 or request.heartbeat == 0 or not request.secret_file):
+        raise ConfigurationError(
+            "--secret-file is empty." if not request.secret_file else "--secret-file has no effect without heartbeats.",
+            where="--secret-file",
+            why="by the secret in it, several machines recognise each other's heartbeats",
+            fix="pass a path on a file system that all machines share, together with --nnodes; or leave it out",
+        )
+    if request.heartbeat is not None and not (request.heartbeat == 0 or 3 <= request.heartbeat < math.inf):
         raise ConfigurationError(
             f"--heartbeat is {request.heartbeat:g}; expected at least 3 seconds, or 0.",
             where="--heartbeat",

@@ -30,9 +30,12 @@ set -euo pipefail
 read -r master < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # different ports for jobs that share a machine
 port=$(({port} + SLURM_JOB_ID % {ports}))
+# by this secret the launchers of the machines recognise each other; it is passed on in the environment only
+NEURON_ACCEL_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+export NEURON_ACCEL_SECRET
 
 # --kill-on-bad-exit: when one machine fails, the others end too
-srun --kill-on-bad-exit=1 bash -c \\
+srun --kill-on-bad-exit=1 --export=ALL bash -c \\
   {task} neuron-accel \\
   --master-addr "$master" --master-port "$port" {arguments}
 """

@@ -95,6 +95,7 @@ def launch(hosts, environment, tmp_path):
             command = [sys.executable, "-m", "neuron_accel.cli.main", "launch", *arguments, "--nproc-per-node", "2"]
             command += ["--grace", "5", "--heartbeat", "6", str(script), str(reports), str(epochs)]
             env = {**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": links[node]}
+            env["NEURON_ACCEL_SECRET"] = "of both machines " * 2
             with (tmp_path / f"launcher{node}").open("w") as output:
                 words = ["ip", "netns", "exec", name, *command]
                 started.append(subprocess.Popen(words, env=env, stdout=output, stderr=subprocess.STDOUT))

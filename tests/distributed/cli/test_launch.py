@@ -254,7 +254,7 @@ def test_ranks_are_restarted_as_often_as_asked(start, script, reports, tmp_path)
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"rank_0", "rank_0_attempt_1"}
 
 
-def test_two_machines_meet(start, script, reports):
+def test_two_machines_meet(start, script, reports, environment):
     body = """
 import torch, torch.distributed as dist
 from neuron_accel.backends.process_group import let_threads_finish
@@ -262,12 +262,16 @@ dist.init_process_group("gloo")
 total = torch.full((1,), float(rank + 1))
 dist.all_reduce(total)
 let_threads_finish()
-report([total.item(), os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"]])
+report([total.item(), os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"], "NEURON_ACCEL_SECRET" in os.environ])
 """
+    environment["NEURON_ACCEL_SECRET"] = "known to both machines"
     port = free_port()
     common = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--quiet", script(body)]
     machines = [start("--node-rank", str(machine), *common) for machine in (0, 1)]
     for machine in machines:
         code, _, err = machine.finish()
         assert code == 0, err
-    assert {rank: entry["value"] for rank, entry in reports().items()} == {0: [3.0, "0", "0"], 1: [3.0, "0", "1"]}
+    assert {rank: entry["value"] for rank, entry in reports().items()} == {
+        0: [3.0, "0", "0", False],
+        1: [3.0, "0", "1", False],
+    }

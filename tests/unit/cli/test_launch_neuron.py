@@ -248,8 +248,9 @@ def test_the_hardware_of_a_run(tmp_path):
 # ---- Slurm -----------------------------------------------------------------------------------------------------------
 FAKE_SRUN = """#!/bin/bash
 # runs the task once for each node, as srun with one task a node does
-echo "srun $1" >> "$RECORD"
-shift
+echo "srun $1 $2" >> "$RECORD"
+echo "$NEURON_ACCEL_SECRET" >> "$RECORD.secrets"
+shift 2
 for node in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$node "$@" || exit $?; done
 """
 FAKE_SCONTROL = """#!/bin/bash
@@ -278,7 +279,7 @@ def cluster(tmp_path):
         done = subprocess.run([str(path)], env=environment, capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, done.stderr
         first, *rest = record.read_text().splitlines()
-        assert first == "srun --kill-on-bad-exit=1"
+        assert first == "srun --kill-on-bad-exit=1 --export=ALL"
         return [part.split("\n") for part in "\n".join(rest).removesuffix("\nend").split("\nend\n")]
 
     return run
@@ -302,9 +303,13 @@ def test_batch_files_are_ready(script, tmp_path, capsys, cluster):
     rest += ["--instance=trn1.32xlarge", "--max-restarts", "1", script, "--name", "it's $HOME; `x`"]
     for machine, words in enumerate(cluster(path)):
         assert words == ["launch", "--nnodes", "2", "--node-rank", str(machine), *rest]
+    secrets = (tmp_path / "record.secrets").read_text().split()
+    assert [len(secret) for secret in secrets] == [64] * len(secrets)
     for machine, words in enumerate(cluster(compiling)):
         start = ["precompile", "--", "neuron-accel", "launch", "--nnodes", "2", "--node-rank", str(machine)]
         assert words == [*start, *rest]
+    secrets = (tmp_path / "record.secrets").read_text().split()
+    assert len(secrets) == len(set(secrets)) == 2  # each job makes its own, the same on all machines
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
