@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     # devices, groups, collectives
     from neuron_accel.backends.autograd import (
         all_to_all,
+        all_to_all_uneven,
         chunk_to_group,
         copy_to_group,
         gather_from_group,
@@ -115,6 +116,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "backends.autograd": (
         "all_to_all",
+        "all_to_all_uneven",
         "chunk_to_group",
         "copy_to_group",
         "gather_from_group",
@@ -307,6 +309,7 @@ __all__ = [
     "WeightShard",
     "WithProductHooks",
     "all_to_all",
+    "all_to_all_uneven",
     "attributes_of",
     "broadcast_tensors",
     "check_dense",

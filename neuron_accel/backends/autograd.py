@@ -16,6 +16,7 @@ gather_from_group        all-gather                  this rank's chunk, or reduc
 chunk_to_group           this rank's chunk           all-gather
 reduce_scatter_to_group  reduce-scatter              all-gather
 all_to_all               all-to-all                  all-to-all, the dims exchanged
+all_to_all_uneven        all-to-all of rows          all-to-all of rows, the counts exchanged
 permute                  ring shift                  ring shift the other way
 =======================  ==========================  ==================================================
 
@@ -26,6 +27,7 @@ reduce-scatter as each other's backward are the operators of its sequence parall
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -81,6 +83,15 @@ def all_to_all(x: torch.Tensor, backend: Backend, group: Group, split_dim: int, 
     """Sends chunk i along ``split_dim`` to the i-th rank and returns the received chunks, concatenated along
     ``concat_dim``."""
     return x if group.size == 1 else _AllToAll.apply(x, backend, group, split_dim, concat_dim)
+
+
+def all_to_all_uneven(
+    x: torch.Tensor, backend: Backend, group: Group, sent: Sequence[int], received: Sequence[int]
+) -> torch.Tensor:
+    """Sends ``sent[i]`` rows of ``x`` ``[sum(sent), ...]`` to the i-th rank, the first rows to the first rank and so
+    on, and returns the ``received[i]`` rows of each ``[sum(received), ...]``, in the order of ranks. Available if
+    ``backend.has_uneven_all_to_all``."""
+    return x if group.size == 1 else _AllToAllUneven.apply(x, backend, group, tuple(sent), tuple(received))
 
 
 def permute(x: torch.Tensor, backend: Backend, group: Group, shift: int = 1) -> torch.Tensor:
@@ -176,6 +187,17 @@ class _AllToAll(_Collective):
     def backward(ctx, gradient):
         backend, group, split_dim, concat_dim = ctx.arguments
         return all_to_all(gradient, backend, group, concat_dim, split_dim), None, None, None, None
+
+
+class _AllToAllUneven(_Collective):
+    @staticmethod
+    def forward(x, backend, group, sent, received):
+        return backend.all_to_all_uneven(x, group, sent, received)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        backend, group, sent, received = ctx.arguments
+        return all_to_all_uneven(gradient, backend, group, received, sent), None, None, None, None
 
 
 class _Permute(_Collective):

@@ -287,6 +287,11 @@ class Backend(ABC):
         return False
 
     @property
+    def has_uneven_all_to_all(self) -> bool:
+        """Whether :meth:`all_to_all_uneven` is available."""
+        return False
+
+    @property
     def overlaps(self) -> bool:
         """Whether computation between ``start_*`` and ``wait()`` overlaps with the collective."""
         return False
@@ -306,11 +311,12 @@ class Backend(ABC):
     @property
     def capabilities(self) -> frozenset[str]:
         """Names of the capabilities, which a :class:`PluginSpec` may require or conflict with: ``"lazy"``,
-        ``"host-reads"``, ``"point-to-point"``, ``"async"``."""
+        ``"host-reads"``, ``"point-to-point"``, ``"uneven-all-to-all"``, ``"async"``."""
         offered = {
             "lazy": self.is_lazy,
             "host-reads": self.reads_are_free,
             "point-to-point": self.has_point_to_point,
+            "uneven-all-to-all": self.has_uneven_all_to_all,
             "async": self.overlaps,
         }
         return frozenset(name for name, there in offered.items() if there)
@@ -419,6 +425,34 @@ class Backend(ABC):
     def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
         """Sends chunk i along ``split_dim`` to the i-th rank and returns the received chunks, concatenated along
         ``concat_dim``."""
+
+    @communicates
+    def all_to_all_uneven(
+        self, tensor: torch.Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        """Sends ``sent[i]`` rows to the i-th rank, the first rows to the first rank and so on, and returns the
+        ``received[i]`` rows of each, in the order of ranks. Available if the backend :attr:`has_uneven_all_to_all`.
+
+        Args:
+            tensor: ``[sum(sent), ...]``; the other dims and the dtype are equal on all ranks.
+            group: the ranks.
+            sent, received: numbers of rows, for each rank of the group; what one rank sends to another is what that one
+                receives from it.
+
+        Returns:
+            ``[sum(received), ...]``.
+
+        Raises:
+            UsageError: if the backend does not have it.
+            ValueError: if the counts do not fit the group or the tensor.
+        """
+        if group.size == 1:
+            return tensor
+        raise UsageError(
+            f"The {self.name} backend cannot send a different number of rows to each rank.",
+            why="shapes must be known before the values are, or the device's collectives send equal chunks",
+            fix="pad the chunks to equal sizes and use all_to_all",
+        )
 
     @abstractmethod
     @communicates

@@ -14,6 +14,7 @@ exists beside the group of the device.
 from __future__ import annotations
 
 import atexit
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -138,6 +139,10 @@ class TorchBackend(Backend):
     @property
     def has_point_to_point(self) -> bool:
         return self._point_to_point
+
+    @property
+    def has_uneven_all_to_all(self) -> bool:
+        return self._device.type in ("cpu", "cuda")  # the native Neuron device documents equal splits
 
     @property
     def overlaps(self) -> bool:
@@ -349,6 +354,33 @@ class TorchBackend(Backend):
         received = torch.empty_like(rows)
         return self._start_exchange(
             rows, received, group, "all_to_all", lambda: join_chunks(received, concat_dim)
+        ).wait()
+
+    def all_to_all_uneven(
+        self, tensor: torch.Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        """See :meth:`Backend.all_to_all_uneven`."""
+        if group.size == 1 or not self.has_uneven_all_to_all:
+            return super().all_to_all_uneven(tensor, group, sent, received)
+        if len(sent) != group.size or len(received) != group.size or sum(sent) != tensor.shape[0]:
+            raise ValueError(
+                f"{list(sent)} rows sent and {list(received)} received do not fit a group of {group.size} ranks and a "
+                f"tensor of {tensor.shape[0]} rows"
+            )
+        rows = tensor.detach().contiguous()
+        result = rows.new_empty((sum(received), *rows.shape[1:]))
+        row = math.prod(rows.shape[1:])
+        self._note("all_to_all", group, (sum(sent) - sent[group.index]) * row * rows.element_size())
+        if not row:
+            return result
+        outgoing, incoming = _flat(rows), _flat(result)
+        row = row * rows.element_size() // outgoing.element_size()  # some dtypes are viewed as bytes
+        splits = [count * row for count in received], [count * row for count in sent]
+        return self._start(
+            "all_to_all",
+            group,
+            lambda: dist.all_to_all_single(incoming, outgoing, *splits, group=self._of(rows, group), async_op=True),
+            lambda: result,
         ).wait()
 
     def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:

@@ -164,7 +164,7 @@ def fingerprint(plugins: Sequence[StrategyPlugin], world_size: int) -> str:
         plan = make_plan(
             plugins,
             world_size=world_size,
-            backend_capabilities=frozenset({"host-reads", "async", "point-to-point"}),
+            backend_capabilities=frozenset({"host-reads", "async", "point-to-point", "uneven-all-to-all"}),
             default_owners=registry.default_owners(),
             provenance=registry.provenance,
         )

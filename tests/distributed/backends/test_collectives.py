@@ -60,6 +60,16 @@ def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(one, other), (actual, expected)
 
 
+def moves_uneven_rows(backend, group, dtype: torch.dtype) -> None:
+    """Rank r sends (r + 2 i) % 3 rows to rank i: none at all to some, and rank 0 gets none from itself."""
+    n, rank = group.size, backend.rank
+    counts = [[(r + 2 * i) % 3 for i in range(n)] for r in range(n)]
+    split = [data(r, dtype, (sum(counts[r]), 2, 3)).split(counts[r]) for r in range(n)]
+    sent, received = counts[rank], [counts[r][rank] for r in range(n)]
+    expected = torch.cat([split[r][rank] for r in range(n)])
+    same(backend.all_to_all_uneven(torch.cat(split[rank]).to(backend.device), group, sent, received), expected)
+
+
 def moves(dtypes: list[torch.dtype]) -> None:
     backend, group = connect()
     n, rank = group.size, backend.rank
@@ -72,6 +82,8 @@ def moves(dtypes: list[torch.dtype]) -> None:
             for concat_dim in DIMS:
                 received = torch.cat([peer.chunk(n, dim)[rank] for peer in everyone], concat_dim)
                 same(backend.all_to_all(x, group, dim, concat_dim), received)
+        if backend.has_uneven_all_to_all:
+            moves_uneven_rows(backend, group, dtype)
         for shift in (1, -1, 2, n, n + 1):
             same(backend.permute(x, group, shift), everyone[(rank - shift) % n])
         for source in range(n):
@@ -150,6 +162,10 @@ def odd_shapes() -> None:
         same(backend.reduce_scatter(empty, group, 1), empty[:, :1])
         same(backend.all_to_all(empty, group, 1, 0), empty[:, :1])
         same(backend.permute(empty, group), empty)
+        same(backend.all_to_all_uneven(empty, group, [0] * n, [0] * n), empty)
+        only_to_first = [n if i == 0 else 0 for i in range(n)], [n * (rank == 0)] * n
+        expected = torch.ones(n * n * (rank == 0), 2, dtype=dtype)
+        same(backend.all_to_all_uneven(torch.ones(n, 2, dtype=dtype), group, *only_to_first), expected)
         same(backend.broadcast(empty, group), empty)
         odd = torch.full((7, 3), 1.0, dtype=dtype)
         same(backend.all_reduce(odd.clone(), group), odd * n)
@@ -212,6 +228,8 @@ def counted() -> list[tuple[str, str, int, int]]:
         backend.all_gather(x, group, 1)
         backend.reduce_scatter(x, group)
         backend.all_to_all(x, group)
+        counts = [8] * group.size
+        backend.all_to_all_uneven(x.repeat(group.size, 1), group, counts, counts)
         backend.permute(x, group)
         backend.broadcast(x, group, 1)
         backend.chunk(x, group)
@@ -230,6 +248,7 @@ def test_what_is_sent_is_the_least_possible(n):
             ("all_gather", "tp", n, (n - 1) * size),
             ("reduce_scatter", "tp", n, (n - 1) * size // n),
             ("all_to_all", "tp", n, (n - 1) * size // n),
+            ("all_to_all", "tp", n, (n - 1) * size),
             ("permute", "tp", n, size),
             ("broadcast", "tp", n, size if rank == 1 else 0),
         ]
@@ -308,6 +327,7 @@ OPERATIONS = {
     "all_gather": lambda b, g, x: b.start_all_gather(x, g).wait(),
     "reduce_scatter": lambda b, g, x: b.reduce_scatter(x, g),
     "all_to_all": lambda b, g, x: b.all_to_all(x, g),
+    "all_to_all uneven": lambda b, g, x: b.all_to_all_uneven(x, g, *[[3 - 2 * b.rank, 1 + 2 * b.rank]] * 2),
     "permute": lambda b, g, x: b.permute(x, g),
     "broadcast": lambda b, g, x: b.broadcast(x, g, 1),
     "all_gather_object": lambda b, g, x: b.all_gather_object("x", g),

@@ -44,11 +44,31 @@ def all_to_all_definition(split_dim: int, concat_dim: int) -> Callable:
     return define
 
 
+def uneven(rank: int, n: int) -> tuple[list[int], list[int]]:
+    """The four rows of a rank are sent to two others: three to the next one, one to the one after it."""
+    sent = [0] * n
+    sent[(rank + 1) % n] += 3
+    sent[(rank + 2) % n] += 1
+    received = [0] * n
+    received[(rank - 1) % n] += 3
+    received[(rank - 2) % n] += 1
+    return sent, received
+
+
+def uneven_definition(xs):
+    n = len(xs)
+    split = [x.split(uneven(rank, n)[0]) for rank, x in enumerate(xs)]
+    return [torch.cat([split[peer][rank] for peer in range(n)]) for rank in range(n)]
+
+
 def cases() -> dict[str, Case]:
     found = {
         "copy": Case(run=autograd.copy_to_group, define=lambda xs: xs, alike_in=True),
         "reduce": Case(run=autograd.reduce_from_group, define=lambda xs: [sum(xs)] * len(xs), alike_out=True),
     }
+    found["all-to-all uneven"] = Case(
+        run=lambda x, b, g: autograd.all_to_all_uneven(x, b, g, *uneven(g.index, g.size)), define=uneven_definition
+    )
     for shift in (1, -1, 2, 5):
         found[f"permute {shift}"] = Case(
             run=lambda x, b, g, s=shift: autograd.permute(x, b, g, s),

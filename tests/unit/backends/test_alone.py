@@ -35,6 +35,7 @@ def test_collectives_of_one_rank_return_their_input(alone):
             alone.all_gather(x, group, 1),
             alone.reduce_scatter(x, group, 1),
             alone.all_to_all(x, group, 0, 1),
+            alone.all_to_all_uneven(x, group, [2], [2]),
             alone.permute(x, group, 3),
             alone.broadcast(x, group),
             alone.chunk(x, group, 1),
@@ -55,6 +56,7 @@ def test_collectives_of_one_rank_return_their_input(alone):
         lambda x, b, g: autograd.chunk_to_group(x, b, g, 0),
         lambda x, b, g: autograd.reduce_scatter_to_group(x, b, g, 0),
         lambda x, b, g: autograd.all_to_all(x, b, g, 0, 1),
+        lambda x, b, g: autograd.all_to_all_uneven(x, b, g, [2], [2]),
         lambda x, b, g: autograd.permute(x, b, g, 1),
     ],
 )
