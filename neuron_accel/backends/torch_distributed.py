@@ -370,14 +370,14 @@ class TorchBackend(Backend):
         rows = tensor.detach().contiguous()
         result = rows.new_empty((sum(received), *rows.shape[1:]))
         row = math.prod(rows.shape[1:])
-        self._note("all_to_all", group, (sum(sent) - sent[group.index]) * row * rows.element_size())
+        self._note("all_to_all_uneven", group, (sum(sent) - sent[group.index]) * row * rows.element_size())
         if not row:
             return result
         outgoing, incoming = _flat(rows), _flat(result)
         row = row * rows.element_size() // outgoing.element_size()  # some dtypes are viewed as bytes
         splits = [count * row for count in received], [count * row for count in sent]
         return self._start(
-            "all_to_all",
+            "all_to_all_uneven",
             group,
             lambda: dist.all_to_all_single(incoming, outgoing, *splits, group=self._of(rows, group), async_op=True),
             lambda: result,

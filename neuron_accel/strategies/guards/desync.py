@@ -83,7 +83,7 @@ class DesyncGuard(StrategyPlugin):
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.01
 _VERDICT_S = 5.0  # additional time for the result, since the first rank may wait for the full timeout
 _BETWEEN_TWO = ("send", "receive")
-_UNEQUAL = ("broadcast",)  # the source sends, the others do not
+_UNEQUAL = ("broadcast", "all_to_all_uneven")  # ranks send different numbers of bytes
 _FIX = (
     "look for code that only some ranks run: a collective (gather, save, wait_for_everyone) inside "
     "`if accelerator.is_main_process`, a loop that ends earlier on one rank, a branch on a value that differs"

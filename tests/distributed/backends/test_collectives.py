@@ -248,7 +248,7 @@ def test_what_is_sent_is_the_least_possible(n):
             ("all_gather", "tp", n, (n - 1) * size),
             ("reduce_scatter", "tp", n, (n - 1) * size // n),
             ("all_to_all", "tp", n, (n - 1) * size // n),
-            ("all_to_all", "tp", n, (n - 1) * size),
+            ("all_to_all_uneven", "tp", n, (n - 1) * size),
             ("permute", "tp", n, size),
             ("broadcast", "tp", n, size if rank == 1 else 0),
         ]
@@ -327,7 +327,7 @@ OPERATIONS = {
     "all_gather": lambda b, g, x: b.start_all_gather(x, g).wait(),
     "reduce_scatter": lambda b, g, x: b.reduce_scatter(x, g),
     "all_to_all": lambda b, g, x: b.all_to_all(x, g),
-    "all_to_all uneven": lambda b, g, x: b.all_to_all_uneven(x, g, *[[3 - 2 * b.rank, 1 + 2 * b.rank]] * 2),
+    "all_to_all_uneven": lambda b, g, x: b.all_to_all_uneven(x, g, *[[3 - 2 * b.rank, 1 + 2 * b.rank]] * 2),
     "permute": lambda b, g, x: b.permute(x, g),
     "broadcast": lambda b, g, x: b.broadcast(x, g, 1),
     "all_gather_object": lambda b, g, x: b.all_gather_object("x", g),

@@ -1,0 +1,169 @@
+"""The plugin: its options and hooks."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from neuron_accel.contract import (
+    AxisKind,
+    AxisSpec,
+    ConfigurationError,
+    Phase,
+    PlanError,
+    PluginSpec,
+    StrategyPlugin,
+    UnsupportedModelError,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from neuron_accel.contract import ParameterMap, PlanContext, PreparedModel, Run
+    from neuron_accel_expert_parallel.dispatch import Dispatcher
+
+AXIS = "ep"
+"""The mesh axis of expert parallelism, one of samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallelPlugin(StrategyPlugin):
+    """Shards the experts of each layer over ``expert_parallel_size`` ranks with other samples.
+
+    Tokens are sent to the ranks of their experts and their results back, by all-to-all with as many rows as there are:
+    none is dropped, none is padded. Routers, shared experts and all other layers are replicated, and their gradients
+    are averaged, as in data parallelism. Load-balancing losses are those of the tokens of all ranks.
+
+    Args:
+        expert_parallel_size: number of ranks that hold the experts of a layer between them; divides the number of
+            experts.
+        experts: patterns of the names of the modules of experts, each compared with the end of a name, ``*`` for one
+            component. Needed for models that are not of a known family.
+
+    Raises:
+        ConfigurationError: if ``expert_parallel_size`` is not an integer of at least 1.
+    """
+
+    expert_parallel_size: int
+    experts: tuple[str, ...] = ()
+
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="expert_parallel", phase=Phase.LAYOUT, after=frozenset({"tensor_parallel"})
+    )
+
+    def __post_init__(self) -> None:
+        if type(self.expert_parallel_size) is not int or self.expert_parallel_size < 1:
+            raise ConfigurationError(
+                f"expert_parallel_size is {self.expert_parallel_size!r}.",
+                where="plugin expert_parallel",
+                fix="pass an integer of at least 1",
+            )
+        object.__setattr__(self, "experts", tuple(self.experts))
+
+    def axes(self) -> tuple[AxisSpec, ...]:
+        return (AxisSpec(name=AXIS, degree=self.expert_parallel_size, kind=AxisKind.DATA),)
+
+    def validate(self, context: PlanContext) -> None:
+        if self.expert_parallel_size > 1 and "uneven-all-to-all" not in context.capabilities:
+            raise PlanError(
+                f"expert_parallel_size={self.expert_parallel_size} is not possible on this backend.",
+                where="plugin expert_parallel",
+                why="each rank sends another number of tokens to each, and the backend needs equal numbers, or shapes "
+                "that are known before the values are",
+                fix="use CPU or CUDA ranks, or shard the experts with tensor_parallel_size",
+            )
+
+    def setup(self, run: Run) -> None:
+        run.group(AXIS)  # created now, in the same order on every rank
+        run.group(*run.mesh.gradient_axes)
+
+    def model_init(self, run: Run) -> AbstractContextManager[None]:
+        """Creates models without memory for weights; each rank then reads its own experts only."""
+        from neuron_accel import lazy_load_for_parallelism
+
+        return nullcontext() if run.mesh.degree(AXIS) == 1 else lazy_load_for_parallelism()
+
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
+        """Keeps this rank's experts.
+
+        Raises:
+            UnsupportedModelError: if the experts are not found, do not have the form of experts, or cannot be
+                distributed evenly; the model is then unchanged.
+        """
+        degree = run.mesh.degree(AXIS)
+        if degree == 1:
+            return
+        from neuron_accel_expert_parallel.auxiliary import make_auxiliary_losses_exact
+        from neuron_accel_expert_parallel.dispatch import Dispatcher
+        from neuron_accel_expert_parallel.families import find_experts
+
+        modules: dict[str, Any] = find_experts(model.module, self.experts)
+        for name, module in modules.items():
+            if module.num_experts % degree:
+                raise UnsupportedModelError(
+                    f"{name!r} has {module.num_experts} experts.",
+                    where="plugin expert_parallel",
+                    why=f"{degree} ranks cannot hold equally many of them",
+                    fix=f"choose an expert_parallel_size that divides {module.num_experts}",
+                )
+        dispatchers = []
+        for name, module in modules.items():
+            experts = module.num_experts
+            shard_experts(module, model.parameters, run)
+            dispatchers.append(Dispatcher(name, module, experts, run.backend, run.group(AXIS), run.join))
+        make_auxiliary_losses_exact(model.module, run.backend, run.group(*run.mesh.gradient_axes))
+        run.state(self).setdefault("models", []).append((model, dispatchers))
+
+    def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
+        """Describes what a layer sends, and the load of this rank's tokens so far."""
+        dispatchers = dispatchers_of(run, model.module)
+        if not dispatchers:
+            return ""
+        first, degree = dispatchers[0], run.mesh.degree(AXIS)
+        lines = [
+            f"Expert parallelism over {degree} ranks: {first.local} of {first.experts} experts on each, in "
+            f"{len(dispatchers)} layers",
+            "  Each layer sends a token once to each other rank that holds one of its experts, and gets one row back; "
+            "the same for gradients.",
+        ]
+        for each in dispatchers:
+            total = int(each.tokens.sum()) if each.tokens.device.type != "meta" else 0
+            if total:
+                busiest = int(each.tokens.argmax())
+                share, unused = int(each.tokens[busiest]) / total, int((each.tokens == 0).sum())
+                lines.append(
+                    f"  {each.name}: of this rank's {total:,} choices {share:.0%} are of expert {busiest}, the most "
+                    f"chosen; {unused} experts are not chosen"
+                )
+        return "\n".join(lines)
+
+    def teardown(self, run: Run) -> None:
+        run.state(self).clear()  # the hooks stay with the model, which stays sharded
+
+
+def shard_experts(module: nn.Module, parameters: ParameterMap, run: Run) -> None:
+    """Keeps this rank's experts in a module of experts, and says so in the layouts of its parameters, which may be
+    sharded along other dims already."""
+    from torch import nn
+
+    from neuron_accel.contract import Cut, Layout
+
+    experts, degree = int(module.num_experts), run.mesh.degree(AXIS)  # type: ignore[arg-type]
+    cut = Cut(dim=0, axis=AXIS, degree=degree, size=experts)
+    for holder in module.modules():
+        for name, parameter in list(holder.named_parameters(recurse=False)):
+            record = parameters.find(parameter)
+            assert record is not None
+            parameters.set_layout(record.fqn, replace(record.layout, cuts=(*record.layout.cuts, cut)))
+            shard = replace(Layout.of(parameter), cuts=(cut,)).shard(parameter.detach(), run.coordinates)
+            holder.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+    module.num_experts = experts // degree
+
+
+def dispatchers_of(run: Run, model: nn.Module) -> list[Dispatcher]:
+    """The dispatchers of a prepared model, one for each module of experts; empty if it has none."""
+    prepared = run.prepared(model)
+    states = [run.state(plugin) for plugin in run.plan.plugins if isinstance(plugin, ExpertParallelPlugin)]
+    models = [entry for state in states for entry in state.get("models", [])]
+    return next((dispatchers for owner, dispatchers in models if owner is prepared), [])

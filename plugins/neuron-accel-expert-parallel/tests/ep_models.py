@@ -1,0 +1,131 @@
+"""Tiny mixtures of experts, and batches."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+VOCABULARY, LENGTH, EXPERTS = 96, 10, 4
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+    "num_local_experts": EXPERTS,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+_DEEPSEEK = {
+    "n_group": 2,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_routed_experts": EXPERTS,
+}
+_LATENT = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+FAMILIES = {
+    "deepseek_v2": _DEEPSEEK | _LATENT | {"head_dim": 8, "num_key_value_heads": 4, "topk_method": "greedy"},
+    "deepseek_v3": _DEEPSEEK | _LATENT | {"head_dim": 8, "num_key_value_heads": 4},
+    "glm4_moe": _DEEPSEEK,
+    "gpt_oss": {"sliding_window": 7},
+    "granitemoe": {},
+    "mixtral": {},
+    "olmoe": {},
+    "qwen2_moe": {"shared_expert_intermediate_size": 16},
+    "qwen3_moe": {"norm_topk_prob": True},
+}
+
+
+def build(family: str = "mixtral", **changes) -> nn.Module:
+    """A tiny model of a family; biases and routers, which transformers starts at zero, are drawn."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **_SIZES | FAMILIES[family] | changes)
+    model = AutoModelForCausalLM.from_config(config).float().train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "gate.weight", "router.weight")):
+                parameter.normal_(std=0.3)
+    return model
+
+
+mixtral, qwen2, qwen3, olmoe = (
+    functools.partial(build, family) for family in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+)
+balanced = functools.partial(build, "mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+tied = functools.partial(build, "mixtral", tie_word_embeddings=True)
+
+
+class OneForAll(nn.Module):
+    """A model of one's own whose tokens all go to one expert; momentum and decay would show a missing gradient."""
+
+    def __init__(self, favourite: int = 0) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 5)
+        self.moe = Mixture()
+        self.favourite = favourite
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        chosen = torch.full((len(x), 1), self.favourite)
+        hidden = hidden + self.moe(hidden, chosen, torch.sigmoid(hidden[:, :1]))
+        return nn.functional.cross_entropy(self.last(hidden), labels)
+
+
+class Mixture(nn.Module):
+    """Experts of one's own: a loop over those that have tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, 6, 7) / 3)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 7, 6) / 3)
+
+    def forward(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(tokens)
+        for expert in experts.unique().tolist():
+            row, place = (experts == expert).nonzero(as_tuple=True)
+            out = torch.tanh(tokens[row] @ self.up[expert]) @ self.down[expert]
+            result = result.index_add(0, row, out * weights[row, place, None])
+        return result
+
+
+def batches(count: int, *, size: int = 4, length: int = LENGTH) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(3, VOCABULARY, (count, size, length), generator=generator)
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+def padded(count: int) -> list[dict[str, torch.Tensor]]:
+    """Rows with other numbers of padding, but equally many labels."""
+    result = []
+    for batch in batches(count):
+        mask, labels = torch.ones_like(batch["input_ids"]), batch["labels"].clone()
+        mask[0, :4], mask[1, :1], mask[2, :3] = 0, 0, 0
+        labels[:, :5] = -100
+        result.append({"input_ids": batch["input_ids"], "labels": labels, "attention_mask": mask})
+    return result
+
+
+def vectors(count: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        {
+            "x": torch.randn(8, 6, generator=generator),
+            "labels": torch.randint(5, (8,), generator=generator),
+        }
+        for _ in range(count)
+    ]

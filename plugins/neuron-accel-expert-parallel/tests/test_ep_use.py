@@ -1,0 +1,270 @@
+"""What users meet: families, checkpoints, lazy loading, explain, the load, bytes on the wire, and refusals."""
+
+from __future__ import annotations
+
+import copy
+
+import ep_models
+import pytest
+import torch
+from neuron_accel_expert_parallel import ExpertParallelPlugin, expert_load
+from torch import nn
+
+from neuron_accel import NeuronAccelerator, Zero1Plugin
+from neuron_accel.contract import ConfigurationError, NeuronAccelError
+from neuron_accel.testing import RanksError, run_ranks
+
+EP2 = ExpertParallelPlugin(expert_parallel_size=2)
+
+
+def share(batch: dict[str, torch.Tensor], accelerator: NeuronAccelerator) -> dict[str, torch.Tensor]:
+    """This rank's samples of a global batch."""
+    index, size = accelerator.data_parallel_rank, accelerator.data_parallel_size
+    return {name: value.chunk(size)[index] for name, value in batch.items()}
+
+
+# ---- families --------------------------------------------------------------------------------------------------------
+def errors_of_families() -> dict[str, float]:
+    """For each family the largest error of the loss and of a gradient, relative to the largest entry."""
+    accelerator = NeuronAccelerator(plugins=[EP2])
+    results = {}
+    (batch,) = ep_models.batches(1)
+    for family in ep_models.FAMILIES:
+        torch.manual_seed(0)
+        model = ep_models.build(family)
+        alone = copy.deepcopy(model)
+        prepared = accelerator.prepare(model)
+        expected = alone(**batch).loss
+        expected.backward()
+        loss = prepared(**share(batch, accelerator)).loss
+        accelerator.backward(loss)
+        gradients = accelerator.get_gradients(prepared)
+        errors = [float(abs(accelerator.reduce(loss.detach(), "mean") - expected) / expected)]
+        for name, parameter in alone.named_parameters():
+            if parameter.grad is not None:
+                scale = parameter.grad.abs().max().clamp(min=1e-4)
+                errors.append(float((gradients[name] - parameter.grad).abs().max() / scale))
+        results[family] = max(errors)
+        accelerator.free_memory()
+    return results
+
+
+def test_families():
+    errors = run_ranks(errors_of_families, 2, timeout=110)[0]
+    assert errors.keys() == ep_models.FAMILIES.keys()
+    assert not {family: error for family, error in errors.items() if not error < 1e-4}
+
+
+# ---- checkpoints and lazy loading ------------------------------------------------------------------------------------
+def trained(steps: slice, plugins, *, saved: str | None = None, loaded: str | None = None) -> dict[str, torch.Tensor]:
+    """Weights after the steps, in full."""
+    accelerator = NeuronAccelerator(plugins=plugins)
+    torch.manual_seed(0 if loaded is None else 1)
+    model = ep_models.mixtral()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    if loaded:
+        accelerator.load_state(loaded)
+    for batch in ep_models.batches(4)[steps]:
+        accelerator.backward(model(**share(batch, accelerator)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    if saved:
+        accelerator.save_state(saved)
+    return accelerator.get_state_dict(model)
+
+
+def close(found, expected):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("others", [[], [Zero1Plugin()]], ids=["plain", "zero1"])
+def test_a_checkpoint_loads_on_any_mesh(tmp_path, others):
+    expected = run_ranks(trained, 1, slice(0, 4), [])[0]
+    run_ranks(trained, 4, slice(0, 2), [EP2, *others], saved=str(tmp_path / "ep2-dp2"))
+    close(run_ranks(trained, 1, slice(2, 4), [], loaded=str(tmp_path / "ep2-dp2"))[0], expected)
+    run_ranks(trained, 1, slice(0, 2), [], saved=str(tmp_path / "one"))
+    close(run_ranks(trained, 2, slice(2, 4), [EP2, *others], loaded=str(tmp_path / "one"))[0], expected)
+
+
+def lazily_loaded(folder: str) -> tuple[bool, dict[str, torch.Tensor]]:
+    """Whether the experts took no memory before they were sharded; then this rank's shards of them."""
+    from transformers import AutoModelForCausalLM
+
+    accelerator = NeuronAccelerator(plugins=[EP2])
+    with accelerator.model_init():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    empty = all(p.is_meta for name, p in model.named_parameters() if ".experts." in name)
+    model = accelerator.prepare(model)
+    return empty, {name: p.detach().clone() for name, p in model.named_parameters() if ".experts." in name}
+
+
+def test_a_rank_loads_its_own_experts(tmp_path):
+    model = ep_models.mixtral()
+    model.save_pretrained(tmp_path)
+    weights = model.state_dict()
+    for rank, (empty, shards) in enumerate(run_ranks(lazily_loaded, 2, str(tmp_path))):
+        assert empty
+        assert len(shards) == 4
+        for name, shard in shards.items():
+            assert torch.equal(shard, weights[name].chunk(2)[rank])
+
+
+# ---- ranks without tokens --------------------------------------------------------------------------------------------
+def gradients_with(rows: list[int]) -> dict[str, torch.Tensor]:
+    """Gradients of a sum over samples, of which each rank has that many."""
+    accelerator = NeuronAccelerator(plugins=[ExpertParallelPlugin(expert_parallel_size=len(rows), experts=("moe",))])
+    torch.manual_seed(0)
+    model = accelerator.prepare(ep_models.OneForAll())
+    (batch,) = ep_models.vectors(1)
+    x = batch["x"].split(rows)[accelerator.data_parallel_rank]
+    chosen = torch.arange(2 * len(x)).view(-1, 2) % 3  # never the last expert
+    hidden = model.first(x)
+    accelerator.backward(model.moe(hidden, chosen, torch.sigmoid(hidden[:, :2])).square().sum() * len(rows))
+    return accelerator.get_gradients(model)
+
+
+def test_a_rank_without_tokens():
+    """Rank 0 has all samples, or rank 1 has: ranks still compute for each other, and gradients are those of the sum."""
+    first, second = (run_ranks(gradients_with, 2, rows)[0] for rows in ([8, 0], [0, 8]))
+    assert first["moe.up"][:3].abs().amax((1, 2)).min() > 0
+    assert first["moe.up"][3].abs().max() == 0
+    close(second, first)
+
+
+# ---- what is said and counted ----------------------------------------------------------------------------------------
+def described() -> tuple[str, str, dict[str, float], dict[str, float], int]:
+    accelerator = NeuronAccelerator(plugins=[EP2])
+    torch.manual_seed(0)
+    model = ep_models.mixtral()
+    before = accelerator.explain(model)
+    model = accelerator.prepare(model)
+    (batch,) = ep_models.batches(1)
+    model(**share(batch, accelerator))
+    after = accelerator.explain(model)
+    load = expert_load(accelerator, model)
+    total = {int(tokens.sum()) for tokens in load.tokens.values()}
+    return before, after, load.metrics(), expert_load(accelerator, model).metrics(), total.pop()
+
+
+def test_explain_and_the_load():
+    results = run_ranks(described, 2)
+    for before, after, metrics, later, total in results:
+        assert "Expert parallelism over 2 ranks: 2 of 4 experts on each, in 2 layers" in before
+        assert "Shard(0) over ep" in before
+        assert "model.layers.1.mlp.experts: of this rank's 40 choices" in after
+        assert total == 4 * ep_models.LENGTH * 2, "choices of both ranks"
+        assert 1 <= metrics["experts/busiest_rank"] <= metrics["experts/busiest_expert"] <= 4
+        assert later == {}
+    assert results[0][2] == results[1][2]
+
+
+def sent_by(chosen: torch.Tensor) -> tuple[int, int]:
+    """Bytes that this rank sends in a forward and a backward pass of one layer, without and with its backward pass."""
+    accelerator = NeuronAccelerator(plugins=[ExpertParallelPlugin(expert_parallel_size=2, experts=("moe",))])
+    torch.manual_seed(0)
+    model = accelerator.prepare(ep_models.OneForAll())
+    hidden = torch.randn(len(chosen), 6, requires_grad=True)
+    with accelerator.run.backend.record() as traffic:
+        out = model.moe(hidden, chosen, torch.ones(chosen.shape))
+        forward = traffic.sent(op="all_to_all_uneven", group="ep")
+        out.sum().backward()
+    return forward, traffic.sent(op="all_to_all_uneven", group="ep") - forward
+
+
+def test_a_token_is_sent_once_to_each_rank_that_needs_it():
+    chosen = torch.tensor([[0, 1], [2, 3], [0, 2], [3, 1]])  # experts 0 and 1 are on rank 0
+    for forward, backward in run_ranks(sent_by, 2, chosen):
+        rows, row = 3, 6 * 4  # three tokens need the other rank: the least that can be sent is a row of each
+        names = rows * 2 * (4 + 4)  # the experts of each, int32, and their weights
+        assert forward == 2 * rows * row + names
+        assert backward == 2 * rows * row
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+class Listed(nn.Module):
+    """Experts as modules of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])
+
+
+def refusal_of(model: nn.Module, plugin: ExpertParallelPlugin) -> str:
+    accelerator = NeuronAccelerator(plugins=[plugin])
+    try:
+        accelerator.prepare(model)
+    except NeuronAccelError as error:
+        return str(error)
+    return ""
+
+
+def with_a_buffer() -> nn.Module:
+    model = ep_models.OneForAll()
+    model.moe.register_buffer("bias", torch.zeros(4))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (ep_models.OneForAll(), {}, "It is not known where the experts of OneForAll are"),
+        (ep_models.OneForAll(), {"experts": ("blocks.*.moe",)}, "No module of OneForAll matches 'blocks.*.moe'"),
+        (Listed(), {"experts": ("experts",)}, "each expert is a module of its own"),
+        (ep_models.OneForAll(), {"experts": ("first",)}, "no attribute `num_experts`"),
+        (with_a_buffer(), {"experts": ("moe",)}, "it has a buffer 'bias'"),
+    ],
+)
+def test_what_is_refused(model, options, message):
+    plugin = ExpertParallelPlugin(expert_parallel_size=2, **options)
+    assert all(message in refusal for refusal in run_ranks(refusal_of, 2, model, plugin))
+
+
+def test_an_uneven_number_of_experts_is_refused():
+    plugin = ExpertParallelPlugin(expert_parallel_size=3, experts=("moe",))
+    assert "divides 4" in run_ranks(refusal_of, 3, ep_models.OneForAll(), plugin)[0]
+
+
+def test_a_size_that_makes_no_sense():
+    with pytest.raises(ConfigurationError, match="expert_parallel_size is 0"):
+        ExpertParallelPlugin(expert_parallel_size=0)
+
+
+def called_with(kind: str) -> None:
+    accelerator = NeuronAccelerator(plugins=[EP2])
+    model = accelerator.prepare(ep_models.balanced())
+    (batch,) = ep_models.batches(1)
+    if kind == "tuple":
+        model(**batch, return_dict=False)
+    elif kind == "rows":
+        model.model.layers[0].mlp.experts(torch.zeros(2, 3, 32), torch.zeros(6, 2).long(), torch.zeros(6, 2))
+    else:
+        expert_load(accelerator, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("tuple", "output_router_logits is not possible with return_dict=False"),
+        ("rows", "were called with"),
+        ("load", "was not prepared with expert parallelism"),
+    ],
+)
+def test_calls_that_are_refused(kind, message):
+    with pytest.raises(RanksError, match=message):
+        run_ranks(called_with, 2, kind)
+
+
+def uneven() -> None:
+    accelerator = NeuronAccelerator(plugins=[EP2])
+    model = accelerator.prepare(ep_models.mixtral())
+    (batch,) = ep_models.batches(1)
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for _ in range(1 + accelerator.data_parallel_rank):
+            accelerator.backward(model(**batch).loss)
+
+
+def test_a_rank_that_has_run_out_of_data_is_not_waited_for():
+    with pytest.raises(RanksError, match="sending tokens to experts is not possible while some ranks have run out"):
+        run_ranks(uneven, 2, timeout=30)
