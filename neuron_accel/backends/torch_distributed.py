@@ -370,7 +370,8 @@ class TorchBackend(Backend):
         rows = tensor.detach().contiguous()
         result = rows.new_empty((sum(received), *rows.shape[1:]))
         row = math.prod(rows.shape[1:])
-        self._note("all_to_all_uneven", group, (sum(sent) - sent[group.index]) * row * rows.element_size())
+        sent_bytes = (sum(sent) - sent[group.index]) * row * rows.element_size()
+        self._note("all_to_all_uneven", group, sent_bytes, rows.dtype)
         if not row:
             return result
         outgoing, incoming = _flat(rows), _flat(result)
