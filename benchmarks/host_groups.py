@@ -1,12 +1,15 @@
 """The time of creating groups on the host, with torch.distributed and with the XLA backend.
 
-Usage: ``python -m benchmarks.host_groups [--processes 8,16,32] [--threads 64,256]``. Ranks are first processes with
-gloo groups: the tensor-parallel pairs and the data-parallel groups beside them. torch's way is
+Usage: ``python -m benchmarks.host_groups [--processes 8,16,32] [--threads 64,256] [--calls 64,256]``. Ranks are first
+processes with gloo groups: the tensor-parallel pairs and the data-parallel groups beside them. torch's way is
 ``new_subgroups_by_enumeration``, in which every rank makes every group; ours is
 :class:`~neuron_accel.backends.xla_channel.ProcessChannel`, and an exchange in each group afterwards, since it connects
 a group when it is first used. Then ranks are threads with a client of one key-value store each, which do nothing but
 the store's part of torch's way: all of them wait for each other once for each group, members or not. Numbers are
 seconds of the slowest rank.
+
+Last, the cost of the groups that a rank is not in when torch.distributed connects the ranks: one process calls
+``new_group`` for each group of the partitions, as one rank of thousands, with torch's process group that does nothing.
 """
 
 from __future__ import annotations
@@ -77,10 +80,26 @@ def store_barriers(ranks: int, groups: list[int]) -> float:
     return max(took)
 
 
+def calls(ranks: int) -> float:
+    """Seconds that one rank takes to call ``new_group`` for every group, of which it is in two."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=ranks // 2, world_size=ranks, store=FakeStore())
+    try:
+        begin = time.perf_counter()
+        for partition in partitions(ranks):
+            for members in partition:
+                dist.new_group(list(members))
+        return time.perf_counter() - begin
+    finally:
+        dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--processes", default="8,16,32", help="numbers of ranks that are processes")
     parser.add_argument("--threads", default="64,256", help="numbers of ranks that are threads")
+    parser.add_argument("--calls", default="64,256,1024,4096", help="numbers of ranks of which one makes the calls")
     args = parser.parse_args()
     print("ranks  groups  every rank makes every group  members alone")
     for ranks in map(int, filter(None, args.processes.split(","))):
@@ -93,6 +112,10 @@ def main() -> None:
         every = [ranks] * sum(map(len, partitions(ranks)))
         old, new = store_barriers(ranks, every), store_barriers(ranks, [len(p[0]) for p in partitions(ranks)])
         print(f"{ranks:5}  {len(every):6}  {old:31.2f}  {new:28.2f}")
+    print("\ncalls of new_group for every group, by one rank")
+    print("ranks  groups  milliseconds")
+    for ranks in map(int, filter(None, args.calls.split(","))):
+        print(f"{ranks:5}  {sum(map(len, partitions(ranks))):6}  {calls(ranks) * 1e3:12.1f}")
 
 
 if __name__ == "__main__":

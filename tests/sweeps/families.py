@@ -119,7 +119,7 @@ def _findings(model_type: str, layout: str) -> str:
             Training(),
             gradients=False,
             instance="trn1.2xlarge",
-            timeout=120,
+            timeout=300,
         )
     except Exception as error:
         return _last_line(error)
