@@ -120,7 +120,7 @@ def _attentions(name: str) -> float:
     [("codegen", 2), ("diffllama", 2), ("codegen, groups of six heads", 4), ("diffllama, six pairs", 4)],
 )
 def test_attention_weights_are_in_the_order_of_the_model(name: str, ranks: int) -> None:
-    assert max(run_ranks(_attentions, ranks, name)) < 1e-6
+    assert max(run_ranks(_attentions, ranks, name)) < 1e-5  # heads in another order differ by 1e-2 and more
 
 
 def _refused(name: str, heads: int) -> str:
