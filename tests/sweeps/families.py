@@ -139,8 +139,11 @@ def _without_zeros(trace: Trace, reference: Trace) -> Trace:
 
 
 def _last_line(error: Exception) -> str:
+    """What an error says first, and why the runtime of the device ended the process, if it did."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+    checks = [line.partition("Check failed")[2] for line in lines if "Check failed" in line]
+    why = f" (the runtime's check failed{checks[0]})" if checks else ""
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200] + why
 
 
 HEAD = f"""\
