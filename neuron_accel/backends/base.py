@@ -427,6 +427,12 @@ class Backend(ABC):
         ``concat_dim``."""
 
     @communicates
+    def start_all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> Pending:
+        """Starts :meth:`all_to_all`. Computation before ``wait()`` overlaps with it if the backend :attr:`overlaps`.
+        ``tensor`` must not be changed before ``wait()``."""
+        return Done(self.all_to_all(tensor, group, split_dim, concat_dim))
+
+    @communicates
     def all_to_all_uneven(
         self, tensor: torch.Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
     ) -> torch.Tensor:

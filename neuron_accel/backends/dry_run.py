@@ -139,13 +139,21 @@ class DryRunBackend(Backend):
         Raises:
             LayoutError: if the size of the group does not divide ``split_dim``.
         """
+        return self.start_all_to_all(tensor, group, split_dim, concat_dim).wait()
+
+    def start_all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> Pending:
+        """See :meth:`Backend.start_all_to_all`.
+
+        Raises:
+            LayoutError: if the size of the group does not divide ``split_dim``.
+        """
         if group.size == 1:
-            return tensor
+            return Done(tensor)
         concat_dim = normalize_dim(concat_dim, tensor)
         rows = split_chunks(tensor.detach(), split_dim, group.size).contiguous()
         received = rows.clone()
         sent = (group.size - 1) * rows.nbytes // group.size
-        return self._start("all_to_all", group, sent, rows, received, lambda: join_chunks(received, concat_dim)).wait()
+        return self._start("all_to_all", group, sent, rows, received, lambda: join_chunks(received, concat_dim))
 
     def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
         return self.start_permute(tensor, group, shift).wait()

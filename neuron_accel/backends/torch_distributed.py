@@ -346,15 +346,21 @@ class TorchBackend(Backend):
         Raises:
             LayoutError: if the size of the group does not divide ``split_dim``.
         """
+        return self.start_all_to_all(tensor, group, split_dim, concat_dim).wait()
+
+    def start_all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> Pending:
+        """See :meth:`Backend.start_all_to_all`.
+
+        Raises:
+            LayoutError: if the size of the group does not divide ``split_dim``.
+        """
         if group.size == 1:
-            return tensor
+            return Done(tensor)
         concat_dim = normalize_dim(concat_dim, tensor)
         rows = split_chunks(tensor.detach(), split_dim, group.size).contiguous()
         self._note("all_to_all", group, (group.size - 1) * _bytes(rows) // group.size, rows.dtype)
         received = torch.empty_like(rows)
-        return self._start_exchange(
-            rows, received, group, "all_to_all", lambda: join_chunks(received, concat_dim)
-        ).wait()
+        return self._start_exchange(rows, received, group, "all_to_all", lambda: join_chunks(received, concat_dim))
 
     def all_to_all_uneven(
         self, tensor: torch.Tensor, group: Group, sent: Sequence[int], received: Sequence[int]

@@ -365,7 +365,10 @@ class Checkpoints:
     def load(self, training: TrainingObjects, folder: Path, *, verify: bool = True) -> dict[str, int]:
         """Loads a checkpoint, see :func:`neuron_accel.checkpoint.state.load.load`. Collective."""
         self.wait()
-        return load(training, folder, verify=verify)
+        counters = load(training, folder, verify=verify)
+        for after_load in self._run.hooks["after_load"]:
+            after_load(self._run)
+        return counters
 
     def latest(self, folder: Path) -> Path | None:
         """Returns the newest complete checkpoint ``checkpoint_N`` in ``folder``, the same on every rank, or None.

@@ -328,6 +328,11 @@ class StrategyPlugin(_KnownOptionsOnly):
         """Restores the state that :meth:`checkpoint_state` returned, in the same form; tensors are on the CPU. Called
         if a checkpoint has state for a plugin of this name, after everything else was loaded. Collective."""
 
+    @hook("a checkpoint was loaded")
+    def after_load(self, run: Run) -> None:
+        """Called after a checkpoint was loaded, also one without state of this plugin, or with weights only: what was
+        derived from earlier weights no longer fits. Collective."""
+
     @hook("parameters get other shapes")
     def before_reshape(self, model: PreparedModel, run: Run) -> None:
         """Called before some parameters of a prepared model change their shapes, in place. Raises a

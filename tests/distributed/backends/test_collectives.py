@@ -269,6 +269,7 @@ def started(folder: str) -> None:
         backend.start_all_gather(x, group, 1),
         backend.start_reduce_scatter(x, group, -1),
         backend.start_permute(x, group),
+        backend.start_all_to_all(x, group, -1, 0),
         backend.start_all_reduce(half, group),
     ]
     if backend.rank == 0:
@@ -276,6 +277,7 @@ def started(folder: str) -> None:
     everyone = [data(r, torch.float32) for r in range(2)]
     expected = [sum(everyone), torch.cat(everyone, 1), sum(everyone).chunk(2, -1)[backend.rank].contiguous()]
     expected.append(everyone[1 - backend.rank])
+    expected.append(torch.cat([each.chunk(2, -1)[backend.rank] for each in everyone], 0))
     for work, result in zip(pending, [*expected, sum(everyone).bfloat16()], strict=True):
         same(work.wait(), result)
         assert work.wait() is work.wait()

@@ -238,6 +238,9 @@ class Settle(StrategyPlugin):
                 for record in model.parameters:
                     record.current.copy_(run.backend.all_reduce(record.current.detach().clone(), group) / group.size)
 
+    def after_load(self, run: contract.Run) -> None:
+        run.state(self)["loaded"] = [record.current.detach().clone() for m in run.models for record in m.parameters]
+
 
 def _apart(folder: str, plugins: list[Any]) -> tuple[str, dict[str, torch.Tensor]]:
     from neuron_accel import NeuronAccelerator
@@ -256,7 +259,12 @@ def _apart(folder: str, plugins: list[Any]) -> tuple[str, dict[str, torch.Tensor
         accelerator.save_state(folder + "-unseen", check_equal=False)
         return str(error), {}
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    accelerator.load_state(folder)
+    with torch.no_grad():
+        model[1].weight.zero_()
+    accelerator.load_state(folder)  # without state of the plugin
+    (settle,) = (plugin for plugin in accelerator.run.plan.plugins if plugin.spec.name == "settle")
+    loaded = accelerator.run.state(settle)["loaded"]  # when its hook was called, weights were those of the checkpoint
+    assert all(torch.equal(one, other) for one, other in zip(loaded, model.parameters(), strict=True))
     return "", {name: value - weights[name] for name, value in model.state_dict().items()}
 
 

@@ -1,0 +1,7 @@
+"""Local SGD and DiLoCo: islands of ranks train on their own and synchronise every so many steps."""
+
+from __future__ import annotations
+
+from neuron_accel_local_sgd.plugin import LocalSGDPlugin, synchronize
+
+__all__ = ["LocalSGDPlugin", "synchronize"]
