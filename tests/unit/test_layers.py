@@ -211,7 +211,7 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
 @pytest.mark.parametrize("folder", [PACKAGE, *sorted(ROOT.glob("plugins/*/src"))], ids=lambda path: path.parent.name)
 def test_no_files_import_each_other_but_plugin_and_run(folder):
     graph = import_graph(folder, ROOT if folder == PACKAGE else folder)
-    assert len(graph) > 5
+    assert len(graph) > 3
     if folder == PACKAGE:
         plugin, run = ALLOWED_CIRCLE
         assert {plugin, run} <= set(circles(graph))
