@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from neuron_accel.cli import rendezvous
 from neuron_accel.cli._rank import ENDED_FILE, STARTED_FILE
 from neuron_accel.cli.escalation import Escalation, signal_ranks
 from neuron_accel.cli.failures import RankFailure, RankSuccess
@@ -211,9 +212,9 @@ def _config(plan: LaunchPlan, logs: RankLogs) -> LaunchConfig:
         max_nodes=request.nnodes,
         nproc_per_node=request.nproc_per_node,
         run_id="neuron_accel" if plan.is_static else uuid.uuid4().hex,
-        rdzv_backend="static" if plan.is_static else "c10d",
+        rdzv_backend=rendezvous.register() if request.nnodes == 1 else "static",
         rdzv_endpoint=plan.endpoint,
-        rdzv_configs={"timeout": RENDEZVOUS_SECONDS, **({"rank": request.node_rank} if plan.is_static else {})},
+        rdzv_configs={"timeout": RENDEZVOUS_SECONDS, **({"rank": request.node_rank} if request.nnodes > 1 else {})},
         max_restarts=request.max_restarts,
         local_addr="127.0.0.1" if request.nnodes == 1 else None,
         logs_specs=logs,

@@ -152,10 +152,9 @@ def plan_launch(request: LaunchRequest, host: Host, decision: Decision, environm
         for setting in (
             _threads(request, host),
             _use_cpu(request, decision),
-            _loopback(request, host, decision),
+            _loopback(request, host),
             _interface(request),
             _nccl_interface(request, decision),
-            _own_store(request),
             _no_xla(host, decision),
             *neuron_settings(request, host, decision, environment),
         )
@@ -203,10 +202,10 @@ def _use_cpu(request: LaunchRequest, decision: Decision) -> Setting | None:
     return Setting(name="ACCELERATE_USE_CPU", value="true", why=why, binding=request.cpu)
 
 
-def _loopback(request: LaunchRequest, host: Host, decision: Decision) -> Setting | None:
-    if decision.device != "cpu" or request.nnodes > 1 or host.loopback is None:
+def _loopback(request: LaunchRequest, host: Host) -> Setting | None:
+    if request.nnodes > 1 or host.loopback is None:
         return None
-    why = "all ranks are on this machine, whatever its name resolves to"
+    why = "all ranks are on this machine: their gloo groups listen on the loopback only"
     return Setting(name="GLOO_SOCKET_IFNAME", value=host.loopback, why=why)
 
 
@@ -222,13 +221,6 @@ def _nccl_interface(request: LaunchRequest, decision: Decision) -> Setting | Non
         return None
     why = "--socket-interface"
     return Setting(name="NCCL_SOCKET_IFNAME", value=request.socket_interface, why=why, binding=True)
-
-
-def _own_store(request: LaunchRequest) -> Setting | None:
-    if not request.max_restarts:
-        return None
-    why = "restarted ranks must not read the addresses of the ranks before them from the store"
-    return Setting(name="TORCH_DISABLE_SHARE_RDZV_TCP_STORE", value="1", why=why)
 
 
 def _no_xla(host: Host, decision: Decision) -> Setting | None:

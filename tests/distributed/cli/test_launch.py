@@ -254,6 +254,38 @@ def test_ranks_are_restarted_as_often_as_asked(start, script, reports, tmp_path)
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"rank_0", "rank_0_attempt_1"}
 
 
+LISTENING = """
+import psutil, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+side = dist.new_group([0, 1])
+total = torch.full((1,), float(rank + 1))
+dist.all_reduce(total, group=side)
+both = [psutil.Process(pid) for pid in (os.getpid(), os.getppid())]
+found = [c.laddr.ip for process in both for c in process.net_connections() if c.status == "LISTEN"]
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.barrier()
+if attempt == 0:
+    sys.exit(5)
+report([total.item(), found, os.environ["MASTER_PORT"]])
+wait_for(0, 1)
+"""
+
+
+@pytest.mark.parametrize("with_port", [False, True], ids=["free port", "given port"])
+def test_one_machine_listens_on_the_loopback_only_also_after_a_restart(start, script, reports, with_port):
+    port = str(free_port())
+    options = ["--master-port", port] if with_port else []
+    launch = start("--nproc-per-node", "2", "--max-restarts", "1", *options, "--quiet", script(LISTENING))
+    code, _, err = launch.finish()
+    assert code == 0, err
+    for rank in (0, 1):
+        total, addresses, used = reports()[rank]["value"]
+        assert total == 3
+        assert set(addresses) == {"127.0.0.1"}, addresses
+        assert len(addresses) >= 2  # the store of the launcher, and gloo
+        assert used == port or not with_port
+
+
 def test_two_machines_meet(start, script, reports, environment):
     body = """
 import torch, torch.distributed as dist

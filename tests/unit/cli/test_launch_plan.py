@@ -52,7 +52,13 @@ def test_the_cpu_option_overrules_the_environment(script):
 
 def test_accelerators_are_left_to_their_backend(script):
     request = LaunchRequest(target=script, nproc_per_node=2)
-    assert not {"ACCELERATE_USE_CPU", "GLOO_SOCKET_IFNAME", "USE_TORCH_XLA"} & set(settings(request, decision=NEURON))
+    assert not {"ACCELERATE_USE_CPU", "USE_TORCH_XLA"} & set(settings(request, decision=NEURON))
+
+
+def test_gloo_groups_of_one_machine_listen_on_the_loopback_beside_any_device(script):
+    for decision in (CPU, NEURON, XLA):
+        found = settings(LaunchRequest(target=script, nproc_per_node=4), decision=decision)
+        assert found["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_several_machines_do_not_meet_on_the_loopback(script):

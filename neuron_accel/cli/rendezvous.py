@@ -1,0 +1,96 @@
+"""The rendezvous of the ranks of one machine, which listens on the loopback only.
+
+torch's own rendezvous listens on all interfaces: whoever reaches the port can read and write the store in which the
+ranks find each other.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch.distributed import HashStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from neuron_accel.cli.host import listen
+
+BACKEND = "neuron_accel_loopback"
+LOOPBACK = "127.0.0.1"
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """Gives the ranks of one machine a store on the loopback, a new one whenever they are restarted, since restarted
+    ranks must not read the addresses of the ranks before them. The agent's own store is in its memory.
+
+    Args:
+        run_id: name of the run.
+        port: port of the store; 0 for a free one.
+        timeout: seconds that a rank waits for a key.
+    """
+
+    def __init__(self, run_id: str, port: int, timeout: float) -> None:
+        self._run_id, self._port, self._timeout = run_id, port, timedelta(seconds=timeout)
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Starts a store for the ranks.
+
+        Raises:
+            RendezvousConnectionError: if the port cannot be used.
+        """
+        self._store = None  # ends the one before, which may have the same port
+        try:
+            listener = listen(LOOPBACK, self._port)
+        except OSError as error:
+            raise RendezvousConnectionError(f"port {self._port} cannot be used: {error.strerror}") from error
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            LOOPBACK,
+            port,
+            is_master=True,
+            timeout=self._timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        return
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._store = None
+        return True
+
+
+def register() -> str:
+    """Makes :class:`LoopbackRendezvous` known to torch's elastic agent; returns the name of the backend."""
+    rendezvous_handler_registry.register(BACKEND, create)
+    return BACKEND
+
+
+def create(parameters: RendezvousParameters) -> LoopbackRendezvous:
+    """The rendezvous for ``parameters``, of which the endpoint is ``address:port``."""
+    port = int(parameters.endpoint.rpartition(":")[2])
+    return LoopbackRendezvous(parameters.run_id, port, parameters.get_as_int("timeout", 900) or 900)
