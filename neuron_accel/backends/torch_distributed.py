@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from neuron_accel.backends import process_group
+from neuron_accel.backends import payload, process_group
 from neuron_accel.backends.base import OUTSIDE_GRAPHS, Backend, Board, Done, Group, Pending, StoreBoard
 from neuron_accel.backends.failures import reported
 from neuron_accel.backends.movement import (
@@ -475,19 +475,15 @@ class TorchBackend(Backend):
         if group.size == 1:
             return [value]
         self.announce("all_gather_object", group)
-        values: list[Any] = [None] * group.size
         with self._reported("all_gather_object", group):
-            dist.all_gather_object(values, value, group=self._host(group))
-        return values
+            return payload.all_gather(value, self._host(group))
 
     def broadcast_object(self, value: Any, group: Group, source: int = 0) -> Any:
         if group.size == 1:
             return value
         self.announce("broadcast_object", group)
-        values = [value if group.index == source else None]
         with self._reported("broadcast_object", group):
-            dist.broadcast_object_list(values, group.ranks[source], group=self._host(group))
-        return values[0]
+            return payload.broadcast(value, source, self._host(group))
 
     def barrier(self) -> None:
         if self.world_size > 1:

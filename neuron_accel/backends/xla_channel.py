@@ -168,27 +168,10 @@ class _HostGroup:
         self._group = group
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        import torch
-
-        group = self._connected()
-        data = payload.dump(value)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-        group.allgather([lengths], [torch.tensor([len(data)])]).wait()
-        most = max(int(length) for length in lengths)
-        rows = [torch.empty(most, dtype=torch.uint8) for _ in lengths]
-        group.allgather([rows], [payload.pack(data, most)]).wait()
-        return [payload.load(payload.unpack(row, int(length))) for row, length in zip(rows, lengths, strict=True)]
+        return payload.all_gather(value, self._connected())
 
     def broadcast_object(self, value: Any, source: int) -> Any:
-        import torch
-
-        group = self._connected()
-        data = payload.dump(value) if group.rank() == source else b""
-        length = torch.tensor([len(data)])
-        group.broadcast(length, source).wait()
-        packed = payload.pack(data, int(length)) if data else torch.empty(int(length), dtype=torch.uint8)
-        group.broadcast(packed, source).wait()
-        return value if data else payload.load(payload.unpack(packed, int(length)))
+        return payload.broadcast(value, source, self._connected())
 
     def _connected(self) -> Any:
         if callable(self._group):
