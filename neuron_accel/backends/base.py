@@ -575,6 +575,28 @@ class Backend(ABC):
 
         return checkpoint_eagerly(function, inputs, keywords)
 
+    # ---- the order of a compiled graph, and tensors without memory in it ---------------------------------------------
+    def fence(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns copies of ``tensors`` behind one optimization barrier: a compiler computes none of them before all of
+        ``tensors`` exist, and does not merge what is computed from them with the same computation elsewhere. Not
+        differentiable. On devices that run one operation after another, the tensors themselves."""
+        return list(tensors)
+
+    def placeholder(self, like: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of the shape and dtype of ``like`` on this device, without values and without memory for
+        them: reading it is an error.
+
+        Raises:
+            UsageError: if the device has no such tensors.
+        """
+        raise UsageError(
+            f"The {self.name} backend has no tensors without memory.", fix="use it on lazy devices (Backend.is_lazy)"
+        )
+
+    def is_placeholder(self, tensor: torch.Tensor) -> bool:
+        """Returns whether ``tensor`` has no values: it is a :meth:`placeholder` that was not written to since."""
+        return False
+
     # ---- collectives on objects --------------------------------------------------------------------------------------
     @abstractmethod
     @communicates

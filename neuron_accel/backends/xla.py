@@ -297,14 +297,29 @@ class XlaBackend(Backend):
         """See :meth:`Backend.recompute`. An optimization barrier prevents the compiler from merging the two calls."""
         from neuron_accel.backends.recompute import checkpoint_lazily
 
-        return checkpoint_lazily(function, inputs, keywords, barrier=self._barrier, generator=self.generator)
+        return checkpoint_lazily(function, inputs, keywords, barrier=self.fence, generator=self.generator)
 
-    def _barrier(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns ``tensors`` passed through one optimization barrier. The copies exist in the graph only."""
+    # ---- the order of a compiled graph, and tensors without memory in it ---------------------------------------------
+    def fence(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """See :meth:`Backend.fence`. The copies exist in the graph only."""
         copies = [tensor.detach().clone() for tensor in tensors]
         if copies:
             self._collectives(copies[0]).optimization_barrier_(copies)
         return copies
+
+    def placeholder(self, like: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Backend.placeholder`. It has a handle of data that never arrive, so no graph computes it."""
+        from torch_xla.core.xla_builder import create_placeholder_tensor
+
+        self._collectives(like)
+        return create_placeholder_tensor(tuple(like.shape), like.dtype)
+
+    def is_placeholder(self, tensor: torch.Tensor) -> bool:
+        import torch_xla
+
+        lib = torch_xla._XLAC
+        ask = getattr(lib, "_is_placeholder", None) or lib._is_placecholder  # so spelled up to 2.9
+        return ask(tensor.detach())
 
     # ---- collectives on objects --------------------------------------------------------------------------------------
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:

@@ -21,7 +21,7 @@ COMPOSITIONS = {
     "zero1": ("gpt2-tied", 2, [ZERO]),
     "tp2-sp": ("llama", 2, [TP2, SP]),
     "tp2-dp2-zero1": ("llama-tied", 4, [TP2, ZERO]),
-    "recompute": ("llama", 2, ["activation_checkpointing"]),
+    "fully-sharded-recompute": ("llama", 2, ["fully_sharded", "activation_checkpointing"]),
     "pp2": ("llama", 2, [PP2]),
     "pp2-dp2": ("llama", 4, [PP2]),
 }

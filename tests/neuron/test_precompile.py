@@ -21,7 +21,7 @@ COMPOSITIONS = {
     "tp2": (2, [TP2]),
     "tp2-sp": (2, [TP2, SP]),
     "pp2": (2, [PP2]),
-    "recompute": (2, [RECOMPUTE]),
+    "fully-sharded-recompute": (2, ["fully_sharded", RECOMPUTE]),
     "tp2-zero1-recompute": (4, [TP2, ZERO, RECOMPUTE]),
     "tp2-sp-zero1": (4, [TP2, SP, ZERO]),
     "pp2-zero1": (4, [PP2, ZERO]),

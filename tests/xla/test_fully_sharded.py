@@ -1,23 +1,226 @@
-"""On a device that compiles whole steps fully sharded parameters are refused, in words."""
+"""Fully sharded parameters on a device that compiles whole steps: numbers, and what is in the graph of a step."""
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
+
 import pytest
+import torch
 
-from neuron_accel.errors import PlanError
+from neuron_accel.neuron.hlo import parse_module
+from neuron_accel.neuron.hlo_memory import live_bytes
 from neuron_accel.testing import RanksError, run_ranks
+from neuron_accel.testing.parity import Training, assert_parallel_equivalence
+from neuron_accel.testing.xla_ranks import one_at_a_time
+from tests.distributed.models import MODELS, llama, token_batches
+from tests.xla.watching import compiled
+
+STAGE_3, STAGE_2 = {"fully_sharded": {}}, {"fully_sharded": {"reshard_after_forward": False}}
+ALONE = {"fully_sharded": {"overlap": False}}
+RECOMPUTE = "activation_checkpointing"
+TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
+COMPOSITIONS = {
+    "3-dp2-accumulates": ("llama", [STAGE_3], 2, 2),
+    "2-dp2-tied-recomputes": ("gpt2-tied", [STAGE_2, {RECOMPUTE: {"every": 2}}], 2, 1),
+    "3-tp2-sp-dp2-recomputes": ("llama-tied", [TP2, "sequence_parallel", STAGE_3, RECOMPUTE], 4, 1),
+}
 
 
-def plans():
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_trains_like_one_process(composition):
+    model, plugins, ranks, accumulation = COMPOSITIONS[composition]
+    training = Training(max_norm=0.5, accumulation=accumulation)
+    batches = token_batches(2 * accumulation)
+    assert_parallel_equivalence(
+        MODELS[model], batches, plugins, ranks=ranks, training=training, backend="xla", timeout=110
+    )
+
+
+# ---- the graph of a step ---------------------------------------------------------------------------------------------
+class Graphs:
+    """Keeps the graphs that are about to be executed, of the tensors that a training keeps: hash and HLO."""
+
+    def __init__(self, kept):
+        self.kept, self.found = kept, []
+
+    def issued(self, op, group, sent, *, deferred):
+        pass
+
+    def executing(self, ranks):
+        import torch_xla
+
+        lib = torch_xla._XLAC
+        pending = [tensor for tensor in self.kept() if lib._check_tensor_need_materialization([tensor])[0]]
+        if pending:
+            self.found.append((lib._get_graph_hash(pending).hex(), lib._get_xla_tensors_hlo_proto(pending)))
+
+
+def steps(plugins, blocks):
+    """The hashes of the graphs of three steps, and the last graph; how many graphs had been compiled after each step;
+    bytes that are kept between two steps, of the weights and of those of a block."""
     from neuron_accel import NeuronAccelerator
 
-    NeuronAccelerator(config={"plugins": ["fully_sharded"], "backend": "xla"})
+    accelerator = NeuronAccelerator(config={"backend": "xla", "plugins": plugins})
+    with one_at_a_time():
+        torch.manual_seed(0)
+        model = llama(blocks=blocks, vocabulary=32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    backend, graphs = accelerator.run.backend, []
+
+    def kept():
+        inner = optimizer.optimizer.inner
+        masters = [master for group in inner.param_groups for master in group["params"]]
+        moments = [v for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        weights = [parameter for parameter in model.parameters() if not backend.is_placeholder(parameter)]
+        return [tensor for tensor in (*masters, *moments, *weights) if tensor.device.type == "xla"]
+
+    watcher = Graphs(kept)
+    backend.observe(watcher)
+    for batch in token_batches(3, size=2, length=4, vocabulary=32):
+        size, rank = accelerator.data_parallel_size, accelerator.data_parallel_rank
+        loss = model(**{name: value.chunk(size)[rank].to(accelerator.device) for name, value in batch.items()}).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        backend.barrier()  # other ranks count into the same counter
+        graphs.append(compiled())
+        backend.barrier()
+    result = {
+        "hashes": [name for name, _ in watcher.found],
+        "graph": watcher.found[-1][1],
+        "compiled": graphs,
+        "kept": sum(tensor.numel() * tensor.element_size() for tensor in kept()),
+        "weights": sum(4 * parameter.numel() for parameter in model.parameters()),
+        "block": sum(4 * parameter.numel() for parameter in model.model.layers[0].parameters()),
+    }
+    accelerator.end_training()
+    return result
 
 
-def test_it_is_refused():
-    with pytest.raises(RanksError) as raised:
-        run_ranks(plans, 2, backend="xla")
-    for error in raised.value.errors.values():
-        assert isinstance(error, PlanError)
-        assert "not available on this device" in error.what
-        assert "Zero1Plugin" in error.fix
+@functools.cache
+def found(name, blocks):
+    plugins = {"zero1": ["zero1"], "3": [STAGE_3], "2": [STAGE_2], "recomputed": [STAGE_3, RECOMPUTE]}
+    return run_ranks(steps, 2, plugins[name], blocks, backend="xla", timeout=110)
+
+
+def counted(name, blocks):
+    module = parse_module(found(name, blocks)[0]["graph"])
+    count = Counter(instruction.opcode for instruction in module.entry.instructions)
+    return count["all-gather"], count["reduce-scatter"], count["opt-barrier"]
+
+
+def test_what_is_in_the_graph():
+    for blocks in (2, 4):
+        # a barrier for each gather but that of the model's own parameters and that of the first block beside it
+        assert counted("3", blocks) == (2 * blocks + 1, blocks + 1, 2 * blocks - 1)
+    assert counted("2", 2) == (3, 3, 1)
+    assert counted("recomputed", 2) == (5, 3, 3 + 2), "one more for each recomputation, and no gather"
+
+
+def test_one_graph_a_step_and_the_same_on_all_ranks():
+    for first, other in (found("3", 2), found("3", 4), found("2", 2)):
+        assert first["hashes"] == other["hashes"]
+        assert len(set(first["hashes"])) == 1
+        assert first["compiled"][-1] == first["compiled"][0] == 1
+
+
+def test_memory():
+    (two, _), (four, _), (zero1, _) = found("3", 2), found("3", 4), found("zero1", 4)
+    assert four["kept"] == four["weights"] / 2
+    assert zero1["kept"] == zero1["weights"] * 3 / 2
+    peaks = [live_bytes(parse_module(result["graph"])).peak for result in (two, four, zero1)]
+    # a further block costs this rank's half of the weights and of their gradients
+    assert peaks[1] - peaks[0] < 2 * 1.25 * four["block"]
+    assert peaks[1] < peaks[2] / 2
+
+
+# ---- checkpoints and loops -------------------------------------------------------------------------------------------
+def prepared(plugins, make, precision="no"):
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"backend": "xla", "plugins": plugins}, mixed_precision=precision)
+    with one_at_a_time():
+        torch.manual_seed(0)
+        model = llama(vocabulary=32)
+        if precision == "bf16":
+            model = model.to(torch.bfloat16)
+        optimizer = make(model.parameters(), lr=1e-2)
+    return (accelerator, *accelerator.prepare(model, optimizer))
+
+
+def step(accelerator, model, optimizer, batch):
+    size, rank = accelerator.data_parallel_size, accelerator.data_parallel_rank
+    loss = model(**{name: value.chunk(size)[rank].to(accelerator.device) for name, value in batch.items()}).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(plugins, precision, save=None, load=None):
+    """The weights after two steps, of which a checkpoint was saved or loaded before the second."""
+    accelerator, model, optimizer = prepared(plugins, torch.optim.AdamW, precision)
+    first, second = token_batches(2, size=2, length=4, vocabulary=32)
+    if load is None:
+        step(accelerator, model, optimizer, first)
+        accelerator.save_state(save)
+    else:
+        accelerator.load_state(load)
+    step(accelerator, model, optimizer, second)
+    weights = accelerator.get_state_dict(model)
+    accelerator.end_training()
+    return weights
+
+
+def test_checkpoints_of_zero1_are_loaded_and_the_other_way(tmp_path):
+    def run(plugins, **options):
+        return run_ranks(trained, 2, plugins, precision="bf16", backend="xla", timeout=110, **options)[0]
+
+    expected = run(["zero1"], save=str(tmp_path / "zero1"))
+    found = {
+        "stage 3": run([STAGE_3], save=str(tmp_path / "3")),
+        "zero1 to stage 3": run([STAGE_3], load=str(tmp_path / "zero1")),
+        "stage 3 to zero1": run(["zero1"], load=str(tmp_path / "3")),
+    }
+    for way, weights in found.items():
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=0, msg=f"{way}: {name}")
+
+
+def assigning(plugins):
+    """Weights that a loop assigns or fills, and evaluation between steps."""
+    accelerator, model, optimizer = prepared(plugins, torch.optim.SGD)
+    first, second = token_batches(2, size=2, length=4, vocabulary=32)
+    step(accelerator, model, optimizer, first)
+    norm = model.model.norm.weight
+    norm.data = torch.full(norm.shape, 0.5).to(accelerator.device)
+    torch.nn.init.constant_(model.model.layers[1].input_layernorm.weight, 0.25)
+    with torch.no_grad():
+        evaluated = model(**{name: value.to(accelerator.device) for name, value in second.items()}).loss
+    step(accelerator, model, optimizer, second)
+    weights = accelerator.get_state_dict(model)
+    left = [
+        name for name, parameter in model.named_parameters() if not accelerator.run.backend.is_placeholder(parameter)
+    ]
+    return float(evaluated), weights, left
+
+
+def test_weights_that_a_loop_assigns_are_taken_over():
+    loss, expected, _ = run_ranks(assigning, 1, [], backend="xla", timeout=110)[0]
+    for found, weights, left in run_ranks(assigning, 2, [STAGE_3], backend="xla", timeout=110):
+        assert found == pytest.approx(loss, rel=1e-5)
+        assert left == []
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def reading():
+    accelerator, model, optimizer = prepared([STAGE_3], torch.optim.SGD)
+    step(accelerator, model, optimizer, token_batches(1, size=2, length=4, vocabulary=32)[0])
+    return model.model.norm.weight.cpu()
+
+
+def test_reading_a_weight_that_has_no_values_is_an_error():
+    with pytest.raises(RanksError, match="Trying to access XLA data"):
+        run_ranks(reading, 2, backend="xla", timeout=60)

@@ -301,10 +301,10 @@ class StatePiece:
         if current is None or current is self.parameter:
             return
         with torch.no_grad():
-            # A lazy device would compile a graph for each slice.
-            values = run.backend.to_host(current) if run.backend.is_lazy else current.detach()
             kept = self.record.weights
             if kept is None:
+                # A lazy device would compile a graph for each slice.
+                values = run.backend.to_host(current) if run.backend.is_lazy else current.detach()
                 part = values.reshape(-1)[self.start : self.stop]
             else:
                 part = kept.tensor[self.start - kept.start : self.stop - kept.start]

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class WeightShard:
     """What a rank keeps of a parameter whose values a strategy shards over further axes than those of its layout, and
-    gathers only where the model uses them. Between uses the parameter itself has its shape and reads as NaN.
+    gathers only where the model uses them. Between uses the parameter itself has its shape and reads as NaN; on a lazy
+    device reading it is an error.
 
     Args:
-        tensor: the elements that this rank keeps, ``[stop - start]``, in the parameter's dtype; none of a parameter
-            that other ranks keep.
+        read: returns the elements that this rank keeps, see :attr:`tensor`.
         start, stop: their range in the parameter's shard by its layout, flattened.
         axes: axes along which ranks keep the other elements.
         gather: returns the values of the full range, in the parameter's local shape, to be read until another parameter
@@ -38,12 +38,19 @@ class WeightShard:
         changed: drops what was gathered; called by what writes ``tensor``, and after parameters were read.
     """
 
-    tensor: torch.Tensor
+    read: Callable[[], torch.Tensor]
     start: int
     stop: int
     axes: tuple[str, ...]
     gather: Callable[[], torch.Tensor]
     changed: Callable[[], None]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The elements that this rank keeps, ``[stop - start]``, in the parameter's dtype; none of a parameter that
+        other ranks keep. They may be written to. On a lazy device a copy on the CPU, whose changes are taken over when
+        the parameter is used the next time; collective there, since the device is read."""
+        return self.read()
 
 
 @dataclass

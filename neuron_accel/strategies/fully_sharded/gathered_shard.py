@@ -58,8 +58,9 @@ class GatheredShard(EagerShard):
         pieces = {piece.place.parameter: piece for piece in self.pieces}
         for index, record in enumerate(self.bucket.records):
             piece = pieces.get(index)
+            own = self._own[:0] if piece is None else self._own_part(piece)
             record.weights = WeightShard(
-                tensor=self._own[:0] if piece is None else self._own_part(piece),
+                read=partial(_same, own),
                 start=0 if piece is None else piece.place.start,
                 stop=0 if piece is None else piece.place.stop,
                 axes=self.bucket.reduction_axes,
@@ -120,6 +121,10 @@ class GatheredShard(EagerShard):
         self._read(self)
         self.gather()
         return self._views[index]
+
+    def keep_for_reading(self) -> None:
+        """Before a checkpoint is written: takes weights that the loop has assigned."""
+        self.sync_user_weights()
 
     def _own_part(self, piece: ParameterShard) -> torch.Tensor:
         return self._own[piece.place.offset : piece.place.offset + piece.place.length]
@@ -182,3 +187,7 @@ class GatheredShard(EagerShard):
                 with torch.no_grad():
                     master, new = piece.master, new.view(piece.master.shape)
                     master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -9,12 +9,14 @@ import torch
 
 from neuron_accel.contract import Bucket, ParameterRecord, UnsupportedModelError, make_buckets
 from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
+from neuron_accel.strategies.fully_sharded.lazy_gathered_shard import LazyGatheredShard
 from neuron_accel.strategies.zero1.eager_shard import EagerShard
+from neuron_accel.strategies.zero1.lazy_shard import LazyShard
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Run
-    from neuron_accel.strategies.fully_sharded.units import Unit, Units
+    from neuron_accel.strategies.fully_sharded.units import AnyShard, Unit, Units
     from neuron_accel.strategies.zero1.options import Zero1Options
 
 _NO_LIMIT = 1 << 62
@@ -38,12 +40,14 @@ class FullyShardedOptimizer(Zero1Optimizer):
 
     def _buckets(self, of_groups: list[list[ParameterRecord]]) -> list[Bucket]:
         """The buckets of one unit after another, in the order in which backward passes end: the model's own is last."""
-        by_unit: dict[int, tuple[Unit, list[ParameterRecord]]] = {}
-        for record in self._in_model_order([r for records in of_groups for r in records]):
-            _, unit = self._place(record)
-            by_unit.setdefault(id(unit), (unit, []))[1].append(record)
+        groups = of_groups if self._lazy else [[record for records in of_groups for record in records]]
+        by_unit: dict[int, tuple[Unit, list[list[ParameterRecord]]]] = {}
+        for number, records in enumerate(groups):
+            for record in self._in_model_order(records):
+                _, unit = self._place(record)
+                by_unit.setdefault(id(unit), (unit, [[] for _ in groups]))[1][number].append(record)
         ordered = sorted(by_unit.values(), key=lambda pair: pair[0].index, reverse=True)
-        buckets = [b for _, records in ordered for b in make_buckets(records, _NO_LIMIT, self._run.mesh)]
+        buckets = [b for _, parts in ordered for records in parts if records for b in self._of_unit(records)]
         for bucket in buckets:
             if bucket.sharded_axes:
                 raise UnsupportedModelError(
@@ -53,6 +57,11 @@ class FullyShardedOptimizer(Zero1Optimizer):
                     fix="train with ZeRO-1 (Zero1Plugin) instead",
                 )
         return buckets
+
+    def _of_unit(self, records: list[ParameterRecord]) -> list[Bucket]:
+        if self._lazy:
+            return self._lazy_buckets(records, _NO_LIMIT)
+        return make_buckets(records, _NO_LIMIT, self._run.mesh)
 
     def _place(self, record: ParameterRecord) -> tuple[Units, Unit]:
         for units in self._units:
@@ -72,6 +81,12 @@ class FullyShardedOptimizer(Zero1Optimizer):
         unit.shards.append((shard, self._complete))
         return shard
 
-    def _complete(self, shard: GatheredShard) -> None:
+    def _lazy_shard(self, **arguments: Any) -> LazyShard:
+        units, unit = self._place(arguments["bucket"].records[0])
+        shard = LazyGatheredShard(read=units.read, take_over=self.take_over, plugin=self.options.spec.name, **arguments)
+        unit.shards.append((shard, self._complete))
+        return shard
+
+    def _complete(self, shard: AnyShard) -> None:
         """The backward pass of its unit is over."""
         self._watcher.complete([self.shards.index(shard)])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from neuron_accel.contract import Claim, ConfigurationError, Phase, PlanError, PluginSpec, UnsupportedModelError
+from neuron_accel.strategies.fully_sharded.lazy_units import LazyUnits
 from neuron_accel.strategies.fully_sharded.optimizer import FullyShardedOptimizer
 from neuron_accel.strategies.fully_sharded.units import BLOCKS, Units
 
@@ -31,6 +32,7 @@ COMPOSES_WITH = frozenset(
         "finite_guard",
         "recompile_guard",
         "replica_check",
+        "precompilation",
     }
 )
 """Plugins beside which it was tried."""
@@ -49,9 +51,9 @@ class FullyShardedPlugin(Zero1Plugin):
     unit is gathered meanwhile. A rank keeps 1/N of the weights, gradients and state of the parameters that an optimizer
     trains. Parameters that do not train are kept on every rank.
 
-    Outside of forward and backward passes parameters have their shape, and read as NaN. ``accelerator.get_state_dict``,
-    ``save_model``, ``save_pretrained`` and ``save_state`` gather or save what the ranks keep. Gradients are read as
-    under ZeRO-1.
+    Outside of forward and backward passes parameters have their shape, and read as NaN (on a lazy device reading them
+    is an error). ``accelerator.get_state_dict``, ``save_model``, ``save_pretrained`` and ``save_state`` gather or save
+    what the ranks keep. Gradients are read as under ZeRO-1.
 
     Args:
         reshard_after_forward: whether parameters are freed after the forward pass and gathered again for the backward
@@ -86,13 +88,6 @@ class FullyShardedPlugin(Zero1Plugin):
 
     def validate(self, context: PlanContext) -> None:
         """Refuses what it was not tried with."""
-        if "lazy" in context.capabilities:
-            raise PlanError(
-                "Fully sharded parameters are not available on this device.",
-                where="plugin 'fully_sharded'",
-                why="it compiles whole steps, and could gather all parameters at its beginning",
-                fix="use ZeRO-1 (Zero1Plugin), with tensor parallelism if the weights do not fit",
-            )
         others = sorted(
             name
             for name, plugin in context.plugins.items()
@@ -109,6 +104,8 @@ class FullyShardedPlugin(Zero1Plugin):
 
     def setup(self, run: Run) -> None:
         """Refuses a device on which memory cannot be freed and allocated anew."""
+        if run.backend.is_lazy:
+            return  # a graph frees what is not read any more
         try:
             torch.empty(1, device=run.device).untyped_storage().resize_(0)
         except (NotImplementedError, RuntimeError) as error:
@@ -130,8 +127,9 @@ class FullyShardedPlugin(Zero1Plugin):
             )
         super().transform_model(model, run)
         model.gathers_weights = True
+        kind = LazyUnits if run.backend.is_lazy else Units
         run.state(self).setdefault("units", []).append(
-            Units(
+            kind(
                 model,
                 run,
                 modules=self.modules,
@@ -160,7 +158,7 @@ class FullyShardedPlugin(Zero1Plugin):
         """Takes weights that the loop has assigned."""
         for optimizer in self._optimizers(run):
             for shard in optimizer.shards:
-                shard.sync_user_weights()
+                shard.keep_for_reading()  # type: ignore[attr-defined]  # a shard of this strategy
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """How many parameters are gathered together."""

@@ -28,6 +28,9 @@ from neuron_accel.models.plan import matches
 if TYPE_CHECKING:
     from neuron_accel.contract import ParameterRecord, PreparedModel, Run
     from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
+    from neuron_accel.strategies.fully_sharded.lazy_gathered_shard import LazyGatheredShard
+
+    AnyShard = GatheredShard | LazyGatheredShard
 
 BLOCKS = "blocks"
 
@@ -45,18 +48,25 @@ class Unit:
         following: the unit that was gathered after this one the last time, in the forward and in the backward pass.
         forwards: forward passes whose backward pass has not ended.
         in_backward: whether its backward pass runs.
+        saving: hooks for what autograd saves, while its forward pass runs.
     """
 
     def __init__(self, name: str, module: nn.Module, index: int) -> None:
         self.name, self.module, self.index = name, module, index
-        self.shards: list[tuple[GatheredShard, Callable[[GatheredShard], None]]] = []
+        self.shards: list[tuple[AnyShard, Callable[[AnyShard], None]]] = []
         self.following: dict[bool, Unit] = {}
         self.forwards, self.in_backward = 0, False
+        self.saving: Any = None
+
+    @property
+    def idle(self) -> list[AnyShard]:
+        """The shards of what is neither gathered nor being gathered."""
+        return [shard for shard, _ in self.shards if not shard.is_gathered and not shard.is_arriving]
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing was gathered, or is being gathered, of what is sharded."""
-        return any(not shard.is_gathered and not shard.is_arriving for shard, _ in self.shards)
+        return bool(self.idle)
 
     def start_gather(self) -> None:
         """Starts to gather. Collective."""
@@ -97,13 +107,14 @@ class Units:
         prefetch: bool,
         plugin: str,
     ) -> None:
-        self._model, self._reshard, self._prefetch, self._plugin = model, reshard, prefetch, plugin
+        self._model, self._run = model, run
+        self._reshard, self._prefetch, self._plugin = reshard, prefetch, plugin
         found = find_units(model.inner, modules, plugin)
         self.root = Unit("", model.inner, 0)
         self.units = [self.root, *(Unit(name, module, i) for i, (name, module) in enumerate(found, start=1))]
         self._last: dict[bool, Unit | None] = {False: None, True: None}
         self._in_pass = False
-        self._reading: GatheredShard | None = None
+        self._reading: AnyShard | None = None
         self._handles: list[Any] = []
         self._unit_of = {id(record): self._unit_around(record) for record in model.parameters}
         self._action = run.join.register("a gather of parameters", self._gather_along)
@@ -128,35 +139,36 @@ class Units:
     # ---- hooks -------------------------------------------------------------------------------------------------------
     def _watch(self, unit: Unit) -> None:
         module, keep = unit.module, self._handles.append
-        keep(module.register_forward_pre_hook(_Hook(self._before_forward, unit), prepend=True, with_kwargs=True))
-        keep(module.register_forward_hook(_Hook(self._after_forward, unit)))
-        keep(module.register_state_dict_pre_hook(_Hook(self._refuse_state_dict, unit)))
-        keep(module.register_load_state_dict_pre_hook(_Hook(self._refuse_load, unit)))
+        keep(module.register_forward_pre_hook(Hook(self._before_forward, unit), prepend=True, with_kwargs=True))
+        keep(module.register_forward_hook(Hook(self._after_forward, unit)))
+        keep(module.register_state_dict_pre_hook(Hook(self._refuse_state_dict, unit)))
+        keep(module.register_load_state_dict_pre_hook(Hook(self._refuse_load, unit)))
         own = unit.name + "." if unit.name else ""
         for name, inside in module.named_modules():
             if inside is not module and inside._parameters and self._unit_with(f"{own}{name}.x") is unit:
-                keep(inside.register_forward_pre_hook(_Hook(self._before_part, unit), prepend=True))
+                keep(inside.register_forward_pre_hook(Hook(self._before_part, unit), prepend=True))
 
     def _before_part(self, unit: Unit, *_: Any) -> None:
         """A part of a unit may be called by itself."""
         self.gather(unit)
 
-    def _before_forward(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> None:
-        inside = _in_backward()
+    def _before_forward(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        inside = in_backward()
         if unit is self.root and not inside:
             self._last[False] = None
         self.gather(unit)
         if inside:
-            return  # it is recomputed, and its backward pass follows
+            return None  # it is recomputed, and its backward pass follows
         self._fetch_following(unit, False)
         if torch.is_grad_enabled() and unit is not self.root:
             unit.forwards += 1
             inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
             if inputs:  # else it is over when the whole pass is
-                register_multi_grad_hook(inputs, _Hook(self._after_backward, unit))
+                register_multi_grad_hook(inputs, Hook(self._after_backward, unit))
+        return None
 
     def _after_forward(self, unit: Unit, _: nn.Module, args: Any, output: Any) -> None:
-        if _in_backward():
+        if in_backward():
             return
         if not torch.is_grad_enabled():
             unit.release()
@@ -164,11 +176,11 @@ class Units:
         # Where an output is no plain tensor (logits that are sharded over ranks), parameters are kept for backward.
         outputs = [t for t in tree_leaves(output) if type(t) is torch.Tensor and t.requires_grad]
         for tensor in outputs:
-            tensor.register_hook(_Hook(self._before_backward, unit))
+            tensor.register_hook(Hook(self._before_backward, unit))
         if outputs and self._reshard and unit is not self.root:
             unit.release()
 
-    def _before_backward(self, unit: Unit, _: torch.Tensor) -> None:
+    def _before_backward(self, unit: Unit, _: torch.Tensor) -> torch.Tensor | None:
         if not self._in_pass:
             self._in_pass, self._last[True] = True, None
             if not self._model.in_backward:  # a plain loss.backward(): autograd itself reports its end
@@ -177,6 +189,7 @@ class Units:
         if not unit.in_backward:
             unit.in_backward = True
             self._fetch_following(unit, True)
+        return None
 
     def _after_backward(self, unit: Unit, _: Sequence[torch.Tensor | None]) -> None:
         unit.forwards -= 1
@@ -220,7 +233,7 @@ class Units:
         if following is not None and self._prefetch and not self._action.announced:
             following.start_gather()
 
-    def read(self, shard: GatheredShard) -> None:
+    def read(self, shard: AnyShard) -> None:
         """``shard`` is read in full: one at a time has its values."""
         if self._reading is not None and self._reading is not shard:
             self._reading.release()
@@ -267,12 +280,12 @@ class Units:
         self._handles = []
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Whether this is called from a backward pass, which recomputes activations."""
     return torch._C._current_graph_task_id() != -1
 
 
-class _Hook:
+class Hook:
     """A hook of one unit. A copy of the model has no values of its parameters, so there is none."""
 
     def __init__(self, function: Callable[..., Any], unit: Unit) -> None:

@@ -122,7 +122,7 @@ class LazyShard(BucketShard):
                 for pieces in ([[piece] for piece in self.pieces] if apart else [self.pieces])
             ]
         self._opened: dict[nn.Parameter, dict[str, Any]] | None = None
-        self._copies: dict[FlatMaster, dict[str, _HostCopy]] = {}
+        self._copies: dict[FlatMaster, dict[str, HostCopy]] = {}
 
     @property
     def has_masters(self) -> bool:
@@ -287,7 +287,7 @@ class LazyShard(BucketShard):
         opened: dict[nn.Parameter, dict[str, Any]],
     ) -> None:
         copies = {
-            name: _HostCopy(self.run.backend.to_host(value.detach()), master.lengths)
+            name: HostCopy(self.run.backend.to_host(value.detach()), master.lengths)
             for name, value in master.entries(state).items()
         }
         self._copies[master] = copies
@@ -322,7 +322,7 @@ class LazyShard(BucketShard):
         self,
         master: FlatMaster,
         entries: Sequence[Mapping[str, Any]],
-        copies: Mapping[str, _HostCopy],
+        copies: Mapping[str, HostCopy],
         state: MutableMapping[torch.Tensor, dict[str, Any]],
     ) -> None:
         """Applies values that were written to the parameter shards of one tensor, and to their ``entries`` of the
@@ -368,7 +368,7 @@ def _kinds(entries: Sequence[Mapping[str, Any]], to_host: Callable[[torch.Tensor
     return [tuple(mine) for mine in counters]
 
 
-class _HostCopy:
+class HostCopy:
     """A copy of a tensor on the CPU, in slices that the caller may write to or replace.
 
     Args:

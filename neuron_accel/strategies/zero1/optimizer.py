@@ -121,7 +121,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             driven=lambda: any(model.in_backward for model in self._models),
             ready=self._send,
             done=self._receive,
-            overlap=self.options.overlap and not self._lazy,
+            overlap=self.options.overlap and (not self._lazy or not self.by_arrival),
             take=None if self._lazy else self._take,
             action=self._action,
             by_arrival=self.by_arrival,
@@ -248,17 +248,16 @@ class Zero1Optimizer(torch.optim.Optimizer):
         if not self._lazy:
             everything = self._in_model_order([r for records in of_groups for r in records])
             return make_buckets(everything, suitable_cap(everything, cap), self._run.mesh)
-        # A shard is updated as one tensor, so a bucket has one set of options. Parameters with equal axes are
-        # neighbours, so that they are one part of a norm.
-        buckets = []
-        for records in of_groups:
-            ordered = self._in_model_order(records)
-            by_attributes: dict[Any, list[ParameterRecord]] = defaultdict(list)
-            for record in ordered:
-                by_attributes[attributes_of(record.current)].append(record)  # type: ignore[arg-type]
-            for alike_ones in by_attributes.values():
-                buckets += make_buckets(sorted(alike_ones, key=lambda r: (r.axes, r.replicas)), cap, self._run.mesh)
-        return buckets
+        return [bucket for records in of_groups for bucket in self._lazy_buckets(records, cap)]
+
+    def _lazy_buckets(self, records: list[ParameterRecord], cap_bytes: int) -> list[Bucket]:
+        """Returns the buckets of parameters of one group. A shard is updated as one tensor, so a bucket has one set of
+        options. Parameters with equal axes are neighbours, so that they are one part of a norm."""
+        by_attributes: dict[Any, list[ParameterRecord]] = defaultdict(list)
+        for record in self._in_model_order(records):
+            by_attributes[attributes_of(record.current)].append(record)  # type: ignore[arg-type]
+        alike = [sorted(records, key=lambda r: (r.axes, r.replicas)) for records in by_attributes.values()]
+        return [bucket for records in alike for bucket in make_buckets(records, cap_bytes, self._run.mesh)]
 
     def _shard(self, bucket: Bucket, buffers: SendBuffers) -> BucketShard:
         options, sizes = self.options, [p.numel() for p in bucket.parameters]
@@ -274,12 +273,16 @@ class Zero1Optimizer(torch.optim.Optimizer):
             "reduce_dtype": dtype if options.higher_cc_precision else bucket.dtype,
         }
         if self._lazy:
-            return LazyShard(partition=lazy_partition(sizes, group.size), apart=self._knows_parameters, **common)
-        partition = (unsplit if self._keeps_parameters else even)(sizes, group.size)
-        return self._eager_shard(partition=partition, buffers=buffers, keep_shapes=self._keeps_parameters, **common)
+            partition = lazy_partition(sizes, group.size)
+            return self._lazy_shard(partition=partition, apart=self._knows_parameters, **common)
+        places = (unsplit if self._keeps_parameters else even)(sizes, group.size)
+        return self._eager_shard(partition=places, buffers=buffers, keep_shapes=self._keeps_parameters, **common)
 
     def _eager_shard(self, **arguments: Any) -> EagerShard:
         return EagerShard(**arguments)
+
+    def _lazy_shard(self, **arguments: Any) -> LazyShard:
+        return LazyShard(**arguments)
 
     def _check_dtype(self, bucket: Bucket) -> None:
         if self._lazy and bucket.dtype.is_complex:
