@@ -36,6 +36,13 @@ _DEEPSEEK = {
     "n_routed_experts": EXPERTS,
 }
 _LATENT = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+_LINEAR = {
+    "shared_expert_intermediate_size": 16,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 FAMILIES = {
     "deepseek_v2": _DEEPSEEK | _LATENT | {"head_dim": 8, "num_key_value_heads": 4, "topk_method": "greedy"},
     "deepseek_v3": _DEEPSEEK | _LATENT | {"head_dim": 8, "num_key_value_heads": 4},
@@ -48,12 +55,30 @@ FAMILIES = {
     "qwen3_moe": {"norm_topk_prob": True},
 }
 
+MORE = {
+    "afmoe": {"num_dense_layers": 1, "num_shared_experts": 1},
+    "dots1": _DEEPSEEK,
+    "ernie4_5_moe": {"moe_num_experts": EXPERTS, "moe_k": 2, "moe_layer_start_index": 0, "moe_layer_end_index": 1},
+    "exaone_moe": _DEEPSEEK | {"num_shared_experts": 1},
+    "flex_olmo": {},
+    "glm4_moe_lite": _DEEPSEEK | _LATENT | {"num_key_value_heads": 4},
+    "granitemoeshared": {"shared_intermediate_size": 16},
+    "hunyuan_v1_moe": {"moe_topk": 2},
+    "jamba": {"attn_layer_period": 1, "attn_layer_offset": 0, "expert_layer_period": 1, "expert_layer_offset": 0},
+    "minimax": {},
+    "minimax_m2": {},
+    "phimoe": {},
+    "qwen3_5_moe_text": _LINEAR,
+    "qwen3_next": _LINEAR,
+    "solar_open": _DEEPSEEK,
+}
+
 
 def build(family: str = "mixtral", **changes) -> nn.Module:
     """A tiny model of a family; biases and routers, which transformers starts at zero, are drawn."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **_SIZES | FAMILIES[family] | changes)
+    config = AutoConfig.for_model(family, **_SIZES | (FAMILIES | MORE)[family] | changes)
     model = AutoModelForCausalLM.from_config(config).float().train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -15,7 +15,6 @@ class TestExpertParallel(PluginConformance):
     model = staticmethod(ep_models.mixtral)
     batches = staticmethod(functools.partial(ep_models.batches, size=8))  # two for each of four ranks in a pipeline
     tied_model = staticmethod(ep_models.tied)
-    conflicts = {"xla": "not possible on this backend"}  # noqa: RUF012  as the kit's own attributes are
 
     @pytest.fixture
     def plugin(self):

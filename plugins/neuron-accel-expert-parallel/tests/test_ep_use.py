@@ -8,6 +8,7 @@ import ep_models
 import pytest
 import torch
 from neuron_accel_expert_parallel import ExpertParallelPlugin, expert_load
+from neuron_accel_expert_parallel.families import FAMILIES
 from torch import nn
 
 from neuron_accel import NeuronAccelerator, Zero1Plugin
@@ -24,14 +25,15 @@ def share(batch: dict[str, torch.Tensor], accelerator: NeuronAccelerator) -> dic
 
 
 # ---- families --------------------------------------------------------------------------------------------------------
-def errors_of_families() -> dict[str, float]:
-    """For each family the largest error of the loss and of a gradient, relative to the largest entry."""
+def errors_of(families: list[str]) -> dict[str, float]:
+    """For each family the largest error of the loss and of a gradient, relative to the largest entry; with the
+    load-balancing loss of those that have one."""
     accelerator = NeuronAccelerator(plugins=[EP2])
     results = {}
     (batch,) = ep_models.batches(1)
-    for family in ep_models.FAMILIES:
+    for family in families:
         torch.manual_seed(0)
-        model = ep_models.build(family)
+        model = ep_models.build(family, output_router_logits=True, router_aux_loss_coef=0.5)
         alone = copy.deepcopy(model)
         prepared = accelerator.prepare(model)
         expected = alone(**batch).loss
@@ -49,10 +51,16 @@ def errors_of_families() -> dict[str, float]:
     return results
 
 
-def test_families():
-    errors = run_ranks(errors_of_families, 2, timeout=110)[0]
-    assert errors.keys() == ep_models.FAMILIES.keys()
+@pytest.mark.parametrize(
+    "families", [ep_models.FAMILIES, pytest.param(ep_models.MORE, marks=pytest.mark.slow)], ids=["families", "more"]
+)
+def test_families(families):
+    errors = run_ranks(errors_of, 2, list(families), timeout=110)[0]
     assert not {family: error for family, error in errors.items() if not error < 1e-4}
+
+
+def test_every_family_is_tried():
+    assert FAMILIES.keys() == {*ep_models.FAMILIES, *ep_models.MORE}
 
 
 # ---- checkpoints and lazy loading ------------------------------------------------------------------------------------
@@ -79,7 +87,7 @@ def close(found, expected):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("others", [[], [Zero1Plugin()]], ids=["plain", "zero1"])
+@pytest.mark.parametrize("others", [pytest.param([], marks=pytest.mark.slow), [Zero1Plugin()]], ids=["plain", "zero1"])
 def test_a_checkpoint_loads_on_any_mesh(tmp_path, others):
     expected = run_ranks(trained, 1, slice(0, 4), [])[0]
     run_ranks(trained, 4, slice(0, 2), [EP2, *others], saved=str(tmp_path / "ep2-dp2"))

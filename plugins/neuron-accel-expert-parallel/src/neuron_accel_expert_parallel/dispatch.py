@@ -1,8 +1,9 @@
 """Sends tokens to the ranks of their experts, and their results back.
 
-The module of experts itself stays as it is, with fewer experts: a hook before its forward replaces the tokens of this
-rank by those that any rank sends to this rank's experts, and a hook after it sends the results back. A token goes once
-to each rank that holds one of its experts, however many of them it holds, and one row comes back: their weighted sum.
+Where ranks can send different numbers of rows, the module of experts stays as it is, with fewer experts: a hook before
+its forward replaces the tokens of this rank by those that any rank sends to this rank's experts, and a hook after it
+sends the results back. A token goes once to each rank that holds one of its experts, however many of them it holds, and
+one row comes back: their weighted sum.
 """
 
 from __future__ import annotations
@@ -54,50 +55,30 @@ class Dispatcher:
 
     Attributes:
         tokens: how many tokens of this rank chose each expert in training since :meth:`reset`, int64 ``[experts]``.
+        dropped: how many of these choices had no effect, int64, 0-dim.
     """
 
     def __init__(self, name: str, module: nn.Module, experts: int, backend: Backend, group: Group, join: Join) -> None:
         self.name, self.experts, self.local = name, experts, experts // group.size
-        self._backend, self._group, self._join = backend, group, join
+        self.backend, self.group, self._join = backend, group, join
         self._arguments = inspect.signature(module.forward)
-        self._routes: Routes | None = None
         self.reset()
-        module.register_forward_pre_hook(self._send, with_kwargs=True)
-        module.register_forward_hook(self._return)
 
     def reset(self) -> None:
         """Forgets the load so far."""
-        self.tokens = torch.zeros(self.experts, dtype=torch.int64)
+        self.tokens, self.dropped = torch.zeros(self.experts, dtype=torch.int64), torch.tensor(0)
 
-    # ---- before the module's forward ---------------------------------------------------------------------------------
-    def _send(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden, experts, weights = self._inputs(module, args, kwargs)
-        if module.training and torch.is_grad_enabled():
-            self.tokens = self.tokens.to(experts.device) + torch.bincount(experts.flatten(), minlength=self.experts)
-        self._join.collective_only("sending tokens to experts")
-        ranks = torch.div(experts, self.local, rounding_mode="floor")  # [N, k]
-        goes = torch.zeros(len(hidden), self._group.size, dtype=torch.bool, device=hidden.device)
-        rank, sent = goes.scatter_(1, ranks, True).t().nonzero(as_tuple=True)
-        sent_counts, received_counts = self._agree(goes.sum(0))
-        here = ranks[sent] == rank[:, None]  # [rows, k]
-        local = torch.where(here, experts[sent] - self.local * rank[:, None], ELSEWHERE).to(torch.int32)
+    def explain(self) -> str:
+        """Says what a layer sends."""
+        raise NotImplementedError
 
-        def exchange(rows: torch.Tensor) -> torch.Tensor:
-            return all_to_all_uneven(rows, self._backend, self._group, sent_counts, received_counts)
-
-        local, hidden, weights = exchange(local), exchange(hidden[sent]), exchange(weights[sent] * here)
-        rows, places = (local != ELSEWHERE).nonzero(as_tuple=True)
-        self._routes = Routes(
-            tokens=len(goes), sent=sent, sent_counts=sent_counts, received_counts=received_counts, rows=rows
-        )
-        inputs = hidden[rows], local[rows, places, None].long(), weights[rows, places, None]
-        return (inputs if len(rows) else _one_row_of_zeros(*inputs)), {}
-
-    def _inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        """The tokens ``[N, H]``, their experts and the weights of these ``[N, k]``.
+    def inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        """The tokens ``[N, H]``, their experts and the weights of these ``[N, k]``, of a call of the module, after
+        which all ranks communicate.
 
         Raises:
             UnsupportedModelError: if the module was called with something else.
+            UsageError: if a rank has run out of data.
         """
         values = tuple(self._arguments.bind(*args, **kwargs).arguments.values())
         shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in values]
@@ -109,12 +90,59 @@ class Dispatcher:
                 why="tokens are sent to the ranks of the experts that are named for each of them",
                 fix="call them with tokens [N, H], the experts of each token [N, k] and their weights [N, k]",
             )
+        self._join.collective_only("sending tokens to experts")
         return values
+
+    def count(self, module: nn.Module, tokens: torch.Tensor, dropped: torch.Tensor | None = None) -> None:
+        """Adds to the load, in training."""
+        if module.training and torch.is_grad_enabled():
+            self.tokens = self.tokens.to(tokens.device) + tokens
+            if dropped is not None:
+                self.dropped = self.dropped.to(dropped.device) + dropped
+
+
+class RowDispatcher(Dispatcher):
+    """Sends as many rows as there are: none is dropped, none is padded. Needs a backend that
+    ``has_uneven_all_to_all``."""
+
+    def __init__(self, name: str, module: nn.Module, *args: Any) -> None:
+        super().__init__(name, module, *args)
+        self._routes: Routes | None = None
+        module.register_forward_pre_hook(self._send, with_kwargs=True)
+        module.register_forward_hook(self._return)
+
+    def explain(self) -> str:
+        return (
+            "Each layer sends a token once to each other rank that holds one of its experts, and gets one row back, "
+            "forward and backward."
+        )
+
+    # ---- before the module's forward ---------------------------------------------------------------------------------
+    def _send(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden, experts, weights = self.inputs(module, args, kwargs)
+        self.count(module, torch.bincount(experts.flatten(), minlength=self.experts))
+        ranks = torch.div(experts, self.local, rounding_mode="floor")  # [N, k]
+        goes = torch.zeros(len(hidden), self.group.size, dtype=torch.bool, device=hidden.device)
+        rank, sent = goes.scatter_(1, ranks, True).t().nonzero(as_tuple=True)
+        sent_counts, received_counts = self._agree(goes.sum(0))
+        here = ranks[sent] == rank[:, None]  # [rows, k]
+        local = torch.where(here, experts[sent] - self.local * rank[:, None], ELSEWHERE).to(torch.int32)
+
+        def exchange(rows: torch.Tensor) -> torch.Tensor:
+            return all_to_all_uneven(rows, self.backend, self.group, sent_counts, received_counts)
+
+        local, hidden, weights = exchange(local), exchange(hidden[sent]), exchange(weights[sent] * here)
+        rows, places = (local != ELSEWHERE).nonzero(as_tuple=True)
+        self._routes = Routes(
+            tokens=len(goes), sent=sent, sent_counts=sent_counts, received_counts=received_counts, rows=rows
+        )
+        inputs = hidden[rows], local[rows, places, None].long(), weights[rows, places, None]
+        return (inputs if len(rows) else _one_row_of_zeros(*inputs)), {}
 
     def _agree(self, sent: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The numbers of rows that are sent to and received from each rank, on the host."""
-        counts = torch.stack([sent, self._backend.all_to_all(sent, self._group)])
-        first, second = self._backend.to_host(counts).tolist()
+        counts = torch.stack([sent, self.backend.all_to_all(sent, self.group)])
+        first, second = self.backend.to_host(counts).tolist()
         return tuple(first), tuple(second)
 
     # ---- after it ----------------------------------------------------------------------------------------------------
@@ -122,7 +150,7 @@ class Dispatcher:
         routes, self._routes = self._routes, None
         assert routes is not None
         back = _sums(output[: len(routes.rows)], routes.rows, sum(routes.received_counts))
-        back = all_to_all_uneven(back, self._backend, self._group, routes.received_counts, routes.sent_counts)
+        back = all_to_all_uneven(back, self.backend, self.group, routes.received_counts, routes.sent_counts)
         return _sums(back, routes.sent, routes.tokens)
 
 

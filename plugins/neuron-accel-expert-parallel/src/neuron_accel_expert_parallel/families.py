@@ -18,15 +18,30 @@ from neuron_accel.contract import UnsupportedModelError
 
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
+        "afmoe": "layers.*.mlp.experts",
         "deepseek_v2": "layers.*.mlp.experts",
         "deepseek_v3": "layers.*.mlp.experts",
+        "dots1": "layers.*.mlp.experts",
+        "ernie4_5_moe": "layers.*.mlp.experts",
+        "exaone_moe": "layers.*.mlp.experts",
+        "flex_olmo": "layers.*.mlp.experts",
         "glm4_moe": "layers.*.mlp.experts",
+        "glm4_moe_lite": "layers.*.mlp.experts",
         "gpt_oss": "layers.*.mlp.experts",
         "granitemoe": "layers.*.block_sparse_moe.experts",
+        "granitemoeshared": "layers.*.block_sparse_moe.experts",
+        "hunyuan_v1_moe": "layers.*.mlp.experts",
+        "jamba": "layers.*.feed_forward.experts",
+        "minimax": "layers.*.mlp.experts",
+        "minimax_m2": "layers.*.mlp.experts",
         "mixtral": "layers.*.mlp.experts",
         "olmoe": "layers.*.mlp.experts",
+        "phimoe": "layers.*.mlp.experts",
         "qwen2_moe": "layers.*.mlp.experts",
+        "qwen3_5_moe_text": "layers.*.mlp.experts",
         "qwen3_moe": "layers.*.mlp.experts",
+        "qwen3_next": "layers.*.mlp.experts",
+        "solar_open": "layers.*.mlp.experts",
     }
 )
 """``model_type`` of a configuration of transformers to the pattern of its modules of experts."""

@@ -20,10 +20,12 @@ class ExpertLoad:
 
     Args:
         tokens: for each module of experts, by name, the tokens of each expert, int64 ``[experts]`` on the host.
+        dropped: for each, the fraction of these choices that had no effect, being above the capacity.
         ranks: number of ranks that hold the experts.
     """
 
     tokens: dict[str, torch.Tensor]
+    dropped: dict[str, float]
     ranks: int
 
     def metrics(self, prefix: str = "experts/") -> dict[str, float]:
@@ -34,7 +36,8 @@ class ExpertLoad:
 
         Returns:
             ``busiest_expert`` and ``busiest_rank``, the tokens of the busiest one over the mean (1: even; a step takes
-            as long as its busiest rank), and ``unused``, the fraction of experts without tokens.
+            as long as its busiest rank), ``unused``, the fraction of experts without tokens, and ``dropped``, that of
+            dropped choices.
         """
         counts = [each.double() for each in self.tokens.values() if each.any()]
         if not counts:
@@ -44,6 +47,7 @@ class ExpertLoad:
             f"{prefix}busiest_expert": max(float(each.max() / each.mean()) for each in counts),
             f"{prefix}busiest_rank": max(float(each.max() / each.mean()) for each in ranks),
             f"{prefix}unused": max(float((each == 0).double().mean()) for each in counts),
+            f"{prefix}dropped": max(self.dropped.values()),
         }
 
 
@@ -67,11 +71,16 @@ def expert_load(accelerator: Any, model: nn.Module) -> ExpertLoad:
             why="its tokens are not counted",
             fix="call it with the model that `prepare` returned, and with an expert_parallel_size above 1",
         )
-    own = torch.stack([each.tokens.to(run.device) for each in dispatchers])
+    counts = [torch.cat([each.tokens.to(run.device), each.dropped.to(run.device)[None]]) for each in dispatchers]
+    own = torch.stack(counts)
     total = run.backend.to_host(run.backend.all_reduce(own, run.group(*run.mesh.data_axes)))
     for each in dispatchers:
         each.reset()
     return ExpertLoad(
-        tokens={each.name: row for each, row in zip(dispatchers, total, strict=True)},
+        tokens={each.name: row[:-1] for each, row in zip(dispatchers, total, strict=True)},
+        dropped={
+            each.name: float(row[-1]) / max(int(row[:-1].sum()), 1)
+            for each, row in zip(dispatchers, total, strict=True)
+        },
         ranks=dispatchers[0].experts // dispatchers[0].local,
     )

@@ -11,7 +11,6 @@ from neuron_accel.contract import (
     AxisSpec,
     ConfigurationError,
     Phase,
-    PlanError,
     PluginSpec,
     StrategyPlugin,
     UnsupportedModelError,
@@ -20,7 +19,7 @@ from neuron_accel.contract import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from neuron_accel.contract import ParameterMap, PlanContext, PreparedModel, Run
+    from neuron_accel.contract import ParameterMap, PreparedModel, Run
     from neuron_accel_expert_parallel.dispatch import Dispatcher
 
 AXIS = "ep"
@@ -32,21 +31,28 @@ class ExpertParallelPlugin(StrategyPlugin):
     """Shards the experts of each layer over ``expert_parallel_size`` ranks with other samples.
 
     Tokens are sent to the ranks of their experts and their results back, by all-to-all with as many rows as there are:
-    none is dropped, none is padded. Routers, shared experts and all other layers are replicated, and their gradients
-    are averaged, as in data parallelism. Load-balancing losses are those of the tokens of all ranks.
+    none is dropped, and none is padded unless the device needs it. Routers, shared experts and all other layers are
+    replicated, and their gradients are averaged, as in data parallelism. Load-balancing losses are those of the tokens
+    of all ranks.
 
     Args:
         expert_parallel_size: number of ranks that hold the experts of a layer between them; divides the number of
             experts.
         experts: patterns of the names of the modules of experts, each compared with the end of a name, ``*`` for one
             component. Needed for models that are not of a known family.
+        capacity_factor: if given, each rank sends each expert at most this multiple of the mean number of its tokens,
+            in buffers of that size; tokens above it skip the expert. By default none is dropped; on devices that need
+            shapes that are known before the values are (XLA, the native Neuron device), buffers then have a row for
+            each token.
 
     Raises:
-        ConfigurationError: if ``expert_parallel_size`` is not an integer of at least 1.
+        ConfigurationError: if ``expert_parallel_size`` is not an integer of at least 1, or ``capacity_factor`` not
+            positive.
     """
 
     expert_parallel_size: int
     experts: tuple[str, ...] = ()
+    capacity_factor: float | None = None
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="expert_parallel", phase=Phase.LAYOUT, after=frozenset({"tensor_parallel"})
@@ -59,20 +65,16 @@ class ExpertParallelPlugin(StrategyPlugin):
                 where="plugin expert_parallel",
                 fix="pass an integer of at least 1",
             )
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise ConfigurationError(
+                f"capacity_factor is {self.capacity_factor!r}.",
+                where="plugin expert_parallel",
+                fix="pass a positive number, such as 1.25, or leave it out to drop no token",
+            )
         object.__setattr__(self, "experts", tuple(self.experts))
 
     def axes(self) -> tuple[AxisSpec, ...]:
         return (AxisSpec(name=AXIS, degree=self.expert_parallel_size, kind=AxisKind.DATA),)
-
-    def validate(self, context: PlanContext) -> None:
-        if self.expert_parallel_size > 1 and "uneven-all-to-all" not in context.capabilities:
-            raise PlanError(
-                f"expert_parallel_size={self.expert_parallel_size} is not possible on this backend.",
-                where="plugin expert_parallel",
-                why="each rank sends another number of tokens to each, and the backend needs equal numbers, or shapes "
-                "that are known before the values are",
-                fix="use CPU or CUDA ranks, or shard the experts with tensor_parallel_size",
-            )
 
     def setup(self, run: Run) -> None:
         run.group(AXIS)  # created now, in the same order on every rank
@@ -95,8 +97,9 @@ class ExpertParallelPlugin(StrategyPlugin):
         if degree == 1:
             return
         from neuron_accel_expert_parallel.auxiliary import make_auxiliary_losses_exact
-        from neuron_accel_expert_parallel.dispatch import Dispatcher
+        from neuron_accel_expert_parallel.dispatch import RowDispatcher
         from neuron_accel_expert_parallel.families import find_experts
+        from neuron_accel_expert_parallel.padded import PaddedDispatcher, check_form
 
         modules: dict[str, Any] = find_experts(model.module, self.experts)
         for name, module in modules.items():
@@ -107,11 +110,19 @@ class ExpertParallelPlugin(StrategyPlugin):
                     why=f"{degree} ranks cannot hold equally many of them",
                     fix=f"choose an expert_parallel_size that divides {module.num_experts}",
                 )
-        dispatchers = []
+        padded = self.capacity_factor is not None or not run.backend.has_uneven_all_to_all
+        if padded:
+            for name, module in modules.items():
+                check_form(name, module)
+        dispatchers: list[Dispatcher] = []
         for name, module in modules.items():
             experts = module.num_experts
             shard_experts(module, model.parameters, run)
-            dispatchers.append(Dispatcher(name, module, experts, run.backend, run.group(AXIS), run.join))
+            arguments = name, module, experts, run.backend, run.group(AXIS), run.join
+            if padded:
+                dispatchers.append(PaddedDispatcher(*arguments, capacity_factor=self.capacity_factor))
+            else:
+                dispatchers.append(RowDispatcher(*arguments))
         make_auxiliary_losses_exact(model.module, run.backend, run.group(*run.mesh.gradient_axes))
         run.state(self).setdefault("models", []).append((model, dispatchers))
 
@@ -124,8 +135,7 @@ class ExpertParallelPlugin(StrategyPlugin):
         lines = [
             f"Expert parallelism over {degree} ranks: {first.local} of {first.experts} experts on each, in "
             f"{len(dispatchers)} layers",
-            "  Each layer sends a token once to each other rank that holds one of its experts, and gets one row back; "
-            "the same for gradients.",
+            f"  {first.explain()}",
         ]
         for each in dispatchers:
             total = int(each.tokens.sum()) if each.tokens.device.type != "meta" else 0
