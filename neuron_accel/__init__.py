@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from neuron_accel.lazy import lazy_load_for_parallelism as lazy_load_for_parallelism
     from neuron_accel.lazy import materialize as materialize
     from neuron_accel.models import register_tensor_parallel_plan as register_tensor_parallel_plan
+    from neuron_accel.planning import plan as plan
     from neuron_accel.standalone import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from neuron_accel.strategies.activation_checkpointing import (
         ActivationCheckpointingPlugin as ActivationCheckpointingPlugin,
@@ -46,6 +47,7 @@ _WHERE = {
     "lazy_load_for_parallelism": "neuron_accel.lazy",
     "make_optimizer_constructor_lazy": "neuron_accel.engine.optim.twin",
     "materialize": "neuron_accel.lazy",
+    "plan": "neuron_accel.planning",
     "register_plugin": "neuron_accel.engine.plan.registry",
     "register_tensor_parallel_plan": "neuron_accel.models",
     "ActivationCheckpointingPlugin": "neuron_accel.strategies.activation_checkpointing",

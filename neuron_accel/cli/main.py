@@ -15,6 +15,7 @@ from neuron_accel.cli import (
     inspect,
     launch,
     new_plugin,
+    plan,
     plugins,
     precompile,
     reshard,
@@ -27,6 +28,7 @@ from neuron_accel.errors import NeuronAccelError
 
 COMMANDS = {
     "launch": launch,
+    "plan": plan,
     "env": env,
     "plugins": plugins,
     "new-plugin": new_plugin,
@@ -43,6 +45,7 @@ COMMANDS = {
 EPILOG = """\
 examples:
   neuron-accel launch --nproc-per-node 4 train.py --epochs 3    train on four ranks of this machine
+  neuron-accel plan --model some/folder --world-size 64 ...     count memory and traffic, without hardware
   neuron-accel test                                             check this installation
   neuron-accel env                                              print versions and settings for a bug report
   neuron-accel plugins                                          list the installed strategies

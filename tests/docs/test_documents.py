@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -82,6 +83,15 @@ def test_commands_run(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     (tmp_path / "cache").mkdir()
+    model = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 96,
+    }
+    (tmp_path / "some/folder").mkdir(parents=True)
+    (tmp_path / "some/folder/config.json").write_text(json.dumps(model))
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "cache"))
     words = shlex.split(command, comments=True)[1:]
     if words[0] == "launch" and "--dry-run" not in words and "--slurm" not in words:

@@ -91,7 +91,7 @@ def starts_ranks(block):
 
 @pytest.mark.parametrize("text", [block for block in blocks() if not of_torch_xla(block) and not starts_ranks(block)])
 def test_a_block_of_a_guide_runs(text, tmp_path):
-    ranks, backend = (1, None) if "DryRun(" in text else (2, "gloo")  # a dry run is one process
+    ranks, backend = (1, None) if re.search(r"\b(DryRun|plan)\(", text) else (2, "gloo")  # a dry run is one process
     run_ranks(run_blocks, ranks, [text], str(tmp_path), backend=backend)
 
 

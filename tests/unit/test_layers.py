@@ -43,7 +43,20 @@ MAY_IMPORT = {
         "backends",
         "errors",
     },
-    "cli": {"", "cli", "strategies", "models", "checkpoint", "neuron", "engine", "backends", "errors", "testing"},
+    "planning": {"", "planning", "models", "neuron", "accelerator", "engine", "backends", "errors"},
+    "cli": {
+        "",
+        "cli",
+        "planning",
+        "strategies",
+        "models",
+        "checkpoint",
+        "neuron",
+        "engine",
+        "backends",
+        "errors",
+        "testing",
+    },
     "testing": {
         "",
         "testing",
@@ -59,7 +72,7 @@ MAY_IMPORT = {
     },
 }
 PUBLIC = re.compile(
-    r"neuron_accel\.[A-Za-z_0-9]*[A-Z]\w*|neuron_accel\.(__version__|register_\w+|\w*lazy\w*|materialize)"
+    r"neuron_accel\.[A-Za-z_0-9]*[A-Z]\w*|neuron_accel\.(__version__|plan|register_\w+|\w*lazy\w*|materialize)"
 )
 NOT_IN_ENGINE = {"accelerate", "torch_xla", "transformers"}
 

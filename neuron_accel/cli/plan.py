@@ -1,0 +1,196 @@
+"""``neuron-accel plan``: what a layout needs, before anything is rented."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from neuron_accel.cli.parser import naming_options
+from neuron_accel.cli.terminal import format_table, terminal_width
+from neuron_accel.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.plan.plugin import StrategyPlugin
+    from neuron_accel.planning import LayoutCount
+
+SUMMARY = "count what a training run needs, without hardware"
+DESCRIPTION = """\
+Count the memory of a rank by part, what it sends along each axis of the mesh, and its operations in one optimizer step.
+
+One rank of the run is run dry, in this process: the plan, prepare, forward and backward passes and AdamW's step are the
+real ones, on tensors that have shapes and no memory. No weights are read, and no other rank exists. Blocks that are
+alike are run two and three at a time and extrapolated, so that a model of any depth takes seconds.
+
+Strategies are given as options, or in the configuration that the training uses. Without any, every rank is a
+data-parallel replica. Ranks that are left over by tensor parallelism are data-parallel.
+
+Memory is that of the tensors which are alive at the peak of a step. What the runtime and compiled graphs take is not
+counted, nor is time predicted. Pipelines, autocast (mixed_precision) and fully sharded parameters are refused.
+"""
+EXAMPLES = """\
+examples:
+  neuron-accel plan --model some/folder --world-size 32 --global-batch 64 --sequence 4096 --zero1
+  neuron-accel plan --model some/folder --world-size 512 --global-batch 512 --sequence 4096 --tensor-parallel 8 \
+--sequence-parallel --zero1 --recompute --instance trn1.32xlarge
+  neuron-accel plan --model config.json --world-size 64 --global-batch 64 --sequence 2048 --config train.yaml --json
+"""
+_LESS = {
+    "weights": "a higher --tensor-parallel",
+    "gradients": "--zero1, or a higher --tensor-parallel",
+    "master weights": "--zero1, or more ranks",
+    "optimizer state": "--zero1, or more ranks",
+    "saved activations": "--recompute, --sequence-parallel, or a higher --accumulation",
+    "buckets": "a smaller bucket_cap_mb in the configuration",
+    "temporary": "a higher --accumulation, --flash-attention, or --sequence-parallel",
+}
+"""What makes each part of memory smaller."""
+
+_OPTIONS = {
+    "world_size": "--world-size",
+    "global_batch": "--global-batch",
+    "sequence": "--sequence",
+    "accumulation": "--accumulation",
+    "tensor_parallel_size": "--tensor-parallel",
+    "full_depth": "--full-depth",
+    "model": "--model",
+}
+"""Arguments of functions in error messages, and the options that they correspond to."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what is trained")
+    what.add_argument(
+        "--model", required=True, metavar="FOLDER", help="folder with a config.json of transformers, or that file"
+    )
+    what.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks (cores)")
+    what.add_argument("--global-batch", type=int, required=True, metavar="N", help="samples in a step, over all ranks")
+    what.add_argument("--sequence", type=int, required=True, metavar="N", help="tokens in a sample")
+    what.add_argument("--accumulation", type=int, metavar="N", help="micro-batches in a step (default: 1)")
+    what.add_argument("--dtype", default="bfloat16", help="of the weights: bfloat16 (default) or float32")
+    how = parser.add_argument_group("layout")
+    how.add_argument("--config", type=Path, metavar="FILE", help="configuration of the training, with its plugins")
+    how.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share each layer")
+    how.add_argument(
+        "--sequence-parallel", action="store_true", help="shard activations between layers over these ranks"
+    )
+    how.add_argument("--zero1", action="store_true", help="shard masters and optimizer state over replicas")
+    how.add_argument("--recompute", action="store_true", help="recompute every block in the backward pass")
+    how.add_argument("--flash-attention", action="store_true", help="attention without a full matrix of scores")
+    where = parser.add_argument_group("where, and output")
+    where.add_argument("--instance", metavar="TYPE", help="instance type, such as trn1.32xlarge: limits, core memory")
+    where.add_argument("--rank", type=int, default=0, metavar="N", help="the rank that is counted (default: 0)")
+    where.add_argument("--full-depth", action="store_true", help="run every block instead of extrapolating")
+    where.add_argument("--json", action="store_true", help="print JSON: bytes, messages and operations")
+
+
+def run(args: argparse.Namespace) -> int:
+    from neuron_accel.planning import plan
+
+    with naming_options(_OPTIONS):
+        counted = plan(
+            args.model,
+            world_size=args.world_size,
+            global_batch=args.global_batch,
+            sequence=args.sequence,
+            plugins=_plugins(args),
+            config=args.config,
+            accumulation=args.accumulation,
+            instance=args.instance,
+            dtype=args.dtype,
+            rank=args.rank,
+            full_depth=args.full_depth,
+        )
+    print(json.dumps(counted.to_dict(), indent=2) if args.json else describe(counted, terminal_width()))
+    return 0 if counted.fits in (True, None) else 1
+
+
+def _plugins(args: argparse.Namespace) -> list[StrategyPlugin]:
+    from neuron_accel.strategies.activation_checkpointing import ActivationCheckpointingPlugin
+    from neuron_accel.strategies.flash_attention import FlashAttentionPlugin
+    from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin
+    from neuron_accel.strategies.tensor_parallel.plugin import TensorParallelPlugin
+    from neuron_accel.strategies.zero1 import Zero1Plugin
+
+    if args.tensor_parallel < 1:
+        raise ConfigurationError(f"--tensor-parallel is {args.tensor_parallel}.", fix="pass at least 1")
+    if args.sequence_parallel and args.tensor_parallel == 1 and args.config is None:
+        raise ConfigurationError(
+            "--sequence-parallel has no effect without tensor parallelism.",
+            fix="add --tensor-parallel, or leave it out",
+        )
+    wanted: list[StrategyPlugin] = []
+    if args.tensor_parallel > 1:
+        wanted.append(TensorParallelPlugin(tensor_parallel_size=args.tensor_parallel))
+    for chosen, kind in (
+        (args.sequence_parallel, SequenceParallelPlugin),
+        (args.zero1, Zero1Plugin),
+        (args.recompute, ActivationCheckpointingPlugin),
+        (args.flash_attention, FlashAttentionPlugin),
+    ):
+        if chosen:
+            wanted.append(kind())
+    return wanted
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+def describe(counted: LayoutCount, width: int) -> str:
+    """Returns the count as text of ``width`` columns."""
+    step, peak = counted.step, counted.step.peak
+    lines = [
+        f"{counted.model}, {_big(counted.parameters)} parameters, as rank {counted.rank} of {counted.mesh}",
+        f"plugins: {', '.join(counted.plugins) or 'none'}",
+        f"micro-batches of a data-parallel rank in a step: {counted.accumulation} of {counted.micro_batch} x "
+        f"{counted.sequence} tokens",
+        "",
+        "memory of a rank at the peak of a step",
+    ]
+    rows = [[part, _gib(size), _bar(size, peak.total)] for part, size in peak.parts.items()]
+    lines += [*_table(["part", "GiB", "share"], [*rows, ["total", _gib(peak.total), ""]]), f"reached in: {peak.moment}"]
+    if counted.core_bytes is not None:
+        share = peak.total / counted.core_bytes
+        verdict = "fits" if counted.fits else "does NOT fit"
+        core = _gib(counted.core_bytes).strip()
+        lines.append(f"{verdict}: {share:.0%} of the {core} GiB of a core of {counted.instance}")
+        if not counted.fits:
+            largest = max(peak.parts, key=lambda part: peak.parts[part])
+            lines += [f"the largest part, {largest}, becomes smaller with", f"  {_LESS[largest]}"]
+    lines += ["", "sent by a rank in a step"]
+    flows = sorted(step.flows, key=lambda flow: -flow.sent)
+    approximate = "~" if counted.extrapolated else ""
+    rows = [
+        [f.axis, f"{f.ranks}", f.op, f.dtype, f"{approximate}{f.messages}", _mib(f.sent)] for f in flows if f.sent > 0
+    ]
+    head = ["axis", "ranks", "collective", "dtype", "messages", "MiB"]
+    lines += _table(head, rows) if rows else ["nothing"]
+    lines += ["", f"operations of a rank in a step: {step.operations / 1e12:,.2f} T"]
+    lines.append("(of matrix products, convolutions and attention; a multiply and an add are two)")
+    if counted.extrapolated:
+        lines.append(f"extrapolated to {counted.layers} blocks from two and three; messages are approximate, since")
+        lines.append("the size of buckets depends on that of the model: exact with --full-depth")
+    return "\n".join(lines)
+
+
+def _table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
+    return format_table(head, list(rows)).split("\n")
+
+
+def _bar(size: int, total: int) -> str:
+    return f"{'#' * round(24 * size / total)} {size / total:.0%}" if total else ""
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:8.2f}" if size < 100 << 30 else f"{size / 2**30:8.1f}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.2f}"
+
+
+def _big(number: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)

@@ -1,0 +1,289 @@
+"""Counts the memory of a training step from the tensors that are alive, by what they are for, and its operations.
+
+Every operation is seen by a ``TorchDispatchMode``. A storage counts from the operation that creates it until nothing
+refers to it; a weak reference tells when. This works for tensors without memory as for real ones, so that a dry run and
+a real rank can be compared. Floating-point operations are those of ``torch.utils.flop_counter``: of matrix products,
+convolutions and attention kernels, a multiplication and an addition each.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from neuron_accel.errors import UsageError
+
+WEIGHTS = "weights"
+GRADIENTS = "gradients"
+MASTERS = "master weights"
+STATE = "optimizer state"
+ACTIVATIONS = "saved activations"
+BUCKETS = "buckets"
+TEMPORARY = "temporary"
+HOST = "host"
+PARTS = (WEIGHTS, GRADIENTS, MASTERS, STATE, ACTIVATIONS, BUCKETS, TEMPORARY)
+"""What memory is for: parameters and buffers of the model; gradients that an optimizer receives; what an optimizer
+updates instead of the weights; its state; what lives from the forward pass to the backward pass; memory that is kept
+from step to step for communication; all else."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where in a step memory is allocated.
+
+    Args:
+        phase: name of the phase: ``"forward"``, ``"backward"``, ``"clipping"`` or ``"optimizer step"``.
+        module: FQN of the innermost module whose forward or backward pass runs; empty outside of modules.
+        passed: whether a block of the model was entered before in this phase.
+    """
+
+    phase: str
+    module: str = ""
+    passed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.phase} of {self.module}" if self.module else self.phase
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest amount of memory in a stretch of a step.
+
+    Args:
+        moment: when it is reached.
+        parts: bytes by part (:data:`PARTS`).
+    """
+
+    moment: Moment
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(eq=False)
+class _Storage:
+    nbytes: int
+    born: int
+    phase: str
+    part: str | None = None
+    died: int | None = None
+    reference: Any = field(default=None, repr=False)
+
+    def lives_at(self, time: int) -> bool:
+        return self.born <= time and (self.died is None or self.died >= time)
+
+
+class _Position:
+    """Which module's forward or backward pass runs: a backward pass of a module begins with the gradient of its output
+    and ends with that of its input.
+
+    Args:
+        model: the model, whose modules are named.
+        blocks: FQN of the list of its blocks, or None.
+    """
+
+    def __init__(self, model: nn.Module, blocks: str | None) -> None:
+        self._blocks = None if blocks is None else f"{blocks}."
+        self.passed = False
+        self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
+        self._inside: list[str] = []
+
+    @property
+    def module(self) -> str:
+        return self._inside[-1] if self._inside else ""
+
+    def clear(self) -> None:
+        self._inside.clear()
+        self.passed = False
+
+    def _enter(self, name: str) -> None:
+        self._inside.append(name)
+        self.passed |= self._blocks is not None and name.startswith(self._blocks)
+
+    def entering(self, module: nn.Module, inputs: Any) -> None:
+        name = self._names.get(module, "")
+        if name:
+            self._enter(name)
+            self._when_gradients_of(inputs, lambda: self._leave(name))
+
+    def leaving(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        name = self._names.get(module, "")
+        if name:
+            self._leave(name)
+            self._when_gradients_of(outputs, lambda: self._enter(name))
+
+    def _leave(self, name: str) -> None:
+        if name in self._inside:
+            del self._inside[len(self._inside) - 1 - self._inside[::-1].index(name) :]
+
+    @staticmethod
+    def _when_gradients_of(tensors: Any, action: Callable[[], None]) -> None:
+        for tensor in tree_leaves(tensors):
+            if type(tensor) is torch.Tensor and tensor.requires_grad:
+                tensor.register_hook(lambda _: action())
+                return  # the first is the hidden states
+
+
+class StepCounter(TorchDispatchMode):
+    """A context in which storages on a device, and operations, are counted.
+
+    Args:
+        device: the device, by its type.
+
+    Attributes:
+        operations: floating-point operations since the context was entered.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.operations = 0
+        self._type = device.type
+        self._live: dict[int, _Storage] = {}
+        self._all: list[_Storage] = []
+        self._clock, self._now = 0, 0
+        self._phase = "preparation"
+        self._peaks: dict[Moment, tuple[int, int]] = {}  # bytes and time
+        self._position: _Position | None = None
+        self._stack = ExitStack()
+
+    # ---- counting ----------------------------------------------------------------------------------------------------
+    def __enter__(self) -> StepCounter:
+        for register, hook in (
+            (register_optimizer_step_pre_hook, self._before_update),
+            (register_optimizer_step_post_hook, self._after_update),
+        ):
+            self._stack.callback(register(hook).remove)
+        super().__enter__()
+        return self
+
+    def name_modules(self, model: nn.Module, blocks: str | None = None) -> None:
+        """Adds modules of ``model`` to the moments that follow. ``blocks`` is the FQN of the list of its blocks."""
+        self._position = position = _Position(model, blocks)
+        for handle in (
+            register_module_forward_pre_hook(position.entering),
+            register_module_forward_hook(position.leaving),
+        ):
+            self._stack.callback(handle.remove)
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        self._stack.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self._see(value)
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.operations += count(*args, **(kwargs or {}), out_val=result)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> _Storage | None:
+        if tensor.device.type != self._type or tensor.layout != torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._live.get(key)
+        if known is not None:
+            return known
+        self._clock += 1
+        found = _Storage(nbytes=storage.nbytes(), born=self._clock, phase=self._phase)
+
+        def freed(_: Any) -> None:
+            found.died = self._clock
+            self._now -= found.nbytes
+            del self._live[key]
+
+        found.reference = weakref.ref(storage, freed)
+        self._live[key] = found
+        self._all.append(found)
+        self._now += found.nbytes
+        at = self._position
+        moment = Moment(self._phase) if at is None else Moment(self._phase, at.module, at.passed)
+        if self._now > self._peaks.get(moment, (0, 0))[0]:
+            self._peaks[moment] = (self._now, self._clock)
+        return found
+
+    # ---- what storages are for ---------------------------------------------------------------------------------------
+    def label(self, tensors: Iterable[Any], part: str) -> None:
+        """Says what the storages of ``tensors`` are for, unless that is known; other objects are ignored.
+
+        The weights of a model before it is prepared are in the memory of the host: what is labelled :data:`HOST` is not
+        counted, unless it is labelled otherwise later.
+        """
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                storage = self._see(tensor.detach())
+                if storage is not None and storage.part in (None, HOST):
+                    storage.part = part
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.label(parameters, MASTERS)  # those of the model are labelled before
+        self.label([p.grad for p in parameters], GRADIENTS)
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.label(tree_leaves([dict(state) for state in optimizer.state.values()]), STATE)
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """A context in which what is allocated belongs to ``phase``. What is allocated in ``"forward"`` and is alive at
+        its end is a saved activation."""
+        previous, self._phase = self._phase, phase
+        if self._position is not None:
+            self._position.clear()
+        try:
+            yield
+        finally:
+            if phase == "forward":
+                for storage in self._live.values():
+                    if storage.phase == "forward" and storage.part is None:
+                        storage.part = ACTIVATIONS
+            self._phase = previous
+
+    # ---- results -----------------------------------------------------------------------------------------------------
+    def forget_peaks(self) -> None:
+        """Begins to look for peaks anew, from what is alive now."""
+        self._peaks = {}
+
+    def peaks(self) -> list[Peak]:
+        """Returns the peak of each moment that was seen since :meth:`forget_peaks`, in the order of first allocation.
+        To be called at the end of a step: what no part was said of and is alive now is a bucket.
+
+        Raises:
+            UsageError: if a storage was resized, whose size at other times is not known.
+        """
+        for storage in self._live.values():
+            kept = storage.reference()
+            if kept is not None and kept.nbytes() != storage.nbytes:
+                raise UsageError(
+                    "The memory of this run cannot be counted.",
+                    why="a strategy resizes the storages of parameters, as fully sharded ones do, and sizes are read "
+                    "when a storage is created",
+                    fix="plan with ZeRO-1, or count a run of this strategy on real ranks",
+                )
+            if storage.part is None and storage.phase != "forward":
+                storage.part = BUCKETS
+        return [Peak(moment, self._parts_at(time)) for moment, (_, time) in self._peaks.items()]
+
+    def _parts_at(self, time: int) -> dict[str, int]:
+        parts = dict.fromkeys(PARTS, 0)
+        for storage in self._all:
+            if storage.part != HOST and storage.lives_at(time):
+                parts[storage.part or TEMPORARY] += storage.nbytes
+        return parts

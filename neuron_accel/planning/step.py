@@ -1,0 +1,239 @@
+"""One training step of one rank, counted: memory, traffic and operations; and the same step of a deeper model."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from neuron_accel.planning.memory import HOST, PARTS, WEIGHTS, Moment, Peak, StepCounter
+
+if TYPE_CHECKING:
+    from neuron_accel.accelerator import NeuronAccelerator
+    from neuron_accel.backends.base import Transfer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """All collectives of a step that are alike.
+
+    Args:
+        op: name of the collective.
+        axis: axis, or axes, of the mesh along which it communicates.
+        ranks: number of ranks in the group.
+        dtype: dtype of the tensors.
+        messages: number of collectives.
+        sent: bytes that this rank sends in all of them.
+    """
+
+    op: str
+    axis: str
+    ranks: int
+    dtype: str
+    messages: int
+    sent: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCount:
+    """What a rank keeps, sends and computes in one optimizer step.
+
+    Args:
+        peaks: the peak of memory of each stretch of the step.
+        flows: what is sent.
+        operations: floating-point operations of matrix products, convolutions and attention kernels, a multiplication
+            and an addition each; those of recomputation included.
+        weights: bytes of this rank's parameters and buffers.
+    """
+
+    peaks: tuple[Peak, ...]
+    flows: tuple[Flow, ...]
+    operations: int
+    weights: int
+
+    @property
+    def peak(self) -> Peak:
+        """The largest of the peaks."""
+        return max(self.peaks, key=lambda peak: peak.total)
+
+
+def count_step(
+    accelerator: NeuronAccelerator,
+    build: Callable[[], nn.Module],
+    batch: Callable[[], Mapping[str, torch.Tensor]],
+    *,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    max_norm: float | None = 1.0,
+    blocks: str | None = None,
+) -> StepCount:
+    """Prepares a model, runs two optimizer steps, and counts the second.
+
+    Args:
+        accelerator: of a dry run, or of one of several real ranks on the CPU.
+        build: creates the model, which returns an output with a ``loss``; on the meta device for a dry run.
+        batch: creates a micro-batch on the device of the accelerator.
+        optimizer: creates the optimizer of parameters.
+        max_norm: norm to which gradients are clipped; None: not clipped.
+        blocks: FQN of the list of the model's blocks, for moments.
+
+    Raises:
+        UsageError: if a strategy resizes storages.
+        NeuronAccelError: the error of ``prepare``, if the layout is not possible.
+    """
+    counter = StepCounter(accelerator.device)
+    with counter:
+        model = build()
+        counter.label([*model.parameters(), *model.buffers()], HOST)
+        model, stepper = accelerator.prepare(model, optimizer(model.parameters()))
+        kept = [*model.parameters(), *model.buffers()]
+        counter.label(kept, WEIGHTS)
+        counter.name_modules(model, blocks)
+        for _ in range(2):
+            counter.forget_peaks()
+            before = counter.operations
+            with _no_collection(), accelerator.run.backend.record() as traffic:
+                _train(accelerator, counter, model, stepper, batch, max_norm)
+        return StepCount(
+            peaks=tuple(counter.peaks()),
+            flows=tuple(_flows(traffic.transfers)),
+            operations=counter.operations - before,
+            weights=sum(tensor.nbytes for tensor in kept),
+        )
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A context in which cycles of references are not collected, at moments that would differ from run to run."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _train(
+    accelerator: NeuronAccelerator,
+    counter: StepCounter,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Callable[[], Mapping[str, torch.Tensor]],
+    max_norm: float | None,
+) -> None:
+    """One optimizer step, of as many micro-batches as the accelerator accumulates."""
+    for _ in range(accelerator.gradient_accumulation_steps):
+        with accelerator.accumulate(model):
+            with counter.during("forward"):
+                loss = model(**batch()).loss
+            with counter.during("backward"):
+                accelerator.backward(loss)
+                del loss
+            if accelerator.sync_gradients and max_norm is not None:
+                with counter.during("clipping"):
+                    accelerator.clip_grad_norm_(model.parameters(), max_norm)
+            with counter.during("optimizer step"):
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def _flows(transfers: Iterable[Transfer]) -> list[Flow]:
+    messages: Counter[tuple[str, str, int, str]] = Counter()
+    sent: Counter[tuple[str, str, int, str]] = Counter()
+    for transfer in transfers:
+        kind = (transfer.op, transfer.group, transfer.size, str(transfer.dtype).removeprefix("torch."))
+        messages[kind] += 1
+        sent[kind] += transfer.sent
+    return [
+        Flow(op=op, axis=axis, ranks=ranks, dtype=dtype, messages=count, sent=sent[op, axis, ranks, dtype])
+        for (op, axis, ranks, dtype), count in messages.items()
+    ]
+
+
+# ---- A deeper model from two shallow ones ----------------------------------------------------------------------------
+DEPTHS = (2, 3)
+"""Numbers of blocks that are run to know the step of any number of equal blocks. With two there are a first and a last
+one; every count is then a constant and a multiple of the depth. Memory at the first and at the last block, before and
+after the blocks is followed separately in each phase: between the first and the last it changes evenly, so that the
+peak is at one of the two."""
+
+
+def extrapolate(counts: Sequence[StepCount], depth: int, blocks: str) -> StepCount:
+    """Returns the count of a model with ``depth`` blocks.
+
+    Args:
+        counts: of the same model with each number of blocks in :data:`DEPTHS`.
+        depth: number of blocks.
+        blocks: FQN of the list of blocks.
+    """
+    few, more = counts
+
+    def at(first: int, second: int) -> int:
+        return first + (second - first) * (depth - DEPTHS[0])
+
+    places = [_by_place(count.peaks, number, blocks) for count, number in zip(counts, DEPTHS, strict=True)]
+    peaks = []
+    for place in places[0].keys() & places[1].keys():
+        first, second = (found[place] for found in places)
+        parts = {part: max(second.parts[part], at(first.parts[part], second.parts[part])) for part in PARTS}
+        peaks.append(Peak(_moved(second.moment, depth, blocks), parts))
+    flows = [{_kind(flow): flow for flow in count.flows} for count in counts]
+    return StepCount(
+        peaks=tuple(peaks),
+        flows=tuple(
+            Flow(
+                op=flow.op,
+                axis=flow.axis,
+                ranks=flow.ranks,
+                dtype=flow.dtype,
+                messages=at(flows[0][kind].messages if kind in flows[0] else 0, flow.messages),
+                sent=at(flows[0][kind].sent if kind in flows[0] else 0, flow.sent),
+            )
+            for kind, flow in flows[1].items()
+        ),
+        operations=at(few.operations, more.operations),
+        weights=at(few.weights, more.weights),
+    )
+
+
+def _kind(flow: Flow) -> tuple[str, str, int, str]:
+    return flow.op, flow.axis, flow.ranks, flow.dtype
+
+
+def _by_place(peaks: Iterable[Peak], depth: int, blocks: str) -> dict[tuple[str, str], Peak]:
+    """The largest peak of each phase before, after, and in the first and the last block."""
+    found: dict[tuple[str, str], Peak] = {}
+    for peak in peaks:
+        index = _block(peak.moment, blocks)
+        if index is None:
+            place = "after" if peak.moment.passed else "before"
+        elif index in (0, depth - 1):
+            place = "first" if index == 0 else "last"
+        else:
+            continue
+        known = found.get((peak.moment.phase, place))
+        if known is None or peak.total > known.total:
+            found[peak.moment.phase, place] = peak
+    return found
+
+
+def _block(moment: Moment, blocks: str) -> int | None:
+    match = re.match(rf"{re.escape(blocks)}\.(\d+)", moment.module)
+    return int(match[1]) if match else None
+
+
+def _moved(moment: Moment, depth: int, blocks: str) -> Moment:
+    """The moment in a model of ``depth`` blocks: the last block has another number there."""
+    index = _block(moment, blocks)
+    if not index:
+        return moment
+    rest = moment.module[len(f"{blocks}.{index}") :]
+    return Moment(moment.phase, f"{blocks}.{depth - 1}{rest}", moment.passed)

@@ -1,0 +1,122 @@
+"""What is counted of a dry rank, against the same counters on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+
+from neuron_accel.testing import run_ranks
+from tests.distributed.backends.test_dry_run import COMPOSITIONS, plugins_of
+
+
+def count(names: Sequence[str], dry_run=None):
+    """A step of a small Llama in two micro-batches: peak, the most of each part, traffic, operations and bytes of weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from neuron_accel import NeuronAccelerator
+    from neuron_accel.planning.memory import PARTS
+    from neuron_accel.planning.step import count_step
+
+    accelerator = NeuronAccelerator(
+        plugins=plugins_of(names), backend=dry_run or "torch", gradient_accumulation_steps=2
+    )
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(num_hidden_layers=3, vocab_size=256, attn_implementation="eager", **size)
+
+    def build():
+        torch.manual_seed(0)
+        with torch.device("meta" if dry_run else "cpu"):
+            return LlamaForCausalLM(config)
+
+    def batch():
+        ids = torch.ones(2, 64, dtype=torch.int64, device=accelerator.device)
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+    found = count_step(accelerator, build, batch, blocks="model.layers")
+    most = {part: max(peak.parts[part] for peak in found.peaks) for part in PARTS}
+    return found.peak.total, most, found.flows, found.operations, found.weights
+
+
+def count_really(compositions):
+    from neuron_accel.backends.torch_distributed import TorchBackend
+
+    with mock.patch.object(TorchBackend, "reads_are_free", False):
+        return [count(names) for names in compositions]
+
+
+def count_dry(compositions, ranks):
+    from neuron_accel.backends.select import DryRun
+
+    return [count(names, DryRun(world_size=ranks)) for names in compositions]
+
+
+@cache
+def counts(ranks: int):
+    chosen = {name: names for name, (size, names) in COMPOSITIONS.items() if size == ranks}
+    real = run_ranks(count_really, ranks, list(chosen.values()))[0]
+    (dry,) = run_ranks(count_dry, 1, list(chosen.values()), ranks, backend=None)
+    return {name: (real[index], dry[index]) for index, name in enumerate(chosen)}
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_a_dry_rank_counts_what_a_real_one_does(name):
+    (peak, parts, flows, operations, weights), dry = counts(COMPOSITIONS[name][0])[name]
+    dry_peak, dry_parts, dry_flows, dry_operations, dry_weights = dry
+    assert dry_flows == flows
+    assert (dry_operations, dry_weights) == (operations, weights)
+    assert dry_peak == pytest.approx(peak, rel=0.03)
+    for part in ("weights", "gradients", "master weights", "saved activations"):
+        assert dry_parts[part] == pytest.approx(parts[part], rel=0.03)
+    # Step counters are on the host, where a dry run does not count.
+    assert parts["optimizer state"] - 4000 < dry_parts["optimizer state"] <= parts["optimizer state"]
+
+
+def test_recomputation_saves_memory_for_operations():
+    plain, recomputed = (counts(2)[name][1] for name in ("tp2", "tp2 + recomputation"))
+    assert recomputed[1]["saved activations"] < plain[1]["saved activations"] / 2
+    assert 1.2 * plain[3] < recomputed[3] < 1.4 * plain[3]
+
+
+def measure_a_large_run():
+    """70 B parameters on 4,096 ranks: the layout, and the largest resident memory of this process, in bytes."""
+    import resource
+
+    from transformers import LlamaConfig
+
+    from neuron_accel import plan
+
+    config = LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=4096,
+    )
+    plugins = plugins_of(("sp", "zero1", "recompute"))
+    from neuron_accel import TensorParallelPlugin
+
+    counted = plan(
+        config,
+        world_size=4096,
+        global_batch=512,
+        sequence=4096,
+        plugins=[TensorParallelPlugin(tensor_parallel_size=8), *plugins],
+        instance="trn1.32xlarge",
+    )
+    return counted, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def test_thousands_of_ranks_of_a_large_model_take_little_memory():
+    ((counted, resident),) = run_ranks(measure_a_large_run, 1, backend=None)
+    assert resident < 2 << 30
+    assert counted.extrapolated
+    assert counted.parameters == pytest.approx(69e9, rel=0.01)
+    assert counted.step.weights == pytest.approx(counted.parameters * 2 / 8, rel=0.01)
+    # forward, recomputed forward and backward: 8 operations per parameter and token, and those of attention
+    assert counted.step.operations * 8 > 8 * counted.parameters * 4096
+    assert counted.fits is False  # 16.1 GiB of weights alone

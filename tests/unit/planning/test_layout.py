@@ -1,0 +1,166 @@
+"""``neuron_accel.plan`` and the command: what they print, that few blocks stand for many, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from neuron_accel.cli.main import main
+from neuron_accel.errors import ConfigurationError, PlanError, UsageError
+
+SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from transformers import LlamaConfig
+
+    path = tmp_path_factory.mktemp("model")
+    LlamaConfig(num_hidden_layers=8, vocab_size=256, max_position_embeddings=128, **SIZE).save_pretrained(path)
+    return path
+
+
+def planned(folder, **options):
+    from neuron_accel import plan
+
+    return plan(folder, **{"world_size": 8, "global_batch": 16, "sequence": 64, **options})
+
+
+@pytest.mark.parametrize("names", [(), ("tp", "sp"), ("tp", "zero1", "recompute")], ids="+".join)
+def test_few_blocks_stand_for_many(folder, names):
+    from tests.distributed.backends.test_dry_run import plugins_of
+
+    few, all_ = (planned(folder, plugins=plugins_of(names), full_depth=deep) for deep in (False, True))
+    assert few.extrapolated
+    assert not all_.extrapolated
+    assert (few.step.operations, few.step.weights) == (all_.step.operations, all_.step.weights)
+    assert few.step.peak.total == pytest.approx(all_.step.peak.total, rel=0.03)
+    for exact in ("weights", "saved activations"):
+        assert few.step.peak.parts[exact] == pytest.approx(all_.step.peak.parts[exact], rel=0.01)
+    sent = [{(f.op, f.axis): f.sent for f in counted.step.flows} for counted in (few, all_)]
+    assert sent[0] == pytest.approx(sent[1], rel=0.01, abs=256)
+
+
+def test_models_whose_blocks_differ_run_at_full_depth():
+    from transformers import LlamaConfig, Qwen3Config
+
+    from neuron_accel.models.support import model_without_weights
+    from neuron_accel.planning.layout import _alike_blocks
+
+    alike = LlamaConfig(num_hidden_layers=5, vocab_size=256, **SIZE)
+    assert _alike_blocks(alike, model_without_weights(alike)) == "model.layers"
+    mixed = Qwen3Config(
+        num_hidden_layers=5,
+        vocab_size=256,
+        use_sliding_window=True,
+        max_window_layers=2,
+        sliding_window=8,
+        head_dim=8,
+        **SIZE,
+    )
+    assert len(set(mixed.layer_types)) == 2
+    assert _alike_blocks(mixed, model_without_weights(mixed)) is None
+    shallow = LlamaConfig(num_hidden_layers=3, vocab_size=256, **SIZE)
+    assert _alike_blocks(shallow, model_without_weights(shallow)) is None
+
+
+def test_accumulation_splits_the_batch(folder):
+    once, twice = (planned(folder, accumulation=steps) for steps in (1, 2))
+    assert (once.micro_batch, twice.micro_batch) == (2, 1)
+    assert twice.step.operations == once.step.operations
+    assert twice.step.peak.parts["saved activations"] < once.step.peak.parts["saved activations"]
+
+
+def test_another_accelerator_is_not_disturbed(folder):
+    from accelerate.state import AcceleratorState, PartialState
+
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(cpu=True)
+    before = dict(PartialState._shared_state)
+    planned(folder)
+    assert dict(PartialState._shared_state) == before
+    assert accelerator.device.type == "cpu"
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"global_batch": 12}, PlanError, ["12 samples", "8 data-parallel ranks", "8 or 16"]),
+        ({"sequence": 256}, ConfigurationError, ["256 tokens", "128 positions", "at most 128"]),
+        ({"instance": "trn1.33xlarge"}, ConfigurationError, ["trn1.33xlarge", "Did you mean 'trn1.32xlarge'"]),
+        ({"instance": "trn1.32xlarge", "world_size": 48}, PlanError, ["48 ranks", "32"]),
+        ({"dtype": "float8"}, ConfigurationError, ["float8", "bfloat16"]),
+        ({"world_size": 0}, ConfigurationError, ["world_size is 0"]),
+        ({"config": {"mixed_precision": "bf16"}}, ConfigurationError, ["mixed_precision", "convert the model"]),
+        (
+            {"config": {"plugins": [{"pipeline_parallel": {"pipeline_parallel_size": 2}}]}},
+            PlanError,
+            ["point-to-point", "a dry run counts one rank"],
+        ),
+        ({"config": {"plugins": ["fully_sharded"]}}, UsageError, ["resizes the storages", "ZeRO-1"]),
+    ],
+)
+def test_what_is_not_possible_is_refused_with_the_nearest_choice(folder, options, error, words):
+    with pytest.raises(error) as caught:
+        planned(folder, **options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigurationError, match="nothing is downloaded"):
+        planned(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="no model_type"):
+        planned(tmp_path)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+def command(folder, *words):
+    return main(
+        ["plan", "--model", str(folder), "--world-size", "32", "--global-batch", "32", "--sequence", "64", *words]
+    )
+
+
+def test_the_command_prints_memory_traffic_and_operations(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    options = ("--tensor-parallel", "2", "--sequence-parallel", "--zero1", "--recompute")
+    assert command(folder, *options, "--instance", "trn1.32xlarge") == 0
+    text = capsys.readouterr().out
+    assert "as rank 0 of dp 16 x tp 2" in text
+    for part in ("weights", "master weights", "optimizer state", "saved activations"):
+        assert f"\n{part}" in text
+    assert "fits: 0% of the 16.00 GiB of a core of trn1.32xlarge" in text
+    assert "reduce_scatter" in text
+    assert "extrapolated to 8 blocks" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_what_does_not_fit_is_an_exit_code(folder, capsys, monkeypatch):
+    from neuron_accel.neuron.instances import Instance
+
+    monkeypatch.setattr(Instance, "core_bytes", lambda self, lnc=None: 1 << 18)
+    assert command(folder, "--instance", "trn1.32xlarge") == 1
+    text = capsys.readouterr().out
+    assert "does NOT fit" in text
+    assert "the largest part" in text
+
+
+def test_json_has_plain_numbers(folder, capsys):
+    assert command(folder, "--zero1", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mesh"] == "dp 32"
+    assert sum(found["memory"]["parts"].values()) == found["memory"]["total"]
+    assert {flow["axis"] for flow in found["traffic"]} == {"dp"}
+
+
+def test_errors_name_options(folder, capsys):
+    assert command(folder, "--sequence-parallel") == 2
+    assert "--tensor-parallel" in capsys.readouterr().err
+    assert command(folder, "--tensor-parallel", "0") == 2
+    assert "--tensor-parallel is 0" in capsys.readouterr().err
+    assert command(folder, "--tensor-parallel", "3") == 2
+    assert "32 ranks cannot be divided into groups of 3" in capsys.readouterr().err
