@@ -14,7 +14,7 @@ from tests.distributed.backends.test_dry_run import COMPOSITIONS, plugins_of
 
 
 def count(names: Sequence[str], dry_run=None):
-    """A step of a small Llama in two micro-batches: peak, the most of each part, traffic, operations and bytes of weights."""
+    """A step of a small Llama in two micro-batches: the peak, the most of each part, traffic, operations, weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from neuron_accel import NeuronAccelerator
@@ -57,8 +57,8 @@ def count_dry(compositions, ranks):
 @cache
 def counts(ranks: int):
     chosen = {name: names for name, (size, names) in COMPOSITIONS.items() if size == ranks}
-    real = run_ranks(count_really, ranks, list(chosen.values()))[0]
-    (dry,) = run_ranks(count_dry, 1, list(chosen.values()), ranks, backend=None)
+    real = run_ranks(count_really, ranks, list(chosen.values()), timeout=110)[0]
+    (dry,) = run_ranks(count_dry, 1, list(chosen.values()), ranks, backend=None, timeout=110)
     return {name: (real[index], dry[index]) for index, name in enumerate(chosen)}
 
 
@@ -112,7 +112,7 @@ def measure_a_large_run():
 
 
 def test_thousands_of_ranks_of_a_large_model_take_little_memory():
-    ((counted, resident),) = run_ranks(measure_a_large_run, 1, backend=None)
+    ((counted, resident),) = run_ranks(measure_a_large_run, 1, backend=None, timeout=110)
     assert resident < 2 << 30
     assert counted.extrapolated
     assert counted.parameters == pytest.approx(69e9, rel=0.01)
