@@ -28,8 +28,8 @@ from neuron_accel.errors import NeuronAccelError
 
 COMMANDS = {
     "launch": launch,
-    "plan": plan,
     "env": env,
+    "plan": plan,
     "plugins": plugins,
     "new-plugin": new_plugin,
     "precompile": precompile,
