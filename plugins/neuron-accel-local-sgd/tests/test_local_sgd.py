@@ -63,12 +63,13 @@ class Island:
     Args:
         plugins: of the accelerator.
         optimizer: of the model.
+        dtype: of the model.
     """
 
-    def __init__(self, plugins: list[StrategyPlugin], optimizer=sgd) -> None:
-        self.accelerator = NeuronAccelerator(plugins=plugins)
+    def __init__(self, plugins: list[StrategyPlugin], optimizer=sgd, dtype: torch.dtype = torch.float32) -> None:
+        self.accelerator, self.dtype = NeuronAccelerator(plugins=plugins), dtype
         torch.manual_seed(0)
-        built = Small()
+        built = Small().to(dtype)
         self.model, self.optimizer = self.accelerator.prepare(built, optimizer(built.parameters()))
         (self.plugin,) = (p for p in self.accelerator.run.plan.plugins if isinstance(p, LocalSGDPlugin))
         self.done = 0
@@ -77,7 +78,7 @@ class Island:
         """Trains on samples that are others on every data-parallel rank."""
         size, rank = self.accelerator.data_parallel_size, self.accelerator.run.data_parallel_rank
         for batch in samples(self.done + steps)[self.done :]:
-            mine = {name: value.chunk(size)[rank] for name, value in batch.items()}
+            mine = {name: value.chunk(size)[rank].to(self.dtype) for name, value in batch.items()}
             self.accelerator.backward(self.model(**mine))
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -278,6 +279,23 @@ def _loads_before_training() -> None:
 
 def test_weights_that_were_loaded_after_prepare_are_the_start():
     run_ranks(_loads_before_training, 2, timeout=60)
+
+
+def _master_weights() -> None:
+    # Rounds of two steps, after which islands go back to the start: the third step is the first of a round.
+    plugin = LocalSGDPlugin(islands=2, inner_steps=2, outer_options={"lr": 0.0})
+    island = Island([plugin, Zero1Plugin()], lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9), torch.bfloat16)
+    start = island.weights()
+    island.train(2)
+    assert all(torch.equal(start[name], value) for name, value in island.weights().items())
+    (optimizer,) = (loop.optimizer for loop in plugin.loops(island.accelerator.run))
+    optimizer.param_groups[0]["lr"] = 0.0
+    island.train(1)
+    assert all(torch.equal(start[name], value) for name, value in island.weights().items())
+
+
+def test_master_weights_follow_an_outer_step():
+    run_ranks(_master_weights, 4, timeout=60)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

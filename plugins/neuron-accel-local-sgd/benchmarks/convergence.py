@@ -1,0 +1,137 @@
+"""Trains the quickstart's model with data parallelism and on islands, and plots the losses.
+
+    python convergence.py --output out --plot convergence.svg
+
+runs ``examples/quickstart/train.py`` of the repository on two ranks, once for each variant; one that has run already
+into the same folder is read from there. Prints the loss on held-out text for each, and writes the plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+QUICKSTART = HERE.parents[2] / "examples" / "quickstart" / "train.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A way to train on two ranks.
+
+    Args:
+        name: folder of the run.
+        title: name in the plot.
+        color: of the line.
+        options: of the plugin ``local_sgd``; empty for data parallelism.
+    """
+
+    name: str
+    title: str
+    color: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+VARIANTS = (
+    Variant(name="data-parallel", title="data parallel", color="#444444"),
+    Variant(name="local-sgd", title="local SGD", color="#1f77b4", options={"islands": 2, "inner_steps": 16}),
+    Variant(
+        name="diloco",
+        title="DiLoCo",
+        color="#d95f02",
+        options={
+            "islands": 2,
+            "inner_steps": 16,
+            "outer_options": {"lr": 0.7, "momentum": 0.9, "nesterov": True},
+        },
+    ),
+)
+
+
+def train(variant: Variant, output: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """Trains one variant, unless its history is there already.
+
+    Returns:
+        The history that the quickstart writes: ``losses`` of each step, ``evaluation_loss``.
+    """
+    folder = output / variant.name
+    history = folder / "history.json"
+    if not history.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        plugins = [{"local_sgd": variant.options}] if variant.options else []
+        config = folder / "config.yaml"
+        config.write_text(json.dumps({"mixed_precision": "no", "plugins": plugins}))  # JSON is YAML
+        launch = [sys.executable, "-m", "neuron_accel.cli.main", "launch", "--nproc-per-node", "2", str(QUICKSTART)]
+        subprocess.run([*launch, "--config", str(config), "--output", str(folder), *arguments], check=True)
+    return json.loads(history.read_text())
+
+
+# ---- the plot --------------------------------------------------------------------------------------------------------
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 56, 16, 16, 44
+
+
+def smoothed(losses: Sequence[float], steps: int = 8) -> list[tuple[float, float]]:
+    """Means over ``steps`` steps, each with the step in their middle."""
+    groups = [losses[at : at + steps] for at in range(0, len(losses), steps)]
+    return [(at * steps + (len(group) + 1) / 2, sum(group) / len(group)) for at, group in enumerate(groups)]
+
+
+def plot(lines: Sequence[tuple[Variant, dict[str, Any]]]) -> str:
+    """Returns the losses as an SVG."""
+    points = {variant.name: smoothed(history["losses"]) for variant, history in lines}
+    last = max(len(history["losses"]) for _, history in lines)
+    values = [loss for line in points.values() for _, loss in line]
+    low, high = int(min(values) * 2) / 2, int(max(values) * 2 + 1) / 2
+
+    def x(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * step / last
+
+    def y(loss: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (high - loss) / (high - low)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        'font-size="12">',
+        "<title>Training loss of the quickstart's model by optimizer step</title>",
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+    ]
+    for half in range(round(low * 2), round(high * 2) + 1):
+        at = y(half / 2)
+        parts.append(f'<path d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}" stroke="#dddddd"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{half / 2:.1f}</text>')
+    for quarter in range(5):
+        step = last * quarter / 4
+        parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{step:.0f}</text>')
+    parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">optimizer step</text>')
+    for at, (variant, history) in enumerate(lines):
+        path = "L".join(f"{x(step):.1f} {y(loss):.1f}" for step, loss in points[variant.name])
+        parts.append(f'<path d="M{path}" fill="none" stroke="{variant.color}" stroke-width="2"/>')
+        top, left = TOP + 16 + 18 * at, WIDTH - 280
+        parts.append(f'<path d="M{left} {top - 4}h24" stroke="{variant.color}" stroke-width="2"/>')
+        text = f"{variant.title}: {history['evaluation_loss']:.3f} on held-out text"
+        parts.append(f'<text x="{left + 32}" y="{top}">{text}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("out"), help="folder of the runs")
+    parser.add_argument("--plot", type=Path, default=HERE / "convergence.svg", help="file of the plot")
+    parser.add_argument("rest", nargs="*", help="options of the quickstart, after --")
+    options = parser.parse_args()
+    lines = [(variant, train(variant, options.output, options.rest)) for variant in VARIANTS]
+    (_, data_parallel), *_ = lines
+    for variant, history in lines:
+        ratio = history["evaluation_loss"] / data_parallel["evaluation_loss"] - 1
+        print(f"{variant.title:15} {history['evaluation_loss']:.4f}  {ratio:+.2%}")
+    options.plot.write_text(plot(lines))
+
+
+if __name__ == "__main__":
+    main()

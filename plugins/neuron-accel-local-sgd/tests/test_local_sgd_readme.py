@@ -1,0 +1,44 @@
+"""What the README shows works as it stands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import yaml
+from neuron_accel_local_sgd import LocalSGDPlugin
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_example_trains(tmp_path: Path) -> None:
+    (train,) = _blocks("python")
+    (tmp_path / "train.py").write_text(train)
+    command = next(block for block in _blocks("console") if "launch" in block).split()
+    launched = [sys.executable, "-m", "neuron_accel.cli.main", *command[1:]]
+    done = subprocess.run(launched, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (loss,) = re.findall(r"loss ([\d.]+)", done.stdout)
+    assert float(loss) < 1.0  # 8 before training: the sum of eight inputs is predicted
+    assert (tmp_path / "model").is_dir()
+
+
+def test_the_configuration_is_understood() -> None:
+    (block,) = _blocks("yaml")
+    ((name, options),) = yaml.safe_load(block)["plugins"][0].items()
+    assert name == LocalSGDPlugin.spec.name
+    assert LocalSGDPlugin(**options).outer_options["nesterov"]
+
+
+def test_every_option_is_in_the_table() -> None:
+    table = README.partition("## Options")[2].partition("## ")[0]
+    first_cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    named = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(named) == sorted(option.name for option in fields(LocalSGDPlugin))
