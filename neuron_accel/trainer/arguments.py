@@ -29,8 +29,8 @@ _OF_THE_TRAINER = {
     "cpu": "use_cpu",
 }
 _BYPASSES = {
-    "deepspeed": "zero_1",
-    "fsdp": "zero_1",
+    "deepspeed": "zero_1 or fully_sharded",
+    "fsdp": "fully_sharded",
     "parallelism_config": "tensor_parallel_size and pipeline_parallel_size",
 }
 
@@ -51,6 +51,10 @@ class StrategyArguments:
     """
 
     zero_1: bool = field(default=False, metadata={"help": "Shard the optimizer over data-parallel ranks (ZeRO-1)."})
+    fully_sharded: bool = field(
+        default=False,
+        metadata={"help": "Shard parameters, gradients and the optimizer over data-parallel ranks (ZeRO-3)."},
+    )
     tensor_parallel_size: int = field(default=1, metadata={"help": "Number of ranks over which each layer is sharded."})
     pipeline_parallel_size: int = field(default=1, metadata={"help": "Number of pipeline stages."})
     pipeline_parallel_num_microbatches: int = field(
@@ -104,6 +108,7 @@ class StrategyArguments:
         Raises:
             ConfigurationError: if the configuration file is invalid, or contains options of the Trainer.
         """
+        from neuron_accel.strategies.fully_sharded import FullyShardedPlugin
         from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin
         from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin
         from neuron_accel.strategies.zero1 import Zero1Plugin
@@ -123,6 +128,8 @@ class StrategyArguments:
             wanted.append(SequenceParallelPlugin())
         if self.zero_1:
             wanted.append(Zero1Plugin())
+        if self.fully_sharded:
+            wanted.append(FullyShardedPlugin())
         for plugin in self.plugins or ():
             wanted += [plugin] if isinstance(plugin, StrategyPlugin) else load_config({"plugins": [plugin]}).plugins
         if self.neuron_config is not None:

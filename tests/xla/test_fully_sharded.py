@@ -17,11 +17,11 @@ from tests.distributed.models import MODELS, llama, token_batches
 from tests.xla.watching import compiled
 
 STAGE_3, STAGE_2 = {"fully_sharded": {}}, {"fully_sharded": {"reshard_after_forward": False}}
-ALONE = {"fully_sharded": {"overlap": False}}
+AHEAD = {"fully_sharded": {"prefetch": 2}}
 RECOMPUTE = "activation_checkpointing"
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
 COMPOSITIONS = {
-    "3-dp2-accumulates": ("llama", [STAGE_3], 2, 2),
+    "3-dp2-accumulates": ("llama", [{"fully_sharded": {"persistence_threshold": 100}}], 2, 2),
     "2-dp2-tied-recomputes": ("gpt2-tied", [STAGE_2, {RECOMPUTE: {"every": 2}}], 2, 1),
     "3-tp2-sp-dp2-recomputes": ("llama-tied", [TP2, "sequence_parallel", STAGE_3, RECOMPUTE], 4, 1),
 }
@@ -101,7 +101,7 @@ def steps(plugins, blocks):
 
 @functools.cache
 def found(name, blocks):
-    plugins = {"zero1": ["zero1"], "3": [STAGE_3], "2": [STAGE_2], "recomputed": [STAGE_3, RECOMPUTE]}
+    plugins = {"zero1": ["zero1"], "3": [STAGE_3], "2": [STAGE_2], "ahead": [AHEAD], "recomputed": [STAGE_3, RECOMPUTE]}
     return run_ranks(steps, 2, plugins[name], blocks, backend="xla", timeout=110)
 
 
@@ -115,6 +115,7 @@ def test_what_is_in_the_graph():
     for blocks in (2, 4):
         # a barrier for each gather but that of the model's own parameters and that of the first block beside it
         assert counted("3", blocks) == (2 * blocks + 1, blocks + 1, 2 * blocks - 1)
+    assert counted("ahead", 4) == (9, 5, 5), "two blocks beside the model's own, the last two behind that of another"
     assert counted("2", 2) == (3, 3, 1)
     assert counted("recomputed", 2) == (5, 3, 3 + 2), "one more for each recomputation, and no gather"
 

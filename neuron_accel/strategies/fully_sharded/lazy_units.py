@@ -95,7 +95,7 @@ class LazyUnits(Units):
             return []
         wanted = [unit]
         if self._prefetch and (backward or not in_backward()):
-            wanted += self._neighbour(unit, backward)
+            wanted += self._following(unit, backward)
         idle = [cast(LazyGatheredShard, shard) for each in wanted for shard in each.idle]
         if not idle:
             return []
@@ -107,14 +107,12 @@ class LazyUnits(Units):
         unit.gather()
         return behind[len(idle) :]
 
-    def _neighbour(self, unit: Unit, backward: bool) -> list[Unit]:
-        """The unit that is used next in the order of the model: with that of the last pass, the first step would be a
+    def _following(self, unit: Unit, backward: bool) -> list[Unit]:
+        """The units that are used next in the order of the model: with that of the last pass, the first step would be a
         graph of its own. The model's own parameters are gathered first, and kept."""
-        blocks = self.units[1:]
-        if unit is self.root:
-            return blocks[-1:] if backward else blocks[:1]
-        place = unit.index - 1 + (-1 if backward else 1)
-        return blocks[place : place + 1] if place >= 0 else []
+        ahead = self.units[:0:-1] if backward else self.units[1:]
+        begin = 0 if unit is self.root else ahead.index(unit) + 1
+        return ahead[begin : begin + self._prefetch]
 
     def _fetch_following(self, unit: Unit, backward: bool) -> None:
         """Was started behind the same barrier."""

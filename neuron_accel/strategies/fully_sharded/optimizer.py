@@ -39,16 +39,22 @@ class FullyShardedOptimizer(Zero1Optimizer):
         super().__init__(optimizer, run, options, **more)
 
     def _buckets(self, of_groups: list[list[ParameterRecord]]) -> list[Bucket]:
-        """The buckets of one unit after another, in the order in which backward passes end: the model's own is last."""
+        """The buckets of one unit after another, in the order in which backward passes end, the model's own at the end;
+        then those of small parameters."""
         groups = of_groups if self._lazy else [[record for records in of_groups for record in records]]
         by_unit: dict[int, tuple[Unit, list[list[ParameterRecord]]]] = {}
+        kept: list[list[ParameterRecord]] = [[] for _ in groups]
         for number, records in enumerate(groups):
             for record in self._in_model_order(records):
-                _, unit = self._place(record)
+                units, unit = self._place(record)
+                if units.keeps(record):
+                    kept[number].append(record)
+                    continue
                 by_unit.setdefault(id(unit), (unit, [[] for _ in groups]))[1][number].append(record)
         ordered = sorted(by_unit.values(), key=lambda pair: pair[0].index, reverse=True)
         buckets = [b for _, parts in ordered for records in parts if records for b in self._of_unit(records)]
-        for bucket in buckets:
+        small = super()._buckets(kept) if any(kept) else []  # no unit completes them, so they are the last
+        for bucket in (*buckets, *small):
             if bucket.sharded_axes:
                 raise UnsupportedModelError(
                     f"{bucket.records[0].fqn!r} is sharded over data-parallel ranks already (experts).",
@@ -56,7 +62,7 @@ class FullyShardedOptimizer(Zero1Optimizer):
                     why="this composition was not tried",
                     fix="train with ZeRO-1 (Zero1Plugin) instead",
                 )
-        return buckets
+        return [*buckets, *small]
 
     def _of_unit(self, records: list[ParameterRecord]) -> list[Bucket]:
         if self._lazy:
@@ -77,12 +83,16 @@ class FullyShardedOptimizer(Zero1Optimizer):
 
     def _eager_shard(self, **arguments: Any) -> EagerShard:
         units, unit = self._place(arguments["bucket"].records[0])
+        if units.keeps(arguments["bucket"].records[0]):
+            return super()._eager_shard(**arguments)
         shard = GatheredShard(read=units.read, plugin=self.options.spec.name, **arguments)
         unit.shards.append((shard, self._complete))
         return shard
 
     def _lazy_shard(self, **arguments: Any) -> LazyShard:
         units, unit = self._place(arguments["bucket"].records[0])
+        if units.keeps(arguments["bucket"].records[0]):
+            return super()._lazy_shard(**arguments)
         shard = LazyGatheredShard(read=units.read, take_over=self.take_over, plugin=self.options.spec.name, **arguments)
         unit.shards.append((shard, self._complete))
         return shard

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from neuron_accel.contract import Claim, ConfigurationError, Phase, PlanError, PluginSpec, UnsupportedModelError
+from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
+from neuron_accel.strategies.fully_sharded.lazy_gathered_shard import LazyGatheredShard
 from neuron_accel.strategies.fully_sharded.lazy_units import LazyUnits
 from neuron_accel.strategies.fully_sharded.optimizer import FullyShardedOptimizer
 from neuron_accel.strategies.fully_sharded.units import BLOCKS, Units
@@ -62,8 +64,12 @@ class FullyShardedPlugin(Zero1Plugin):
             way, since it begins with them.
         modules: what is gathered together: ``"blocks"``, the repeated blocks of the model; or FQN patterns, one or
             several, in which ``*`` stands for one segment or a part of it (``"encoder.layers.*"``).
-        bucket_cap_mb: largest size of a bucket, in MiB, of gradients that no optimizer shards. Others travel in one
-            bucket for each unit.
+        prefetch: how many units are gathered ahead of the one that computes, which is what they take of memory; 0 for
+            none.
+        persistence_threshold: parameters of fewer elements than this are kept on every rank, as under ZeRO-1 (what
+            DeepSpeed calls ``stage3_param_persistence_threshold``). Their gradients and state are sharded.
+        bucket_cap_mb: largest size of a bucket, in MiB, of the gradients of parameters that are kept on every rank.
+            Others travel in one bucket for each unit.
         overlap: whether units are gathered ahead, and gradients reduced while the backward pass still runs.
         options: the others are those of :class:`~neuron_accel.strategies.zero1.options.Zero1Options`.
     """
@@ -76,6 +82,8 @@ class FullyShardedPlugin(Zero1Plugin):
 
     reshard_after_forward: bool = True
     modules: str | tuple[str, ...] = BLOCKS
+    prefetch: int = 1
+    persistence_threshold: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,6 +93,11 @@ class FullyShardedPlugin(Zero1Plugin):
                 where="plugin 'fully_sharded'",
                 fix=f"give {BLOCKS!r} or FQN patterns",
             )
+        for name in ("prefetch", "persistence_threshold"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(
+                    f"{name} is {getattr(self, name)}; it must not be negative.", where="plugin 'fully_sharded'"
+                )
 
     def validate(self, context: PlanContext) -> None:
         """Refuses what it was not tried with."""
@@ -134,7 +147,8 @@ class FullyShardedPlugin(Zero1Plugin):
                 run,
                 modules=self.modules,
                 reshard=self.reshard_after_forward,
-                prefetch=self.overlap,
+                prefetch=self.prefetch if self.overlap else 0,
+                persistence_threshold=self.persistence_threshold,
                 plugin=self.spec.name,
             )
         )
@@ -158,7 +172,10 @@ class FullyShardedPlugin(Zero1Plugin):
         """Takes weights that the loop has assigned."""
         for optimizer in self._optimizers(run):
             for shard in optimizer.shards:
-                shard.keep_for_reading()  # type: ignore[attr-defined]  # a shard of this strategy
+                if isinstance(shard, GatheredShard | LazyGatheredShard):
+                    shard.keep_for_reading()
+                else:
+                    shard.sync_user_weights()
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """How many parameters are gathered together."""

@@ -93,7 +93,8 @@ class Units:
         run: the run.
         modules: which modules are units, see :class:`~neuron_accel.strategies.fully_sharded.FullyShardedPlugin`.
         reshard: whether parameters are freed after the forward pass.
-        prefetch: whether the next unit is gathered while one computes.
+        prefetch: how many units are gathered ahead of the one that computes.
+        persistence_threshold: parameters of fewer elements are kept on every rank.
         plugin: name of the plugin, for messages.
     """
 
@@ -104,11 +105,13 @@ class Units:
         *,
         modules: str | tuple[str, ...],
         reshard: bool,
-        prefetch: bool,
+        prefetch: int,
+        persistence_threshold: int = 0,
         plugin: str,
     ) -> None:
         self._model, self._run = model, run
         self._reshard, self._prefetch, self._plugin = reshard, prefetch, plugin
+        self._threshold = persistence_threshold
         found = find_units(model.inner, modules, plugin)
         self.root = Unit("", model.inner, 0)
         self.units = [self.root, *(Unit(name, module, i) for i, (name, module) in enumerate(found, start=1))]
@@ -126,6 +129,10 @@ class Units:
         if id(record) not in self._unit_of and record in list(self._model.parameters):
             self._unit_of[id(record)] = self._unit_around(record)
         return self._unit_of.get(id(record))
+
+    def keeps(self, record: ParameterRecord) -> bool:
+        """Whether a parameter is too small to be gathered for each use."""
+        return record.current is not None and record.current.numel() < self._threshold
 
     def _unit_around(self, record: ParameterRecord) -> Unit:
         """The unit in which all uses of a parameter are; one that is tied across units belongs to the model."""
@@ -225,13 +232,16 @@ class Units:
         unit.release()
 
     def _fetch_following(self, unit: Unit, backward: bool) -> None:
-        """Starts to gather the unit that followed this one the last time."""
+        """Starts to gather the units that followed this one the last time."""
         before, self._last[backward] = self._last[backward], unit
         if before is not None:
             before.following[backward] = unit
-        following = unit.following.get(backward)
-        if following is not None and self._prefetch and not self._action.announced:
+        for _ in range(0 if self._action.announced else self._prefetch):
+            following = unit.following.get(backward)
+            if following is None:
+                return
             following.start_gather()
+            unit = following
 
     def read(self, shard: AnyShard) -> None:
         """``shard`` is read in full: one at a time has its values."""
@@ -266,7 +276,7 @@ class Units:
         sizes: dict[int, int] = {unit.index: 0 for unit in self.units}
         for record in self._model.parameters:
             unit = self.unit_of(record)
-            if record.trains and unit is not None:
+            if record.trains and unit is not None and not self.keeps(record):
                 sizes[unit.index] += record.current.numel()  # type: ignore[union-attr]  # it trains
         blocks = [sizes[unit.index] for unit in self.units[1:]]
         rest = f"{sizes[0]:,} in no block" if blocks else f"{sizes[0]:,}"

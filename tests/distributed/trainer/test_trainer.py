@@ -25,6 +25,7 @@ from tests.distributed.trainer.trainer_support import (
 
 COMPOSITIONS = {
     "dp2+zero1": (2, 2, {"zero_1": True}),
+    "dp2+fully_sharded": (2, 2, {"fully_sharded": True}),
     "tp2+sp": (2, 1, {"tensor_parallel_size": 2}),
     "pp2": (2, 1, {"pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 2}),
     "tp2xdp2+zero1": (4, 2, {"tensor_parallel_size": 2, "zero_1": True}),

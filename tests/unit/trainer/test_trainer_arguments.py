@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from neuron_accel.errors import ConfigurationError, NeuronAccelError, PlanError
+from neuron_accel.strategies.fully_sharded import FullyShardedPlugin
 from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin
 from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin
 from neuron_accel.strategies.zero1 import Zero1Plugin
@@ -15,6 +16,7 @@ TOO_MUCH = "mixed_precision: bf16\nplugins: [zero1]\n"
 
 GOOD = {
     "--zero_1": [Zero1Plugin()],
+    "--fully_sharded": [FullyShardedPlugin()],
     "--plugins zero1": [Zero1Plugin()],
     "--neuron_config {yaml}": [Zero1Plugin(bucket_cap_mb=3.0)],
     "--tensor_parallel_size 2": [ModelParallelismPlugin(tensor_parallel_size=2), SequenceParallelPlugin()],
@@ -35,8 +37,9 @@ BAD = {
     "--pipeline_parallel_num_microbatches 4": (ConfigurationError, ["without a pipeline"]),
     "--plugins zero2": (NeuronAccelError, ["zero2", "zero1"]),
     "--plugins zero1 --zero_1": (PlanError, ["zero1"]),
+    "--zero_1 --fully_sharded": (PlanError, ["zero1", "fully_sharded"]),
     "--pipeline_parallel_size=2 --pipeline_parallel_num_microbatches=3": (PlanError, ["8 samples", "3 micro-batches"]),
-    "--fsdp full_shard": (ConfigurationError, ["fsdp", "zero_1"]),
+    "--fsdp full_shard": (ConfigurationError, ["fsdp", "fully_sharded"]),
     "--pipeline_parallel_size=2 --predict_with_generate": (PlanError, ["predict_with_generate", "cache"]),
     "--neuron_config {too_much}": (ConfigurationError, ["mixed_precision", "bf16", "too_much.yaml"]),
 }

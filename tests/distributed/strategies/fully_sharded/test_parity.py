@@ -18,6 +18,7 @@ COMPOSITIONS = {
     "3-dp4-tied": ("gpt2-tied", [sharded()], 4, 1),
     "3-dp2-sharded-accumulation": ("llama", [sharded(use_grad_acc_hook=True)], 2, 2),
     "3-dp2-no-overlap": ("llama", [sharded(overlap=False)], 2, 1),
+    "3-dp2-keeps-small": ("llama", [sharded(persistence_threshold=100, prefetch=2)], 2, 2),
     "3-dp2-parameters": ("llama", [sharded(partition="parameters")], 2, 1),
     "2-dp2-tied": ("llama-tied", [sharded(reshard_after_forward=False)], 2, 1),
     "2-dp2-accumulates": ("gpt2-tied", [sharded(reshard_after_forward=False)], 2, 2),

@@ -119,6 +119,43 @@ def test_a_rank_keeps_its_share_and_the_blocks_in_flight(ranks):
         assert most == 8
 
 
+def gathers_ahead(prefetch):
+    """How many gathers a step has started when its first block has run, beside those of that block and the model."""
+    accelerator, model, optimizer = prepared(
+        [{"fully_sharded": {"prefetch": prefetch}}], functools.partial(llama, blocks=6)
+    )
+    first, second = token_batches(2)
+    step(accelerator, model, optimizer, first)
+    counts = []
+    with accelerator.run.backend.record() as traffic:
+        model.model.layers[0].mlp.register_forward_hook(lambda *_: counts.append(traffic.count(op="all_gather")))
+        step(accelerator, model, optimizer, second)
+    return counts[0] - 2
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_as_many_units_are_gathered_ahead_as_asked(prefetch):
+    assert run_ranks(gathers_ahead, 2, prefetch) == [prefetch] * 2
+
+
+def kept_small(folder):
+    """Which parameters have values between steps; and a checkpoint."""
+    accelerator, model, optimizer = prepared([{"fully_sharded": {"persistence_threshold": 33}}])
+    step(accelerator, model, optimizer, token_batches(1)[0])
+    accelerator.save_state(folder)
+    return {name for name, parameter in model.named_parameters() if not parameter.isnan().any()}
+
+
+def test_small_parameters_are_kept(tmp_path):
+    names = {name for name, parameter in llama().named_parameters() if parameter.numel() <= 32}
+    assert 0 < len(names) < 6
+    assert run_ranks(kept_small, 2, str(tmp_path / "c")) == [names] * 2
+    _, expected = run_ranks(train, 2, ["zero1"], steps=(0, 2))[0]
+    _, found = run_ranks(train, 2, STAGE_3, load=str(tmp_path / "c"), steps=(1, 2))[0]
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 def bf16_llama():
     return llama().to(torch.bfloat16)
@@ -440,7 +477,9 @@ def test_refusals(case):
     assert all(isinstance(error, NeuronAccelError) and text in str(error) for error in raised.value.errors.values())
 
 
-@pytest.mark.parametrize("options", [{"modules": ""}, {"modules": ()}, {"reshard_after_forward": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"modules": ""}, {"modules": ()}, {"reshard_after_forward": 2}, {"prefetch": -1}], ids=str
+)
 def test_bad_options(options):
     with pytest.raises(ConfigurationError):
         FullyShardedPlugin(**options)
