@@ -6,6 +6,7 @@ any of them, and every error names the file.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -68,7 +69,8 @@ class Files:
             raise failure("made", path, error) from error
 
     def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> Written:
-        """Writes ``parts`` to a file, one after another, and returns once they are on disk.
+        """Writes ``parts`` to a file, one after another, and returns once they are on disk. If that fails, the file is
+        removed.
 
         Raises:
             CheckpointError: if the file cannot be written.
@@ -76,7 +78,7 @@ class Files:
         size, checksums = 0, _Checksums()
         try:
             self.operation("open", path)
-            with open(path, "wb", buffering=0) as file:
+            with open(path, "wb", buffering=0) as file, _removed_on_failure(path):
                 for part in parts:
                     view = memoryview(part).cast("B")
                     for begin in range(0, len(view), _CHUNK):
@@ -94,14 +96,14 @@ class Files:
 
     def assemble(self, path: Path, parts: Iterable[bytes | memoryview | Extent]) -> None:
         """Writes bytes and slices of other files to a file, and returns once they are on disk. Slices are copied by the
-        system if possible.
+        system if possible. If that fails, the file is removed.
 
         Raises:
             CheckpointError: if the file cannot be written, or a slice cannot be read.
         """
         try:
             self.operation("open", path)
-            with open(path, "wb", buffering=0) as file:
+            with open(path, "wb", buffering=0) as file, _removed_on_failure(path):
                 for part in parts:
                     self.operation("write", path)
                     if isinstance(part, Extent):
@@ -116,12 +118,13 @@ class Files:
             raise failure("written", path, error) from error
 
     def replace(self, path: Path, contents: bytes) -> Written:
-        """Replaces the contents of a file atomically."""
+        """Replaces the contents of a file atomically. If that fails, the file is as before."""
         temporary = path.with_name(f".{path.name}.new")
         written = self.write(temporary, [contents])
         try:
-            self.operation("rename", path)
-            os.replace(temporary, path)
+            with _removed_on_failure(temporary):
+                self.operation("rename", path)
+                os.replace(temporary, path)
         except OSError as error:
             raise failure("replaced", path, error) from error
         self.sync_folder(path.parent)
@@ -149,6 +152,17 @@ class Files:
                 path.unlink(missing_ok=True)
         except OSError as error:
             raise failure("removed", path, error) from error
+
+
+@contextlib.contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    """Removes a file if the body, which writes it, fails: what is incomplete would only fill a disk."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        raise
 
 
 def failure(verb: str, path: Path | str, error: OSError) -> CheckpointError:

@@ -2,7 +2,7 @@
 
 Files get names that an existing manifest in the folder does not use. The previous checkpoint in the folder thus stays
 complete until the new manifest replaces the old one atomically. Files that only the old manifest lists are then
-removed.
+removed. If a save fails before, its own files are removed.
 """
 
 from __future__ import annotations
@@ -76,11 +76,29 @@ class Destination:
         folder: the checkpoint.
         generation: number of earlier saves into the folder.
         token: a unique identifier of the save.
+        is_new: whether the folder was made for this save; used on the main process only.
     """
 
     folder: Path
     generation: int
     token: str
+    is_new: bool = False
+
+    def remove_empty_folders(self) -> None:
+        """Removes the folders that a save has made, after its files were removed."""
+        inside = [self.folder / folder_of(kind) for kind in KINDS]
+        for path in (*inside, *([self.folder] if self.is_new else [])):
+            with suppress(OSError):  # it is not empty, or does not exist
+                path.rmdir()
+
+    def is_current(self) -> bool:
+        """Whether the manifest of this save is in place, so that its files must stay."""
+        if not has_manifest(self.folder):
+            return False
+        try:
+            return read_manifest(self.folder).generation == self.generation
+        except CheckpointError:
+            return True  # it cannot be read at the moment, and may be of this save
 
 
 def save(contents: Contents, destination: Destination, run: Run, files: Files, finished: Callable[[], None]) -> None:
@@ -97,21 +115,39 @@ def save(contents: Contents, destination: Destination, run: Run, files: Files, f
         CheckpointError: on every rank, if any rank could not write. A previous checkpoint in the folder is still valid.
     """
     part: FileList | NeuronAccelError
+    draft = own_files(contents, destination, facts_of(run))
     try:
         part = _write_files(contents, destination, run, files)
     except NeuronAccelError as error:
         part = error
     parts = run.backend.all_gather_object(part, run.world)
     result: NeuronAccelError | None = first_error(parts)
+    stays = False
     if result is None and run.backend.rank == 0:
         try:
-            complete(contents, destination, parts, files)
+            complete(contents, destination, parts, files, draft)
             finished()
         except NeuronAccelError as error:
-            result = error
-    result = run.backend.broadcast_object(result, run.world)
+            result, stays = error, destination.is_current()
+    result, stays = run.backend.broadcast_object((result, stays), run.world)
     if result is not None:
+        if not stays:
+            discard(draft, files)
+        run.backend.barrier()
         raise result
+
+
+def own_files(contents: Contents, destination: Destination, facts: RankFacts) -> list[Path]:
+    """Returns the files of tensors that a rank writes. No manifest lists them before the save is complete."""
+    kinds = sorted({item.kind for item in contents.items})
+    return [destination.folder / folder_of(kind) / facts.file_name(destination.generation) for kind in kinds]
+
+
+def discard(draft: list[Path], files: Files) -> None:
+    """Removes the files of a save that has failed, as far as possible."""
+    for path in draft:
+        with suppress(NeuronAccelError):
+            files.remove(path)
 
 
 def first_error(parts: list[Any]) -> NeuronAccelError | None:
@@ -130,17 +166,21 @@ def facts_of(run: Run) -> RankFacts:
     return RankFacts(coordinates=coordinates, replica=run.mesh.replica(run.backend.rank))
 
 
-def complete(contents: Contents, destination: Destination, parts: list[FileList], files: Files) -> None:
+def complete(
+    contents: Contents, destination: Destination, parts: list[FileList], files: Files, draft: list[Path]
+) -> None:
     """Completes a save on the main process: writes other state, auxiliary files and the manifest, and removes old
-    files."""
+    files. Files that did not exist before are added to ``draft``."""
     folder = destination.folder
     entries: dict[str, tuple[str, Written]] = {path: entry for part in parts for path, entry in part.items()}
     name = STATE + (f"-g{destination.generation}" if destination.generation else "") + ".safetensors"
     tensors = sorted(contents.state_tensors.items())
+    draft.append(folder / name)
     header = tensors_header(tensors, {"format": "pt", STATE: json.dumps(contents.state, separators=(",", ":"))})
     entries[name] = ("state", files.write(folder / name, [header, *(bytes_of(tensor) for _, tensor in tensors)]))
     previous = read_manifest(folder) if has_manifest(folder) else None
     changed = {n: data for n, data in contents.auxiliary.items() if not _holds(folder / n, data)}
+    draft += [folder / n for n in changed if not (folder / n).exists()]
     if previous is not None and set(changed) & set(previous.files):
         # Auxiliary files are overwritten, so the old manifest must not list them; the old checkpoint is valid without.
         kept = {path: entry for path, entry in previous.files.items() if path not in changed}
@@ -206,9 +246,10 @@ class BackgroundSave:
         finished: Callable[[], None],
         memory: StagingMemory,
     ) -> None:
-        self._destination, self._files, self._finished = destination, files, finished
+        self.destination, self._files, self._finished = destination, files, finished
         self._contents = replace(contents, items=copy_to_host(contents.items, memory, threads_of(run)))
         self._rank, self._size, self._facts = run.backend.rank, run.world.size, facts_of(run)
+        self._draft = own_files(contents, destination, self._facts)
         self.error: NeuronAccelError | None = None
         self._files_done, self._abandoned = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="neuron_accel-save")
@@ -222,6 +263,11 @@ class BackgroundSave:
         """Stops waiting for other ranks, because one has failed and may have been unable to write a note."""
         self._abandoned.set()
 
+    def discard(self, *, stays: bool) -> None:
+        """Removes the files of the save, which has failed, as far as this rank knows them; if the manifest is in place,
+        so that the checkpoint ``stays``, only the note."""
+        discard([*([] if stays else self._draft), *([self._note(self._rank)] if self._rank else [])], self._files)
+
     def join(self) -> None:
         """Waits until the save is complete on this rank, or has failed with :attr:`error`."""
         self._thread.join()
@@ -232,16 +278,16 @@ class BackgroundSave:
         except NeuronAccelError as error:
             self.error = error
         except Exception as error:  # an exception of a thread would only be printed
-            self.error = CheckpointError(f"The background save failed: {error!r}", where=str(self._destination.folder))
+            self.error = CheckpointError(f"The background save failed: {error!r}", where=str(self.destination.folder))
             self.error.__cause__ = error
         finally:
             self._files_done.set()
             self._contents = Contents(items=[])
 
     def _write(self) -> None:
-        folder, files = self._destination.folder, self._files
+        folder, files = self.destination.folder, self._files
         try:
-            part = write_items(folder, self._contents.items, self._facts, self._destination.generation, files)
+            part = write_items(folder, self._contents.items, self._facts, self.destination.generation, files)
         except NeuronAccelError as error:
             with suppress(NeuronAccelError):  # on a full disk the note cannot be written either
                 self._leave_note({"error": str(error)})
@@ -249,8 +295,12 @@ class BackgroundSave:
         self._leave_note({"files": {path: [kind, w.size, w.checksums] for path, (kind, w) in part.items()}})
         self._files_done.set()
         if self._rank == 0:
-            parts = [part, *(self._wait_for(rank) for rank in range(1, self._size))]
-            complete(self._contents, self._destination, parts, files)
+            parts = [part]
+            for rank in range(1, self._size):
+                self._draft.append(self._note(rank))
+                parts.append(self._wait_for(rank))
+                self._draft += [folder / path for path in parts[-1]]
+            complete(self._contents, self.destination, parts, files, self._draft)
             self._finished()
 
     def _leave_note(self, note: Mapping[str, Any]) -> None:
@@ -258,7 +308,7 @@ class BackgroundSave:
             self._files.replace(self._note(self._rank), json.dumps(note).encode())
 
     def _note(self, rank: int) -> Path:
-        return self._destination.folder / f".{self._destination.token}.rank_{rank}.json"
+        return self.destination.folder / f".{self.destination.token}.rank_{rank}.json"
 
     def _wait_for(self, rank: int) -> FileList:
         path, deadline = self._note(rank), time.monotonic() + _PATIENCE_SECONDS
@@ -270,7 +320,7 @@ class BackgroundSave:
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"Rank {rank} has not written its files of the checkpoint within {_PATIENCE_SECONDS} s.",
-                    where=str(self._destination.folder),
+                    where=str(self.destination.folder),
                     why="the rank has ended, or its folder is on another file system",
                     fix="save into a folder on a file system that all machines share",
                 )

@@ -22,6 +22,8 @@ from neuron_accel.checkpoint.format.files import Files, failure
 from neuron_accel.checkpoint.format.manifest import NAME, has_manifest, read_manifest
 from neuron_accel.checkpoint.state.full_state import full_state_dict, save_in_full
 from neuron_accel.checkpoint.state.load import load, load_weights
+from neuron_accel.checkpoint.state.lock import SaveLock, this_process
+from neuron_accel.checkpoint.state.lock import describe as describe_process
 from neuron_accel.checkpoint.state.save import BackgroundSave, Contents, Destination, save
 from neuron_accel.checkpoint.state.snapshot import check_equal as check_equal_values
 from neuron_accel.checkpoint.state.snapshot import folder_of, written_here
@@ -29,7 +31,7 @@ from neuron_accel.checkpoint.state.staging import StagingMemory
 from neuron_accel.checkpoint.state.training import TrainingObjects, capture, mesh_to
 from neuron_accel.checkpoint.tools.consolidate import checkpoint_folder
 from neuron_accel.engine.runtime.run import agreed
-from neuron_accel.errors import CheckpointError, UsageError
+from neuron_accel.errors import CheckpointError, NeuronAccelError, UsageError
 
 if TYPE_CHECKING:
     from accelerate.utils import ProjectConfiguration
@@ -258,6 +260,8 @@ class Checkpoints:
     def __init__(self, run: Run, files: Files | None = None) -> None:
         self._run, self._files = run, files or Files()
         self._pending: BackgroundSave | None = None
+        self._lock: SaveLock | None = None
+        self._saved: set[Path] = set()  # folders into which this run has saved
         self._memory = StagingMemory()
 
     def save(
@@ -281,10 +285,15 @@ class Checkpoints:
             check_equal: whether to check that values that only one rank writes are equal on all ranks that hold them.
 
         Raises:
-            CheckpointError: on every rank, if the checkpoint cannot be written, or a previous background save failed.
+            CheckpointError: on every rank, if the checkpoint cannot be written, or another run saves into the folder.
+                The failure of an earlier save in the background is only logged: this one may succeed.
         """
-        self.wait()
         run, files = self._run, self._files
+        try:
+            self.wait()
+        except CheckpointError as error:
+            level = logging.DEBUG if run.backend.rank else logging.WARNING
+            _log.log(level, "The checkpoint before this one was not saved: %s", error)
         for before_save in run.hooks["before_save"]:
             before_save(run)
         captured = capture(training)
@@ -293,38 +302,83 @@ class Checkpoints:
         contents = Contents(
             items=written_here(captured.items, run), state=captured.state, state_tensors=captured.tensors
         )
-        generation = agreed(run, lambda: self._open(folder, contents, training, auxiliary))
+        lock, is_new = SaveLock(folder, files), not folder.exists()
+        generation = agreed(run, lambda: self._open(folder, contents, training, auxiliary, lock, is_new))
         generation, token = run.backend.broadcast_object((generation, uuid.uuid4().hex), run.world)
-        destination = Destination(folder=folder, generation=generation, token=token)
+        destination = Destination(folder=folder, generation=generation, token=token, is_new=is_new)
 
         def finished() -> None:
             if keep is not None:
                 prune(folder.parent, keep, files)
+            self._saved.add(folder)
+            lock.release()
 
-        if not background:
-            save(contents, destination, run, files, finished)
-            return
-        self._pending = agreed(run, lambda: BackgroundSave(contents, destination, run, files, finished, self._memory))
+        self._lock = lock
+        try:
+            if not background:
+                save(contents, destination, run, files, finished)
+                return
+            self._pending = agreed(
+                run, lambda: BackgroundSave(contents, destination, run, files, finished, self._memory)
+            )
+        except BaseException:
+            self._close(destination)
+            raise
         atexit.register(self._at_exit)
 
+    def _close(self, destination: Destination) -> None:
+        """Releases the lock of a save that has failed and whose files were removed, and removes empty folders."""
+        if self._lock is not None:
+            self._lock.release()
+        if self._run.backend.rank == 0:
+            destination.remove_empty_folders()
+
     def _open(
-        self, folder: Path, contents: Contents, training: TrainingObjects, auxiliary: Callable[[], Mapping[str, bytes]]
+        self,
+        folder: Path,
+        contents: Contents,
+        training: TrainingObjects,
+        auxiliary: Callable[[], Mapping[str, bytes]],
+        lock: SaveLock,
+        is_new: bool,
     ) -> int:
-        """Prepares a save on the main process: creates folders and completes ``contents``. Returns the generation."""
+        """Prepares a save on the main process: creates folders, acquires the lock and completes ``contents``. Returns
+        the generation."""
         if self._run.backend.rank:
             return 0
+        try:
+            self._files.make_folder(folder)
+            lock.acquire()
+            return self._prepare(folder, contents, training, auxiliary)
+        except BaseException:
+            lock.release()
+            Destination(folder=folder, generation=0, token="", is_new=is_new).remove_empty_folders()
+            raise
+
+    def _prepare(
+        self, folder: Path, contents: Contents, training: TrainingObjects, auxiliary: Callable[[], Mapping[str, bytes]]
+    ) -> int:
         kinds = ("model", "optimizer", *(("plugin",) if contents.state.get("plugin_forms") else ()))
-        for path in (folder, *(folder / folder_of(kind) for kind in kinds)):
-            self._files.make_folder(path)
+        for kind in kinds:
+            self._files.make_folder(folder / folder_of(kind))
         contents.info = describe(training)
         contents.auxiliary = dict(auxiliary())
         if not has_manifest(folder):
             return 0
         try:
-            return read_manifest(folder).generation + 1
+            manifest = read_manifest(folder)
         except CheckpointError:  # the manifest is damaged, so the checkpoint cannot be loaded and need not be kept
             self._files.remove(folder / NAME)
             return 0
+        other = manifest.info.get("saved_by")
+        if folder in self._saved and isinstance(other, dict) and other != this_process():
+            raise CheckpointError(
+                f"Another run, {describe_process(other)}, has saved into this folder since this run did.",
+                where=str(folder),
+                why="the two runs would overwrite each other's checkpoints",
+                fix="give each run a folder of its own",
+            )
+        return manifest.generation + 1
 
     def wait(self) -> None:
         """Waits for a save in the background. Collective.
@@ -344,12 +398,24 @@ class Checkpoints:
         pending.join_files()
         try:
             agreed(self._run, report)
-        except CheckpointError:
+        except NeuronAccelError:
             pending.abandon()
             pending.join()
+            self._discard(pending)
             raise
         pending.join()
-        agreed(self._run, report)
+        try:
+            agreed(self._run, report)
+        except NeuronAccelError:
+            self._discard(pending)
+            raise
+
+    def _discard(self, pending: BackgroundSave) -> None:
+        """Removes what a failed save in the background has written. Collective."""
+        stays = pending.destination.is_current() if self._run.backend.rank == 0 else None
+        pending.discard(stays=self._run.backend.broadcast_object(stays, self._run.world))
+        self._run.backend.barrier()
+        self._close(pending.destination)
 
     def _at_exit(self) -> None:
         """Waits for a save when the interpreter exits, and reports its failure."""
@@ -358,6 +424,8 @@ class Checkpoints:
             return
         pending.join()
         if pending.error is not None:
+            pending.discard(stays=pending.destination.is_current())
+            self._close(pending.destination)
             print(f"neuron_accel: the last checkpoint was not saved: {pending.error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(1)  # the only way to change the exit code in an exit handler
@@ -385,6 +453,7 @@ def describe(training: TrainingObjects) -> dict[str, Any]:
     plan = run.plan.to_dict()
     return {
         "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "saved_by": this_process(),
         "world_size": run.mesh.world_size,
         "mesh": mesh_to(run.mesh),
         "plan": plan,

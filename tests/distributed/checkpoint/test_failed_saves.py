@@ -1,0 +1,175 @@
+"""A save that fails leaves nothing behind, the next one is tried, and two runs do not save into one folder."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from neuron_accel import NeuronAccelerator
+from neuron_accel.checkpoint.format.files import Files
+from neuron_accel.checkpoint.format.manifest import NAME, read_manifest
+from neuron_accel.checkpoint.state import lock as lock_module
+from neuron_accel.checkpoint.state.session import Session
+from neuron_accel.checkpoint.tools.report import verify
+from neuron_accel.errors import CheckpointError
+from neuron_accel.testing import run_ranks
+from tests.distributed.checkpoint.checkpoint_support import BATCHES, TP2, Trained, assert_equal
+
+
+class Failing(Files):
+    """A file system on which the nth operation fails, and those after it if ``stays``."""
+
+    def __init__(self, after: float, *, stays: bool) -> None:
+        self.left, self.stays, self.failed = after, stays, False
+
+    def operation(self, name: str, path: Path) -> None:
+        if name == "remove":  # possible on a full disk
+            return
+        self.left -= 1
+        if self.left == -1 or (self.left < 0 and self.stays):
+            self.failed = True
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def save(session: Session, folder: Path, background: bool, *, quiet: bool = True) -> bool:
+    """Whether a save has succeeded, on every rank or on none."""
+    try:
+        session.save(str(folder), async_save=background)
+        session.wait()
+    except CheckpointError:
+        if not quiet:
+            raise
+        return False
+    return True
+
+
+def any_failed(accelerator: NeuronAccelerator, files: Failing) -> bool:
+    run = accelerator.run
+    return any(run.backend.all_gather_object(files.failed, run.world))
+
+
+def _fail_at_every_operation(root: str, faulty: int, background: bool) -> int:
+    trained = Trained("gpt2-tied", [TP2])
+    accelerator = trained.accelerator
+    folder = Path(root, "checkpoints", "c")
+    before: dict[str, bytes | None] = {}
+    for number in range(0, 1000, 3 if background else 1):
+        files = Failing(number if accelerator.process_index == faulty else 1e9, stays=number % 2 == 0)
+        succeeded = save(Session(accelerator._source(), files), folder, background)
+        accelerator.wait_for_everyone()
+        after = tree(folder.parent) if folder.parent.exists() else {}
+        accelerator.wait_for_everyone()
+        if succeeded and not any_failed(accelerator, files):
+            return number
+        complete = after.get(f"c/{NAME}") != before.get(f"c/{NAME}")
+        if complete:  # what failed is what follows the manifest
+            assert verify(folder) == []
+            assert [name for name in after if "/." in name] == []
+            before = after
+        assert after == before, set(after) ^ set(before)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("faulty", [0, 1])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_fails_at_any_operation_leaves_nothing_behind(tmp_path, faulty, background):
+    failures = run_ranks(_fail_at_every_operation, 2, str(tmp_path), faulty, background)
+    assert failures[0] == failures[1]
+    assert failures[0] >= (20 if faulty == 0 else 5)
+
+
+def _save_on_a_small_disk(folder: str) -> None:
+    trained = Trained("gpt2-tied", [])
+    ballast = torch.nn.Linear(600, 600)
+    trained.accelerator.register_for_checkpointing(ballast)
+    free = os.statvfs(folder).f_bfree
+    for background in (False, True):
+        with pytest.raises(CheckpointError, match="No space left"):
+            save(trained.accelerator._session, Path(folder, "c"), background, quiet=False)
+        assert os.listdir(folder) == []
+        assert os.statvfs(folder).f_bfree == free
+
+
+def test_a_disk_that_is_full_is_as_empty_as_before(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        run_ranks(_save_on_a_small_disk, 1, str(disk))
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def _save_after_a_failure(root: str) -> None:
+    trained = Trained("gpt2-tied", [TP2])
+    accelerator = trained.accelerator
+    trained.step(BATCHES[0])
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("neuron_accel.checkpoint.state.session").addHandler(handler)
+    files = Failing(2 if accelerator.process_index == 1 else 1e9, stays=False)
+    session = Session(accelerator._source(), files)
+    session.save(root + "/first", async_save=True)
+    session.save(root + "/second", async_save=True)
+    session.wait()
+    assert any_failed(accelerator, files)
+    assert os.listdir(root) == ["second"]
+    assert verify(Path(root, "second")) == []
+    if accelerator.is_main_process:
+        assert len([text for text in said if "The checkpoint before this one was not saved" in text]) == 1
+    saved = trained.contents()
+    trained.step(BATCHES[1])
+    accelerator.load_state(root + "/second")
+    assert_equal(saved, trained.contents())
+
+
+def test_after_a_failure_in_the_background_the_next_save_is_tried(tmp_path):
+    run_ranks(_save_after_a_failure, 2, str(tmp_path))
+
+
+def _save_beside_another_run(folder: str) -> None:
+    trained = Trained("gpt2-tied", [TP2])
+    accelerator, is_main = trained.accelerator, trained.accelerator.is_main_process
+    other = {"host": "another", "pid": 7, "namespace": "", "started": 0.0}
+    lock, manifest = Path(folder, lock_module.NAME), Path(folder, NAME)
+    trained.step(BATCHES[0])
+    accelerator.save_state(folder)
+    before = tree(Path(folder))
+
+    def told(what: str, **options: bool) -> None:
+        accelerator.wait_for_everyone()
+        with pytest.raises(CheckpointError, match=what):
+            accelerator.save_state(folder, **options)
+        accelerator.wait_for_everyone()
+
+    if is_main:
+        lock.write_text(json.dumps(other))
+    for background in (False, True):
+        told("process 7 on another is saving into this folder", async_save=background)
+    if is_main:
+        lock.unlink()
+        assert tree(Path(folder)) == before
+        saved = read_manifest(Path(folder))
+        manifest.write_bytes(replace(saved, info={**saved.info, "saved_by": other}).to_bytes())
+    told("Another run, process 7 on another, has saved into this folder since this run did")
+    accelerator.load_state(folder)  # it may be loaded
+    accelerator.save_state(folder + "-own")
+
+
+def test_a_second_run_that_saves_into_the_same_folder_is_told(tmp_path):
+    run_ranks(_save_beside_another_run, 2, str(tmp_path / "c"))
