@@ -58,6 +58,25 @@ def test_tokens_above_the_capacity_skip_the_expert():
         assert "0.5 times their mean number" in text
 
 
+def uneven_rows(plugin: ExpertParallelPlugin) -> float:
+    """The largest difference from all experts on one rank, for a copy of the model, where ranks have other numbers of
+    tokens."""
+    accelerator = NeuronAccelerator(plugins=[plugin])
+    torch.manual_seed(0)
+    model = ep_models.mixtral()
+    alone = copy.deepcopy(model).model.layers[0].mlp.experts
+    copied = copy.deepcopy(accelerator.prepare(model)).model.layers[0].mlp.experts
+    tokens = 3 + 2 * accelerator.data_parallel_rank
+    hidden, weights = torch.randn(tokens, 32), torch.rand(tokens, 2)
+    chosen = torch.arange(2 * tokens).view(tokens, 2) % 4
+    return float((copied(hidden, chosen, weights) - alone(hidden, chosen, weights)).detach().abs().max())
+
+
+@pytest.mark.parametrize("plugin", [FULL, EP2], ids=["padded", "rows"])
+def test_ranks_with_other_numbers_of_tokens(plugin):
+    assert max(run_ranks(uneven_rows, 2, plugin)) < 1e-5
+
+
 def test_a_capacity_that_makes_no_sense():
     with pytest.raises(ConfigurationError, match="capacity_factor is 0"):
         ExpertParallelPlugin(expert_parallel_size=2, capacity_factor=0.0)

@@ -8,6 +8,7 @@ one row comes back: their weighted sum.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,6 +64,9 @@ class Dispatcher:
         self.backend, self.group, self._join = backend, group, join
         self._arguments = inspect.signature(module.forward)
         self.reset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
+        return copy.copy(self)  # a copy of the model counts for itself, and communicates in the same groups
 
     def reset(self) -> None:
         """Forgets the load so far."""

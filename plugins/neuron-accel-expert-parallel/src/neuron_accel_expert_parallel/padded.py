@@ -25,8 +25,8 @@ class PaddedDispatcher(Dispatcher):
 
     Args:
         name, module, args: see :class:`Dispatcher`. The module has the form of the experts of transformers.
-        capacity_factor: size of a buffer, as a multiple of the mean number of this rank's tokens of an expert; None: a
-            row for each token, so that none is dropped.
+        capacity_factor: size of a buffer, as a multiple of the mean number of tokens of an expert on the rank that has
+            most; None: a row for each token, so that none is dropped.
 
     Raises:
         UnsupportedModelError: if the module has another form; it is then unchanged.
@@ -46,8 +46,17 @@ class PaddedDispatcher(Dispatcher):
             "backward."
         )
 
+    def _most(self, tokens: int) -> int:
+        """The number of tokens of the rank that has most, so that buffers have one size. Shapes of ranks that compute
+        the same graph are equal."""
+        if self.backend.is_lazy or not self.backend.has_values:
+            return tokens
+        count = torch.tensor([tokens], device=self.backend.device)
+        return int(self.backend.to_host(self.backend.all_reduce(count, self.group, "max")))
+
     def capacity(self, tokens: int, choices: int) -> int:
-        """Rows of a buffer for a rank with that many tokens, each of which chooses that many experts."""
+        """Rows of a buffer where the rank that has most has that many tokens, each of which chooses that many
+        experts."""
         if self._factor is None:
             return tokens  # an expert is chosen at most once by each
         return min(tokens, math.ceil(self._factor * tokens * choices / self.experts))
@@ -57,7 +66,7 @@ class PaddedDispatcher(Dispatcher):
     ) -> torch.Tensor:
         """The weighted sums ``[N, H]`` of the experts of each of this rank's tokens."""
         tokens, choices = experts.shape
-        capacity = self.capacity(tokens, choices)
+        capacity = self.capacity(self._most(tokens), choices)
         flat = experts.reshape(-1)
         chosen = flat[:, None] == torch.arange(self.experts, device=flat.device)  # [N * k, experts]
         place = (chosen.int().cumsum(0) - 1).gather(1, flat[:, None]).squeeze(1)  # among the tokens of its expert

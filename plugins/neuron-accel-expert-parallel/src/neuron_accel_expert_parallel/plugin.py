@@ -40,10 +40,10 @@ class ExpertParallelPlugin(StrategyPlugin):
             experts.
         experts: patterns of the names of the modules of experts, each compared with the end of a name, ``*`` for one
             component. Needed for models that are not of a known family.
-        capacity_factor: if given, each rank sends each expert at most this multiple of the mean number of its tokens,
-            in buffers of that size; tokens above it skip the expert. By default none is dropped; on devices that need
-            shapes that are known before the values are (XLA, the native Neuron device), buffers then have a row for
-            each token.
+        capacity_factor: if given, each rank sends each expert at most this multiple of the mean number of tokens of an
+            expert, in buffers of that size; tokens above it skip the expert. By default none is dropped; on devices
+            that need shapes that are known before the values are (XLA, the native Neuron device), buffers then have a
+            row for each token.
 
     Raises:
         ConfigurationError: if ``expert_parallel_size`` is not an integer of at least 1, or ``capacity_factor`` not
