@@ -167,6 +167,8 @@ def describe(counted: LayoutCount, width: int) -> str:
     lines += _table(head, rows) if rows else ["nothing"]
     lines += ["", f"operations of a rank in a step: {step.operations / 1e12:,.2f} T"]
     lines.append("(of matrix products, convolutions and attention; a multiply and an add are two)")
+    if step.uncounted:
+        lines += ["operations without a known number, not counted:", f"  {', '.join(step.uncounted)}"]
     if counted.extrapolated:
         lines.append(f"extrapolated to {counted.layers} blocks from two and three; messages are approximate, since")
         lines.append("the size of buckets depends on that of the model: exact with --full-depth")

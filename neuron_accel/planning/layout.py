@@ -80,6 +80,7 @@ class LayoutCount:
             "memory": {"total": peak.total, "moment": str(peak.moment), "parts": dict(peak.parts)},
             "traffic": [asdict(flow) for flow in self.step.flows],
             "operations": self.step.operations,
+            "uncounted": list(self.step.uncounted),
         }
 
 

@@ -8,6 +8,7 @@ convolutions and attention kernels, a multiplication and an addition each.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -36,6 +37,18 @@ PARTS = (WEIGHTS, GRADIENTS, MASTERS, STATE, ACTIVATIONS, BUCKETS, TEMPORARY)
 """What memory is for: parameters and buffers of the model; gradients that an optimizer receives; what an optimizer
 updates instead of the weights; its state; what lives from the forward pass to the backward pass; memory that is kept
 from step to step for communication; all else."""
+
+
+_IS_PRODUCT = re.compile(r"(^|[._])(\w*mm|matmul|linear|conv\w*|\w*attention\w*)$")
+"""Names of operations that multiply matrices, and for which torch's counter has no formula."""
+
+
+def _grouped_operations(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Operations of a product of matrices in groups, as of the experts of a mixture: each row, or column, of the one
+    without a dim of groups is in one group."""
+    if one.dim() == 3 and other.dim() == 2:
+        return 2 * other.numel() * one.shape[-2]
+    return 2 * one.numel() * other.shape[-1]
 
 
 @dataclass(frozen=True)
@@ -146,11 +159,14 @@ class StepCounter(TorchDispatchMode):
 
     Attributes:
         operations: floating-point operations since the context was entered.
+        uncounted: names of operations that are matrix products, convolutions or attention by their name, and whose
+            operations are not known.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.operations = 0
+        self.uncounted: set[str] = set()
         self._type = device.type
         self._live: dict[int, _Storage] = {}
         self._all: list[_Storage] = []
@@ -188,10 +204,17 @@ class StepCounter(TorchDispatchMode):
         for value in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self._see(value)
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            self.operations += count(*args, **(kwargs or {}), out_val=result)
+        self._count(func._overloadpacket, args, kwargs or {}, result)
         return result
+
+    def _count(self, operation: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        count = flop_registry.get(operation)
+        if count is not None:
+            self.operations += count(*args, **kwargs, out_val=result)
+        elif operation is getattr(torch.ops.aten, "_grouped_mm", None):
+            self.operations += _grouped_operations(*args[:2])
+        elif _IS_PRODUCT.search(str(operation)):
+            self.uncounted.add(str(operation))
 
     def _see(self, tensor: torch.Tensor) -> _Storage | None:
         if tensor.device.type != self._type or tensor.layout != torch.strided:

@@ -51,12 +51,14 @@ class StepCount:
         operations: floating-point operations of matrix products, convolutions and attention kernels, a multiplication
             and an addition each; those of recomputation included.
         weights: bytes of this rank's parameters and buffers.
+        uncounted: names of operations of that kind whose number is not known, such as those of custom kernels.
     """
 
     peaks: tuple[Peak, ...]
     flows: tuple[Flow, ...]
     operations: int
     weights: int
+    uncounted: tuple[str, ...] = ()
 
     @property
     def peak(self) -> Peak:
@@ -105,6 +107,7 @@ def count_step(
             flows=tuple(_flows(traffic.transfers)),
             operations=counter.operations - before,
             weights=sum(tensor.nbytes for tensor in kept),
+            uncounted=tuple(sorted(counter.uncounted)),
         )
 
 
@@ -201,6 +204,7 @@ def extrapolate(counts: Sequence[StepCount], depth: int, blocks: str) -> StepCou
         ),
         operations=at(few.operations, more.operations),
         weights=at(few.weights, more.weights),
+        uncounted=more.uncounted,
     )
 
 

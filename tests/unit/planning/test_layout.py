@@ -65,6 +65,38 @@ def test_models_whose_blocks_differ_run_at_full_depth():
     assert _alike_blocks(shallow, model_without_weights(shallow)) is None
 
 
+def test_operations_are_those_of_the_experts_that_a_token_visits():
+    from transformers import MixtralConfig
+
+    mixture = MixtralConfig(
+        num_hidden_layers=4,
+        vocab_size=256,
+        max_position_embeddings=128,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        **SIZE,
+    )
+    counted = planned(mixture)
+    idle = 4 * 2 * 3 * 64 * 128  # layers, experts that a token does not visit, matrices, dims
+    tokens = 2 * 64
+    looked_up = 256 * 64
+    expected = 6 * (counted.parameters - idle - looked_up) * tokens
+    assert counted.step.operations == pytest.approx(expected, rel=0.15)  # and scores of attention
+    assert counted.step.operations > expected
+    assert not counted.step.uncounted
+
+
+def test_products_without_a_formula_are_named():
+    import torch
+
+    from neuron_accel.planning.memory import StepCounter
+
+    with StepCounter(torch.device("cpu")) as counter:
+        torch.ops.aten._int_mm(torch.ones(32, 32, dtype=torch.int8), torch.ones(32, 32, dtype=torch.int8))
+        torch.ones(4, 4).sum()
+    assert counter.uncounted == {"aten._int_mm"}
+
+
 def test_accumulation_splits_the_batch(folder):
     once, twice = (planned(folder, accumulation=steps) for steps in (1, 2))
     assert (once.micro_batch, twice.micro_batch) == (2, 1)
