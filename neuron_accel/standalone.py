@@ -113,7 +113,7 @@ class ZeroRedundancyOptimizer(Zero1Optimizer):
             save_master_weights=save_master_weights,
         )
         # It is not known which micro-batch is the last, so gradients are reduced at the step, or by the hook.
-        super().__init__(optimizer, run, options, synchronises=lambda: False)
+        super().__init__(optimizer, run, **options.optimizer_options(), synchronises=lambda: False)
 
     def init_zero(self) -> None:
         """Copies the parameters' current values to the master weights, for scripts that load weights after the

@@ -17,7 +17,6 @@ from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
 if TYPE_CHECKING:
     from neuron_accel.contract import Run
     from neuron_accel.strategies.fully_sharded.units import AnyShard, Unit, Units
-    from neuron_accel.strategies.zero1.options import Zero1Options
 
 _NO_LIMIT = 1 << 62
 
@@ -27,16 +26,14 @@ class FullyShardedOptimizer(Zero1Optimizer):
 
     Args:
         units: of every prepared model.
-        optimizer, run, options, more: see :class:`~neuron_accel.strategies.zero1.optimizer.Zero1Optimizer`.
+        optimizer, run, more: see :class:`~neuron_accel.strategies.zero1.optimizer.Zero1Optimizer`.
     """
 
     by_arrival: ClassVar[bool] = False
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, run: Run, options: Zero1Options, units: Sequence[Units], **more: Any
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, run: Run, *, units: Sequence[Units], **more: Any) -> None:
         self._units = units
-        super().__init__(optimizer, run, options, **more)
+        super().__init__(optimizer, run, **more)
 
     def _buckets(self, of_groups: list[list[ParameterRecord]]) -> list[Bucket]:
         """The buckets of one unit after another, in the order in which backward passes end, the model's own at the end;
@@ -58,7 +55,7 @@ class FullyShardedOptimizer(Zero1Optimizer):
             if bucket.sharded_axes:
                 raise UnsupportedModelError(
                     f"{bucket.records[0].fqn!r} is sharded over data-parallel ranks already (experts).",
-                    where=f"plugin {self.options.spec.name!r}",
+                    where=f"plugin {self._plugin!r}",
                     why="this composition was not tried",
                     fix="train with ZeRO-1 (Zero1Plugin) instead",
                 )
@@ -76,7 +73,7 @@ class FullyShardedOptimizer(Zero1Optimizer):
                 return units, unit
         raise UnsupportedModelError(
             f"{record.fqn!r} belongs to no prepared model.",
-            where=f"plugin {self.options.spec.name!r}",
+            where=f"plugin {self._plugin!r}",
             why="its parameters would have no module for whose forward pass they are gathered",
             fix="prepare the model before, or together with, its optimizer",
         )
@@ -85,7 +82,7 @@ class FullyShardedOptimizer(Zero1Optimizer):
         units, unit = self._place(arguments["bucket"].records[0])
         if units.keeps(arguments["bucket"].records[0]):
             return super()._eager_shard(**arguments)
-        shard = GatheredShard(read=units.read, plugin=self.options.spec.name, **arguments)
+        shard = GatheredShard(read=units.read, plugin=self._plugin, **arguments)
         unit.shards.append((shard, self._complete))
         return shard
 
@@ -93,7 +90,7 @@ class FullyShardedOptimizer(Zero1Optimizer):
         units, unit = self._place(arguments["bucket"].records[0])
         if units.keeps(arguments["bucket"].records[0]):
             return super()._lazy_shard(**arguments)
-        shard = LazyGatheredShard(read=units.read, take_over=self.take_over, plugin=self.options.spec.name, **arguments)
+        shard = LazyGatheredShard(read=units.read, take_over=self.take_over, plugin=self._plugin, **arguments)
         unit.shards.append((shard, self._complete))
         return shard
 

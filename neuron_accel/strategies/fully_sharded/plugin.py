@@ -71,7 +71,7 @@ class FullyShardedPlugin(Zero1Plugin):
         bucket_cap_mb: largest size of a bucket, in MiB, of the gradients of parameters that are kept on every rank.
             Others travel in one bucket for each unit.
         overlap: whether units are gathered ahead, and gradients reduced while the backward pass still runs.
-        options: the others are those of :class:`~neuron_accel.strategies.zero1.options.Zero1Options`.
+        options: the others are those of :class:`~neuron_accel.Zero1Plugin`.
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
@@ -157,7 +157,7 @@ class FullyShardedPlugin(Zero1Plugin):
         return FullyShardedOptimizer(
             optimizer,
             run,
-            self,
+            **self.optimizer_options(),
             units=run.state(self).get("units", []),
             others=[averager.leave for averager in self._averagers(run)],
         )

@@ -13,7 +13,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from torch import nn
@@ -53,7 +53,6 @@ from neuron_accel.strategies.zero1.state_dict import Place, by_place, joined_ent
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Layout, ParameterRecord, PreparedModel, Run
-    from neuron_accel.strategies.zero1.options import Zero1Options
 
 
 class Zero1Optimizer(torch.optim.Optimizer):
@@ -62,7 +61,9 @@ class Zero1Optimizer(torch.optim.Optimizer):
     Args:
         optimizer: the user's optimizer, with the rewritten parameters.
         run: the run.
-        options: the options of ZeRO-1.
+        plugin: name of the plugin, for messages.
+        optimizer_dtype, max_norm, use_grad_acc_hook, higher_cc_precision, bucket_cap_mb, partition,
+            save_master_weights, overlap: see :class:`~neuron_accel.Zero1Plugin`.
         synchronises: returns whether a backward pass that runs now reduces gradients; by default, whether one of the
             models synchronises.
         others: functions that are called with the parameters of an added group, whose gradients this optimizer then
@@ -72,6 +73,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         optimizer: the user's optimizer.
         inner: its twin, which updates the shards.
         shards: this rank's shard of every bucket.
+        saves_masters: whether checkpoints contain the master weights.
         grad_norm: norm of the last step's gradients before clipping, 0-dim; None if ``max_norm`` is not set.
 
     Raises:
@@ -86,15 +88,28 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         run: Run,
-        options: Zero1Options,
+        *,
+        plugin: str,
+        optimizer_dtype: torch.dtype,
+        max_norm: float | None,
+        use_grad_acc_hook: bool,
+        higher_cc_precision: bool,
+        bucket_cap_mb: float,
+        partition: Literal["even", "parameters"],
+        save_master_weights: bool,
+        overlap: bool,
         synchronises: Callable[[], bool] | None = None,
         others: Sequence[Callable[[Iterable[torch.Tensor]], None]] = (),
     ) -> None:
         # Like Accelerate's wrapper, this has the interface of an optimizer but does not call its constructor, which
         # would create groups, state and defaults of its own.
-        refuse_closures(optimizer)
+        refuse_closures(optimizer, plugin)
         self.optimizer = optimizer
-        self.options = options
+        self._plugin = plugin
+        self._optimizer_dtype, self._higher_precision = optimizer_dtype, higher_cc_precision
+        self._max_norm, self._every_micro_batch = max_norm, use_grad_acc_hook
+        self._bucket_bytes, self._keeps_parameters = int(bucket_cap_mb * (1 << 20)), partition == "parameters"
+        self.saves_masters = save_master_weights
         self.grad_norm: torch.Tensor | None = None
         self._has_warned = False
         self._run = run
@@ -121,7 +136,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             driven=lambda: any(model.in_backward for model in self._models),
             ready=self._send,
             done=self._receive,
-            overlap=self.options.overlap and (not self._lazy or not self.by_arrival),
+            overlap=overlap and (not self._lazy or not self.by_arrival),
             take=None if self._lazy else self._take,
             action=self._action,
             by_arrival=self.by_arrival,
@@ -140,7 +155,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
     def _accumulates_shards(self) -> bool:
         """Whether every micro-batch is reduced. With uneven inputs none but the last of a step is: a rank whose last
         batch completes a step early would reduce once where others reduce several times."""
-        return self.options.use_grad_acc_hook and not self._action.announced
+        return self._every_micro_batch and not self._action.announced
 
     # ---- construction ------------------------------------------------------------------------------------------------
     def _records(self, groups: Iterable[dict[str, Any]]) -> list[ParameterRecord]:
@@ -244,7 +259,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         return cut and not is_elementwise(optimizer)
 
     def _buckets(self, of_groups: list[list[ParameterRecord]]) -> list[Bucket]:
-        cap = int(self.options.bucket_cap_mb * (1 << 20))
+        cap = self._bucket_bytes
         if not self._lazy:
             everything = self._in_model_order([r for records in of_groups for r in records])
             return make_buckets(everything, suitable_cap(everything, cap), self._run.mesh)
@@ -260,9 +275,9 @@ class Zero1Optimizer(torch.optim.Optimizer):
         return [bucket for records in alike for bucket in make_buckets(records, cap_bytes, self._run.mesh)]
 
     def _shard(self, bucket: Bucket, buffers: SendBuffers) -> BucketShard:
-        options, sizes = self.options, [p.numel() for p in bucket.parameters]
+        sizes = [p.numel() for p in bucket.parameters]
         self._check_dtype(bucket)
-        dtype = torch.promote_types(options.optimizer_dtype, bucket.dtype)
+        dtype = torch.promote_types(self._optimizer_dtype, bucket.dtype)
         group = self._run.group(*bucket.reduction_axes)
         common: dict[str, Any] = {
             "bucket": bucket,
@@ -270,7 +285,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             "group": group,
             "samples": self._group.size,
             "optimizer_dtype": dtype,
-            "reduce_dtype": dtype if options.higher_cc_precision else bucket.dtype,
+            "reduce_dtype": dtype if self._higher_precision else bucket.dtype,
         }
         if self._lazy:
             partition = lazy_partition(sizes, group.size)
@@ -288,15 +303,11 @@ class Zero1Optimizer(torch.optim.Optimizer):
         if self._lazy and bucket.dtype.is_complex:
             raise UsageError(
                 f"{bucket.records[0].fqn!r} is {str(bucket.dtype).removeprefix('torch.')}.",
-                where=f"plugin 'zero1', backend {self._run.backend.name!r}",
+                where=f"plugin {self._plugin!r}, backend {self._run.backend.name!r}",
                 why="this device has no sums of complex numbers over ranks",
                 fix="train without ZeRO-1 on this device, or keep real and imaginary part in a real parameter "
                 "(torch.view_as_real)",
             )
-
-    @property
-    def _keeps_parameters(self) -> bool:
-        return self.options.partition == "parameters"
 
     @property
     def _lazy(self) -> bool:
@@ -476,10 +487,10 @@ class Zero1Optimizer(torch.optim.Optimizer):
                 loss = closure()
         self.flush()
         self._sync_user_weights()
-        if self.options.max_norm is not None:
+        if self._max_norm is not None:
             parts = self.gradient_parts(p for group in self.param_groups for p in group["params"])
             self.grad_norm = global_norm(parts, self._run)
-            scale_parts(parts, clip_coefficient(self.grad_norm, self.options.max_norm))
+            scale_parts(parts, clip_coefficient(self.grad_norm, self._max_norm))
         copy_options(self.optimizer, self.inner)
         self._copy_attributes()
         self.take_over()
@@ -533,7 +544,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         frozen = {self.record(p).fqn: dict(entries) for p, entries in known.items() if entries}
         if frozen:
             result["whole_state"] = frozen
-        if self.options.save_master_weights and any(shard.has_masters for shard in self.shards):
+        if self.saves_masters and any(shard.has_masters for shard in self.shards):
             result["master_weights"] = [master.detach().clone() for master in self._masters()]
         return result
 
@@ -625,14 +636,14 @@ def scale_parts(parts: Iterable[GradientPart], coefficient: torch.Tensor) -> Non
         torch._foreach_mul_(tensors, coefficient.to(tensors[0].dtype.to_real()))
 
 
-def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UsageError for an optimizer that cannot step without a closure."""
+def refuse_closures(optimizer: torch.optim.Optimizer, plugin: str) -> None:
+    """Raises UsageError, in the name of ``plugin``, for an optimizer that cannot step without a closure."""
     if needs_closure(optimizer):
         raise UsageError(
-            f"{type(optimizer).__name__} evaluates a closure inside its step, which ZeRO-1 does not support.",
-            where="plugin 'zero1'",
+            f"{type(optimizer).__name__} evaluates a closure inside its step, which sharded state does not support.",
+            where=f"plugin {plugin!r}",
             why="it runs forward and backward several times inside a step, and uses all parameters at once",
-            fix="train without ZeRO-1",
+            fix="train without this plugin",
         )
 
 
@@ -677,7 +688,7 @@ def state_pieces(optimizer: Zero1Optimizer) -> list[StatePiece]:
                     stop=piece.place.stop,
                     group=groups[piece.parameter],
                     axes=shard.bucket.reduction_axes,
-                    master=piece.master.dtype != piece.parameter.dtype and optimizer.options.save_master_weights,
+                    master=piece.master.dtype != piece.parameter.dtype and optimizer.saves_masters,
                     whole=key is not piece.master,
                     key=key,
                     store=store,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -11,10 +11,12 @@ from torch import nn
 from neuron_accel.contract import (
     BufferBroadcast,
     Claim,
+    ConfigurationError,
     GradientReducer,
     Phase,
     PlanError,
     PluginSpec,
+    StrategyPlugin,
     UsageError,
     clip_coefficient,
     global_norm,
@@ -23,14 +25,13 @@ from neuron_accel.contract import (
     why_not_elementwise,
 )
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, refuse_closures, scale_parts
-from neuron_accel.strategies.zero1.options import Zero1Options
 
 if TYPE_CHECKING:
     from neuron_accel.contract import PreparedModel, Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Zero1Plugin(Zero1Options):
+class Zero1Plugin(StrategyPlugin):
     """Shards optimizer state and master weights over data-parallel ranks.
 
     Gradients are reduce-scattered in flat buckets, each rank updates its shard, and weights are all-gathered.
@@ -40,7 +41,25 @@ class Zero1Plugin(Zero1Options):
     Reading is therefore collective: every rank must read the same gradients in the same order.
 
     Args:
-        options: see :class:`~neuron_accel.strategies.zero1.options.Zero1Options`.
+        optimizer_dtype: dtype of master weights and optimizer state. They are at least as wide as their parameter:
+            those of a float64 parameter are float64, those of a complex one complex. Parameters of another dtype keep
+            it in the model.
+        max_norm: global norm to which gradients are clipped at every step; None for no clipping other than the loop's.
+        use_grad_acc_hook: whether gradients are reduced after every micro-batch and accumulate as this rank's shard, in
+            ``optimizer_dtype``. A rank then never holds all accumulated gradients, but communicates after every
+            micro-batch. Otherwise gradients accumulate unsharded and are reduced once per step, as they also
+            do inside ``join_uneven_inputs``, where ranks may accumulate different numbers of micro-batches.
+        higher_cc_precision: whether gradients are sent and summed in ``optimizer_dtype`` instead of their own dtype.
+        bucket_cap_mb: largest size of a bucket in MiB, except for a larger parameter. Small models have smaller
+            buckets.
+        partition: ``"even"`` splits parameters between ranks, for element-wise optimizers; ``"parameters"`` keeps each
+            parameter on one rank, for optimizers that use its norm or shape.
+        save_master_weights: whether checkpoints contain the master weights if they are separate from the parameters.
+            Without them, a resumed run starts from the rounded parameters.
+        overlap: whether buckets are reduced while the backward pass still runs, or all at its end. Those of several
+            optimizers are reduced at its end, since ranks could complete them in different orders.
+        broadcast_buffers: whether buffers that change in training (running statistics) are broadcast from the first
+            rank after every step, as in DistributedDataParallel; else each rank keeps its own.
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
@@ -48,6 +67,28 @@ class Zero1Plugin(Zero1Options):
         phase=Phase.OPTIMIZER,
         claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING, Claim.OPTIMIZER_STATE}),
     )
+
+    optimizer_dtype: torch.dtype = torch.float32
+    max_norm: float | None = None
+    use_grad_acc_hook: bool = False
+    higher_cc_precision: bool = False
+    bucket_cap_mb: float = 25.0
+    partition: Literal["even", "parameters"] = "even"
+    save_master_weights: bool = True
+    overlap: bool = True
+    broadcast_buffers: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_norm is not None and self.max_norm <= 0:
+            raise ConfigurationError(
+                f"max_norm is {self.max_norm}; it must be positive.", fix="leave it out to disable clipping"
+            )
+        if self.bucket_cap_mb <= 0:
+            raise ConfigurationError(f"bucket_cap_mb is {self.bucket_cap_mb}; it must be positive.")
+        if self.partition not in ("even", "parameters"):
+            raise ConfigurationError(f"partition is {self.partition!r}; expected 'even' or 'parameters'.")
+        if not self.optimizer_dtype.is_floating_point:
+            raise ConfigurationError(f"optimizer_dtype is {self.optimizer_dtype}; it must be a floating-point dtype.")
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Averages the gradients that no optimizer shards."""
@@ -73,7 +114,7 @@ class Zero1Plugin(Zero1Options):
 
     def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
         """Shards optimizer state and master weights."""
-        refuse_closures(optimizer)
+        refuse_closures(optimizer, self.spec.name)
         if self.partition == "parameters" and run.backend.is_lazy:
             raise PlanError(
                 "Ranks that hold different parameters run different graphs.",
@@ -104,7 +145,15 @@ class Zero1Plugin(Zero1Options):
         return sharded
 
     def _sharded(self, optimizer: torch.optim.Optimizer, run: Run) -> Zero1Optimizer:
-        return Zero1Optimizer(optimizer, run, self, others=[averager.leave for averager in self._averagers(run)])
+        return Zero1Optimizer(
+            optimizer, run, **self.optimizer_options(), others=[averager.leave for averager in self._averagers(run)]
+        )
+
+    def optimizer_options(self) -> dict[str, Any]:
+        """The arguments of :class:`Zero1Optimizer` that are options of this plugin, and its name."""
+        names = ("optimizer_dtype", "max_norm", "use_grad_acc_hook", "higher_cc_precision", "bucket_cap_mb")
+        more = ("partition", "save_master_weights", "overlap")
+        return {"plugin": self.spec.name, **{name: getattr(self, name) for name in (*names, *more)}}
 
     def after_backward(self, run: Run) -> None:
         """Waits for gradients to be reduce-scattered."""
