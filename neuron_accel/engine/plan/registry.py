@@ -33,6 +33,9 @@ SWITCH_GROUP = "neuron_accel.switches"
 argument. Those of other distributions are ignored."""
 
 DISABLE_VARIABLE = "NEURON_ACCEL_DISABLE_PLUGINS"
+TRUST_VARIABLE = "NEURON_ACCEL_TRUST"
+ENTRY_POINTS = "entry-points"
+"""Value of :data:`TRUST_VARIABLE` with which names never import a module that is not an entry point."""
 """Environment variable: names of plugins, separated by commas, that must not be used."""
 
 IN_PROCESS = "registered in this process"
@@ -110,10 +113,19 @@ class Registry:
     Args:
         entry_points: the installed ones; groups other than this project's are ignored.
         disabled: names that must not be used.
+        only_entry_points: whether to refuse ``"package.module:Class"``, which imports any module. Classes that the
+            program itself registers or constructs are its own code, and are not refused.
     """
 
-    def __init__(self, entry_points: Iterable[EntryPoint] = (), disabled: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        entry_points: Iterable[EntryPoint] = (),
+        disabled: Iterable[str] = (),
+        *,
+        only_entry_points: bool = False,
+    ) -> None:
         self._disabled = frozenset(disabled)
+        self._only_entry_points = only_entry_points
         self._registered: dict[str, type[StrategyPlugin]] = {}
         points = list(entry_points)
         found = [self._entry(point) for point in points if point.group == PLUGIN_GROUP]
@@ -127,14 +139,27 @@ class Registry:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Registry:
         """Returns a registry of the installed plugins. Those in :data:`DISABLE_VARIABLE` of ``environ``, by default
-        ``os.environ``, are disabled."""
-        value = (os.environ if environ is None else environ).get(DISABLE_VARIABLE, "")
+        ``os.environ``, are disabled, and :data:`TRUST_VARIABLE` says which names may import code.
+
+        Raises:
+            PluginError: if :data:`TRUST_VARIABLE` has another value than :data:`ENTRY_POINTS`.
+        """
+        environ = os.environ if environ is None else environ
+        value, trust = environ.get(DISABLE_VARIABLE, ""), environ.get(TRUST_VARIABLE, "").strip()
+        if trust not in ("", ENTRY_POINTS):
+            raise PluginError(
+                f"{TRUST_VARIABLE}={trust} is not a valid value.",
+                where=f"environment variable {TRUST_VARIABLE}",
+                why="it restricts which names in configurations import code, and would restrict nothing",
+                fix=f"set it to {ENTRY_POINTS}, or unset it",
+            )
         points = [
             point
             for group in (PLUGIN_GROUP, DEFAULT_OWNER_GROUP, SWITCH_GROUP)
             for point in importlib.metadata.entry_points(group=group)
         ]
-        return cls(points, disabled=[name.strip() for name in value.split(",") if name.strip()])
+        disabled = [name.strip() for name in value.split(",") if name.strip()]
+        return cls(points, disabled=disabled, only_entry_points=trust == ENTRY_POINTS)
 
     def _entry(self, point: EntryPoint) -> PluginEntry:
         name, version = _distribution(point)
@@ -205,8 +230,15 @@ class Registry:
         """Returns the plugin class for ``name``: a known name, or ``"package.module:Class"``.
 
         Raises:
-            PluginError: if it is unknown, ambiguous, disabled, or cannot be loaded.
+            PluginError: if it is unknown, ambiguous, disabled, not trusted, or cannot be loaded.
         """
+        if ":" in name and self._only_entry_points:
+            raise PluginError(
+                f"Plugin {name!r} is refused: it would import {name.partition(':')[0]!r}.",
+                why=f"the environment variable {TRUST_VARIABLE}={ENTRY_POINTS} allows registered plugins only",
+                fix="use the name of an installed plugin (`neuron-accel plugins` lists them); for your own class add "
+                f"an entry point of the group {PLUGIN_GROUP}, or unset {TRUST_VARIABLE} if you trust the configuration",
+            )
         if ":" in name:
             cls = _import(name, f"plugin {name!r}")
             check_contract(cls, name)

@@ -13,7 +13,13 @@ import pytest
 from neuron_accel.engine.plan.config import load_config, to_config
 from neuron_accel.engine.plan.planner import make_plan
 from neuron_accel.engine.plan.plugin import Claim
-from neuron_accel.engine.plan.registry import DISABLE_VARIABLE, Registry, default_registry, register_plugin
+from neuron_accel.engine.plan.registry import (
+    DISABLE_VARIABLE,
+    TRUST_VARIABLE,
+    Registry,
+    default_registry,
+    register_plugin,
+)
 from neuron_accel.errors import NeuronAccelError, PlanError, PluginError
 from tests.unit.fake_plugins import fake
 
@@ -371,3 +377,33 @@ def test_a_class_that_takes_the_place_of_another_is_what_a_switch_adds():
 
     registry.register(Own, override=True)
     assert type(registry.switched_on("zero_1")) is Own
+
+
+# ---- code that a configuration names ---------------------------------------------------------------------------------
+def test_a_configuration_can_be_kept_from_importing_code(installed, tmp_path, monkeypatch):
+    source = MODULE.format(name="Own", spec="own") + "\nopen(__file__ + '.imported', 'w').close()\n"
+    installed("unrelated", "installed_own", source)
+    trusting, strict = Registry.from_environment({}), Registry.from_environment({TRUST_VARIABLE: "entry-points"})
+    file = tmp_path / "run.yaml"
+    file.write_text("plugins:\n  - installed_own:Own\n")
+    for config in (file, {"plugins": ["installed_own:Own"]}):
+        with pytest.raises(NeuronAccelError, match="would import 'installed_own'") as caught:
+            load_config(config, registry=strict)
+        assert f"{TRUST_VARIABLE}=entry-points" in str(caught.value)
+    assert "installed_own" not in sys.modules
+    assert not (tmp_path / "installed_own.py.imported").exists()
+    assert load_config({"plugins": ["zero1"]}, registry=strict).plugins
+    assert load_config(file, registry=trusting).plugins[0].spec.name == "own"
+    assert (tmp_path / "installed_own.py.imported").exists()
+
+
+def test_what_the_program_registers_itself_is_trusted():
+    strict = Registry.from_environment({TRUST_VARIABLE: "entry-points"})
+    cls = type(fake("mine"))
+    strict.register(cls)
+    assert strict.get("mine") is cls
+
+
+@pytest.mark.parametrize("value", ["entry_points", "all", "1"])
+def test_a_trust_that_means_nothing_is_refused(value):
+    assert "entry-points" in refusal(lambda: Registry.from_environment({TRUST_VARIABLE: value})).fix
