@@ -1,4 +1,4 @@
-"""Trains the quickstart's model with data parallelism and on islands, and plots the losses.
+"""Trains the quickstart's model with data parallelism and on two islands, and plots the losses.
 
     python convergence.py --output out --plot convergence.svg
 
@@ -29,29 +29,25 @@ class Variant:
         name: folder of the run.
         title: name in the plot.
         color: of the line.
+        learning_rate: of the inner optimizer, AdamW.
         options: of the plugin ``local_sgd``; empty for data parallelism.
     """
 
     name: str
     title: str
     color: str
+    learning_rate: float
     options: dict[str, Any] = field(default_factory=dict)
 
 
+ISLANDS = {"islands": 2, "inner_steps": 16}
 VARIANTS = (
-    Variant(name="data-parallel", title="data parallel", color="#444444"),
-    Variant(name="local-sgd", title="local SGD", color="#1f77b4", options={"islands": 2, "inner_steps": 16}),
-    Variant(
-        name="diloco",
-        title="DiLoCo",
-        color="#d95f02",
-        options={
-            "islands": 2,
-            "inner_steps": 16,
-            "outer_options": {"lr": 0.7, "momentum": 0.9, "nesterov": True},
-        },
-    ),
+    Variant(name="data-parallel-0.002", title="data parallel, 0.002", color="#444444", learning_rate=0.002),
+    Variant(name="data-parallel-0.004", title="data parallel, 0.004", color="#aaaaaa", learning_rate=0.004),
+    Variant(name="local-0.002", title="local SGD, 0.002", color="#9ecae1", learning_rate=0.002, options=ISLANDS),
+    Variant(name="local-0.004", title="local SGD, 0.004", color="#1f77b4", learning_rate=0.004, options=ISLANDS),
 )
+"""The first is the quickstart as it is, with which the others are compared."""
 
 
 def train(variant: Variant, output: Path, arguments: Sequence[str]) -> dict[str, Any]:
@@ -67,8 +63,9 @@ def train(variant: Variant, output: Path, arguments: Sequence[str]) -> dict[str,
         plugins = [{"local_sgd": variant.options}] if variant.options else []
         config = folder / "config.yaml"
         config.write_text(json.dumps({"mixed_precision": "no", "plugins": plugins}))  # JSON is YAML
+        rate = ["--learning-rate", str(variant.learning_rate)]
         launch = [sys.executable, "-m", "neuron_accel.cli.main", "launch", "--nproc-per-node", "2", str(QUICKSTART)]
-        subprocess.run([*launch, "--config", str(config), "--output", str(folder), *arguments], check=True)
+        subprocess.run([*launch, "--config", str(config), "--output", str(folder), *rate, *arguments], check=True)
     return json.loads(history.read_text())
 
 
@@ -112,7 +109,7 @@ def plot(lines: Sequence[tuple[Variant, dict[str, Any]]]) -> str:
     for at, (variant, history) in enumerate(lines):
         path = "L".join(f"{x(step):.1f} {y(loss):.1f}" for step, loss in points[variant.name])
         parts.append(f'<path d="M{path}" fill="none" stroke="{variant.color}" stroke-width="2"/>')
-        top, left = TOP + 16 + 18 * at, WIDTH - 280
+        top, left = TOP + 16 + 18 * at, WIDTH - 300
         parts.append(f'<path d="M{left} {top - 4}h24" stroke="{variant.color}" stroke-width="2"/>')
         text = f"{variant.title}: {history['evaluation_loss']:.3f} on held-out text"
         parts.append(f'<text x="{left + 32}" y="{top}">{text}</text>')
@@ -126,10 +123,10 @@ def main() -> None:
     parser.add_argument("rest", nargs="*", help="options of the quickstart, after --")
     options = parser.parse_args()
     lines = [(variant, train(variant, options.output, options.rest)) for variant in VARIANTS]
-    (_, data_parallel), *_ = lines
+    _, quickstart = lines[0]
     for variant, history in lines:
-        ratio = history["evaluation_loss"] / data_parallel["evaluation_loss"] - 1
-        print(f"{variant.title:15} {history['evaluation_loss']:.4f}  {ratio:+.2%}")
+        ratio = history["evaluation_loss"] / quickstart["evaluation_loss"] - 1
+        print(f"{variant.title:22} {history['evaluation_loss']:.4f}  {ratio:+.2%}")
     options.plot.write_text(plot(lines))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from xml.etree import ElementTree
 
 import yaml
 from neuron_accel_local_sgd import LocalSGDPlugin
@@ -35,6 +37,17 @@ def test_the_configuration_is_understood() -> None:
     ((name, options),) = yaml.safe_load(block)["plugins"][0].items()
     assert name == LocalSGDPlugin.spec.name
     assert LocalSGDPlugin(**options).outer_options["nesterov"]
+
+
+def test_losses_are_plotted() -> None:
+    path = Path(__file__).parents[1] / "benchmarks" / "convergence.py"
+    script = runpy.run_path(str(path))
+    histories = [{"losses": [7.0 - i, 6.0 - i, 5.0 - i], "evaluation_loss": 5.0 + i} for i in range(2)]
+    svg = ElementTree.fromstring(script["plot"](list(zip(script["VARIANTS"][:2], histories, strict=True))))
+    texts = [element.text for element in svg.iter() if element.tag.endswith("text")]
+    assert "data parallel, 0.002: 5.000 on held-out text" in texts
+    assert sum(element.get("fill") == "none" for element in svg.iter()) == 2
+    assert script["smoothed"]([4.0, 2.0, 1.0], steps=2) == [(1.5, 3.0), (3.0, 1.0)]
 
 
 def test_every_option_is_in_the_table() -> None:
