@@ -133,7 +133,7 @@ class LazyUnits(Units):
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedWeight:
         steps: list[tuple[str, tuple[Any, ...]]] = []
-        origin = tensor if tensor.is_leaf else _origin(tensor, steps)
+        origin = tensor if tensor.is_leaf else origin_of(tensor, steps)
         place = None if origin is None else self._place_of(origin)
         return tensor if place is None else SavedWeight(*place, tuple(reversed(steps)))
 
@@ -175,7 +175,7 @@ def _activation(leaves: Sequence[Any]) -> int | None:
     return next((i for i in floats if leaves[i].requires_grad), next(iter(floats), None))
 
 
-def _origin(tensor: torch.Tensor, steps: list[tuple[str, tuple[Any, ...]]]) -> torch.Tensor | None:
+def origin_of(tensor: torch.Tensor, steps: list[tuple[str, tuple[Any, ...]]]) -> torch.Tensor | None:
     """The leaf from which ``tensor`` was computed by transposes and casts alone; None if by anything else.
 
     Args:
