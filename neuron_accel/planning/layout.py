@@ -42,8 +42,8 @@ class LayoutCount:
         accumulation: micro-batches in a step.
         sequence: tokens in a sample.
         layers: number of blocks of the model.
-        extrapolated: whether the count is that of few blocks, extrapolated. Messages in buckets are then approximate;
-            bytes and operations are exact.
+        extrapolated: whether the count is that of few blocks, extrapolated. Messages in buckets are then approximate,
+            bytes exact but for the padding of buckets, and operations exact.
         step: what was counted.
         instance: the instance type, or None.
         core_bytes: memory of one of its cores, or None.
