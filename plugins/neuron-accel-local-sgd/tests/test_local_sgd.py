@@ -319,6 +319,13 @@ def test_options_that_make_no_sense(options, text):
         LocalSGDPlugin(**{"islands": 2, "inner_steps": 4, **options})
 
 
+def test_a_class_by_name_is_refused_where_only_entry_points_are_trusted(monkeypatch):
+    monkeypatch.setenv("NEURON_ACCEL_TRUST", "entry-points")
+    LocalSGDPlugin(islands=2, inner_steps=4, outer_optimizer="Adam", outer_options={"lr": 0.1})
+    with pytest.raises(ConfigurationError, match="would import 'not_imported'"):
+        LocalSGDPlugin(islands=2, inner_steps=4, outer_optimizer="not_imported:Class", outer_options={})
+
+
 class Normalised(torch.optim.Optimizer):
     """A step of the length of the learning rate along each gradient: not element-wise."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -27,6 +28,9 @@ from neuron_accel_local_sgd.outer import AXIS, WHERE, OuterLoop, Schedule, check
 if TYPE_CHECKING:
     from neuron_accel import NeuronAccelerator
     from neuron_accel.contract import PreparedModel, Run
+
+TRUST_VARIABLE = "NEURON_ACCEL_TRUST"
+"""Environment variable of neuron_accel that forbids configurations to import code by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +230,13 @@ def synchronize(accelerator: NeuronAccelerator) -> None:
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     module, _, attribute = name.rpartition(":")
+    if module and os.environ.get(TRUST_VARIABLE, "").strip():
+        raise ConfigurationError(
+            f"outer_optimizer={name!r} is refused: it would import {module!r}.",
+            where=WHERE,
+            why=f"the environment variable {TRUST_VARIABLE} is set, so that options import no code by name",
+            fix=f"name an optimizer of torch.optim, or unset {TRUST_VARIABLE} if you trust the configuration",
+        )
     try:
         found = getattr(importlib.import_module(module or "torch.optim"), attribute)
     except (ImportError, AttributeError) as error:
