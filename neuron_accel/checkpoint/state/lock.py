@@ -17,8 +17,6 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from neuron_accel.checkpoint.format.files import Files, failure
 from neuron_accel.errors import CheckpointError
 
@@ -31,6 +29,8 @@ _LONGEST = 4096
 
 def this_process() -> dict[str, Any]:
     """Identifies this process among those of all machines: host name, namespace of process ids, id and start."""
+    import psutil  # so that importing the package does not
+
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -117,6 +117,8 @@ class SaveLock:
 
     def _holds(self, found: dict[str, Any]) -> bool:
         """Whether the process that made a lock may still be saving."""
+        import psutil
+
         here = this_process()
         if found and all(found.get(key) == here[key] for key in ("host", "namespace")):
             try:
