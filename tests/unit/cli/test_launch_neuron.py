@@ -43,6 +43,7 @@ def settings(*args, **options):
 
 def test_one_trn1(script):
     assert settings(script, TRN1, XLA, nproc_per_node=32) == {
+        "GLOO_SOCKET_IFNAME": "lo",
         "NEURON_RT_EXEC_TIMEOUT": "600",
         "NEURON_FUSE_SOFTMAX": "1",
         "MALLOC_ARENA_MAX": "64",

@@ -44,7 +44,8 @@ def test_methods_take_the_arguments_that_are_stated():
         # Accelerate wraps `init_trackers` without its arguments
         if isinstance(node, ast.FunctionDef) and name not in ("__init__", "init_trackers"):
             given = [arg.arg for arg in (*node.args.args, *filter(None, [node.args.vararg]))]
-            method = inspect.unwrap(getattr(accelerate.Accelerator, name))
+            method = getattr(accelerate.Accelerator, name)
+            method = inspect.unwrap(method.fget if isinstance(method, property) else method)
             assert given == list(inspect.signature(method).parameters), name
 
 
