@@ -643,7 +643,7 @@ def refuse_closures(optimizer: torch.optim.Optimizer, plugin: str) -> None:
             f"{type(optimizer).__name__} evaluates a closure inside its step, which sharded state does not support.",
             where=f"plugin {plugin!r}",
             why="it runs forward and backward several times inside a step, and uses all parameters at once",
-            fix="train without this plugin",
+            fix="train without sharding the optimizer's state",
         )
 
 

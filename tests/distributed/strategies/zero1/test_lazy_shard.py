@@ -55,7 +55,7 @@ def sharded(changes_state=False):
     run = Run(plan=plan, backend=backend)
     model, optimizer = build()
     run.models.append(PreparedModel(original=model, module=model, parameters=ParameterMap(model)))
-    sharded = Zero1Optimizer(optimizer, run, Zero1Plugin(max_norm=1.0), synchronises=lambda: True)
+    sharded = Zero1Optimizer(optimizer, run, **Zero1Plugin(max_norm=1.0).optimizer_options(), synchronises=lambda: True)
     assert [type(shard) for shard in sharded.shards] == [LazyShard] * 2, "one for each group of options"
     for index, (x, both) in enumerate(batches()):
         model(x.chunk(backend.world_size)[backend.rank], both).backward()

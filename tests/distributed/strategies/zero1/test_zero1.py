@@ -567,7 +567,7 @@ def refuse(kind):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("lbfgs", ["LBFGS", "closure", "without ZeRO-1"]),
+        ("lbfgs", ["LBFGS", "closure", "without sharding"]),
         ("adafactor", ["Adafactor", "partition='parameters'", "full parameter"]),
         ("coupled", ["NormedSGD", "all parameters together", "without ZeRO-1"]),
         ("sparse", ["'weight'", "sparse=False"]),
