@@ -15,10 +15,13 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from neuron_accel.checkpoint.format.files import Files, failure
 from neuron_accel.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import psutil
 
 NAME = ".saving.json"
 TOUCH_S = 10.0
@@ -28,7 +31,8 @@ _LONGEST = 4096
 
 
 def this_process() -> dict[str, Any]:
-    """Identifies this process among those of all machines: host name, namespace of process ids, id and start."""
+    """Identifies this process among those of all machines: host name, namespace of process ids, id and start, in
+    seconds since the machine was booted."""
     import psutil  # so that importing the package does not
 
     try:
@@ -40,8 +44,34 @@ def this_process() -> dict[str, Any]:
         "host": socket.gethostname(),
         "namespace": namespace,
         "pid": process.pid,
-        "started": round(process.create_time(), 1),
+        "started": _started(process),
     }
+
+
+def _started(process: psutil.Process) -> float:
+    """Seconds from the start of the machine to that of the process. psutil adds the time of the former, which changes
+    when the clock is set, as it may be in days of training."""
+    import psutil
+
+    return round(process.create_time() - psutil.boot_time(), 1)
+
+
+def is_this_process(found: dict[str, Any]) -> bool:
+    """Whether :func:`this_process` of this process once returned ``found``."""
+    here = this_process()
+    return _is_near(found, here) and found.get("pid") == here["pid"] and _started_at(found, here["started"])
+
+
+def _is_near(found: dict[str, Any], here: dict[str, Any]) -> bool:
+    """Whether the process id in ``found`` is one among those of this process."""
+    return bool(found) and all(found.get(key) == here[key] for key in ("host", "namespace"))
+
+
+def _started_at(found: dict[str, Any], started: float) -> bool:
+    try:
+        return abs(float(found["started"]) - started) < 2
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 def describe(process: dict[str, Any]) -> str:
@@ -119,12 +149,10 @@ class SaveLock:
         """Whether the process that made a lock may still be saving."""
         import psutil
 
-        here = this_process()
-        if found and all(found.get(key) == here[key] for key in ("host", "namespace")):
+        if _is_near(found, this_process()):
             try:
                 process = psutil.Process(int(found["pid"]))
-                alive = process.status() != psutil.STATUS_ZOMBIE
-                return alive and abs(process.create_time() - float(found["started"])) < 1
+                return process.status() != psutil.STATUS_ZOMBIE and _started_at(found, _started(process))
             except (psutil.Error, KeyError, TypeError, ValueError):
                 return False
         probe = self._path.with_name(f"{NAME}.{self._token}")

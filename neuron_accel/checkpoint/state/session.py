@@ -22,7 +22,7 @@ from neuron_accel.checkpoint.format.files import Files, failure
 from neuron_accel.checkpoint.format.manifest import NAME, has_manifest, read_manifest
 from neuron_accel.checkpoint.state.full_state import full_state_dict, save_in_full
 from neuron_accel.checkpoint.state.load import load, load_weights
-from neuron_accel.checkpoint.state.lock import SaveLock, this_process
+from neuron_accel.checkpoint.state.lock import SaveLock, is_this_process, this_process
 from neuron_accel.checkpoint.state.lock import describe as describe_process
 from neuron_accel.checkpoint.state.save import BackgroundSave, Contents, Destination, save
 from neuron_accel.checkpoint.state.snapshot import check_equal as check_equal_values
@@ -371,7 +371,7 @@ class Checkpoints:
             self._files.remove(folder / NAME)
             return 0
         other = manifest.info.get("saved_by")
-        if folder in self._saved and isinstance(other, dict) and other != this_process():
+        if folder in self._saved and isinstance(other, dict) and not is_this_process(other):
             raise CheckpointError(
                 f"Another run, {describe_process(other)}, has saved into this folder since this run did.",
                 where=str(folder),

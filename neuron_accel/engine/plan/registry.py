@@ -33,10 +33,13 @@ SWITCH_GROUP = "neuron_accel.switches"
 argument. Those of other distributions are ignored."""
 
 DISABLE_VARIABLE = "NEURON_ACCEL_DISABLE_PLUGINS"
+"""Environment variable: names of plugins, separated by commas, that must not be used."""
+
 TRUST_VARIABLE = "NEURON_ACCEL_TRUST"
+"""Environment variable: which names in configurations may import code; every one by default."""
+
 ENTRY_POINTS = "entry-points"
 """Value of :data:`TRUST_VARIABLE` with which names never import a module that is not an entry point."""
-"""Environment variable: names of plugins, separated by commas, that must not be used."""
 
 IN_PROCESS = "registered in this process"
 

@@ -7,11 +7,12 @@ import multiprocessing
 import os
 import time
 
+import psutil
 import pytest
 
 from neuron_accel.checkpoint.format.files import Files
 from neuron_accel.checkpoint.state import lock as lock_module
-from neuron_accel.checkpoint.state.lock import NAME, STALE_S, SaveLock, this_process
+from neuron_accel.checkpoint.state.lock import NAME, STALE_S, SaveLock, is_this_process, this_process
 from neuron_accel.errors import CheckpointError
 
 
@@ -52,6 +53,18 @@ def test_a_process_that_has_the_id_of_a_dead_one_does_not_hold_its_lock(tmp_path
     note = {**this_process(), "started": this_process()["started"] - 100}
     (tmp_path / NAME).write_text(json.dumps(note))
     assert taken(tmp_path) is None
+
+
+def test_setting_the_clock_makes_no_other_process_of_this_one(tmp_path, monkeypatch):
+    """psutil reads the time at which the machine was booted anew each time, and it moves with the clock."""
+    before = this_process()
+    (tmp_path / NAME).write_text(json.dumps(before))
+    booted = psutil.boot_time()
+    for module in (psutil, psutil._psplatform):
+        monkeypatch.setattr(module, "boot_time", lambda: booted + 3600)
+    assert is_this_process(before)
+    assert "is saving into this folder" in taken(tmp_path)
+    assert not is_this_process({**before, "started": before["started"] + 3600})
 
 
 @pytest.mark.parametrize("content", ['{"host": "another", "pid": 1, "time": "now"}', "", "{", "[]", '{"pid": []}'])
