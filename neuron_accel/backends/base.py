@@ -123,6 +123,20 @@ class Group:
     name: str
     handle: Any = field(default=None, compare=False, repr=False)
 
+    @classmethod
+    def of(cls, rank: int, partition: Sequence[Sequence[int]], name: str, world_size: int) -> Group:
+        """Returns the group of ``partition`` in which ``rank`` is, without a handle. The order of groups, and of the
+        ranks in each, does not matter.
+
+        Raises:
+            ValueError: if ``partition`` does not name every rank exactly once.
+        """
+        groups = tuple(sorted(tuple(sorted(ranks)) for ranks in partition))
+        if sorted(each for ranks in groups for each in ranks) != list(range(world_size)):
+            raise ValueError(f"{groups} does not partition the ranks 0 to {world_size - 1}")
+        ranks = next(ranks for ranks in groups if rank in ranks)
+        return cls(ranks=ranks, index=ranks.index(rank), partition=groups, name=name)
+
     @property
     def size(self) -> int:
         return len(self.ranks)

@@ -72,11 +72,7 @@ class DryRunBackend(Backend):
         Raises:
             ValueError: if ``partition`` does not name every rank exactly once.
         """
-        key = tuple(sorted(tuple(sorted(ranks)) for ranks in partition))
-        if sorted(rank for ranks in key for rank in ranks) != list(range(self.world_size)):
-            raise ValueError(f"{key} does not partition the ranks 0 to {self.world_size - 1}")
-        ranks = next(ranks for ranks in key if self.rank in ranks)
-        return Group(ranks=ranks, index=ranks.index(self.rank), partition=key, name=name)
+        return Group.of(self.rank, partition, name, self.world_size)
 
     # ---- collectives on tensors --------------------------------------------------------------------------------------
     def start_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> Pending:

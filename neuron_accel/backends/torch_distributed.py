@@ -174,11 +174,8 @@ class TorchBackend(Backend):
             ValueError: if ``partition`` does not name every rank exactly once.
         """
         self._check_open()
-        key = tuple(sorted(tuple(sorted(ranks)) for ranks in partition))
-        if sorted(rank for ranks in key for rank in ranks) != list(range(self.world_size)):
-            raise ValueError(f"{key} does not partition the ranks 0 to {self.world_size - 1}")
-        ranks = next(ranks for ranks in key if self.rank in ranks)
-        group = Group(ranks=ranks, index=ranks.index(self.rank), partition=key, name=name)
+        group = Group.of(self.rank, partition, name, self.world_size)
+        key = group.partition
         if key not in self._handles:
             with self._reported("new_group", group):
                 self._handles[key] = self._make_handle(key)

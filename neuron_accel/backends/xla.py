@@ -121,13 +121,10 @@ class XlaBackend(Backend):
         Raises:
             ValueError: if ``partition`` does not name every rank exactly once, or its groups differ in size.
         """
-        key = tuple(sorted(tuple(sorted(ranks)) for ranks in partition))
-        if sorted(rank for ranks in key for rank in ranks) != list(range(self.world_size)):
-            raise ValueError(f"{key} does not partition the ranks 0 to {self.world_size - 1}")
+        group = Group.of(self.rank, partition, name, self.world_size)
+        key = group.partition
         if len({len(ranks) for ranks in key}) > 1:
             raise ValueError(f"{key}: the replica groups of a collective must have equal size")
-        ranks = next(ranks for ranks in key if self.rank in ranks)
-        group = Group(ranks=ranks, index=ranks.index(self.rank), partition=key, name=name)
         if key not in self._handles:
             self._handles[key] = self._channel.new_group(key) if group.size > 1 else None
         return replace(group, handle=self._handles[key])
