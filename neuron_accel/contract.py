@@ -82,7 +82,7 @@ if TYPE_CHECKING:
         PluginSpec,
         StrategyPlugin,
     )
-    from neuron_accel.engine.plan.registry import register_plugin
+    from neuron_accel.engine.plan.registry import import_object, register_plugin
 
     # the state of a run
     from neuron_accel.engine.runtime.buffers import BufferBroadcast
@@ -199,7 +199,10 @@ _NAMES = {
         "PluginSpec",
         "StrategyPlugin",
     ),
-    "engine.plan.registry": ("register_plugin",),
+    "engine.plan.registry": (
+        "import_object",
+        "register_plugin",
+    ),
     "engine.runtime.buffers": ("BufferBroadcast",),
     "engine.runtime.join": (
         "Join",
@@ -325,6 +328,7 @@ __all__ = [
     "full_tensor",
     "gather_from_group",
     "global_norm",
+    "import_object",
     "is_elementwise",
     "is_separable",
     "knows_by_parameter",

@@ -148,21 +148,14 @@ class Registry:
             PluginError: if :data:`TRUST_VARIABLE` has another value than :data:`ENTRY_POINTS`.
         """
         environ = os.environ if environ is None else environ
-        value, trust = environ.get(DISABLE_VARIABLE, ""), environ.get(TRUST_VARIABLE, "").strip()
-        if trust not in ("", ENTRY_POINTS):
-            raise PluginError(
-                f"{TRUST_VARIABLE}={trust} is not a valid value.",
-                where=f"environment variable {TRUST_VARIABLE}",
-                why="it restricts which names in configurations import code, and would restrict nothing",
-                fix=f"set it to {ENTRY_POINTS}, or unset it",
-            )
+        value, strict = environ.get(DISABLE_VARIABLE, ""), _trusts_entry_points_only(environ)
         points = [
             point
             for group in (PLUGIN_GROUP, DEFAULT_OWNER_GROUP, SWITCH_GROUP)
             for point in importlib.metadata.entry_points(group=group)
         ]
         disabled = [name.strip() for name in value.split(",") if name.strip()]
-        return cls(points, disabled=disabled, only_entry_points=trust == ENTRY_POINTS)
+        return cls(points, disabled=disabled, only_entry_points=strict)
 
     def _entry(self, point: EntryPoint) -> PluginEntry:
         name, version = _distribution(point)
@@ -236,11 +229,11 @@ class Registry:
             PluginError: if it is unknown, ambiguous, disabled, not trusted, or cannot be loaded.
         """
         if ":" in name and self._only_entry_points:
-            raise PluginError(
-                f"Plugin {name!r} is refused: it would import {name.partition(':')[0]!r}.",
-                why=f"the environment variable {TRUST_VARIABLE}={ENTRY_POINTS} allows registered plugins only",
-                fix="use the name of an installed plugin (`neuron-accel plugins` lists them); for your own class add "
-                f"an entry point of the group {PLUGIN_GROUP}, or unset {TRUST_VARIABLE} if you trust the configuration",
+            raise _not_trusted(
+                name,
+                f"plugin {name!r}",
+                "use the name of an installed plugin (`neuron-accel plugins` lists them); for your own class add an "
+                f"entry point of the group {PLUGIN_GROUP}",
             )
         if ":" in name:
             cls = _import(name, f"plugin {name!r}")
@@ -378,7 +371,42 @@ def _attribute(module: Any, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), module)
 
 
-def _import(value: str, what: str) -> type[StrategyPlugin]:
+def import_object(name: str, what: str) -> Any:
+    """Imports ``"package.module:Object"``, which an option of a plugin names.
+
+    Args:
+        name: the name. Options come from configurations, so this runs code that a configuration chooses.
+        what: description of the object in messages, such as ``"outer_optimizer 'my.module:Class'"``.
+
+    Raises:
+        PluginError: if it cannot be imported, or the environment variable ``NEURON_ACCEL_TRUST`` forbids it.
+    """
+    if _trusts_entry_points_only(os.environ):
+        raise _not_trusted(name, what, "choose one that needs no import")
+    return _import(name, what)
+
+
+def _trusts_entry_points_only(environ: Mapping[str, str]) -> bool:
+    trust = environ.get(TRUST_VARIABLE, "").strip()
+    if trust not in ("", ENTRY_POINTS):
+        raise PluginError(
+            f"{TRUST_VARIABLE}={trust} is not a valid value.",
+            where=f"environment variable {TRUST_VARIABLE}",
+            why="it restricts which names in configurations import code, and would restrict nothing",
+            fix=f"set it to {ENTRY_POINTS}, or unset it",
+        )
+    return trust == ENTRY_POINTS
+
+
+def _not_trusted(name: str, what: str, instead: str) -> PluginError:
+    return PluginError(
+        f"{what[0].upper()}{what[1:]} is refused: it would import {name.partition(':')[0]!r}.",
+        why=f"with the environment variable {TRUST_VARIABLE}={ENTRY_POINTS} names import nothing but entry points",
+        fix=f"{instead}, or unset {TRUST_VARIABLE} if you trust the configuration",
+    )
+
+
+def _import(value: str, what: str) -> Any:
     module, _, path = value.partition(":")
     try:
         return _attribute(importlib.import_module(module), path)

@@ -6,6 +6,7 @@ import importlib.metadata
 import sys
 import textwrap
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from neuron_accel.engine.plan.registry import (
     TRUST_VARIABLE,
     Registry,
     default_registry,
+    import_object,
     register_plugin,
 )
 from neuron_accel.errors import NeuronAccelError, PlanError, PluginError
@@ -407,3 +409,14 @@ def test_what_the_program_registers_itself_is_trusted():
 @pytest.mark.parametrize("value", ["entry_points", "all", "1"])
 def test_a_trust_that_means_nothing_is_refused(value):
     assert "entry-points" in refusal(lambda: Registry.from_environment({TRUST_VARIABLE: value})).fix
+
+
+def test_an_object_that_an_option_names_is_imported_unless_that_is_forbidden(monkeypatch):
+    monkeypatch.delenv(TRUST_VARIABLE, raising=False)
+    assert import_object("fractions:Fraction.from_float", "option") == Fraction.from_float
+    assert "No module named 'not_there'" in refusal(lambda: import_object("not_there:Class", "option 'x'")).why
+    monkeypatch.setenv(TRUST_VARIABLE, "entry-points")
+    error = refusal(lambda: import_object("fractions:Fraction", "option 'x'"))
+    assert error.what == "Option 'x' is refused: it would import 'fractions'."
+    assert TRUST_VARIABLE in error.why
+    assert TRUST_VARIABLE in error.fix

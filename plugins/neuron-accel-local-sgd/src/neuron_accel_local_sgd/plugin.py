@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -22,15 +20,13 @@ from neuron_accel.contract import (
     StrategyPlugin,
     UsageError,
     did_you_mean,
+    import_object,
 )
 from neuron_accel_local_sgd.outer import AXIS, WHERE, OuterLoop, Schedule, check_steps_alone
 
 if TYPE_CHECKING:
     from neuron_accel import NeuronAccelerator
     from neuron_accel.contract import PreparedModel, Run
-
-TRUST_VARIABLE = "NEURON_ACCEL_TRUST"
-"""Environment variable of neuron_accel that forbids configurations to import code by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,20 +225,15 @@ def synchronize(accelerator: NeuronAccelerator) -> None:
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    module, _, attribute = name.rpartition(":")
-    if module and os.environ.get(TRUST_VARIABLE, "").strip():
-        raise ConfigurationError(
-            f"outer_optimizer={name!r} is refused: it would import {module!r}.",
-            where=WHERE,
-            why=f"the environment variable {TRUST_VARIABLE} is set, so that options import no code by name",
-            fix=f"name an optimizer of torch.optim, or unset {TRUST_VARIABLE} if you trust the configuration",
-        )
-    try:
-        found = getattr(importlib.import_module(module or "torch.optim"), attribute)
-    except (ImportError, AttributeError) as error:
-        known = [n for n, value in vars(torch.optim).items() if isinstance(value, type)]
-        fix = f"check that {module} can be imported and has it" if module else did_you_mean(attribute, known)
-        raise ConfigurationError(f"There is no optimizer {name!r}: {error}", where=WHERE, fix=fix) from error
+    if ":" in name:
+        found = import_object(name, f"outer_optimizer {name!r}")
+    else:
+        found = getattr(torch.optim, name, None)
+        if found is None:
+            known = [each for each, value in vars(torch.optim).items() if isinstance(value, type)]
+            raise ConfigurationError(
+                f"There is no optimizer {name!r} in torch.optim.", where=WHERE, fix=did_you_mean(name, known)
+            )
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConfigurationError(
             f"{name!r} is not a torch.optim.Optimizer.",
