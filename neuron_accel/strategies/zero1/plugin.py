@@ -79,16 +79,28 @@ class Zero1Plugin(StrategyPlugin):
     broadcast_buffers: bool = True
 
     def __post_init__(self) -> None:
-        if self.max_norm is not None and self.max_norm <= 0:
-            raise ConfigurationError(
-                f"max_norm is {self.max_norm}; it must be positive.", fix="leave it out to disable clipping"
-            )
-        if self.bucket_cap_mb <= 0:
-            raise ConfigurationError(f"bucket_cap_mb is {self.bucket_cap_mb}; it must be positive.")
+        super().__post_init__()
+        where = f"plugin {self.spec.name!r}"
+        for option in ("max_norm", "bucket_cap_mb"):
+            value = getattr(self, option)
+            if value is not None and value <= 0:
+                raise ConfigurationError(
+                    f"{option} is {value}; it must be positive.",
+                    where=where,
+                    fix="leave it out to clip nothing" if option == "max_norm" else "leave it out for 25 MiB",
+                )
         if self.partition not in ("even", "parameters"):
-            raise ConfigurationError(f"partition is {self.partition!r}; expected 'even' or 'parameters'.")
+            raise ConfigurationError(
+                f"partition is {self.partition!r}; expected 'even' or 'parameters'.",
+                where=where,
+                fix="choose 'parameters' for optimizers that use norms or shapes of parameters",
+            )
         if not self.optimizer_dtype.is_floating_point:
-            raise ConfigurationError(f"optimizer_dtype is {self.optimizer_dtype}; it must be a floating-point dtype.")
+            raise ConfigurationError(
+                f"optimizer_dtype is {self.optimizer_dtype}; it must be a floating-point dtype.",
+                where=where,
+                fix="choose torch.float32, or leave it out",
+            )
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Averages the gradients that no optimizer shards."""

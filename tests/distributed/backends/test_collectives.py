@@ -166,6 +166,9 @@ def odd_shapes() -> None:
         only_to_first = [n if i == 0 else 0 for i in range(n)], [n * (rank == 0)] * n
         expected = torch.ones(n * n * (rank == 0), 2, dtype=dtype)
         same(backend.all_to_all_uneven(torch.ones(n, 2, dtype=dtype), group, *only_to_first), expected)
+        for wrong in (([1] * n, [1]), ([1], [1] * n), ([2] * n, [1] * n)):
+            with pytest.raises(ValueError, match="do not fit a group"):  # before anything is sent
+                backend.all_to_all_uneven(torch.ones(n, 2, dtype=dtype), group, *wrong)
         same(backend.broadcast(empty, group), empty)
         odd = torch.full((7, 3), 1.0, dtype=dtype)
         same(backend.all_reduce(odd.clone(), group), odd * n)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from neuron_accel.backends import autograd
+from neuron_accel.backends.base import Group
+from neuron_accel.backends.dry_run import DryRunBackend
 from neuron_accel.backends.torch_distributed import TorchBackend
 from neuron_accel.errors import UsageError
 
@@ -23,6 +25,22 @@ def test_rank_size_and_device_of_a_single_process(alone):
     assert alone.reads_are_free
     group = alone.new_group([[0]], "tp")
     assert (group.size, group.index, group.ranks, group.name, group.handle) == (1, 0, (0,), "tp", None)
+
+
+def test_a_partition_names_every_rank_once():
+    group = Group.of(2, [[3, 2], [1, 0]], "tp", 4)
+    assert (group.ranks, group.index, group.partition) == ((2, 3), 0, ((0, 1), (2, 3)))
+    for partition in ([[0, 1], [2]], [[0, 1], [1, 2, 3]], [[0, 1], [2, 3, 4]], []):
+        with pytest.raises(ValueError, match="does not partition the ranks 0 to 3"):
+            Group.of(2, partition, "tp", 4)
+
+
+def test_a_backend_whose_shapes_are_known_before_the_values_sends_equal_numbers_of_rows():
+    backend = DryRunBackend(world_size=2)
+    assert "uneven-all-to-all" not in backend.capabilities
+    with pytest.raises(UsageError, match="a different number of rows") as caught:
+        backend.all_to_all_uneven(torch.zeros(3, 1), backend.new_group([[0, 1]], "ep"), [1, 2], [1, 2])
+    assert "all_to_all" in caught.value.fix
 
 
 def test_collectives_of_one_rank_return_their_input(alone):

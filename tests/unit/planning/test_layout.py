@@ -126,6 +126,11 @@ def test_another_accelerator_is_not_disturbed(folder):
         ({"instance": "trn1.32xlarge", "world_size": 48}, PlanError, ["48 ranks", "32"]),
         ({"dtype": "float8"}, ConfigurationError, ["float8", "bfloat16"]),
         ({"world_size": 0}, ConfigurationError, ["world_size is 0"]),
+        (
+            {"config": {"gradient_accumulation_steps": 2}, "accumulation": 4},
+            ConfigurationError,
+            ["accumulation=4", "contradict", "leave one of them out"],
+        ),
         ({"config": {"mixed_precision": "bf16"}}, ConfigurationError, ["mixed_precision", "convert the model"]),
         (
             {"config": {"plugins": [{"pipeline_parallel": {"pipeline_parallel_size": 2}}]}},

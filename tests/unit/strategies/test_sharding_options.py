@@ -1,0 +1,54 @@
+"""Options of ZeRO-1 and of fully sharded parameters that are not possible, and those that reach the optimizer."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from neuron_accel import FullyShardedPlugin, Zero1Plugin
+from neuron_accel.errors import ConfigurationError
+from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
+
+
+@pytest.mark.parametrize("plugin", [Zero1Plugin, FullyShardedPlugin])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_norm": 0.0}, "max_norm is 0.0; it must be positive"),
+        ({"max_norm": -1.0}, "leave it out to clip nothing"),
+        ({"bucket_cap_mb": 0.0}, "bucket_cap_mb is 0.0; it must be positive"),
+        ({"partition": "odd"}, "partition"),
+        ({"optimizer_dtype": torch.int32}, "it must be a floating-point dtype"),
+    ],
+)
+def test_impossible_options_are_refused(plugin, options, words):
+    with pytest.raises(ConfigurationError, match=words):
+        plugin(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prefetch": -1}, "prefetch is -1; it must not be negative"),
+        ({"persistence_threshold": -1}, "persistence_threshold is -1; it must not be negative"),
+        ({"modules": ""}, "matches nothing"),
+        ({"modules": ("layers.*", "")}, "matches nothing"),
+    ],
+)
+def test_impossible_options_of_fully_sharded_parameters_are_refused(options, words):
+    with pytest.raises(ConfigurationError, match=words):
+        FullyShardedPlugin(**options)
+
+
+def test_the_optimizer_gets_every_option_that_it_has():
+    """The optimizer requires its options, and the plugin has the defaults: neither can forget one of the other's."""
+    required = {
+        name
+        for name, parameter in inspect.signature(Zero1Optimizer.__init__).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+    }
+    given = FullyShardedPlugin(max_norm=2.0, overlap=False).optimizer_options()
+    assert given.keys() == required
+    assert (given["plugin"], given["max_norm"], given["overlap"]) == ("fully_sharded", 2.0, False)
