@@ -29,19 +29,21 @@ data-parallel replica. Ranks that are left over by tensor parallelism are data-p
 
 Memory is that of the tensors which are alive at the peak of a step. What the runtime and compiled graphs take is not
 counted, nor is time predicted. Pipelines, autocast (mixed_precision) and fully sharded parameters are refused.
+
+The exit code is 1 if an instance is named and the layout does not fit its cores.
 """
 EXAMPLES = """\
 examples:
-  neuron-accel plan --model some/folder --world-size 32 --global-batch 64 --sequence 4096 --zero1
+  neuron-accel plan --model some/folder --world-size 32 --global-batch 64 --sequence 4096 --zero-1
   neuron-accel plan --model some/folder --world-size 512 --global-batch 512 --sequence 4096 --tensor-parallel 8 \
---sequence-parallel --zero1 --recompute --instance trn1.32xlarge
+--sequence-parallel --zero-1 --recompute --instance trn1.32xlarge
   neuron-accel plan --model config.json --world-size 64 --global-batch 64 --sequence 2048 --config train.yaml --json
 """
 _LESS = {
     "weights": "a higher --tensor-parallel",
-    "gradients": "--zero1, or a higher --tensor-parallel",
-    "master weights": "--zero1, or more ranks",
-    "optimizer state": "--zero1, or more ranks",
+    "gradients": "--zero-1, or a higher --tensor-parallel",
+    "master weights": "--zero-1, or more ranks",
+    "optimizer state": "--zero-1, or more ranks",
     "saved activations": "--recompute, --sequence-parallel, or a higher --accumulation",
     "buckets": "a smaller bucket_cap_mb in the configuration",
     "temporary": "a higher --accumulation, --flash-attention, or --sequence-parallel",
@@ -76,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--sequence-parallel", action="store_true", help="shard activations between layers over these ranks"
     )
-    how.add_argument("--zero1", action="store_true", help="shard masters and optimizer state over replicas")
+    how.add_argument(
+        "--zero-1", dest="zero1", action="store_true", help="shard masters and optimizer state over replicas"
+    )
     how.add_argument("--recompute", action="store_true", help="recompute every block in the backward pass")
     how.add_argument("--flash-attention", action="store_true", help="attention without a full matrix of scores")
     where = parser.add_argument_group("where, and output")

@@ -164,7 +164,7 @@ def command(folder, *words):
 
 def test_the_command_prints_memory_traffic_and_operations(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    options = ("--tensor-parallel", "2", "--sequence-parallel", "--zero1", "--recompute")
+    options = ("--tensor-parallel", "2", "--sequence-parallel", "--zero-1", "--recompute")
     assert command(folder, *options, "--instance", "trn1.32xlarge") == 0
     text = capsys.readouterr().out
     assert "as rank 0 of dp 16 x tp 2" in text
@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_an_exit_code(folder, capsys, monkeypatch):
 
 
 def test_json_has_plain_numbers(folder, capsys):
-    assert command(folder, "--zero1", "--json") == 0
+    assert command(folder, "--zero-1", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["mesh"] == "dp 32"
     assert sum(found["memory"]["parts"].values()) == found["memory"]["total"]
