@@ -209,6 +209,7 @@ class NeuronAccelerator(Accelerator):
         self._session = Session(self._source())
         self._watchdog = watch(self.run, self)
         self._each_tensor_once = False  # while `save_model` gets the state dict from `get_state_dict`
+        self._with_optimizer = False  # while `prepare` prepares models together with optimizers
         for setup in self.run.hooks["setup"]:
             setup(self.run)
 
@@ -376,10 +377,15 @@ class NeuronAccelerator(Accelerator):
             (torch.utils.data.DataLoader, self.prepare_data_loader),
             (torch.optim.Optimizer, self.prepare_optimizer),
         ]
-        for kind, prepare_one in in_order:
-            for i, (value, placement) in enumerate(zip(args, placements, strict=True)):
-                if isinstance(value, kind):
-                    result[i] = prepare_one(value, device_placement=placement)
+        self._with_optimizer = any(isinstance(value, torch.optim.Optimizer) for value in args)
+        try:
+            for kind, prepare_one in in_order:
+                for i, (value, placement) in enumerate(zip(args, placements, strict=True)):
+                    if isinstance(value, kind):
+                        result[i] = prepare_one(value, device_placement=placement)
+        finally:
+            self._with_optimizer = False
+        prepare.finish(self.run)
         for i, value in enumerate(args):
             if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
                 result[i] = self.prepare_scheduler(value)
@@ -434,6 +440,7 @@ class NeuronAccelerator(Accelerator):
             wrap=wrap,
             load=self._session.adopt,
             training=not evaluation_mode,
+            with_optimizer=self._with_optimizer,
         )
         if self.run.backend.is_lazy and not evaluation_mode:
             # A lambda instead of the bound method, with which a copy of the model would copy the accelerator.

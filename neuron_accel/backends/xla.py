@@ -308,8 +308,8 @@ class XlaBackend(Backend):
         """See :meth:`Backend.placeholder`. It has a handle of data that never arrive, so no graph computes it."""
         from torch_xla.core.xla_builder import create_placeholder_tensor
 
-        self._collectives(like)
-        return create_placeholder_tensor(tuple(like.shape), like.dtype)
+        self._collectives(like if like.device.type == "xla" else torch.empty(0, device=self.device))
+        return create_placeholder_tensor(tuple(like.shape), like.dtype)  # on the default device
 
     def is_placeholder(self, tensor: torch.Tensor) -> bool:
         import torch_xla

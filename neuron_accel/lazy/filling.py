@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 from neuron_accel.engine.plan.mesh import Mesh
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.engine.sharding.layout import Layout
-from neuron_accel.engine.sharding.parameters import ParameterMap
+from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
 from neuron_accel.errors import ConfigurationError, LayoutError, UsageError
 from neuron_accel.lazy.mapped import Reader
 from neuron_accel.lazy.recording import Recording, View
@@ -46,10 +48,58 @@ class Filled:
 
 @dataclass(frozen=True)
 class _Target:
+    """Elements of this rank's shard of a tensor: the range of the flattened shard that begins at ``start`` and is as
+    long as ``out``, 1-D, which gets them."""
+
     view: View
     layout: Layout
     coordinates: Mapping[str, int]
     out: torch.Tensor
+    start: int = 0
+
+    def pieces(self) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+        """The boxes of the unsharded tensor that it consists of, each with its part of ``out``."""
+        for box, begin in flat_boxes(self.layout.local_shape, self.start, self.start + self.out.numel()):
+            sizes = [part.stop - part.start for part in box]
+            out = self.out.narrow(0, begin - self.start, math.prod(sizes)).view(sizes)
+            for piece in self.layout.pieces(self.coordinates):
+                common = [
+                    slice(max(a.start, b.start), min(a.stop, b.stop))
+                    for a, b in zip(box, piece.local_slices, strict=True)
+                ]
+                if any(part.start >= part.stop for part in common):
+                    continue
+                moved = [g.start - p.start for g, p in zip(piece.global_slices, piece.local_slices, strict=True)]
+                place = tuple(slice(c.start - b.start, c.stop - b.start) for c, b in zip(common, box, strict=True))
+                yield (
+                    tuple(slice(c.start + by, c.stop + by) for c, by in zip(common, moved, strict=True)),
+                    out[place or ...],
+                )
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[slice, ...], int]]:
+    """Yields the boxes of a tensor of ``shape`` that the elements ``start`` to ``stop`` of it, flattened, consist of,
+    at most two for each dim and one more, each with the position of its first element."""
+    if start >= stop:
+        return
+    inner = math.prod(shape[1:])
+    if not shape or (start % inner == 0 and stop % inner == 0):
+        first = (slice(start // inner, stop // inner),) if shape else ()
+        yield (*first, *(slice(0, size) for size in shape[1:])), start
+        return
+    rows = -(-start // inner), stop // inner
+    if rows[0] > rows[1]:  # within one row
+        yield from _in_row(shape, rows[1], start, stop)
+        return
+    yield from _in_row(shape, rows[0] - 1, start, rows[0] * inner)
+    yield from flat_boxes(shape, rows[0] * inner, rows[1] * inner)
+    yield from _in_row(shape, rows[1], rows[1] * inner, stop)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[tuple[tuple[slice, ...], int]]:
+    begin = row * math.prod(shape[1:])
+    for box, position in flat_boxes(shape[1:], start - begin, stop - begin):
+        yield (slice(row, row + 1), *box), position + begin
 
 
 @dataclass
@@ -106,7 +156,13 @@ class Origin:
                     )
 
     def fill(
-        self, model: nn.Module, parameters: ParameterMap, coordinates: Mapping[str, int], *, values: bool = True
+        self,
+        model: nn.Module,
+        parameters: ParameterMap,
+        coordinates: Mapping[str, int],
+        *,
+        values: bool = True,
+        placeholder: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Filled:
         """Allocates all parameters and buffers of ``model`` that have no memory, and loads this rank's shards into
         them.
@@ -116,6 +172,8 @@ class Origin:
             parameters: the layouts of its parameters; updated to the new tensors.
             coordinates: this rank's position in the mesh.
             values: whether parameters are loaded; False if they are loaded from a checkpoint afterwards.
+            placeholder: returns what parameters of floating-point numbers are until :meth:`read`, of the shape and
+                dtype of its argument on the meta device; None: they are loaded now.
 
         Returns:
             Statistics of loading.
@@ -134,15 +192,20 @@ class Origin:
                 recording, view = self._found(name, known)
                 if view.size != layout.shape:
                     raise LayoutError(f"{name!r} was built with shape {view.size}, and its layout has {layout.shape}.")
-                targets[id(recording)][1].append(_Target(view, layout, at, out))
+                targets[id(recording)][1].append(_Target(view, layout, at, out.view(-1)))
             return out
 
         for record in parameters:
             current = record.current
             if current is None or current.device.type != "meta":
                 continue
-            layout = Layout(shape=record.layout.shape, dtype=_dtype(current), cuts=record.layout.cuts)
-            filled = nn.Parameter(fresh(record.fqn, record.names, layout, coordinates, values), current.requires_grad)
+            layout = _layout(record)
+            if placeholder is not None and current.is_floating_point():
+                self._found(record.fqn, record.names)
+                record.is_unread, value = True, placeholder(current)
+            else:
+                value = fresh(record.fqn, record.names, layout, coordinates, values)
+            filled = nn.Parameter(value, current.requires_grad)
             for name in _present(model, record.names):
                 _put(model, name, filled)
         self._fill_plain(model, fresh)
@@ -152,6 +215,26 @@ class Origin:
             done = _fill(recording, found, done)
         for module in model.modules():
             vars(module).pop(MARK, None)
+        return done
+
+    def read(
+        self, parameters: ParameterMap, coordinates: Mapping[str, int], wanted: Mapping[str, tuple[int, torch.Tensor]]
+    ) -> Filled:
+        """Reads elements of parameters that :meth:`fill` has left without values; for arguments and errors see
+        :meth:`PreparedModel.read_weights`.
+
+        Returns:
+            Statistics of loading.
+        """
+        targets: dict[int, tuple[Recording, list[_Target]]] = {id(r): (r, []) for r in self.recordings}
+        for name, (start, out) in wanted.items():
+            record = parameters[name]
+            recording, view = self._found(record.fqn, record.names)
+            if out.numel():
+                targets[id(recording)][1].append(_Target(view, _layout(record), coordinates, out, start))
+        done = Filled()
+        for recording, found in targets.values():
+            done = _fill(recording, found, done)
         return done
 
     def _fill_plain(self, model: nn.Module, fresh) -> None:
@@ -193,17 +276,16 @@ def _fill(recording: Recording, targets: list[_Target], before: Filled) -> Fille
         boxes = Boxes(recording, reader)
         for target in targets:
             if boxes.possible(target.view):
-                for piece in target.layout.pieces(target.coordinates):
-                    box = tuple((part.start, part.stop) for part in piece.global_slices)
-                    boxes.read(target.view, box, target.out[piece.local_slices or ...])
+                for box, out in target.pieces():
+                    boxes.read(target.view, tuple((part.start, part.stop) for part in box), out)
             else:
                 later.setdefault(target.view.memory, []).append(target)
 
         def deliver(memory: int, storage: torch.UntypedStorage) -> None:
             for target in later[memory]:
                 full = tensor_of(target.view, storage)
-                for piece in target.layout.pieces(target.coordinates):
-                    target.out[piece.local_slices or ...] = full[piece.global_slices or ...]
+                for box, out in target.pieces():
+                    out.copy_(full[box or ...])
 
         replay(recording, set(later), deliver, reader)
         computed = sum(len(group) for group in later.values())
@@ -225,6 +307,12 @@ def materialize(model: nn.Module) -> Filled:
     if origin is None:
         return Filled()
     return origin.fill(model, ParameterMap(model), {})
+
+
+def _layout(record: ParameterRecord) -> Layout:
+    """The layout of a parameter in the dtype that it has now."""
+    assert record.current is not None  # this rank holds a shard of it
+    return Layout(shape=record.layout.shape, dtype=_dtype(record.current), cuts=record.layout.cuts)
 
 
 def _dtype(tensor: torch.Tensor) -> str:
@@ -260,9 +348,15 @@ def origin_of(model: nn.Module, run: Run) -> Origin | None:
     return origin
 
 
-def give_memory(origin: Origin, record: PreparedModel, run: Run) -> Filled:
+def give_memory(origin: Origin, record: PreparedModel, run: Run, *, later: bool = False) -> Filled:
     """Loads this rank's shards into a rewritten model, or only allocates them if a plugin names a checkpoint that is
     loaded next. Collective over all ranks.
+
+    Args:
+        origin: of the model.
+        record: of the model.
+        run: the run.
+        later: whether parameters stay without memory until :meth:`PreparedModel.read_weights` and :func:`read_rest`.
 
     Returns:
         Statistics of loading.
@@ -273,7 +367,48 @@ def give_memory(origin: Origin, record: PreparedModel, run: Run) -> Filled:
     """
     loaded_next = len(run.models) == 1 and any(p.initial_weights() is not None for p in run.plan.plugins)
     _share_states(origin, run)
-    return agreed(run, lambda: origin.fill(record.module, record.parameters, run.coordinates, values=not loaded_next))
+    placeholder = partial(_placeholder, run=run) if later and not loaded_next else None
+
+    def fill() -> Filled:
+        return origin.fill(
+            record.module, record.parameters, run.coordinates, values=not loaded_next, placeholder=placeholder
+        )
+
+    filled = agreed(run, fill)
+    if placeholder is not None:
+
+        def read(wanted: Mapping[str, tuple[int, torch.Tensor]]) -> None:
+            agreed(run, lambda: origin.read(record.parameters, run.coordinates, wanted))
+
+        record.reader = read
+    return filled
+
+
+def _placeholder(like: torch.Tensor, run: Run) -> torch.Tensor:
+    """A tensor on the run's device without memory for values; where the device has none, NaN."""
+    if run.backend.is_lazy:
+        return run.backend.placeholder(like)
+    return torch.full((), float("nan"), dtype=like.dtype, device=run.device).expand(like.shape)
+
+
+def read_rest(record: PreparedModel, run: Run) -> None:
+    """Loads the parameters of a model that :meth:`PreparedModel.read_weights` was not called for. Collective over all
+    ranks.
+
+    Raises:
+        CheckpointError: on every rank, if a file cannot be read, or has changed.
+    """
+    if record.reader is None:
+        return
+    unread = [each for each in record.parameters if each.is_unread and each.current is not None]
+    values = {}
+    for each in unread:
+        make = torch.zeros if each.layout.padded else torch.empty
+        values[each.fqn] = make(each.layout.local_shape, dtype=each.current.dtype)  # type: ignore[union-attr]
+    record.read_weights({name: (0, value.view(-1)) for name, value in values.items()})
+    for each in unread:
+        each.current.data = values.pop(each.fqn).to(each.current.device)  # type: ignore[union-attr]
+    record.reader = None
 
 
 def _share_states(origin: Origin, run: Run) -> None:

@@ -21,7 +21,7 @@ from neuron_accel.engine.runtime.run import PreparedModel, Run, transform_model
 from neuron_accel.engine.runtime.tensors import broadcast_tensors, place, state_tensors
 from neuron_accel.engine.sharding.parameters import ParameterMap, rebind
 from neuron_accel.errors import UsageError
-from neuron_accel.lazy.filling import give_memory, origin_of
+from neuron_accel.lazy.filling import give_memory, origin_of, read_rest
 from neuron_accel.loop.gradient_checkpointing import recompute_layers
 
 
@@ -34,6 +34,7 @@ def prepare_model(
     wrap: Callable[[nn.Module], nn.Module],
     load: Callable[[PreparedModel], None],
     training: bool,
+    with_optimizer: bool = False,
 ) -> PreparedModel:
     """Broadcasts a model from the first rank, lets the plugins rewrite it, and moves it to its device. Collective.
 
@@ -44,6 +45,8 @@ def prepare_model(
         wrap: Accelerate's casting and compiling of a module on its device.
         load: loads into the sharded model the weights that a plugin specifies, if one does.
         training: False for a model that is only evaluated, whose gradients are not reduced.
+        with_optimizer: whether optimizers are prepared next, and :func:`finish` is called then. A plugin may then read
+            the weights of a model that was built without memory for them itself.
 
     Returns:
         the record of the prepared model.
@@ -67,7 +70,8 @@ def prepare_model(
     run.models.append(record)
     transform_model(record, run, before=Phase.GRADIENTS)
     if origin is not None:
-        give_memory(origin, record, run)
+        reads_itself = any(plugin.spec.reads_weights for plugin in run.plan.plugins)
+        give_memory(origin, record, run, later=reads_itself and training and with_optimizer and device is not None)
     if device is not None:
         place(record.module, device, record.parameters)
     record.module = wrap(record.module)
@@ -81,6 +85,12 @@ def prepare_model(
         if not hasattr(record.module, "no_sync"):
             record.module.no_sync = NoSync(record)  # type: ignore[assignment]  # a callable, as DDP's method is
     return record
+
+
+def finish(run: Run) -> None:
+    """Models and their optimizers are prepared: reads the weights that no plugin has read. Collective."""
+    for record in run.models:
+        read_rest(record, run)
 
 
 def let_go(record: PreparedModel, unwrap: Callable[[nn.Module], object]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -214,6 +216,42 @@ def test_weights_that_a_loop_assigns_are_taken_over():
         assert left == []
         for name, value in weights.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def lazily_loaded(folder, eager):
+    """The weights after a step, and bytes that were read while the model was prepared, and those that a rank keeps."""
+    from transformers import AutoModelForCausalLM
+
+    from neuron_accel import FullyShardedPlugin, NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"backend": "xla"}, plugins=[FullyShardedPlugin()])
+    with nullcontext() if eager else accelerator.model_init():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu" if eager else "meta"}
+    before = bytes_read()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    read = bytes_read() - before
+    step(accelerator, model, optimizer, token_batches(1, size=2, length=4, vocabulary=32)[0])
+    kept = sum(4 * record.weights.tensor.numel() for record in accelerator.run.models[0].parameters)
+    return accelerator.get_state_dict(model), read, kept
+
+
+def bytes_read():
+    """Of this rank, which is a thread."""
+    return int(Path("/proc/thread-self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+def test_a_rank_reads_its_shard_of_a_model_that_was_built_without_memory(tmp_path):
+    llama(vocabulary=20_000).save_pretrained(tmp_path)
+    found, expected = (
+        run_ranks(lazily_loaded, 2, str(tmp_path), eager, backend="xla", timeout=110) for eager in (False, True)
+    )
+    size = (tmp_path / "model.safetensors").stat().st_size
+    for _, read, kept in found:
+        assert size / 2 - 20_000 < kept < size / 2
+        assert kept <= read < kept + 400_000, "lists of files and mappings, and the headers of files"
+    for name, value in expected[0][0].items():
+        torch.testing.assert_close(found[0][0][name], value, rtol=0, atol=0, msg=name)
 
 
 def reading():

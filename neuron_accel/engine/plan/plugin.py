@@ -109,6 +109,9 @@ class PluginSpec:
         provides: capabilities that others may require or conflict with.
         claims: responsibilities that only this plugin owns.
         refines: responsibilities that it takes part in without owning them; each then needs an owner.
+        reads_weights: whether it reads the weights of a model that was built without memory for them itself, when an
+            optimizer is prepared together with the model (:meth:`PreparedModel.read_weights`). What it has not read
+            then, ``prepare`` reads in full.
         api_version: the version of this contract that it was written for.
     """
 
@@ -121,6 +124,7 @@ class PluginSpec:
     provides: frozenset[str] = frozenset()
     claims: frozenset[Claim] = frozenset()
     refines: frozenset[Claim] = frozenset()
+    reads_weights: bool = False
     api_version: int = API_VERSION
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -49,6 +49,9 @@ class PreparedModel:
     """Whether a strategy shards the values of parameters and gathers them for their use
     (:attr:`ParameterRecord.weights`), now or once their optimizer is prepared."""
 
+    reader: Callable[[Mapping[str, tuple[int, torch.Tensor]]], None] | None = None
+    """Reads weights for :meth:`read_weights`, while some of them are unread."""
+
     handles: list[Any] = field(default_factory=list)
     """Handles whose ``remove()`` is called when the run releases the model."""
 
@@ -56,6 +59,30 @@ class PreparedModel:
     def inner(self) -> nn.Module:
         """The module whose parameters have the original names, without the wrapper of ``torch.compile``."""
         return getattr(self.module, "_orig_mod", self.module)
+
+    def read_weights(self, wanted: Mapping[str, tuple[int, torch.Tensor]]) -> None:
+        """Reads elements of parameters of a model that was built without memory for weights
+        (:attr:`ParameterRecord.is_unread`), and nothing else. Collective over all ranks, each with what it wants; those
+        named have been read then.
+
+        Args:
+            wanted: by FQN, a range of the parameter's shard by its layout, flattened: its first element, and a 1-D
+                tensor on the CPU, as long as the range, which gets the values. An empty one means that other ranks have
+                the parameter's values.
+
+        Raises:
+            UsageError: if all weights have been read.
+            CheckpointError: on every rank, if a file cannot be read, or has changed.
+        """
+        if self.reader is None:
+            raise UsageError(
+                f"The weights of {type(self.original).__name__} have been read.",
+                why="it was built with memory for them, or not prepared together with its optimizer",
+                fix="ask ParameterRecord.is_unread",
+            )
+        self.reader(wanted)
+        for name in wanted:
+            self.parameters[name].is_unread = False
 
     def settle_synchronisation(self, *_: Any) -> None:
         """Sets :attr:`synchronises`; called at the start of a forward pass."""

@@ -71,6 +71,8 @@ class ParameterRecord:
         added: whether a strategy added it to the model; earlier weights do not contain it.
         weights: this rank's elements, if the values are sharded over further axes and only gathered for use; None:
             ``current`` has its values all the time.
+        is_unread: whether ``current`` has no values, and no memory for them, because they were not read yet
+            (:meth:`PreparedModel.read_weights`).
     """
 
     fqn: str
@@ -82,6 +84,7 @@ class ParameterRecord:
     holders: dict[str, tuple[int, ...]] = field(default_factory=dict)
     added: bool = False
     weights: WeightShard | None = None
+    is_unread: bool = False
     _known: list[nn.Parameter] = field(default_factory=list, repr=False)
 
     @property

@@ -28,14 +28,19 @@ class GatheredShard(EagerShard):
     Args:
         read: called with this shard before one of its parameters is read in full: frees the one that was read before.
         plugin: its name, for messages.
+        own: this rank's weights, ``[partition.chunk]``, if the parameters have no values yet.
 
     Attributes:
         is_gathered: whether the parameters have their values.
     """
 
-    def __init__(self, *, read: Callable[[GatheredShard], None], plugin: str, **common: Any) -> None:
-        super().__init__(**common)
+    def __init__(
+        self, *, read: Callable[[GatheredShard], None], plugin: str, own: torch.Tensor | None = None, **common: Any
+    ) -> None:
         self._read, self._plugin = read, plugin
+        self._given = own
+        super().__init__(**common)
+        self._given = None
         self._arriving: Pending | None = None
         self._views = self._split(self._flat)
         self._storage = self._flat.untyped_storage()
@@ -43,14 +48,26 @@ class GatheredShard(EagerShard):
         # NaN in the shape of each parameter, in the memory of one element: torch refuses to write to it, but for fills.
         self._filled_with = torch.full((len(self._views),), float("nan"), dtype=self.bucket.dtype, device=self._device)
         self._empty = [self._filled_with[i].expand(p.shape) for i, p in enumerate(self.parameters)]
-        self._versions = [0] * len(self._views)
+        self._versions = [parameter._version for parameter in self.parameters]
         self.is_gathered = True
         if self.is_sharded:
             self._describe()
             self.release()
 
+    def _new_flat(self) -> torch.Tensor:
+        if self._given is None:
+            return super()._new_flat()
+        return torch.empty(self.partition.numel, dtype=self.bucket.dtype, device=self._device)  # its pages stay unused
+
+    def _move_weights(self) -> torch.Tensor:
+        if self._given is None:
+            return super()._move_weights()
+        for parameter, view in zip(self.parameters, self._split(self._flat), strict=True):
+            parameter.data = view  # without values, and soon without memory
+        return self._given.to(self._device)
+
     def _masters_of(self, chunk: torch.Tensor) -> torch.Tensor:
-        self._own = chunk.clone() if self.is_sharded else chunk
+        self._own = chunk.clone() if self.is_sharded and self._given is None else chunk
         return self._own.to(self.optimizer_dtype, copy=True) if self.has_masters else self._own
 
     def _describe(self) -> None:

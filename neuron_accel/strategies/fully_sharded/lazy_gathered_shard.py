@@ -33,6 +33,7 @@ class LazyGatheredShard(LazyShard):
         read: called with this shard before one of its parameters is read in full: drops the one that was read before.
         take_over: applies what was written to this shard by parameter (:meth:`close`).
         plugin: its name, for messages.
+        own: this rank's weights, ``[partition.chunk]``, on the CPU, if the parameters have no values yet.
 
     Attributes:
         is_gathered: whether the parameters have their values.
@@ -40,9 +41,17 @@ class LazyGatheredShard(LazyShard):
     """
 
     def __init__(
-        self, *, read: Callable[[LazyGatheredShard], None], take_over: Callable[[], None], plugin: str, **common: Any
+        self,
+        *,
+        read: Callable[[LazyGatheredShard], None],
+        take_over: Callable[[], None],
+        plugin: str,
+        own: torch.Tensor | None = None,
+        **common: Any,
     ) -> None:
+        self._loaded = own
         super().__init__(**common)
+        self._loaded = None
         self._read, self._take_over_writes, self._plugin = read, take_over, plugin
         self._arriving: Pending | None = None
         self._host: HostCopy | None = None  # this rank's weights, which may be written to
@@ -55,6 +64,9 @@ class LazyGatheredShard(LazyShard):
             self._versions = [parameter._version for parameter in self.parameters]
             self._describe()
             self._let_go()
+
+    def _own_weights(self) -> torch.Tensor:
+        return super()._own_weights() if self._loaded is None else self._loaded.to(self.optimizer_dtype)
 
     def _describe(self) -> None:
         """Writes down which elements of each parameter this rank keeps."""

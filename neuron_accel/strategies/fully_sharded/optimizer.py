@@ -15,6 +15,8 @@ from neuron_accel.strategies.zero1.lazy_shard import LazyShard
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from neuron_accel.contract import Run
     from neuron_accel.strategies.fully_sharded.units import AnyShard, Unit, Units
 
@@ -33,6 +35,7 @@ class FullyShardedOptimizer(Zero1Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, run: Run, *, units: Sequence[Units], **more: Any) -> None:
         self._units = units
+        self._own: dict[int, torch.Tensor] = {}  # this rank's weights of buckets that are sharded next, by bucket
         super().__init__(optimizer, run, **more)
 
     def _buckets(self, of_groups: list[list[ParameterRecord]]) -> list[Bucket]:
@@ -61,6 +64,39 @@ class FullyShardedOptimizer(Zero1Optimizer):
                 )
         return [*buckets, *small]
 
+    def _read_weights(self, buckets: Sequence[Bucket]) -> None:
+        """Reads this rank's elements of weights that were not read with the model, and all elements of those that every
+        rank keeps."""
+        models = [model for model in self._models if model.reader is not None]
+        model_of = {id(record): model for model in models for record in model.parameters}
+        wanted: dict[int, dict[str, tuple[int, torch.Tensor]]] = {id(model): {} for model in models}
+        kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+        for bucket in buckets:
+            group, first = self._run.group(*bucket.reduction_axes), bucket.records[0]
+            is_kept = group.size == 1 or self._place(first)[0].keeps(first)
+            for record, parameter in zip(bucket.records, bucket.parameters, strict=True):
+                if record.is_unread:
+                    value = torch.zeros(parameter.shape if is_kept else (0,), dtype=bucket.dtype)
+                    wanted[id(model_of[id(record)])][record.fqn] = (0, value.view(-1))
+                    if is_kept:
+                        kept.append((parameter, value))
+            if is_kept or not any(record.is_unread for record in bucket.records):
+                continue
+            partition = self._partition(bucket)
+            own = self._own[id(bucket)] = torch.zeros(partition.chunk, dtype=bucket.dtype)
+            for span in partition.spans(group.index):
+                record = bucket.records[span.parameter]
+                part = own[span.offset : span.offset + span.stop - span.start]
+                if record.is_unread:
+                    wanted[id(model_of[id(record)])][record.fqn] = (span.start, part)
+                else:
+                    value = self._run.backend.to_host(bucket.parameters[span.parameter].detach())
+                    part.copy_(value.view(-1)[span.start : span.stop])
+        for model in models:
+            model.read_weights(wanted[id(model)])
+        for parameter, value in kept:
+            parameter.data = value.to(parameter.device)
+
     def _of_unit(self, records: list[ParameterRecord]) -> list[Bucket]:
         if self._lazy:
             return self._lazy_buckets(records, _NO_LIMIT)
@@ -82,7 +118,8 @@ class FullyShardedOptimizer(Zero1Optimizer):
         units, unit = self._place(arguments["bucket"].records[0])
         if units.keeps(arguments["bucket"].records[0]):
             return super()._eager_shard(**arguments)
-        shard = GatheredShard(read=units.read, plugin=self._plugin, **arguments)
+        own = self._own.pop(id(arguments["bucket"]), None)
+        shard = GatheredShard(read=units.read, plugin=self._plugin, own=own, **arguments)
         unit.shards.append((shard, self._complete))
         return shard
 
@@ -90,7 +127,8 @@ class FullyShardedOptimizer(Zero1Optimizer):
         units, unit = self._place(arguments["bucket"].records[0])
         if units.keeps(arguments["bucket"].records[0]):
             return super()._lazy_shard(**arguments)
-        shard = LazyGatheredShard(read=units.read, take_over=self.take_over, plugin=self._plugin, **arguments)
+        own = self._own.pop(id(arguments["bucket"]), None)
+        shard = LazyGatheredShard(read=units.read, take_over=self.take_over, plugin=self._plugin, own=own, **arguments)
         unit.shards.append((shard, self._complete))
         return shard
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -78,6 +79,7 @@ class FullyShardedPlugin(Zero1Plugin):
         name="fully_sharded",
         phase=Phase.OPTIMIZER,
         claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING, Claim.OPTIMIZER_STATE}),
+        reads_weights=True,
     )
 
     reshard_after_forward: bool = True
@@ -128,6 +130,13 @@ class FullyShardedPlugin(Zero1Plugin):
                 why="the storage of a tensor cannot be resized on it, so gathered parameters could not be freed",
                 fix="use ZeRO-1 (Zero1Plugin), with tensor parallelism if the weights do not fit",
             ) from error
+
+    def model_init(self, run: Run) -> AbstractContextManager[None]:
+        """Creates models without memory for weights, of which each rank reads its shard when they are prepared together
+        with their optimizer."""
+        from neuron_accel.lazy import lazy_load_for_parallelism
+
+        return nullcontext() if run.data_parallel_size == 1 else lazy_load_for_parallelism()
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Watches the forward and backward passes of the model's units."""

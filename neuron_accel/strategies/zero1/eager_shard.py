@@ -90,12 +90,9 @@ class EagerShard(BucketShard):
         super().__init__(**common)
         self._buffers, self._keep_shapes = buffers, keep_shapes
         with torch.no_grad():
-            self._flat = torch.zeros(self.partition.numel, dtype=self.bucket.dtype, device=self._device)
-            for parameter, view in zip(self.parameters, self._split(self._flat), strict=True):
-                view.copy_(parameter)
-                parameter.data = view
+            self._flat = self._new_flat()
+            self._chunk = self._masters_of(self._move_weights())
             self._addresses = [parameter.data_ptr() for parameter in self.parameters]
-            self._chunk = self._masters_of(self.run.backend.chunk(self._flat, self.group))
         self.pieces = [self._piece(place) for place in self.partition.spans(self.group.index)]
         self._memory: torch.Tensor | None = None  # memory of this rank's gradient, kept from step to step
         self._buffer: Buffer | None = None  # the buffer that is being filled
@@ -104,6 +101,16 @@ class EagerShard(BucketShard):
         ends = sorted((o, o + s) for o, s in zip(self.partition.offsets, self.partition.sizes, strict=True))
         pairs = zip([(0, 0), *ends], [*ends, (self.partition.numel, 0)], strict=True)
         self._padding = [slice(end, begin) for (_, end), (begin, _) in pairs if end < begin]
+
+    def _new_flat(self) -> torch.Tensor:
+        return torch.zeros(self.partition.numel, dtype=self.bucket.dtype, device=self._device)
+
+    def _move_weights(self) -> torch.Tensor:
+        """Makes the parameters views of the flat buffer, and returns this rank's weights, ``[partition.chunk]``."""
+        for parameter, view in zip(self.parameters, self._split(self._flat), strict=True):
+            view.copy_(parameter)
+            parameter.data = view
+        return self.run.backend.chunk(self._flat, self.group)
 
     def _masters_of(self, chunk: torch.Tensor) -> torch.Tensor:
         """What the optimizer updates, ``[partition.chunk]``, of which ``chunk`` are this rank's weights."""

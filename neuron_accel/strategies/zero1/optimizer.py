@@ -46,7 +46,7 @@ from neuron_accel.contract import (
 )
 from neuron_accel.strategies.zero1.eager_shard import EagerShard, SendBuffers, suitable_cap
 from neuron_accel.strategies.zero1.lazy_shard import LazyShard
-from neuron_accel.strategies.zero1.partition import even, lazy_partition, unsplit
+from neuron_accel.strategies.zero1.partition import Partition, even, lazy_partition, unsplit
 from neuron_accel.strategies.zero1.shard import BucketShard
 from neuron_accel.strategies.zero1.sharded_grad import ParameterShard
 from neuron_accel.strategies.zero1.state_dict import Place, by_place, joined_entries, place_of, reordered
@@ -174,7 +174,9 @@ class Zero1Optimizer(torch.optim.Optimizer):
         of_groups: list[list[ParameterRecord]] = [[] for _ in self.param_groups]
         for record in records:
             of_groups[group_of[record.current]].append(record)
-        shards = [self._shard(bucket, self._buffers) for bucket in self._buckets(of_groups)]
+        buckets = self._buckets(of_groups)
+        self._read_weights(buckets)
+        shards = [self._shard(bucket, self._buffers) for bucket in buckets]
         for shard in shards:
             for piece in shard.pieces:
                 self._layouts[piece.master] = shard.bucket.records[piece.place.parameter].layout
@@ -185,6 +187,10 @@ class Zero1Optimizer(torch.optim.Optimizer):
         if self.inner is not None:
             self._add_shards(shards)
         return [shard.bucket for shard in shards]
+
+    def _read_weights(self, buckets: Sequence[Bucket]) -> None:
+        """Called before buckets are sharded; a subclass may read here what this rank needs of weights that have not
+        been read."""
 
     def _index_updated(self) -> None:
         """Updates the map from a parameter to the tensors that the inner optimizer updates in its group."""
@@ -275,7 +281,6 @@ class Zero1Optimizer(torch.optim.Optimizer):
         return [bucket for records in alike for bucket in make_buckets(records, cap_bytes, self._run.mesh)]
 
     def _shard(self, bucket: Bucket, buffers: SendBuffers) -> BucketShard:
-        sizes = [p.numel() for p in bucket.parameters]
         self._check_dtype(bucket)
         dtype = torch.promote_types(self._optimizer_dtype, bucket.dtype)
         group = self._run.group(*bucket.reduction_axes)
@@ -287,11 +292,16 @@ class Zero1Optimizer(torch.optim.Optimizer):
             "optimizer_dtype": dtype,
             "reduce_dtype": dtype if self._higher_precision else bucket.dtype,
         }
+        common["partition"] = self._partition(bucket)
         if self._lazy:
-            partition = lazy_partition(sizes, group.size)
-            return self._lazy_shard(partition=partition, apart=self._knows_parameters, **common)
-        places = (unsplit if self._keeps_parameters else even)(sizes, group.size)
-        return self._eager_shard(partition=places, buffers=buffers, keep_shapes=self._keeps_parameters, **common)
+            return self._lazy_shard(apart=self._knows_parameters, **common)
+        return self._eager_shard(buffers=buffers, keep_shapes=self._keeps_parameters, **common)
+
+    def _partition(self, bucket: Bucket) -> Partition:
+        sizes, degree = [p.numel() for p in bucket.parameters], self._run.group(*bucket.reduction_axes).size
+        if self._lazy:
+            return lazy_partition(sizes, degree)
+        return (unsplit if self._keeps_parameters else even)(sizes, degree)
 
     def _eager_shard(self, **arguments: Any) -> EagerShard:
         return EagerShard(**arguments)

@@ -63,8 +63,18 @@ def _batches():
         ("mixtral", 2, [{"model_parallelism": TP2}, "sequence_parallel"]),
         ("gpt2", 4, [{"model_parallelism": {**TP2, **PP2}}]),  # tied over first and last stage
         ("llama", 4, [{"model_parallelism": TP2}, "zero1"]),
+        ("tied llama", 4, [{"model_parallelism": TP2}, "fully_sharded"]),
+        ("gpt2", 2, [{"fully_sharded": {"persistence_threshold": 200}}]),
     ],
-    ids=["gpt2-tp2", "tied-llama-tp4", "mixtral-tp2-sp", "gpt2-tp2-pp2", "llama-tp2-zero1"],
+    ids=[
+        "gpt2-tp2",
+        "tied-llama-tp4",
+        "mixtral-tp2-sp",
+        "gpt2-tp2-pp2",
+        "llama-tp2-zero1",
+        "tied-llama-tp2-fully-sharded",
+        "gpt2-fully-sharded-keeps-small",
+    ],
 )
 def test_a_model_loaded_lazily_trains_as_one_process_does(family, ranks, plugins, tmp_path):
     _model(family).save_pretrained(tmp_path, max_shard_size="8KB")
@@ -206,17 +216,25 @@ def _read() -> int:
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
-def _costs(folder: str, options: dict, zero1: bool) -> dict[str, int]:
-    from neuron_accel import Zero1Plugin
+def _costs(folder: str, options: dict, strategy: str) -> dict[str, int]:
+    from neuron_accel import FullyShardedPlugin, Zero1Plugin
 
-    plugins = [ModelParallelismPlugin(**options), *([Zero1Plugin()] if zero1 else [])]
-    accelerator = NeuronAccelerator(plugins=plugins)
-    accelerator.prepare(_load(f"{folder}/tiny"))  # what has to be imported is
+    further = {"": [], "zero1": [Zero1Plugin()], "fully sharded": [FullyShardedPlugin()]}[strategy]
+    accelerator = NeuronAccelerator(plugins=[ModelParallelismPlugin(**options), *further])
+
+    def prepare(model):
+        if strategy != "fully sharded":
+            return accelerator.prepare(model)
+        return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
+
+    prepare(_load(f"{folder}/tiny"))  # what has to be imported is
     before = _read()
     memory = PeakMemory()
-    model = accelerator.prepare(_load(folder))
+    model = prepare(_load(folder))
     peak = memory.bytes()
-    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    records = accelerator.run.models[-1].parameters
+    tensors = [record.current if record.weights is None else record.weights.tensor for record in records]
+    held = sum(t.numel() * t.element_size() for t in tensors if t is not None)
     padding = sum(
         max(0, stop - MEDIUM["vocab_size"]) * MEDIUM["hidden_size"] * 4
         for name, p in model.named_parameters()
@@ -227,13 +245,22 @@ def _costs(folder: str, options: dict, zero1: bool) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options", "zero1", "share"),
-    [(2, TP2, False, 2), (4, TP4, False, 4), (2, PP2, False, 2), (4, TP2, True, 2)],
-    ids=["tp2", "tp4", "pp2", "tp2-zero1"],
+    ("ranks", "options", "strategy", "share"),
+    [
+        (2, TP2, "", 2),
+        (4, TP4, "", 4),
+        (2, PP2, "", 2),
+        (4, TP2, "zero1", 2),
+        (2, {}, "fully sharded", 2),
+        (4, TP2, "fully sharded", 4),
+    ],
+    ids=["tp2", "tp4", "pp2", "tp2-zero1", "fully-sharded", "tp2-fully-sharded"],
 )
-def test_a_rank_reads_only_its_bytes_and_needs_little_more_memory_than_its_shards(medium, ranks, options, zero1, share):
+def test_a_rank_reads_only_its_bytes_and_needs_little_more_memory_than_its_shards(
+    medium, ranks, options, strategy, share
+):
     whole = sum(path.stat().st_size for path in Path(medium).glob("*.safetensors"))
-    for cost in run_ranks(_costs, ranks, medium, options, zero1):
+    for cost in run_ranks(_costs, ranks, medium, options, strategy):
         assert cost["held"] < whole / share * 1.02
         assert cost["wanted"] <= cost["read"] < cost["wanted"] + 400_000  # lists of files, of mappings, of tensors
         assert cost["peak"] < 1.15 * cost["held"]

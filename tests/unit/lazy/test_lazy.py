@@ -4,6 +4,7 @@ have without lazy loading."""
 from __future__ import annotations
 
 import itertools
+import math
 import os
 
 import pytest
@@ -18,6 +19,7 @@ from neuron_accel.engine.sharding.layout import Cut, Layout
 from neuron_accel.engine.sharding.parameters import ParameterMap
 from neuron_accel.errors import CheckpointError, UsageError
 from neuron_accel.lazy import Origin
+from neuron_accel.lazy.filling import flat_boxes
 from neuron_accel.lazy.mapped import Mappings, Reader
 from tests.sweeps.tiny import tiny_config
 
@@ -246,3 +248,18 @@ def test_a_slice_is_read_with_few_bytes_besides(tmp_path, gap):
             turned = torch.empty(expected.permute(3, 1, 0, 2).shape, dtype=torch.bfloat16).permute(2, 1, 3, 0)
             reader.read(source, tuple(map(tuple, bounds)), turned)
             assert torch.equal(turned, expected)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 1, 5), (2, 3, 4)], ids=str)
+def test_ranges_of_a_flattened_tensor_are_boxes(shape):
+    full = torch.arange(math.prod(shape)).view(shape)
+    for start, stop in itertools.combinations(range(full.numel() + 1), 2):
+        found, place = [], start
+        boxes = list(flat_boxes(shape, start, stop))
+        for box, begin in boxes:
+            assert begin == place
+            found += full[box or ...].flatten().tolist()
+            place = start + len(found)
+        assert found == list(range(start, stop))
+        assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert list(flat_boxes(shape, 1, 1)) == []
