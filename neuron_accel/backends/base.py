@@ -197,6 +197,7 @@ class Transfer:
         size: number of ranks in the group.
         sent: bytes that this rank sends.
         dtype: dtype of the tensor that is sent, on backends that record it; not compared.
+        ranks: the ranks of the group; not compared.
     """
 
     op: str
@@ -204,6 +205,7 @@ class Transfer:
     size: int
     sent: int
     dtype: torch.dtype | None = field(default=None, compare=False)
+    ranks: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass
@@ -696,7 +698,9 @@ class Backend(ABC):
         for observer in self._observers:
             observer.issued(op, group, sent, deferred=self.is_lazy)
         for traffic in self._recordings:
-            traffic.transfers.append(Transfer(op=op, group=group.name, size=group.size, sent=sent, dtype=dtype))
+            traffic.transfers.append(
+                Transfer(op=op, group=group.name, size=group.size, sent=sent, dtype=dtype, ranks=group.ranks)
+            )
 
 
 COLLECTIVES = frozenset(name for name, value in vars(Backend).items() if hasattr(value, "communicates"))

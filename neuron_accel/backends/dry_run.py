@@ -8,12 +8,29 @@ weights of a model that is not prepared yet, keeps its values, as if every rank 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from functools import wraps
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from neuron_accel.backends.base import Backend, Done, Group, Pending
 from neuron_accel.backends.movement import ReduceOp, join_chunks, normalize_dim, split_chunks
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _imitates(method: _Method) -> _Method:
+    """Marks a collective: the operations on tensors in it are those of other ranks and of the network."""
+
+    @wraps(method)
+    def imitating(self: DryRunBackend, *args: Any, **kwargs: Any) -> Any:
+        before, self.imitating = self.imitating, True
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.imitating = before
+
+    return imitating  # type: ignore[return-value]
 
 
 class DryRunBackend(Backend):
@@ -26,6 +43,9 @@ class DryRunBackend(Backend):
     Args:
         world_size: number of ranks of the run.
         rank: the rank that this process is.
+
+    Attributes:
+        imitating: whether a collective is being imitated, by operations on tensors that no rank performs.
     """
 
     name: ClassVar[str] = "dryrun"
@@ -33,6 +53,7 @@ class DryRunBackend(Backend):
     def __init__(self, *, world_size: int, rank: int = 0) -> None:
         super().__init__()
         self._world_size, self._rank = world_size, rank
+        self.imitating = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DryRunBackend:
         return self  # copies of a model communicate in the same groups
@@ -75,6 +96,7 @@ class DryRunBackend(Backend):
         return Group.of(self.rank, partition, name, self.world_size)
 
     # ---- collectives on tensors --------------------------------------------------------------------------------------
+    @_imitates
     def start_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> Pending:
         """See :meth:`Backend.all_reduce`."""
         if group.size == 1 or not tensor.numel():
@@ -84,6 +106,7 @@ class DryRunBackend(Backend):
             shared = shared * group.size
         return self._start("all_reduce", group, 2 * (group.size - 1) * shared.nbytes // group.size, shared, shared)
 
+    @_imitates
     def start_all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
         """See :meth:`Backend.all_gather`. A tensor without dims is treated as one of shape ``[1]``."""
         if group.size == 1:
@@ -94,6 +117,7 @@ class DryRunBackend(Backend):
         sent = (group.size - 1) * tensor.nbytes
         return self._start("all_gather", group, sent, tensor, rows, lambda: join_chunks(rows, dim))
 
+    @_imitates
     def start_all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Pending:
         """See :meth:`Backend.start_all_gather_into`."""
         if group.size == 1:
@@ -101,6 +125,7 @@ class DryRunBackend(Backend):
         out.view(group.size, -1).copy_(tensor.detach().view(-1))
         return self._start("all_gather", group, (group.size - 1) * tensor.nbytes, tensor, out)
 
+    @_imitates
     def start_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
         """See :meth:`Backend.reduce_scatter`.
 
@@ -113,6 +138,7 @@ class DryRunBackend(Backend):
         result = rows[group.index] * group.size
         return self._start("reduce_scatter", group, (group.size - 1) * rows.nbytes // group.size, rows, result)
 
+    @_imitates
     def start_reduce_scatter_into(
         self,
         out: torch.Tensor,
@@ -137,6 +163,7 @@ class DryRunBackend(Backend):
         """
         return self.start_all_to_all(tensor, group, split_dim, concat_dim).wait()
 
+    @_imitates
     def start_all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> Pending:
         """See :meth:`Backend.start_all_to_all`.
 
@@ -154,6 +181,7 @@ class DryRunBackend(Backend):
     def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
         return self.start_permute(tensor, group, shift).wait()
 
+    @_imitates
     def start_permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> Pending:
         """See :meth:`Backend.start_permute`."""
         if shift % group.size == 0:
@@ -161,6 +189,7 @@ class DryRunBackend(Backend):
         tensor = tensor.detach()
         return self._start("permute", group, tensor.nbytes, tensor, tensor.clone(memory_format=torch.contiguous_format))
 
+    @_imitates
     def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
         """See :meth:`Backend.broadcast`. On the source rank the result is the input."""
         if group.size == 1:

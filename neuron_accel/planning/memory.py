@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from neuron_accel.errors import UsageError
+from neuron_accel.planning.trace import Tracer
 
 WEIGHTS = "weights"
 GRADIENTS = "gradients"
@@ -161,12 +162,14 @@ class StepCounter(TorchDispatchMode):
         operations: floating-point operations since the context was entered.
         uncounted: names of operations that are matrix products, convolutions or attention by their name, and whose
             operations are not known.
+        tracer: receives every operation; None: none does.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.operations = 0
         self.uncounted: set[str] = set()
+        self.tracer: Tracer | None = None
         self._type = device.type
         self._live: dict[int, _Storage] = {}
         self._all: list[_Storage] = []
@@ -204,7 +207,10 @@ class StepCounter(TorchDispatchMode):
         for value in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self._see(value)
+        before = self.operations
         self._count(func._overloadpacket, args, kwargs or {}, result)
+        if self.tracer is not None:
+            self.tracer.operation(func, (args, kwargs), result, self.operations - before, self._phase)
         return result
 
     def _count(self, operation: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
@@ -215,6 +221,12 @@ class StepCounter(TorchDispatchMode):
             self.operations += _grouped_operations(*args[:2])
         elif _IS_PRODUCT.search(str(operation)):
             self.uncounted.add(str(operation))
+
+    def find(self, tensor: torch.Tensor) -> _Storage | None:
+        """Returns the storage of a tensor on the device; None for other tensors."""
+        if tensor.device.type != self._type or tensor.layout != torch.strided:
+            return None
+        return self._live.get(tensor.untyped_storage()._cdata)
 
     def _see(self, tensor: torch.Tensor) -> _Storage | None:
         if tensor.device.type != self._type or tensor.layout != torch.strided:

@@ -7,13 +7,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from neuron_accel.backends.dry_run import DryRunBackend
 from neuron_accel.planning.memory import HOST, PARTS, WEIGHTS, Moment, Peak, StepCounter
+from neuron_accel.planning.trace import Trace, Tracer
 
 if TYPE_CHECKING:
     from neuron_accel.accelerator import NeuronAccelerator
@@ -52,6 +54,8 @@ class StepCount:
             and an addition each; those of recomputation included.
         weights: bytes of this rank's parameters and buffers.
         uncounted: names of operations of that kind whose number is not known, such as those of custom kernels.
+        traces: what the rank does, in order, with a factor for each: one of a step that was run dry, and those of the
+            steps that it was extrapolated from, whose times have these factors. Empty for a real rank.
     """
 
     peaks: tuple[Peak, ...]
@@ -59,6 +63,7 @@ class StepCount:
     operations: int
     weights: int
     uncounted: tuple[str, ...] = ()
+    traces: tuple[tuple[float, Trace], ...] = field(default=(), repr=False)
 
     @property
     def peak(self) -> Peak:
@@ -89,7 +94,7 @@ def count_step(
         UsageError: if a strategy resizes storages.
         NeuronAccelError: the error of ``prepare``, if the layout is not possible.
     """
-    counter = StepCounter(accelerator.device)
+    counter, backend = StepCounter(accelerator.device), accelerator.run.backend
     with counter:
         model = build()
         counter.label([*model.parameters(), *model.buffers()], HOST)
@@ -100,7 +105,9 @@ def count_step(
         for _ in range(2):
             counter.forget_peaks()
             before = counter.operations
-            with _no_collection(), accelerator.run.backend.record() as traffic:
+            with _no_collection(), backend.record() as traffic:
+                if isinstance(backend, DryRunBackend):
+                    counter.tracer = Tracer(traffic, counter.find, lambda: backend.imitating)
                 _train(accelerator, counter, model, stepper, batch, max_norm)
         return StepCount(
             peaks=tuple(counter.peaks()),
@@ -108,6 +115,7 @@ def count_step(
             operations=counter.operations - before,
             weights=sum(tensor.nbytes for tensor in kept),
             uncounted=tuple(sorted(counter.uncounted)),
+            traces=() if counter.tracer is None else ((1.0, counter.tracer.trace()),),
         )
 
 
@@ -205,6 +213,11 @@ def extrapolate(counts: Sequence[StepCount], depth: int, blocks: str) -> StepCou
         operations=at(few.operations, more.operations),
         weights=at(few.weights, more.weights),
         uncounted=more.uncounted,
+        traces=tuple(
+            (factor * weight, trace)
+            for factor, count in zip((DEPTHS[1] - depth, depth - DEPTHS[0]), counts, strict=True)
+            for weight, trace in count.traces
+        ),
     )
 
 

@@ -1,0 +1,211 @@
+"""The constants that the time of a step is predicted with: those of an instance, from public sources, or those of a
+machine, measured on it. Each says where it is from, and between which bounds it lies. Without torch.
+
+A constant is "public (source)", "calibrated (on what)" or "assumed (why)". Assumed ones have wide bounds, and the
+interval of a prediction is as wide as they are.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from neuron_accel.neuron.instances import Instance
+
+FORMAT = 1
+"""Version of the file that ``neuron-accel calibrate`` writes."""
+
+Bound = Literal["likely", "best", "worst"]
+"""Which constants: the likely ones, or those that make a step fastest or slowest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """A number, or one that depends on a size, with bounds.
+
+    Args:
+        points: ``(size, value)``, sizes ascending: between two points the logarithm of the value is linear in that of
+            the size, outside of them it is that of the nearest point.
+        best, worst: factors of the value for which a step is fastest and slowest.
+        source: where it is from: "public (...)", "calibrated (...)" or "assumed (...)".
+    """
+
+    points: tuple[tuple[float, float], ...]
+    best: float = 1.0
+    worst: float = 1.0
+    source: str
+
+    @classmethod
+    def of(cls, value: float, source: str, *, best: float = 1.0, worst: float = 1.0) -> Constant:
+        """Returns a constant that does not depend on a size."""
+        return cls(points=((1.0, value),), best=best, worst=worst, source=source)
+
+    def at(self, size: float = 1.0, bound: Bound = "likely") -> float:
+        """Returns the value for a size."""
+        factor = {"likely": 1.0, "best": self.best, "worst": self.worst}[bound]
+        return factor * interpolate(self.points, size)
+
+
+def interpolate(points: Sequence[tuple[float, float]], size: float) -> float:
+    """Returns the value at ``size``, linear between points on logarithmic scales, constant outside of them."""
+    index = bisect.bisect_left([at for at, _ in points], size)
+    if index == 0 or index == len(points):
+        return points[min(index, len(points) - 1)][1]
+    (left, low), (right, high) = points[index - 1], points[index]
+    if low <= 0 or high <= 0:
+        return low
+    share = math.log(size / left) / math.log(right / left)
+    return low * (high / low) ** share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """One level of the network between ranks: ranks next to each other share a place, such as a chip or a machine.
+
+    Args:
+        name: what connects the places of this level.
+        ranks: number of ranks in a place.
+        bandwidth: bytes per second out of a place, in one direction.
+        latency: seconds of one message between two places.
+    """
+
+    name: str
+    ranks: int
+    bandwidth: Constant
+    latency: Constant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Constants of one rank's core, and of what connects it to others.
+
+    Args:
+        name: the instance type, or what was measured.
+        kernels: operations per second of kernels that multiply, and bytes per second of others, by kind of kernel
+            (:data:`~neuron_accel.planning.trace.KINDS`) and dtype, as a function of the operations or bytes of one
+            kernel. The dtype ``""`` stands for all that are not named, and a kind that is missing is like the first
+            of its group, ``"product"`` or ``"element-wise"``.
+        fixed: seconds that a kernel takes whatever its size, by phase of the step; ``""`` stands for other phases.
+        fuses: whether memory-bound kernels between two products are compiled into one.
+        overlap: share of a collective's time in which the core can compute.
+        levels: the network, from the innermost level to the outermost, for collectives that were not measured.
+        collectives: seconds of a collective as a function of the bytes that a rank sends, by name and number of ranks.
+        measured_ranks: number of ranks of the machine on which collectives were measured; 0 if none were.
+    """
+
+    name: str
+    kernels: Mapping[str, Mapping[str, Constant]]
+    fixed: Mapping[str, Constant]
+    fuses: bool
+    overlap: Constant
+    levels: tuple[Level, ...] = ()
+    collectives: Mapping[str, Mapping[int, Constant]] = field(default_factory=dict)
+    measured_ranks: int = 0
+
+    def sources(self) -> dict[str, str]:
+        """Where each constant is from."""
+        found = {f"{kind} kernels": next(iter(by.values())).source for kind, by in self.kernels.items()}
+        for phase, constant in self.fixed.items():
+            found[f"fixed cost of a kernel{f', {phase}' * bool(phase)}"] = constant.source
+        for op, by_ranks in self.collectives.items():
+            found[op] = next(iter(by_ranks.values())).source
+        for level in self.levels:
+            found[f"bandwidth of {level.name}"] = level.bandwidth.source
+            found[f"latency of {level.name}"] = level.latency.source
+        return {**found, "overlap": self.overlap.source}
+
+
+# ---- Public constants of instances -----------------------------------------------------------------------------------
+_SHARE = "of which the share that kernels achieve is assumed"
+
+
+def machine_of(instance: Instance, lnc: int | None = None) -> Machine:
+    """Returns the constants of an instance, of one logical core. Rates are those that AWS publishes; the shares of them
+    that a training achieves, latencies and overlap are not published in a usable form and are assumed, with wide
+    bounds, for all instances alike. They were fixed before any comparison with a measured training.
+
+    Args:
+        instance: the instance.
+        lnc: physical cores in a logical one; None: the default of the runtime.
+    """
+    cores = instance.cores(lnc)
+    on_chip = max(1, cores // instance.chips)
+    peak = instance.peak_tflops(lnc) * 1e12
+    # Share 0.6 of the peak: a product of tiles that fill the tensor engine is at most at its peak; 0.35 if tiles, or
+    # the transposition of operands, leave it idle most of the time.
+    product = Constant.of(
+        0.6 * peak,
+        f"public (tensor engine, pages neuron-core-v2 to -v4 of the Neuron SDK), {_SHARE} (0.6; 0.35 to 0.9)",
+        best=0.9 / 0.6,
+        worst=0.35 / 0.6,
+    )
+    single = replace(
+        product,
+        points=((1.0, 0.6 * peak / 4),),
+        source=f"public (a fourth of BF16, pages neuron-core-v2 to -v4), {_SHARE} (0.6; 0.35 to 0.9)",
+    )
+    memory = Constant.of(
+        0.7 * instance.hbm_gb_per_s * 1e9 / on_chip,
+        f"public (bandwidth of the chip's HBM, page neuron-hardware), {_SHARE} (0.7; 0.4 to 0.9)",
+        best=0.9 / 0.7,
+        worst=0.4 / 0.7,
+    )
+    levels = [
+        Level(
+            name="the chip's memory",
+            ranks=1,
+            bandwidth=replace(memory, points=((1.0, memory.at() / 2),)),  # written and read
+            latency=Constant.of(2e-6, "assumed (not published; 1 to 5 us)", best=0.5, worst=2.5),
+        )
+    ]
+    if instance.link_gb_per_s:
+        levels.append(
+            Level(
+                name="NeuronLink",
+                ranks=on_chip,
+                bandwidth=Constant.of(
+                    0.7 * instance.link_gb_per_s * 1e9 / 2,
+                    "public (NeuronLink of a chip, page neuron-hardware; half in each direction), "
+                    "of which the share that rings achieve is assumed (0.7; 0.35 to 0.9)",
+                    best=0.9 / 0.7,
+                    worst=0.5,
+                ),
+                latency=Constant.of(4e-6, "assumed (not published; 2 to 10 us)", best=0.5, worst=2.5),
+            )
+        )
+    if instance.multi_node and instance.efa_gbps:
+        levels.append(
+            Level(
+                name="EFA",
+                ranks=cores,
+                bandwidth=Constant.of(
+                    0.7 * instance.efa_gbps * 1e9 / 8,
+                    "public (network bandwidth of the instance, its product page), of which the share that collectives "
+                    "achieve is assumed (0.7; 0.35 to 0.9)",
+                    best=0.9 / 0.7,
+                    worst=0.5,
+                ),
+                latency=Constant.of(25e-6, "assumed (not published; 15 to 60 us)", best=0.6, worst=2.4),
+            )
+        )
+    return Machine(
+        name=instance.name,
+        kernels={
+            "product": {"": product, "float32": single},
+            "element-wise": {"": memory},
+        },
+        fixed={"": Constant.of(0.0, "public (a step is one compiled graph, without a launch for each kernel)")},
+        fuses=True,
+        overlap=Constant.of(
+            0.8,
+            "public (collectives have engines of their own, page neuron-core-v2), of which the share that the order of "
+            "the compiler leaves to them is assumed (0.8; 0.3 to 1)",
+            best=1.0 / 0.8,
+            worst=0.3 / 0.8,
+        ),
+        levels=tuple(levels),
+    )
