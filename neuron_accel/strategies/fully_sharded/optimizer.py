@@ -54,14 +54,6 @@ class FullyShardedOptimizer(Zero1Optimizer):
         ordered = sorted(by_unit.values(), key=lambda pair: pair[0].index, reverse=True)
         buckets = [b for _, parts in ordered for records in parts if records for b in self._of_unit(records)]
         small = super()._buckets(kept) if any(kept) else []  # no unit completes them, so they are the last
-        for bucket in (*buckets, *small):
-            if bucket.sharded_axes:
-                raise UnsupportedModelError(
-                    f"{bucket.records[0].fqn!r} is sharded over data-parallel ranks already (experts).",
-                    where=f"plugin {self._plugin!r}",
-                    why="this composition was not tried",
-                    fix="train with ZeRO-1 (Zero1Plugin) instead",
-                )
         return [*buckets, *small]
 
     def _read_weights(self, buckets: Sequence[Bucket]) -> None:

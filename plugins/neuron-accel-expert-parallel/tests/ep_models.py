@@ -49,6 +49,12 @@ FAMILIES = {
     "glm4_moe": _DEEPSEEK,
     "gpt_oss": {"sliding_window": 7},
     "granitemoe": {},
+    "llama4_text": {
+        "intermediate_size_mlp": 16,
+        "interleave_moe_layer_step": 1,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 8,
+    },
     "mixtral": {},
     "olmoe": {},
     "qwen2_moe": {"shared_expert_intermediate_size": 16},

@@ -11,7 +11,7 @@ import pytest
 import torch
 from neuron_accel_expert_parallel import ExpertParallelPlugin, expert_load
 
-from neuron_accel import NeuronAccelerator, TensorParallelPlugin, Zero1Plugin
+from neuron_accel import FullyShardedPlugin, NeuronAccelerator, TensorParallelPlugin, Zero1Plugin
 from neuron_accel.contract import ConfigurationError, UnsupportedModelError
 from neuron_accel.testing import Training, assert_parallel_equivalence, run_ranks
 
@@ -20,9 +20,17 @@ FULL = ExpertParallelPlugin(expert_parallel_size=2, capacity_factor=ep_models.EX
 STEPS = Training(max_norm=0.5)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_with_room_for_all_it_trains_like_one_process(family):
-    model = functools.partial(ep_models.build, family)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt_oss", {}),
+        pytest.param("mixtral", {}, marks=pytest.mark.slow),
+        pytest.param("llama4_text", {"num_experts_per_tok": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["gpt_oss", "mixtral", "llama4_text"],
+)
+def test_with_room_for_all_it_trains_like_one_process(family, changes):
+    model = functools.partial(ep_models.build, family, **changes)
     plugins = [FULL, TensorParallelPlugin(tensor_parallel_size=2)]
     assert_parallel_equivalence(model, ep_models.batches(3), plugins, ranks=4, training=STEPS)
 
@@ -100,10 +108,19 @@ on_xla = pytest.mark.skipif(not importlib.util.find_spec("torch_xla"), reason="t
 
 @on_xla
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_trains_like_one_process_on_xla(ranks):
-    plugins = [EP2, *([Zero1Plugin()] if ranks == 4 else [])]
-    model = functools.partial(ep_models.build, "mixtral", num_hidden_layers=1)
+@pytest.mark.parametrize(
+    ("family", "others", "ranks"),
+    [
+        ("mixtral", [], 2),
+        ("mixtral", [Zero1Plugin()], 4),
+        ("mixtral", [FullyShardedPlugin()], 4),
+        pytest.param("llama4_text", [], 2, marks=pytest.mark.slow),
+    ],
+    ids=["ep2", "ep2-dp2-zero1", "ep2-dp2-fully-sharded", "llama4-ep2"],
+)
+def test_trains_like_one_process_on_xla(family, others, ranks):
+    plugins = [EP2, *others]
+    model = functools.partial(ep_models.build, family, num_hidden_layers=1)
     assert_parallel_equivalence(
         model, ep_models.batches(3), plugins, ranks=ranks, training=STEPS, backend="xla", timeout=280
     )

@@ -9,21 +9,50 @@ import pytest
 import torch
 from neuron_accel_expert_parallel import ExpertParallelPlugin
 
-from neuron_accel import Zero1Plugin
+from neuron_accel import ActivationCheckpointingPlugin, FullyShardedPlugin, TensorParallelPlugin, Zero1Plugin
 from neuron_accel.testing import Training, assert_parallel_equivalence
 
 EP2 = ExpertParallelPlugin(expert_parallel_size=2)
 STEPS = Training(max_norm=0.5)
-REST = sorted(ep_models.FAMILIES.keys() - {"mixtral", "qwen2_moe"})  # test_ep_use has a step of each
-
-
+LAYOUTS = {
+    "ep2": ([EP2], 2),
+    "ep2-tp2": ([EP2, TensorParallelPlugin(tensor_parallel_size=2)], 4),
+    "ep2-dp2-zero1": ([EP2, Zero1Plugin()], 4),
+    "ep4": ([ExpertParallelPlugin(expert_parallel_size=4)], 4),
+}
 SLOW = pytest.mark.slow
+FAST = {("mixtral", "ep2"), ("mixtral", "ep4"), ("qwen2_moe", "ep2-tp2"), ("llama4_text", "ep2-tp2")}
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", *(pytest.param(f, marks=SLOW) for f in REST)])
-def test_trains_like_one_process(family):
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(family, layout, marks=() if (family, layout) in FAST else SLOW, id=f"{family}-{layout}")
+        for family in ep_models.FAMILIES
+        for layout in LAYOUTS
+    ],
+)
+def test_trains_like_one_process(family, layout):
+    plugins, ranks = LAYOUTS[layout]
     model = functools.partial(ep_models.build, family)
-    assert_parallel_equivalence(model, ep_models.batches(3), [EP2], training=STEPS)
+    assert_parallel_equivalence(model, ep_models.batches(3), plugins, ranks=ranks, training=STEPS)
+
+
+@pytest.mark.parametrize(
+    ("others", "ranks"),
+    [
+        ([FullyShardedPlugin()], 4),
+        pytest.param([FullyShardedPlugin()], 2, marks=SLOW),  # experts are then on one rank each, and not gathered
+        pytest.param([FullyShardedPlugin(reshard_after_forward=False)], 4, marks=SLOW),
+        pytest.param([FullyShardedPlugin(persistence_threshold=100, use_grad_acc_hook=True)], 4, marks=SLOW),
+        pytest.param([FullyShardedPlugin(), ActivationCheckpointingPlugin()], 4, marks=SLOW),
+        pytest.param([FullyShardedPlugin(), TensorParallelPlugin(tensor_parallel_size=2)], 8, marks=SLOW),
+    ],
+    ids=["stage3", "stage3-dp1", "stage2", "keeps-small", "recomputes", "tp2"],
+)
+def test_beside_fully_sharded_parameters(others, ranks):
+    training = Training(max_norm=0.5, accumulation=2)
+    assert_parallel_equivalence(ep_models.mixtral, ep_models.batches(4), [EP2, *others], ranks=ranks, training=training)
 
 
 def test_beside_data_parallel_ranks_and_zero1():
@@ -31,11 +60,6 @@ def test_beside_data_parallel_ranks_and_zero1():
     assert_parallel_equivalence(
         ep_models.mixtral, ep_models.batches(4), [EP2, Zero1Plugin()], ranks=4, training=training
     )
-
-
-def test_four_ranks_hold_one_expert_each():
-    plugin = ExpertParallelPlugin(expert_parallel_size=4)
-    assert_parallel_equivalence(ep_models.mixtral, ep_models.batches(3), [plugin], training=STEPS)
 
 
 @pytest.mark.parametrize("data", [pytest.param(ep_models.batches, marks=SLOW), ep_models.padded])

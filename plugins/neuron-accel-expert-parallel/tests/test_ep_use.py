@@ -11,11 +11,12 @@ from neuron_accel_expert_parallel import ExpertParallelPlugin, expert_load
 from neuron_accel_expert_parallel.families import FAMILIES
 from torch import nn
 
-from neuron_accel import NeuronAccelerator, Zero1Plugin
+from neuron_accel import FullyShardedPlugin, NeuronAccelerator, Zero1Plugin
 from neuron_accel.contract import ConfigurationError, NeuronAccelError
 from neuron_accel.testing import RanksError, run_ranks
 
 EP2 = ExpertParallelPlugin(expert_parallel_size=2)
+SHARDED = FullyShardedPlugin()
 
 
 def share(batch: dict[str, torch.Tensor], accelerator: NeuronAccelerator) -> dict[str, torch.Tensor]:
@@ -87,7 +88,11 @@ def close(found, expected):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("others", [pytest.param([], marks=pytest.mark.slow), [Zero1Plugin()]], ids=["plain", "zero1"])
+@pytest.mark.parametrize(
+    "others",
+    [pytest.param([], marks=pytest.mark.slow), pytest.param([Zero1Plugin()], marks=pytest.mark.slow), [SHARDED]],
+    ids=["plain", "zero1", "fully-sharded"],
+)
 def test_a_checkpoint_loads_on_any_mesh(tmp_path, others):
     expected = run_ranks(trained, 1, slice(0, 4), [])[0]
     run_ranks(trained, 4, slice(0, 2), [EP2, *others], saved=str(tmp_path / "ep2-dp2"))
@@ -188,6 +193,36 @@ def test_a_token_is_sent_once_to_each_rank_that_needs_it():
         names = rows * 2 * (4 + 4)  # the experts of each, int32, and their weights
         assert forward == 2 * rows * row + names
         assert backward == 2 * rows * row
+
+
+def sent_by_llama4(experts_per_token: int) -> tuple[int, int, float]:
+    """Rows that this rank sends in a forward pass of a mixture, how many of its tokens' choices are of the other rank's
+    experts, and the largest difference from the same mixture in one process."""
+    accelerator = NeuronAccelerator(plugins=[EP2])
+    torch.manual_seed(0)
+    model = ep_models.build("llama4_text", num_hidden_layers=1, num_experts_per_tok=experts_per_token)
+    alone = copy.deepcopy(model).model.layers[0].feed_forward
+    mixture = accelerator.prepare(model).model.layers[0].feed_forward
+    torch.manual_seed(accelerator.data_parallel_rank)
+    hidden = torch.randn(1, 12, 32)
+    with torch.no_grad(), accelerator.run.backend.record() as traffic:
+        found, expected = mixture(hidden)[0], alone(hidden)[0]
+        chosen = alone.router(hidden[0])[0] > 0  # [tokens, experts]
+    other = chosen.chunk(2, 1)[1 - accelerator.data_parallel_rank]
+    sent = traffic.sent(op="all_to_all_uneven", group="ep")
+    names = int(other.sum()) * (4 + 4)  # the expert of each, int32, and its weight
+    rows, rest = divmod(sent - names, 32 * 4)
+    assert rest == 0
+    return rows, int(other.sum()), float((found - expected).abs().max())
+
+
+@pytest.mark.parametrize("experts_per_token", [1, 2])
+def test_llama4_sends_the_chosen_tokens_only(experts_per_token):
+    results = run_ranks(sent_by_llama4, 2, experts_per_token)
+    sent, chosen = (sum(each[i] for each in results) for i in (0, 1))
+    assert sent == 2 * chosen, "once there and once back, on one rank or the other"
+    assert 0 < chosen < 24 * experts_per_token
+    assert max(error for *_, error in results) < 1e-5
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

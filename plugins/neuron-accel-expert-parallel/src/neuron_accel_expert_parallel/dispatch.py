@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 ELSEWHERE = -1
 """In place of an expert that is on another rank."""
 
+BETWEEN_GRAPHS = "tokens are sent between compiled graphs"
+"""What torch.compile says of a graph that ends at experts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
@@ -122,6 +125,7 @@ class RowDispatcher(Dispatcher):
         )
 
     # ---- before the module's forward ---------------------------------------------------------------------------------
+    @torch.compiler.disable(reason=BETWEEN_GRAPHS)
     def _send(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden, experts, weights = self.inputs(module, args, kwargs)
         self.count(module, torch.bincount(experts.flatten(), minlength=self.experts))
@@ -150,6 +154,7 @@ class RowDispatcher(Dispatcher):
         return tuple(first), tuple(second)
 
     # ---- after it ----------------------------------------------------------------------------------------------------
+    @torch.compiler.disable(reason=BETWEEN_GRAPHS)
     def _return(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         routes, self._routes = self._routes, None
         assert routes is not None

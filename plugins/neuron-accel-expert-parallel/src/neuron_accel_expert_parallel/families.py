@@ -32,6 +32,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "granitemoeshared": "layers.*.block_sparse_moe.experts",
         "hunyuan_v1_moe": "layers.*.mlp.experts",
         "jamba": "layers.*.feed_forward.experts",
+        "llama4_text": "layers.*.feed_forward.experts",
         "minimax": "layers.*.mlp.experts",
         "minimax_m2": "layers.*.mlp.experts",
         "mixtral": "layers.*.mlp.experts",

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from neuron_accel.contract import UnsupportedModelError, all_to_all
-from neuron_accel_expert_parallel.dispatch import Dispatcher
+from neuron_accel_expert_parallel.dispatch import BETWEEN_GRAPHS, Dispatcher
 
 _FORM = ("has_gate", "has_bias", "is_transposed")
 
@@ -82,6 +82,7 @@ class PaddedDispatcher(Dispatcher):
         return weighted.sum(1).to(hidden.dtype)
 
 
+@torch.compiler.disable(reason=BETWEEN_GRAPHS)
 def _forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The forward of a module of experts whose tokens are sent in buffers."""
     dispatcher: PaddedDispatcher = self.padded_dispatcher

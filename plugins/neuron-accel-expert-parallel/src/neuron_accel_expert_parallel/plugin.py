@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 AXIS = "ep"
 """The mesh axis of expert parallelism, one of samples."""
+
+_LLAMA4 = "transformers.models.llama4.modeling_llama4"
+"""Imported where there is a model of Llama 4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +59,10 @@ class ExpertParallelPlugin(StrategyPlugin):
     capacity_factor: float | None = None
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="expert_parallel", phase=Phase.LAYOUT, after=frozenset({"tensor_parallel"})
+        name="expert_parallel",
+        phase=Phase.LAYOUT,
+        after=frozenset({"tensor_parallel"}),
+        provides=frozenset({"gathered-weights"}),
     )
 
     def __post_init__(self) -> None:
@@ -110,6 +117,10 @@ class ExpertParallelPlugin(StrategyPlugin):
                     why=f"{degree} ranks cannot hold equally many of them",
                     fix=f"choose an expert_parallel_size that divides {module.num_experts}",
                 )
+        if _LLAMA4 in sys.modules:
+            from neuron_accel_expert_parallel.llama4 import call_with_chosen_tokens
+
+            call_with_chosen_tokens(model.module)
         padded = self.capacity_factor is not None or not run.backend.has_uneven_all_to_all
         if padded:
             for name, module in modules.items():

@@ -88,7 +88,9 @@ class ExpertParallelPlugin(StrategyPlugin):
         kind: what the axis is.
     """
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="test_expert_parallel", phase=Phase.LAYOUT)
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="test_expert_parallel", phase=Phase.LAYOUT, provides=frozenset({"gathered-weights"})
+    )
 
     size: int = 2
 

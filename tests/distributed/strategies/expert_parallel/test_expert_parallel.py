@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from neuron_accel import Zero1Plugin
+from neuron_accel import FullyShardedPlugin, Zero1Plugin
 from neuron_accel.contract import LayoutError, Mesh, ParameterMap
 from neuron_accel.testing import RanksError, Training, assert_parallel_equivalence, run_ranks
 from tests.distributed.strategies.expert_parallel.mixture import (
@@ -17,6 +17,7 @@ from tests.distributed.strategies.expert_parallel.mixture import (
 )
 
 EP2 = ExpertParallelPlugin(size=2)
+SHARDED = FullyShardedPlugin(modules="experts")
 ZERO1, GUARDS = Zero1Plugin(), [{"replica_check": {"every": 1}}, "desync_guard"]
 CLIPPED = Training(max_norm=0.05)
 
@@ -33,6 +34,7 @@ COMPOSITIONS = {
     "ep2-dp2-zero1": (4, [ZERO1, *GUARDS], CLIPPED),
     "ep2-dp2-zero1-hook": (4, [Zero1Plugin(use_grad_acc_hook=True)], Training(accumulation=2)),
     "ep2-dp2-zero1-parameters": (4, [Zero1Plugin(partition="parameters")], CLIPPED),
+    "ep2-dp2-fully-sharded": (4, [SHARDED, *GUARDS], CLIPPED),
 }
 
 
@@ -43,7 +45,7 @@ def test_trains_like_one_process(composition):
     assert_parallel_equivalence(Mixture, data, [EP2, *others], ranks=ranks, training=training)
 
 
-@pytest.mark.parametrize("others", [[], [ZERO1]], ids=["plain", "zero1"])
+@pytest.mark.parametrize("others", [[], [ZERO1], [SHARDED]], ids=["plain", "zero1", "fully-sharded"])
 def test_experts_that_some_ranks_do_not_use(others):
     training = Training(optimizer=sgd)
     data = batches(3, lopsided=True)
