@@ -53,6 +53,7 @@ from neuron_accel.loop.arguments import (  # noqa: E402
 )
 from neuron_accel.loop.deferred_values import call_after_step, numbers, progress_bar  # noqa: E402
 from neuron_accel.loop.gather import split_for_rank  # noqa: E402
+from neuron_accel.loop.interruption import SIGNALS, Interruption  # noqa: E402
 from neuron_accel.loop.join import even_batches_as, join_uneven_inputs  # noqa: E402
 from neuron_accel.loop.precompile_mode import (  # noqa: E402
     is_precompiling,
@@ -208,6 +209,7 @@ class NeuronAccelerator(Accelerator):
         self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
         self._session = Session(self._source())
         self._watchdog = watch(self.run, self)
+        self._interruptions: list[Interruption] = []
         self._each_tensor_once = False  # while `save_model` gets the state dict from `get_state_dict`
         self._with_optimizer = False  # while `prepare` prepares models together with optimizers
         for setup in self.run.hooks["setup"]:
@@ -771,6 +773,39 @@ class NeuronAccelerator(Accelerator):
             self.flag_tensor = torch.tensor(0, device=self.device)
         return fired
 
+    @collective
+    def watch_for_interruption(
+        self,
+        signals: Sequence[str] = SIGNALS,
+        *,
+        notice_file: str | os.PathLike[str] | None = None,
+    ) -> Interruption:
+        """Lets a training loop save and end when the run is asked to stop, after the same step on every rank::
+
+            interruption = accelerator.watch_for_interruption()
+            for batch in loader:
+                ...
+                if interruption.requested():
+                    accelerator.save_state("checkpoints/last")
+                    break
+
+        Collective. From here on the signals no longer end a rank: ``requested()`` has to be called after each step. A
+        second SIGINT interrupts at once. `end_training` restores the handlers.
+
+        Args:
+            signals: names of signals to any rank that ask to stop.
+            notice_file: a file whose existence, on the machine of any rank, asks to stop.
+
+        Raises:
+            ConfigurationError: if a signal does not exist or cannot be handled.
+            UsageError: in a thread other than the main one, unless ``signals`` is empty.
+        """
+        interruption = Interruption(
+            self.run, signals=signals, notice_file=notice_file, counts=lambda: self.sync_gradients
+        )
+        self._interruptions.append(interruption)
+        return interruption
+
     # ---- deferred values ---------------------------------------------------------------------------------------------
     def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
         """Logs to every tracker.
@@ -1004,6 +1039,8 @@ class NeuronAccelerator(Accelerator):
         """Waits for a save in progress, finishes trackers, releases all prepared objects, and disconnects the ranks."""
         self._session.wait()
         self.run.backend.step_boundary()  # reads the values that are still to be logged
+        while self._interruptions:
+            self._interruptions.pop().close()
         self._teardown()
         super().end_training()
         if self._watchdog is not None:
@@ -1036,7 +1073,9 @@ class NeuronAccelerator(Accelerator):
     def __getstate__(self) -> dict[str, Any]:
         """What a copy in another process keeps: the plan, this rank's coordinates and the loaders, but no connection to
         other ranks and no prepared model."""
-        prepared: dict[str, list[Any]] = {name: [] for name in ("_models", "_optimizers", "_schedulers")}
+        prepared: dict[str, list[Any]] = {
+            name: [] for name in ("_models", "_optimizers", "_schedulers", "_interruptions")
+        }
         return {**self.__dict__, **prepared, **dict.fromkeys(("_step", "_session", "_watchdog"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -127,6 +127,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _option(
         neuron, "--slurm", metavar="PLACE", help="write Slurm batch files to this file or folder instead of launching"
     )
+    _option(
+        neuron,
+        "--requeue",
+        action="store_true",
+        help="with --slurm: the job gets SIGTERM before its time limit, time enough for --grace, and is queued again",
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--tee", action="store_true", help="show every rank's output, prefixed with the rank")
     _option(output, "--log-dir", metavar="DIR", help="keep every rank's output in DIR/rank_N/{stdout,stderr}.log")
@@ -182,6 +188,13 @@ def run(args: argparse.Namespace) -> int:
         secret_file=args.secret_file,
     )
     plan = prepare(request, meets=args.slurm is None)
+    if args.requeue and args.slurm is None:
+        raise ConfigurationError(
+            "--requeue has no effect without --slurm.",
+            where="--requeue",
+            why="it is a property of the job that a batch file describes",
+            fix="add --slurm FILE, or leave it out",
+        )
     if args.slurm is not None:
         _write_batch_files(args.slurm, plan, args)
         return 0
@@ -221,7 +234,7 @@ def _write_batch_files(place: str, plan: LaunchPlan, args: argparse.Namespace) -
     from neuron_accel.cli.slurm import cache_per_host, describe_batch_files, write_batch_files
 
     args.cache_dir = cache_per_host(args.cache_dir)
-    files = describe_batch_files(place, plan, _options_of(args), args.cache_dir)
+    files = describe_batch_files(place, plan, _options_of(args), args.cache_dir, requeue=args.requeue)
     if args.dry_run:
         print("\n".join(f"# would be written to {file.path}\n{file.text}" for file in files))
         return

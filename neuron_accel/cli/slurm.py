@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -21,7 +22,7 @@ TEMPLATE = """\
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --output=%x-%j.out
-# {purpose}
+{directives}# {purpose}
 # Submit it from the working directory of the script: sbatch {file}
 
 set -euo pipefail
@@ -37,8 +38,20 @@ export NEURON_ACCEL_SECRET
 # --kill-on-bad-exit: when one machine fails, the others end too
 srun --kill-on-bad-exit=1 --export=ALL bash -c \\
   {task} neuron-accel \\
-  --master-addr "$master" --master-port "$port" {arguments}
+  --master-addr "$master" --master-port "$port" {arguments}{after}
 """
+
+REQUEUE = """\
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=TERM@{seconds}
+"""
+AFTER = """ || status=$?
+# SIGTERM ended it: before the time limit, or because the job was preempted
+[ "${status:-0}" -ne 143 ] || scontrol requeue "$SLURM_JOB_ID"
+exit ${status:-0}"""
+ROOM_SECONDS = 30
+"""Time between the end of ``--grace`` and the end of the job."""
 
 TASK = 'exec {start} --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" "$@"'
 LAUNCH = "neuron-accel launch"
@@ -66,7 +79,7 @@ def cache_per_host(cache: str | None) -> str | None:
 
 
 def describe_batch_files(
-    place: str, plan: LaunchPlan, options: Sequence[str], cache: str | None = None
+    place: str, plan: LaunchPlan, options: Sequence[str], cache: str | None = None, *, requeue: bool = False
 ) -> list[BatchFile]:
     """Returns the batch file of a training run and, if graphs can be precompiled, that of its compile job.
 
@@ -75,6 +88,7 @@ def describe_batch_files(
         plan: the launch.
         options: options of ``neuron-accel launch`` that are the same on all machines, the script, and its arguments.
         cache: the ``--cache-dir`` among the options, for the tool that compiles.
+        requeue: whether the training job gets SIGTERM before its time limit, and is queued again when that ends it.
 
     Returns:
         the files in the order in which to submit them; that for training is the last.
@@ -100,6 +114,7 @@ def describe_batch_files(
         kinds.insert(0, (compilation, precompile, purpose))
     files = []
     for path, start, purpose in kinds:
+        again = requeue and path == training
         text = TEMPLATE.format(
             name=re.sub(r"[^\w.-]", "_", path.stem),
             nodes=plan.request.nnodes,
@@ -109,6 +124,8 @@ def describe_batch_files(
             ports=JOB_PORTS,
             task=shlex.quote(TASK.format(start=start)),
             arguments=shlex.join(options),
+            directives=REQUEUE.format(seconds=math.ceil(plan.request.grace) + ROOM_SECONDS) if again else "",
+            after=AFTER if again else "",
         )
         files.append(BatchFile(path=path, text=text, purpose=purpose))
     return files

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from neuron_accel.trainer.accelerator import TrainersAccelerator  # isort: skip  # first: it chooses the device
 import torch
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch import nn
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from neuron_accel.engine.plan.plugin import Claim
@@ -28,11 +30,24 @@ from neuron_accel.trainer.search import Searching
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
+    from neuron_accel.loop.interruption import Interruption
+
 
 _log = logging.getLogger(__name__)
 _OF_A_LOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 _FOLDER = "tmp_trainer"
 """Output folder of a Trainer without arguments, as in transformers."""
+
+
+class StopTogether(TrainerCallback):
+    """Saves a checkpoint and ends the training once ``interruption`` is requested."""
+
+    def __init__(self, interruption: Interruption) -> None:
+        self.interruption = interruption
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.interruption.requested():
+            control.should_save = control.should_training_stop = True
 
 
 class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
@@ -59,6 +74,9 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
     loss_is_scaled_for_ga: bool
     _created_lr_scheduler: bool
     _train_batch_size: int
+    state: Any
+    control: Any
+    _stops_on_signal: bool = False
 
     def create_accelerator_and_postprocess(self) -> None:
         """Builds the accelerator with the strategies that the arguments select.
@@ -147,13 +165,34 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
             self.accelerator.run.models and self.accelerator.run.prepared(self.model) is None
         ):  # model_init has built a new model
             self.accelerator.start_over()
-        return super()._inner_training_loop(  # type: ignore[misc]
-            batch_size=batch_size,
-            args=args,
-            resume_from_checkpoint=resume_from_checkpoint,
-            trial=trial,
-            ignore_keys_for_eval=ignore_keys_for_eval,
-        )
+        with self._stopping_together():
+            return super()._inner_training_loop(  # type: ignore[misc]
+                batch_size=batch_size,
+                args=args,
+                resume_from_checkpoint=resume_from_checkpoint,
+                trial=trial,
+                ignore_keys_for_eval=ignore_keys_for_eval,
+            )
+
+    @contextmanager
+    def _stopping_together(self) -> Iterator[None]:
+        """With ``enable_jit_checkpoint``, a context manager in which SIGTERM to any rank ends the training with a
+        checkpoint after the same step on all of them. transformers' own callback stops each rank where it is."""
+        theirs = [each for each in self.callback_handler.callbacks if type(each).__name__ == "JITCheckpointCallback"]  # type: ignore[attr-defined]
+        if not theirs and not self._stops_on_signal:
+            yield
+            return
+        self._stops_on_signal = True
+        for callback in theirs:
+            callback.on_train_end(self.args, self.state, self.control)  # restores the handler of SIGTERM
+            self.remove_callback(callback)  # type: ignore[attr-defined]
+        stop = StopTogether(self.accelerator.watch_for_interruption(["SIGTERM"]))
+        self.add_callback(stop)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            self.remove_callback(stop)  # type: ignore[attr-defined]
+            stop.interruption.close()
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """Prepares the model and the optimizer if they are not prepared, and loads the checkpoint; returns the model

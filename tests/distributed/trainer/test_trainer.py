@@ -100,6 +100,18 @@ def test_resume(before, after, at, stock, tmp_path):
         assert_same(result, stock[with_data])
 
 
+def test_sigterm_to_one_rank_saves_a_checkpoint_on_all_of_them(stock, tmp_path):
+    """transformers' callback for `enable_jit_checkpoint` stops each rank at a step of its own."""
+    ranks, with_data, more = COMPOSITIONS["dp2+zero1"]
+    more = more | MIDDLE | {"save_strategy": "no", "enable_jit_checkpoint": True}
+    stopped = run_ranks(train_on_rank, ranks, str(tmp_path), with_data, more | {"signal_at": 2})
+    assert {result["steps"] for result in stopped} in ({4}, {5})
+    assert (tmp_path / f"checkpoint-{stopped[0]['steps']}").is_dir()
+    for result in run_ranks(train_on_rank, ranks, str(tmp_path), with_data, more, None, True):
+        result["train_loss"] = None  # of the steps of this call
+        assert_same(result, stock[with_data])
+
+
 @pytest.mark.parametrize(("name", "at"), [("dp2+zero1", 2), ("tp2+sp", 4), ("pp2", 2)])
 def test_resume_from_a_checkpoint_of_transformers_own_trainer(name, at, stock, tmp_path):
     """The checkpoint restores moments, learning rate, random state and the position in the data."""

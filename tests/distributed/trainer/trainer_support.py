@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -84,11 +86,25 @@ def stopper(step):
     return Stop()
 
 
+def signaller(step):
+    """A callback that sends SIGTERM to rank 1, as a scheduler or the provider of a machine would."""
+    import torch.distributed as dist
+    from transformers import TrainerCallback
+
+    class Signal(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == step and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    return Signal()
+
+
 def callbacks(more):
     """Those that ``more`` asks for."""
     from transformers import EarlyStoppingCallback
 
     result = [stopper(more.pop("stop_after"))] if "stop_after" in more else []
+    result += [signaller(more.pop("signal_at"))] if "signal_at" in more else []
     return result + ([EarlyStoppingCallback(more.pop("early_stopping"))] if "early_stopping" in more else [])
 
 

@@ -255,11 +255,13 @@ shift 2
 for node in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$node "$@" || exit $?; done
 """
 FAKE_SCONTROL = """#!/bin/bash
+[ "$1" = "requeue" ] && { echo "requeue $2" >> "$RECORD"; exit; }
 [ "$1 $2" = "show hostnames" ] && [ "$3" = "trn[1-2]" ] && printf 'trn1\\ntrn2\\n'
 """
 FAKE_COMMAND = """#!/bin/bash
 printf '%s\\n' "$@" >> "$RECORD"
 echo end >> "$RECORD"
+exit "${FAKE_EXIT:-0}"
 """
 
 
@@ -273,12 +275,13 @@ def cluster(tmp_path):
         (tools / name).chmod(0o755)
     record = tmp_path / "record"
 
-    def run(path):
+    def run(path, ends_with=0):
         record.write_text("")
         job = {"SLURM_JOB_NODELIST": "trn[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "2042"}
         environment = {"PATH": f"{tools}:{os.environ['PATH']}", "RECORD": str(record), **job}
+        environment["FAKE_EXIT"] = str(ends_with)
         done = subprocess.run([str(path)], env=environment, capture_output=True, text=True, timeout=30)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == ends_with, done.stderr
         first, *rest = record.read_text().splitlines()
         assert first == "srun --kill-on-bad-exit=1 --export=ALL"
         return [part.split("\n") for part in "\n".join(rest).removesuffix("\nend").split("\nend\n")]
@@ -328,6 +331,20 @@ def test_machines_of_a_batch_have_a_cache_each_and_the_tool_fills_it(script, tmp
     for words in cluster(tmp_path / "train_compile.sbatch"):
         assert words[:5] == ["precompile", f"--cache-dir={written}", "--", "neuron-accel", "launch"]
         assert words.count(f"--cache-dir={written}") == 2
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_a_job_that_sigterm_ended_is_queued_again(script, tmp_path, capsys, cluster):
+    path = tmp_path / "train.sbatch"
+    options = ["--nproc-per-node", "32", "--nnodes", "2", "--grace", "90", "--requeue", "--slurm", str(path), script]
+    assert main(["launch", "--instance", "trn1.32xlarge", *options]) == 0
+    assert "#SBATCH --requeue\n#SBATCH --open-mode=append\n#SBATCH --signal=TERM@120\n# Trains" in path.read_text()
+    assert "requeue" not in (tmp_path / "train_compile.sbatch").read_text()
+    for ends_with, queued_again in ((0, False), (1, False), (143, True)):
+        last = cluster(path, ends_with)[-1]
+        assert (last == ["requeue 2042"]) is queued_again
+    assert main(["launch", "--requeue", script]) == 2
+    assert "--requeue has no effect without --slurm" in capsys.readouterr().err
 
 
 def test_batch_files_that_are_only_shown(script, tmp_path, capsys):
