@@ -104,13 +104,17 @@ def joined():
     model = torch.nn.Linear(2, 2)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     interruption = accelerator.watch_for_interruption()
-    uneven = accelerator.join_uneven_inputs([model], even_batches=False)
-    with pytest.raises(UsageError, match="run out of data"), uneven:
-        for _ in range(1 + accelerator.process_index):
-            accelerator.backward(model(torch.ones(1, 2)).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-            assert not interruption.requested()
+
+    def steps():
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            for _ in range(1 + accelerator.process_index):
+                accelerator.backward(model(torch.ones(1, 2)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                assert not interruption.requested()
+
+    with pytest.raises(UsageError, match="run out of data"):
+        steps()
     accelerator.end_training()
 
 
