@@ -34,6 +34,19 @@ class Measurement:
     counts: Mapping[str, float] | None = None
 
 
+@dataclass(frozen=True)
+class Turn:
+    """The time of one step of a peer, in one turn.
+
+    Args:
+        seconds: of the wall clock, from a barrier to a barrier.
+        cpu_seconds: of the processor, summed over ranks and their threads.
+    """
+
+    seconds: float
+    cpu_seconds: float
+
+
 def rounds(
     peers: Mapping[str, Callable[..., Measurement | None]],
     ranks: int,
@@ -69,37 +82,45 @@ def race(
     repeat: int,
     steps: int = 2,
     timeout: float = 900,
-) -> dict[str, list[float]]:
-    """Seconds per step of every peer in every round, on rank 0: all are built in the same gloo ranks and take turns, a
-    few steps each, in an order that changes from round to round. What else the machine does then hits all alike, which
-    it does not where each peer has ranks, and minutes, of its own.
+) -> dict[str, list[Turn]]:
+    """The time of a step of every peer in every round: all are built in the same gloo ranks and take turns, a few steps
+    each, in an order that changes from round to round. What else the machine does then hits all alike, which it does
+    not where each peer has ranks, and minutes, of its own.
 
     Args:
         peers: name to an importable function; called on every rank with ``args``, it builds the peer and returns its
             step.
     """
     note(f"{ranks} ranks: time")
-    seconds = run_ranks(_race, ranks, dict(peers), args, repeat, steps, timeout=timeout)[0]
+    measured = run_ranks(_race, ranks, dict(peers), args, repeat, steps, timeout=timeout)
     note("")
-    return seconds
+    return {
+        name: [
+            Turn(turns[0].seconds, sum(turn.cpu_seconds for turn in turns))
+            for turns in zip(*(rank[name] for rank in measured), strict=True)
+        ]
+        for name in peers
+    }
 
 
 def _race(
     peers: Mapping[str, Callable[..., Callable[[], Any]]], args: tuple[Any, ...], repeat: int, steps: int
-) -> dict[str, list[float]]:
+) -> dict[str, list[Turn]]:
     import torch.distributed as dist
 
     built = {name: build(*args) for name, build in peers.items()}
     for step in built.values():
         for _ in range(2):
             step()
-    seconds: dict[str, list[float]] = {name: [] for name in built}
+    turns: dict[str, list[Turn]] = {name: [] for name in built}
     order, names = random.Random(0), list(built)
     for _ in range(repeat):
         order.shuffle(names)
         for name in names:
-            seconds[name].append(timed_steps(built[name], dist.barrier, warm_up=0, steps=steps))
-    return seconds
+            before = time.process_time()
+            seconds = timed_steps(built[name], dist.barrier, warm_up=0, steps=steps)
+            turns[name].append(Turn(seconds, (time.process_time() - before) / steps))
+    return turns
 
 
 def quartiles(values: Sequence[float]) -> str:

@@ -235,11 +235,11 @@ def main() -> None:
             counts[name] = measured[0] | {"peak": max(m["peak"] for m in measured)}
         if OVERLAPPED in counts:
             names.append(OVERLAPPED)
-        seconds = race({n: partial(step_of, n) for n in names}, ranks, options.small, repeat=options.repeat)
+        turns = race({n: partial(step_of, n) for n in names}, ranks, options.small, repeat=options.repeat)
         rows = [["peer", "rate / DDP", "rate / ZeroRedundancyOptimizer", "peak memory / DDP", "state", "sent"]]
         for name in names:
             relative = [
-                quartiles([theirs / mine for theirs, mine in zip(seconds[reference], seconds[name], strict=True)])
+                quartiles([r.seconds / t.seconds for r, t in zip(turns[reference], turns[name], strict=True)])
                 for reference in ("DDP", "DDP + ZeroRedundancyOptimizer")
             ]
             found = counts[name]

@@ -1,0 +1,37 @@
+"""The benchmark beside FSDP runs, and notices a peer that trains something else."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.fully_sharded import RESHARDING, STAGE_3, Counts, Size, check_losses, count, main
+from neuron_accel.testing import run_ranks
+
+SMALL = Size(hidden=64, layers=2, vocabulary=256, tokens=16)
+
+
+@pytest.mark.slow
+def test_prints_a_table_of_all_that_it_measures(capsys):
+    main(["--small", "--ranks", "2", "--optimizers", "fused", "--repeat", "2", "--peers", STAGE_3])
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[0].startswith("## 2 ranks, fused AdamW")
+    rows = {line.split(" | ")[0].lstrip("| "): line.split(" | ") for line in lines[2:]}
+    assert len({len(row) for row in rows.values()}) == 1
+    assert set(rows) >= {STAGE_3, RESHARDING, "DDP"}
+
+
+def test_counts_what_a_step_needs():
+    ranks = run_ranks(count, 2, STAGE_3, SMALL, False)
+    first = ranks[0]
+    assert first.counted == pytest.approx(first.sent, rel=0.02)
+    assert 0 < first.kept < first.live
+    assert first.collectives > 0
+    assert first.resident > 0
+    assert first.losses[0] > first.losses[-1]
+
+
+def test_a_peer_with_other_losses_is_an_error():
+    fine = Counts(losses=[2.0, 1.5], sent=1, counted=None, collectives=1, live=1, kept=1, resident=1)
+    check_losses({"DDP": [fine], "a peer": [replace(fine, losses=[2.00001, 1.5])]})
+    with pytest.raises(RuntimeError, match="a peer has losses"):
+        check_losses({"DDP": [fine], "a peer": [replace(fine, losses=[2.0, 1.4])]})
