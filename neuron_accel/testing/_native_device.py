@@ -23,10 +23,33 @@ _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
+class Memory:
+    """The CPU memory of a storage of the device. When the storage is resized to nothing, its memory cannot be used any
+    more, but it keeps its addresses, as torch has no means to give a storage made in Python others; when it is resized
+    to its size again, its bytes read as NaN.
+
+    Attributes:
+        present: the memory; None while the storage has none.
+    """
+
+    def __init__(self, memory: torch.UntypedStorage) -> None:
+        self._all = memory
+        self.present: torch.UntypedStorage | None = memory
+
+    def resize(self, nbytes: int) -> None:
+        """The storage's ``resize_``."""
+        if nbytes not in (0, self._all.nbytes()):
+            raise RuntimeError(f"this storage has {self._all.nbytes()} bytes or none, not {nbytes}")
+        if nbytes and self.present is None:
+            self._all.fill_(255)
+        self.present = self._all if nbytes == self._all.nbytes() else None
+
+
 def storage_of(memory: torch.UntypedStorage) -> torch.UntypedStorage:
     """A storage of the device that refers to CPU memory and keeps it alive."""
     storage: Any = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), _DEVICE, memory.nbytes())
-    storage.memory = memory
+    storage.memory = Memory(memory)
+    storage.resize_ = storage.memory.resize
     storage.clone = functools.partial(_clone, memory)  # torch's own needs an allocator written in C++
     return storage
 
@@ -37,8 +60,10 @@ def _clone(memory: torch.UntypedStorage) -> torch.UntypedStorage:
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor with the memory of a device tensor."""
-    memory = getattr(tensor.untyped_storage(), "memory", None)
-    memory = torch.UntypedStorage(0) if memory is None else memory
+    held = getattr(tensor.untyped_storage(), "memory", None)
+    memory = torch.UntypedStorage(0) if held is None else held.present
+    if memory is None:
+        raise RuntimeError(f"the memory of a tensor of shape {tuple(tensor.shape)} was freed (its storage was resized)")
     host = torch.empty(0, dtype=tensor.dtype)
     return host.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
 

@@ -43,7 +43,6 @@ class TestFullySharded(PluginConformance):
     conflicts: ClassVar = {
         "zero1": "claim",
         "tp2-zero1": "claim",
-        "pp2": "'pipeline_parallel'",
     }
 
 

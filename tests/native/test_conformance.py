@@ -6,9 +6,14 @@ from typing import ClassVar
 
 import pytest
 
-from neuron_accel import DataParallelPlugin, PipelineParallelPlugin, TensorParallelPlugin, Zero1Plugin
-from neuron_accel.errors import PlanError
-from neuron_accel.testing import PluginConformance, RanksError, run_ranks
+from neuron_accel import (
+    DataParallelPlugin,
+    FullyShardedPlugin,
+    PipelineParallelPlugin,
+    TensorParallelPlugin,
+    Zero1Plugin,
+)
+from neuron_accel.testing import PluginConformance
 
 _OF_THE_PLUGIN_ITSELF = "this has nothing to do with ranks; tests/conformance_kit checks it"
 HERE: dict[str, str] = dict.fromkeys(
@@ -63,14 +68,17 @@ class TestPipeline(PluginConformance):
         return PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=2)
 
 
-def plans_fully_sharded():
-    from neuron_accel import NeuronAccelerator
+class TestFullySharded(PluginConformance):
+    """Beside it: tensor and sequence parallelism, pipelines and activation checkpointing."""
 
-    NeuronAccelerator(config={"plugins": ["fully_sharded"]})
+    backends = ("native-p2p",)
+    opt_out: ClassVar = {
+        **HERE,
+        "test_leaves_nothing_behind": _OF_THE_PLUGIN_ITSELF,
+        "test_exits_cleanly": _OF_THE_PLUGIN_ITSELF,
+    }
+    conflicts: ClassVar = {"zero1": "claim", "tp2-zero1": "claim"}
 
-
-def test_fully_sharded_parameters_are_refused():
-    with pytest.raises(RanksError) as raised:
-        run_ranks(plans_fully_sharded, 2, backend="native")
-    assert all(isinstance(error, PlanError) for error in raised.value.errors.values())
-    assert "cannot be resized" in str(raised.value)
+    @pytest.fixture
+    def plugin(self):
+        return FullyShardedPlugin()

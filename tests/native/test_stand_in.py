@@ -122,6 +122,27 @@ def stored(folder: str) -> None:
     assert [batch.to("neuron", non_blocking=True).tolist() for batch in loader] == [[0, 1], [2, 3]]
 
 
+def freed_memory():
+    """A tensor whose storage is freed, and has memory again."""
+    flat = torch.ones(6, device="neuron")
+    view, storage = flat[2:].view(2, 2), flat.untyped_storage()
+    storage.resize_(0)
+    with pytest.raises(RuntimeError, match=r"shape \(2, 2\) was freed"):
+        view + 1
+    with pytest.raises(RuntimeError, match="24 bytes or none, not 8"):
+        storage.resize_(8)
+    storage.resize_(24)
+    again = bool(view.isnan().all())
+    flat.fill_(2)
+    return again, view.cpu()
+
+
+def test_storages_are_freed_and_allocated_anew():
+    ((again, view),) = run_ranks(freed_memory, 1, backend="native")
+    assert again
+    assert torch.equal(view, torch.full((2, 2), 2.0))
+
+
 def test_files_and_loaders(tmp_path):
     run_ranks(stored, 1, str(tmp_path), backend="native")
 

@@ -28,11 +28,15 @@ CASES = {
     "one-micro-batch": (2, [pipeline(2, 1)]),
     "dp2": (4, [pipeline(2, 2)]),
     "dp2-zero1": (4, [pipeline(2, 2), "zero1"]),
+    "dp2-fully-sharded": (4, [pipeline(2, 2), "fully_sharded"]),
+    "dp2-resharded": (4, [pipeline(2, 2), {"fully_sharded": {"reshard_after_forward": True}}]),
     "tp2": (4, [pipeline(2, 2, **TP)]),
     "tp2-sp": (4, [pipeline(2, 2, **TP), "sequence_parallel"]),
     "pp4": (4, [pipeline(4, 4)]),
 }
-OFTEN = {("llama", "1f1b"), ("gpt2-tied", "gpipe"), ("llama", "dp2-zero1"), ("gpt2-tied", "tp2-sp")}
+OFTEN = {("llama", "1f1b"), ("gpt2-tied", "gpipe"), ("llama", "dp2-zero1"), ("gpt2-tied", "tp2-sp")} | {
+    ("gpt2-tied", "dp2-fully-sharded")
+}
 # compiling takes most of the time, and more of it the more blocks there are
 BLOCKS = {"interleaved": 4, "pp4": 4}
 

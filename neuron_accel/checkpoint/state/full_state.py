@@ -40,17 +40,27 @@ def full_state_dict(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
                 result[name] = value
             continue
         if value not in copies:
-            full = value.detach()
-            if name in model.parameters:
-                record = model.parameters[name]
-                full = full_tensor(full if record.weights is None else record.weights.gather(), record.layout, run)
+            full = _full_value(name, value, model, run)
             copies[value] = full.to("cpu", copy=True) if keep else torch.empty(0)
         if keep:
             result[name] = copies[value]
+    _release(model)
+    return result
+
+
+def _full_value(name: str, local: torch.Tensor, model: PreparedModel, run: Run) -> torch.Tensor:
+    """Returns a parameter or buffer of this rank's stage in full, until that of another is asked for. Collective."""
+    if name not in model.parameters:
+        return local.detach()
+    record = model.parameters[name]
+    return full_tensor(local.detach() if record.weights is None else record.weights.gather(), record.layout, run)
+
+
+def _release(model: PreparedModel) -> None:
+    """Frees the last values that were gathered."""
     for record in model.parameters:
         if record.weights is not None:
-            record.weights.changed()  # the last ones that were gathered are freed
-    return result
+            record.weights.changed()
 
 
 def without_ties(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -129,12 +139,11 @@ def _state_of_stages(model: PreparedModel, module: torch.nn.Module, run: Run, st
         elif identity not in copies:
             full = None
             if stages.index == holder:
-                full = local[name].detach()
-                if name in records:
-                    full = full_tensor(full, records[name].layout, run)
+                full = _full_value(name, local[name], model, run)
             full = _from_stage(full, form, run, stages, holder)
             copies[identity] = full.to("cpu", copy=True) if run.backend.rank == 0 else torch.empty(0)
         result[name] = copies[identity]
+    _release(model)
     return result if run.backend.rank == 0 else {}
 
 

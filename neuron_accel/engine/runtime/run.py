@@ -49,6 +49,14 @@ class PreparedModel:
     """Whether a strategy shards the values of parameters and gathers them for their use
     (:attr:`ParameterRecord.weights`), now or once their optimizer is prepared."""
 
+    runs_backward: bool = False
+    """Whether calling the model in training runs forward and backward of several micro-batches (a pipeline), so that no
+    backward pass is left to the loss that it returns."""
+
+    defers_gradients: bool = False
+    """Whether gradients of weights may arrive after the backward pass of their module, at any time before
+    ``after_backward``."""
+
     reader: Callable[[Mapping[str, tuple[int, torch.Tensor]]], None] | None = None
     """Reads weights for :meth:`read_weights`, while some of them are unread."""
 

@@ -74,14 +74,17 @@ class LazyUnits(Units):
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         super()._after_forward(unit, module, args, output)
         if unit is self.root and not torch.is_grad_enabled():
-            for other in self.units:  # one that was gathered ahead, and not called
-                other.release()
+            self.release()  # also what was gathered ahead, and not called
 
     # ---- the backward pass -------------------------------------------------------------------------------------------
     def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor:
         behind = self._gather_behind(unit, [gradient.detach()], backward=True)
         super()._before_backward(unit, gradient)
         return behind[0] if behind else gradient
+
+    @property
+    def _completes_early(self) -> bool:
+        return super()._completes_early and not self._model.runs_backward  # stages run their passes at other times
 
     # ---- gathering ---------------------------------------------------------------------------------------------------
     def _gather_behind(self, unit: Unit, after: Sequence[torch.Tensor], *, backward: bool) -> list[torch.Tensor]:
@@ -94,7 +97,9 @@ class LazyUnits(Units):
             self.gather(unit)
             return []
         wanted = [unit]
-        if self._prefetch and (backward or not in_backward()):
+        if unit is self.root and self._model.runs_backward and not self._reshard:
+            wanted = self.units  # in a graph of their own, so that those of all micro-batches are the same
+        elif self._prefetch and (backward or not in_backward()):
             wanted += self._following(unit, backward)
         idle = [cast(LazyGatheredShard, shard) for each in wanted for shard in each.idle]
         if not idle:

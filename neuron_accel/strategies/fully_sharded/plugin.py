@@ -28,6 +28,7 @@ COMPOSES_WITH = frozenset(
         "fully_sharded",
         "tensor_parallel",
         "model_parallelism",
+        "pipeline_parallel",
         "sequence_parallel",
         "activation_checkpointing",
         "flash_attention",
@@ -62,7 +63,9 @@ class FullyShardedPlugin(Zero1Plugin):
         reshard_after_forward: whether parameters are freed after the forward pass and gathered again for the backward
             pass (stage 3), or kept until the backward pass has ended (stage 2), which takes the memory of all
             parameters during a step and sends a third less. Those in no block are kept for the backward pass either
-            way, since it begins with them.
+            way, since it begins with them. By default stage 3, and in a pipeline stage 2: a stage's parameters are
+            gathered once for all micro-batches of a step and its gradients are reduced once. With True given, a
+            pipeline gathers them again for each pass of a micro-batch.
         modules: what is gathered together: ``"blocks"``, the repeated blocks of the model; or FQN patterns, one or
             several, in which ``*`` stands for one segment or a part of it (``"encoder.layers.*"``).
         prefetch: how many units are gathered ahead of the one that computes, which is what they take of memory; 0 for
@@ -82,7 +85,7 @@ class FullyShardedPlugin(Zero1Plugin):
         reads_weights=True,
     )
 
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | None = None
     modules: str | tuple[str, ...] = BLOCKS
     prefetch: int = 1
     persistence_threshold: int = 0
@@ -136,7 +139,7 @@ class FullyShardedPlugin(Zero1Plugin):
         with their optimizer."""
         from neuron_accel.lazy import lazy_load_for_parallelism
 
-        return nullcontext() if run.data_parallel_size == 1 else lazy_load_for_parallelism()
+        return nullcontext() if run.group(*run.mesh.gradient_axes).size == 1 else lazy_load_for_parallelism()
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Watches the forward and backward passes of the model's units."""
@@ -155,7 +158,7 @@ class FullyShardedPlugin(Zero1Plugin):
                 model,
                 run,
                 modules=self.modules,
-                reshard=self.reshard_after_forward,
+                reshard=not model.runs_backward if self.reshard_after_forward is None else self.reshard_after_forward,
                 prefetch=self.prefetch if self.overlap else 0,
                 persistence_threshold=self.persistence_threshold,
                 plugin=self.spec.name,

@@ -131,8 +131,11 @@ class Units:
         return self._unit_of.get(id(record))
 
     def keeps(self, record: ParameterRecord) -> bool:
-        """Whether a parameter is too small to be gathered for each use."""
-        return record.current is not None and record.current.numel() < self._threshold
+        """Whether every rank keeps a parameter: it is too small to be gathered for each use, or is on several stages of
+        a pipeline, which make it equal after a step."""
+        if record.current is None:
+            return False
+        return record.current.numel() < self._threshold or record.completed_late
 
     def _unit_around(self, record: ParameterRecord) -> Unit:
         """The unit in which all uses of a parameter are; one that is tied across units belongs to the model."""
@@ -178,8 +181,13 @@ class Units:
         if in_backward():
             return
         if not torch.is_grad_enabled():
-            unit.release()
+            if self._reshard or not self._model.runs_backward:
+                unit.release()
+            elif unit is self.root:  # all micro-batches have been evaluated
+                self.release()
             return
+        if unit is self.root and self._model.runs_backward:
+            return  # `end_backward` follows
         # Where an output is no plain tensor (logits that are sharded over ranks), parameters are kept for backward.
         outputs = [t for t in tree_leaves(output) if type(t) is torch.Tensor and t.requires_grad]
         for tensor in outputs:
@@ -200,13 +208,22 @@ class Units:
 
     def _after_backward(self, unit: Unit, _: Sequence[torch.Tensor | None]) -> None:
         unit.forwards -= 1
-        if unit.forwards > 0:
-            return  # a block that is called several times
+        if unit.forwards > 0:  # a block that is called several times, or another micro-batch of a pipeline
+            if self._reshard and self._model.runs_backward:
+                unit.in_backward = False
+                unit.release()
+            return
         unit.in_backward = False
-        for shard, complete in unit.shards:
-            complete(shard)
+        if self._completes_early:
+            for shard, complete in unit.shards:
+                complete(shard)
         if self._reshard or self._model.synchronises:
             unit.release()
+
+    @property
+    def _completes_early(self) -> bool:
+        """Whether gradients of a unit are reduced when its backward pass ends."""
+        return not self._model.defers_gradients
 
     def end_backward(self) -> None:
         """A backward pass is over: frees what it has not freed. Without resharding, parameters are kept for the next
@@ -216,6 +233,11 @@ class Units:
             unit.in_backward, unit.forwards = False, 0
             if self._reshard or self._model.synchronises:
                 unit.release()
+
+    def release(self) -> None:
+        """Frees all that was gathered."""
+        for unit in self.units:
+            unit.release()
 
     # ---- gathering ---------------------------------------------------------------------------------------------------
     def gather(self, unit: Unit) -> None:
@@ -234,7 +256,7 @@ class Units:
     def _fetch_following(self, unit: Unit, backward: bool) -> None:
         """Starts to gather the units that followed this one the last time."""
         before, self._last[backward] = self._last[backward], unit
-        if before is not None:
+        if before is not None and (not self._model.runs_backward or (unit.index > before.index) != backward):
             before.following[backward] = unit
         for _ in range(0 if self._action.announced else self._prefetch):
             following = unit.following.get(backward)

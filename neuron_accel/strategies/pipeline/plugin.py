@@ -130,6 +130,7 @@ class PipelineParallelPlugin(PipelineOptions):
             options=self,
         )
         self.pipelines(run).append(pipeline)
+        model.runs_backward, model.defers_gradients = True, self.schedule == "zero-bubble"
         model.module.forward = _function(pipeline, inspect.signature(forward))  # type: ignore[method-assign]
 
     def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:

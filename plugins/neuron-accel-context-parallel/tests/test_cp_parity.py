@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import cp_models
 import pytest
+import torch
 from neuron_accel_context_parallel import ContextParallelPlugin
 
-from neuron_accel import ModelParallelismPlugin, SequenceParallelPlugin, Zero1Plugin
-from neuron_accel.testing import Training, assert_parallel_equivalence
+from neuron_accel import (
+    FullyShardedPlugin,
+    ModelParallelismPlugin,
+    NeuronAccelerator,
+    SequenceParallelPlugin,
+    Zero1Plugin,
+)
+from neuron_accel.testing import Training, assert_parallel_equivalence, run_ranks
 
 CP2, CP4 = ContextParallelPlugin(context_parallel_size=2), ContextParallelPlugin(context_parallel_size=4)
 TP2 = ModelParallelismPlugin(tensor_parallel_size=2)
@@ -42,6 +49,26 @@ def test_sharded_sequences_train_like_whole_ones(family, division):
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_composes(composition):
     check(cp_models.grouped, composition, cp_models.batches(5, alike=True))
+
+
+def test_parameters_sharded_over_data_and_context_ranks():
+    plugins = [CP2, FullyShardedPlugin()]
+    training = Training(max_norm=0.5, accumulation=2)
+    data = cp_models.batches(4, alike=True)
+    assert_parallel_equivalence(cp_models.grouped, data, plugins, ranks=4, training=training)
+    for kept, axes, full in run_ranks(shards, 4, plugins):
+        assert axes == {("dp", "cp")}
+        assert full / 4 <= kept < full / 4 + 100
+
+
+def shards(plugins):
+    """Elements of the weights that this rank keeps, axes over which ranks keep the others, and all elements."""
+    accelerator = NeuronAccelerator(plugins=plugins)
+    model = cp_models.grouped()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    weights = [record.weights for record in accelerator.run.models[0].parameters]
+    kept = sum(shard.tensor.numel() for shard in weights)
+    return kept, {shard.axes for shard in weights}, sum(p.numel() for p in model.parameters())
 
 
 SLOW = pytest.mark.slow

@@ -44,7 +44,10 @@ class ContextParallelPlugin(StrategyPlugin):
     training_logits: bool = False
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="context_parallel", phase=Phase.ACTIVATIONS, after=frozenset({"sequence_parallel"})
+        name="context_parallel",
+        phase=Phase.ACTIVATIONS,
+        after=frozenset({"sequence_parallel"}),
+        provides=frozenset({"gathered-weights"}),  # weights are read by the model's own layers only
     )
 
     def __post_init__(self) -> None:
