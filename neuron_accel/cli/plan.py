@@ -28,7 +28,7 @@ Strategies are given as options, or in the configuration that the training uses.
 data-parallel replica. Ranks that are left over by tensor parallelism are data-parallel.
 
 Memory is that of the tensors which are alive at the peak of a step. What the runtime and compiled graphs take is not
-counted, nor is time predicted. Pipelines, autocast (mixed_precision) and fully sharded parameters are refused.
+counted, nor is time predicted. Pipelines and autocast (mixed_precision) are refused.
 
 The exit code is 1 if an instance is named and the layout does not fit its cores.
 """

@@ -2,7 +2,8 @@
 
 Every operation is seen by a ``TorchDispatchMode``. A storage counts from the operation that creates it until nothing
 refers to it; a weak reference tells when. This works for tensors without memory as for real ones, so that a dry run and
-a real rank can be compared. Floating-point operations are those of ``torch.utils.flop_counter``: of matrix products,
+a real rank can be compared. A storage that a strategy resizes, to gather weights into it, counts with the size that it
+has at each operation. Floating-point operations are those of ``torch.utils.flop_counter``: of matrix products,
 convolutions and attention kernels, a multiplication and an addition each.
 """
 
@@ -23,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from neuron_accel.errors import UsageError
 from neuron_accel.planning.trace import Tracer
 
 WEIGHTS = "weights"
@@ -35,9 +35,9 @@ BUCKETS = "buckets"
 TEMPORARY = "temporary"
 HOST = "host"
 PARTS = (WEIGHTS, GRADIENTS, MASTERS, STATE, ACTIVATIONS, BUCKETS, TEMPORARY)
-"""What memory is for: parameters and buffers of the model; gradients that an optimizer receives; what an optimizer
-updates instead of the weights; its state; what lives from the forward pass to the backward pass; memory that is kept
-from step to step for communication; all else."""
+"""What memory is for: parameters and buffers of the model, of fully sharded ones this rank's elements and those that
+are gathered; gradients that an optimizer receives; what an optimizer updates instead of the weights; its state; what
+lives from the forward pass to the backward pass; memory that is kept from step to step for communication; all else."""
 
 
 _IS_PRODUCT = re.compile(r"(^|[._])(\w*mm|matmul|linear|conv\w*|\w*attention\w*)$")
@@ -172,6 +172,7 @@ class StepCounter(TorchDispatchMode):
         self.tracer: Tracer | None = None
         self._type = device.type
         self._live: dict[int, _Storage] = {}
+        self._resized: set[int] = set()
         self._all: list[_Storage] = []
         self._clock, self._now = 0, 0
         self._phase = "preparation"
@@ -204,6 +205,7 @@ class StepCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self._follow(self._resized)
         for value in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self._see(value)
@@ -236,15 +238,32 @@ class StepCounter(TorchDispatchMode):
         known = self._live.get(key)
         if known is not None:
             return known
-        self._clock += 1
-        found = _Storage(nbytes=storage.nbytes(), born=self._clock, phase=self._phase)
 
         def freed(_: Any) -> None:
-            found.died = self._clock
-            self._now -= found.nbytes
-            del self._live[key]
+            self._end(key)
+            self._resized.discard(key)
 
-        found.reference = weakref.ref(storage, freed)
+        return self._begin(key, storage.nbytes(), weakref.ref(storage, freed))
+
+    def _follow(self, keys: Iterable[int]) -> None:
+        """Counts storages with the sizes that they have now. Those that have changed are followed from now on;
+        they hold weights."""
+        for key in list(keys):
+            known = self._live[key]
+            kept = known.reference()
+            if kept is not None and kept.nbytes() != known.nbytes:
+                self._end(key)
+                self._begin(key, kept.nbytes(), known.reference, known.part or WEIGHTS)
+                self._resized.add(key)
+
+    def _end(self, key: int) -> None:
+        known = self._live.pop(key)
+        known.died = self._clock
+        self._now -= known.nbytes
+
+    def _begin(self, key: int, nbytes: int, reference: Any, part: str | None = None) -> _Storage:
+        self._clock += 1
+        found = _Storage(nbytes=nbytes, born=self._clock, phase=self._phase, part=part, reference=reference)
         self._live[key] = found
         self._all.append(found)
         self._now += found.nbytes
@@ -294,24 +313,14 @@ class StepCounter(TorchDispatchMode):
     # ---- results -----------------------------------------------------------------------------------------------------
     def forget_peaks(self) -> None:
         """Begins to look for peaks anew, from what is alive now."""
+        self._follow(self._live)
         self._peaks = {}
 
     def peaks(self) -> list[Peak]:
         """Returns the peak of each moment that was seen since :meth:`forget_peaks`, in the order of first allocation.
         To be called at the end of a step: what no part was said of and is alive now is a bucket.
-
-        Raises:
-            UsageError: if a storage was resized, whose size at other times is not known.
         """
         for storage in self._live.values():
-            kept = storage.reference()
-            if kept is not None and kept.nbytes() != storage.nbytes:
-                raise UsageError(
-                    "The memory of this run cannot be counted.",
-                    why="a strategy resizes the storages of parameters, as fully sharded ones do, and sizes are read "
-                    "when a storage is created",
-                    fix="plan with ZeRO-1, or count a run of this strategy on real ranks",
-                )
             if storage.part is None and storage.phase != "forward":
                 storage.part = BUCKETS
         return [Peak(moment, self._parts_at(time)) for moment, (_, time) in self._peaks.items()]

@@ -20,6 +20,7 @@ from neuron_accel.planning.trace import Trace, Tracer
 if TYPE_CHECKING:
     from neuron_accel.accelerator import NeuronAccelerator
     from neuron_accel.backends.base import Transfer
+    from neuron_accel.engine.runtime.run import PreparedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,6 @@ def count_step(
         blocks: FQN of the list of the model's blocks, for moments.
 
     Raises:
-        UsageError: if a strategy resizes storages.
         NeuronAccelError: the error of ``prepare``, if the layout is not possible.
     """
     counter, backend = StepCounter(accelerator.device), accelerator.run.backend
@@ -99,7 +99,7 @@ def count_step(
         model = build()
         counter.label([*model.parameters(), *model.buffers()], HOST)
         model, stepper = accelerator.prepare(model, optimizer(model.parameters()))
-        kept = [*model.parameters(), *model.buffers()]
+        kept = [*_kept(accelerator.run.prepared(model)), *model.buffers()]
         counter.label(kept, WEIGHTS)
         counter.name_modules(model, blocks)
         for _ in range(2):
@@ -117,6 +117,15 @@ def count_step(
             uncounted=tuple(sorted(counter.uncounted)),
             traces=() if counter.tracer is None else ((1.0, counter.tracer.trace()),),
         )
+
+
+def _kept(model: PreparedModel | None) -> Iterator[torch.Tensor]:
+    """What this rank keeps of the parameters: where their values are gathered for use, its elements."""
+    for record in model.parameters if model is not None else ():
+        if record.weights is not None:
+            yield record.weights.tensor
+        elif record.current is not None:
+            yield record.current
 
 
 @contextmanager

@@ -19,12 +19,16 @@ COMPOSITIONS = {
     "tp2 + recomputation": (2, ("tp", "recompute")),
     "tp2 x dp2 + zero1": (4, ("tp", "zero1")),
     "tp2 x dp2 + sp + zero1 + recomputation": (4, ("tp", "sp", "zero1", "recompute")),
+    "fully sharded": (2, ("stage 3",)),
+    "tp2 x dp2 + fully sharded + recomputation": (4, ("tp", "stage 3", "recompute")),
+    "dp4, fully sharded, gathered once": (4, ("stage 2",)),
 }
 
 
 def plugins_of(names: Sequence[str]):
     from neuron_accel import (
         ActivationCheckpointingPlugin,
+        FullyShardedPlugin,
         SequenceParallelPlugin,
         TensorParallelPlugin,
         Zero1Plugin,
@@ -34,6 +38,8 @@ def plugins_of(names: Sequence[str]):
         "tp": lambda: TensorParallelPlugin(tensor_parallel_size=2),
         "sp": SequenceParallelPlugin,
         "zero1": Zero1Plugin,
+        "stage 3": FullyShardedPlugin,
+        "stage 2": lambda: FullyShardedPlugin(reshard_after_forward=False),
         "recompute": ActivationCheckpointingPlugin,
     }
     return [made[name]() for name in names]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from neuron_accel.cli.main import main
-from neuron_accel.errors import ConfigurationError, PlanError, UsageError
+from neuron_accel.errors import ConfigurationError, PlanError
 
 SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
 
@@ -137,7 +137,6 @@ def test_another_accelerator_is_not_disturbed(folder):
             PlanError,
             ["point-to-point", "a dry run counts one rank"],
         ),
-        ({"config": {"plugins": ["fully_sharded"]}}, UsageError, ["resizes the storages", "ZeRO-1"]),
     ],
 )
 def test_what_is_not_possible_is_refused_with_the_nearest_choice(folder, options, error, words):
