@@ -41,7 +41,7 @@ class Memory:
         if nbytes not in (0, self._all.nbytes()):
             raise RuntimeError(f"this storage has {self._all.nbytes()} bytes or none, not {nbytes}")
         if nbytes and self.present is None:
-            self._all.fill_(255)
+            self._all.fill_(255)  # type: ignore[attr-defined]  # not in its stubs
         self.present = self._all if nbytes == self._all.nbytes() else None
 
 
