@@ -25,8 +25,17 @@ TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
 COMPOSITIONS = {
     "3-dp2-accumulates": ("llama", [{"fully_sharded": {"persistence_threshold": 100}}], 2, 2),
     "2-dp2-tied-recomputes": ("gpt2-tied", [STAGE_2, {RECOMPUTE: {"every": 2}}], 2, 1),
+    "3-dp2-frozen": ("frozen", [STAGE_3], 2, 1),
     "3-tp2-sp-dp2-recomputes": ("llama-tied", [TP2, "sequence_parallel", STAGE_3, RECOMPUTE], 4, 1),
 }
+
+
+def mostly_frozen(blocks=2, vocabulary=96, adapters=True):
+    """In each block one projection trains."""
+    model = llama(blocks=blocks, vocabulary=vocabulary)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(adapters and "q_proj" in name)
+    return model
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)
@@ -35,7 +44,13 @@ def test_trains_like_one_process(composition):
     training = Training(max_norm=0.5, accumulation=accumulation)
     batches = token_batches(2 * accumulation)
     assert_parallel_equivalence(
-        MODELS[model], batches, plugins, ranks=ranks, training=training, backend="xla", timeout=110
+        (MODELS | {"frozen": mostly_frozen})[model],
+        batches,
+        plugins,
+        ranks=ranks,
+        training=training,
+        backend="xla",
+        timeout=110,
     )
 
 
@@ -58,7 +73,7 @@ class Graphs:
             self.found.append((lib._get_graph_hash(pending).hex(), lib._get_xla_tensors_hlo_proto(pending)))
 
 
-def steps(plugins, blocks):
+def steps(plugins, blocks, make=llama):
     """The hashes of the graphs of three steps, and the last graph; how many graphs had been compiled after each step;
     bytes that are kept between two steps, of the weights and of those of a block."""
     from neuron_accel import NeuronAccelerator
@@ -66,7 +81,7 @@ def steps(plugins, blocks):
     accelerator = NeuronAccelerator(config={"backend": "xla", "plugins": plugins})
     with one_at_a_time():
         torch.manual_seed(0)
-        model = llama(blocks=blocks, vocabulary=32)
+        model = make(blocks=blocks, vocabulary=32)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     backend, graphs = accelerator.run.backend, []
@@ -104,7 +119,9 @@ def steps(plugins, blocks):
 @functools.cache
 def found(name, blocks):
     plugins = {"zero1": ["zero1"], "3": [STAGE_3], "2": [STAGE_2], "ahead": [AHEAD], "recomputed": [STAGE_3, RECOMPUTE]}
-    return run_ranks(steps, 2, plugins[name], blocks, backend="xla", timeout=110)
+    plugins["frozen"] = [STAGE_3]
+    make = mostly_frozen if name == "frozen" else llama
+    return run_ranks(steps, 2, plugins[name], blocks, make, backend="xla", timeout=110)
 
 
 def counted(name, blocks):
@@ -120,6 +137,16 @@ def test_what_is_in_the_graph():
     assert counted("ahead", 4) == (9, 5, 5), "two blocks beside the model's own, the last two behind that of another"
     assert counted("2", 2) == (3, 3, 1)
     assert counted("recomputed", 2) == (5, 3, 3 + 2), "one more for each recomputation, and no gather"
+
+
+def test_what_does_not_train_is_gathered_again_for_the_backward_pass():
+    for blocks in (2, 4):
+        # of each block the projections and the others, in both passes, and those of no block
+        assert counted("frozen", blocks)[:2] == (4 * blocks + 1, blocks)
+    (two, _), (four, _) = found("frozen", 2), found("frozen", 4)
+    peaks = [live_bytes(parse_module(result["graph"])).peak for result in (two, four)]
+    # a further block costs this rank's half of its weights, not what was gathered of them
+    assert peaks[1] - peaks[0] < 2 * 0.75 * four["block"]
 
 
 def test_one_graph_a_step_and_the_same_on_all_ranks():
@@ -252,6 +279,31 @@ def test_a_rank_reads_its_shard_of_a_model_that_was_built_without_memory(tmp_pat
         assert kept <= read < kept + 400_000, "lists of files and mappings, and the headers of files"
     for name, value in expected[0][0].items():
         torch.testing.assert_close(found[0][0][name], value, rtol=0, atol=0, msg=name)
+
+
+def unfreezing(plugins):
+    """A part of a block begins to train."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"backend": "xla", "plugins": plugins})
+    with one_at_a_time():
+        torch.manual_seed(0)
+        model = mostly_frozen(vocabulary=32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for index, batch in enumerate(token_batches(2, size=2, length=4, vocabulary=32)):
+        model.model.layers[0].mlp.requires_grad_(index == 1)
+        step(accelerator, model, optimizer, batch)
+    left = [name for name, p in model.named_parameters() if not accelerator.run.backend.is_placeholder(p)]
+    return accelerator.get_state_dict(model), left
+
+
+def test_what_begins_to_train():
+    expected, _ = run_ranks(unfreezing, 1, [], backend="xla", timeout=110)[0]
+    weights, left = run_ranks(unfreezing, 2, [STAGE_3], backend="xla", timeout=110)[0]
+    assert left == []
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def reading():

@@ -134,6 +134,16 @@ class GatheredShard(EagerShard):
         self._versions = [parameter._version for parameter in self.parameters]
         self._storage.resize_(0)
 
+    def dissolve(self) -> None:
+        """Gives the parameters their values in full, in memory of their own; this shard is not used any more.
+        Collective."""
+        self.release()  # a rank that has run out of data has not gathered them
+        self.gather()
+        for parameter, view, record in zip(self.parameters, self._views, self.bucket.records, strict=True):
+            parameter.data = view.clone()
+            record.weights = None
+        self.is_gathered = False
+
     def _full_weight(self, index: int) -> torch.Tensor:
         self._read(self)
         self.gather()

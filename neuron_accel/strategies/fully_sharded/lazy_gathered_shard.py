@@ -135,6 +135,15 @@ class LazyGatheredShard(LazyShard):
             parameter.data = self._empty[index]
         self._versions = [parameter._version for parameter in self.parameters]
 
+    def dissolve(self) -> None:
+        """Gives the parameters their values in full; this shard is not used any more. Collective."""
+        self.sync_user_weights()
+        full = [self._full_on_host(index) for index in range(len(self.parameters))] if self.is_sharded else []
+        for parameter, value, record in zip(self.parameters, full, self.bucket.records, strict=bool(full)):
+            parameter.data = value.clone().to(self._device)
+            record.weights = None
+        self.is_gathered, self.values = False, []
+
     # ---- what the optimizer does -------------------------------------------------------------------------------------
     def send_weights(self) -> Callable[[], None]:
         """Nothing travels before the next forward pass."""

@@ -36,19 +36,21 @@ class SavedWeight:
         shard: its shard.
         index: of the parameter in the shard.
         steps: the operations, each a method of a tensor and its arguments.
+        view: a view of a weight that does not train, of which autograd has no operations; None for all others.
     """
 
     unit: Unit
     shard: LazyGatheredShard
     index: int
     steps: tuple[tuple[str, tuple[Any, ...]], ...]
+    view: torch.Tensor | None = None
 
     def value(self) -> torch.Tensor:
         """Its value. The unit is gathered."""
         value = self.shard.values[self.index] if self.shard.is_sharded else self.shard.parameters[self.index].detach()
         for method, arguments in self.steps:
             value = getattr(value, method)(*arguments)
-        return value
+        return value if self.view is None else self.view._view_func(value)  # type: ignore[attr-defined]
 
 
 class LazyUnits(Units):
@@ -137,13 +139,17 @@ class LazyUnits(Units):
             saving.__exit__(None, None, None)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedWeight:
+        if not tensor.requires_grad:
+            origin = tensor._base if tensor._is_view() else tensor
+            place = None if origin is None or origin.requires_grad else self._place_of(origin)
+            return tensor if place is None else SavedWeight(*place, (), None if origin is tensor else tensor)
         steps: list[tuple[str, tuple[Any, ...]]] = []
         origin = tensor if tensor.is_leaf else origin_of(tensor, steps)
         place = None if origin is None else self._place_of(origin)
         return tensor if place is None else SavedWeight(*place, tuple(reversed(steps)))
 
     def _place_of(self, tensor: torch.Tensor) -> tuple[Unit, LazyGatheredShard, int] | None:
-        record = self._run.find_parameter(tensor) if tensor.requires_grad else None
+        record = self._run.find_parameter(tensor)
         unit = None if record is None else self.unit_of(record)
         if unit is None:
             return None

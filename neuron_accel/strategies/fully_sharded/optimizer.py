@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from neuron_accel.contract import Run
+    from neuron_accel.strategies.fully_sharded.frozen import FrozenShards
     from neuron_accel.strategies.fully_sharded.units import AnyShard, Unit, Units
 
 _NO_LIMIT = 1 << 62
@@ -28,15 +29,22 @@ class FullyShardedOptimizer(Zero1Optimizer):
 
     Args:
         units: of every prepared model.
+        frozen: shards of what does not train.
         optimizer, run, more: see :class:`~neuron_accel.strategies.zero1.optimizer.Zero1Optimizer`.
     """
 
     by_arrival: ClassVar[bool] = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer, run: Run, *, units: Sequence[Units], **more: Any) -> None:
-        self._units = units
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, run: Run, *, units: Sequence[Units], frozen: FrozenShards, **more: Any
+    ) -> None:
+        self._units, self._frozen = units, frozen
         self._own: dict[int, torch.Tensor] = {}  # this rank's weights of buckets that are sharded next, by bucket
         super().__init__(optimizer, run, **more)
+
+    def _admit(self, records: list[ParameterRecord]) -> list[Bucket]:
+        self._frozen.release(records)
+        return super()._admit(records)
 
     def _buckets(self, of_groups: list[list[ParameterRecord]]) -> list[Bucket]:
         """The buckets of one unit after another, in the order in which backward passes end, the model's own at the end;

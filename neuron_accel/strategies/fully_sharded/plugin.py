@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from neuron_accel.contract import Claim, ConfigurationError, Phase, PlanError, PluginSpec, UnsupportedModelError
+from neuron_accel.strategies.fully_sharded.frozen import FrozenShards
 from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
 from neuron_accel.strategies.fully_sharded.lazy_gathered_shard import LazyGatheredShard
 from neuron_accel.strategies.fully_sharded.lazy_units import LazyUnits
@@ -53,7 +54,8 @@ class FullyShardedPlugin(Zero1Plugin):
     The parameters of each unit (a repeated block of the model, and what is in no block) are gathered before its forward
     and backward pass and freed after it, its gradients are reduce-scattered when its backward pass ends, and the next
     unit is gathered meanwhile. A rank keeps 1/N of the weights, gradients and state of the parameters that an optimizer
-    trains. Parameters that do not train are kept on every rank.
+    trains, and 1/N of the weights that do not train: these are gathered with their unit, and have no gradients and no
+    state. They may begin and stop to train at any step.
 
     Outside of forward and backward passes parameters have their shape, and read as NaN (on a lazy device reading them
     is an error). ``accelerator.get_state_dict``, ``save_model``, ``save_pretrained`` and ``save_state`` gather or save
@@ -171,8 +173,21 @@ class FullyShardedPlugin(Zero1Plugin):
             run,
             **self.optimizer_options(),
             units=run.state(self).get("units", []),
+            frozen=self._frozen(run),
             others=[averager.leave for averager in self._averagers(run)],
         )
+
+    def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
+        """Shards the optimizer's parameters, and all that do not train."""
+        sharded = super().transform_optimizer(optimizer, run)
+        self._frozen(run).shard()
+        return sharded
+
+    def _frozen(self, run: Run) -> FrozenShards:
+        state = run.state(self)
+        if "frozen" not in state:
+            state["frozen"] = FrozenShards(run, state.setdefault("units", []), self.spec.name)
+        return state["frozen"]
 
     def after_backward(self, run: Run) -> None:
         """Waits for gradients to be reduce-scattered, and frees parameters."""
@@ -182,12 +197,11 @@ class FullyShardedPlugin(Zero1Plugin):
 
     def before_save(self, run: Run) -> None:
         """Takes weights that the loop has assigned."""
-        for optimizer in self._optimizers(run):
-            for shard in optimizer.shards:
-                if isinstance(shard, GatheredShard | LazyGatheredShard):
-                    shard.keep_for_reading()
-                else:
-                    shard.sync_user_weights()
+        for shard in (*self._frozen(run).shards, *(s for optimizer in self._optimizers(run) for s in optimizer.shards)):
+            if isinstance(shard, GatheredShard | LazyGatheredShard):
+                shard.keep_for_reading()
+            else:
+                shard.sync_user_weights()
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """How many parameters are gathered together."""

@@ -48,6 +48,7 @@ class Unit:
         following: the unit that was gathered after this one the last time, in the forward and in the backward pass.
         forwards: forward passes whose backward pass has not ended.
         in_backward: whether its backward pass runs.
+        trains: whether a backward pass follows its forward pass: a parameter of it trains, or an input has a gradient.
         saving: hooks for what autograd saves, while its forward pass runs.
     """
 
@@ -56,7 +57,7 @@ class Unit:
         self.shards: list[tuple[AnyShard, Callable[[AnyShard], None]]] = []
         self.following: dict[bool, Unit] = {}
         self.forwards, self.in_backward = 0, False
-        self.saving: Any = None
+        self.trains, self.saving = True, None  # type: bool, Any
 
     @property
     def idle(self) -> list[AnyShard]:
@@ -130,6 +131,11 @@ class Units:
             self._unit_of[id(record)] = self._unit_around(record)
         return self._unit_of.get(id(record))
 
+    @property
+    def records(self) -> Iterable[ParameterRecord]:
+        """The parameters of the model, in its order."""
+        return self._model.parameters
+
     def keeps(self, record: ParameterRecord) -> bool:
         """Whether every rank keeps a parameter: it is too small to be gathered for each use, or is on several stages of
         a pipeline, which make it equal after a step."""
@@ -170,9 +176,11 @@ class Units:
         if inside:
             return None  # it is recomputed, and its backward pass follows
         self._fetch_following(unit, False)
+        if torch.is_grad_enabled():
+            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+            unit.trains = bool(inputs) or any(parameter.requires_grad for parameter in unit.module.parameters())
         if torch.is_grad_enabled() and unit is not self.root:
             unit.forwards += 1
-            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
             if inputs:  # else it is over when the whole pass is
                 register_multi_grad_hook(inputs, Hook(self._after_backward, unit))
         return None
@@ -192,7 +200,7 @@ class Units:
         outputs = [t for t in tree_leaves(output) if type(t) is torch.Tensor and t.requires_grad]
         for tensor in outputs:
             tensor.register_hook(Hook(self._before_backward, unit))
-        if outputs and self._reshard and unit is not self.root:
+        if not unit.trains or (outputs and self._reshard and unit is not self.root):
             unit.release()
 
     def _before_backward(self, unit: Unit, _: torch.Tensor) -> torch.Tensor | None:
@@ -298,12 +306,12 @@ class Units:
         sizes: dict[int, int] = {unit.index: 0 for unit in self.units}
         for record in self._model.parameters:
             unit = self.unit_of(record)
-            if record.trains and unit is not None and not self.keeps(record):
-                sizes[unit.index] += record.current.numel()  # type: ignore[union-attr]  # it trains
+            if record.current is not None and unit is not None and not self.keeps(record):
+                sizes[unit.index] += record.current.numel()
         blocks = [sizes[unit.index] for unit in self.units[1:]]
         rest = f"{sizes[0]:,} in no block" if blocks else f"{sizes[0]:,}"
         inside = f"{len(blocks)} units of up to {max(blocks):,}, and " if blocks else ""
-        return f"elements of parameters that train, gathered together on this rank: {inside}{rest}"
+        return f"elements of parameters, gathered together on this rank: {inside}{rest}"
 
     def close(self) -> None:
         """Removes the hooks."""

@@ -89,10 +89,10 @@ def bytes_in_memory():
     return sum(storages.values())
 
 
-def memory(plugins):
+def memory(plugins, make=llama):
     """Bytes of all tensors after a step, of one copy of the weights, and the most blocks that had values at once."""
     before = bytes_in_memory()
-    accelerator, model, optimizer = prepared(plugins, functools.partial(llama, blocks=8, vocabulary=32))
+    accelerator, model, optimizer = prepared(plugins, functools.partial(make, blocks=8, vocabulary=32))
     first = [next(layer.parameters()) for layer in model.model.layers]
     most = []
 

@@ -1,0 +1,123 @@
+"""Parameters that do not train are sharded too: gathered with their unit, without gradients and optimizer state.
+
+Whether an optimizer holds them is of no importance: the weights under adapters are held by none. One that begins to
+train has its values in full for a moment, and becomes part of a shard of its optimizer. One that stops training stays
+where it is, with its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from neuron_accel.contract import make_buckets
+from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
+from neuron_accel.strategies.fully_sharded.lazy_gathered_shard import LazyGatheredShard
+from neuron_accel.strategies.zero1.eager_shard import SendBuffers
+from neuron_accel.strategies.zero1.optimizer import return_freed_memory
+from neuron_accel.strategies.zero1.partition import even, lazy_partition
+
+if TYPE_CHECKING:
+    from neuron_accel.contract import Bucket, ParameterRecord, Run
+    from neuron_accel.strategies.fully_sharded.units import AnyShard, Unit, Units
+
+_NO_LIMIT = 1 << 62
+
+
+class FrozenShards:
+    """This rank's shards of parameters that do not train.
+
+    Args:
+        run: the run.
+        units: of every prepared model; further ones may be added to the list.
+        plugin: name of the plugin, for messages.
+    """
+
+    def __init__(self, run: Run, units: Sequence[Units], plugin: str) -> None:
+        self._run, self._units, self._plugin = run, units, plugin
+        self._shards: list[tuple[Unit, AnyShard]] = []
+        self._action = run.join.register("parameters that begin to train", self._release_along)
+
+    @property
+    def shards(self) -> list[AnyShard]:
+        """The shards."""
+        return [shard for _, shard in self._shards]
+
+    def shard(self, but: Iterable[ParameterRecord] = ()) -> None:
+        """Shards all parameters that do not train and are not sharded yet.
+
+        Args:
+            but: parameters that are about to train.
+        """
+        left = {id(record) for record in but}
+        of_units: dict[int, tuple[Units, Unit, list[ParameterRecord]]] = {}
+        for units, record in ((each, record) for each in self._units for record in each.records):
+            unit = units.unit_of(record)
+            if unit is not None and id(record) not in left and self._is_wanted(record, units):
+                of_units.setdefault(id(unit), (units, unit, []))[2].append(record)
+        for units, unit, records in of_units.values():
+            for bucket in make_buckets(records, _NO_LIMIT, self._run.mesh):
+                shard = self._shard(bucket, units)
+                self._shards.append((unit, shard))
+                unit.shards.append((shard, _no_gradients))
+        if of_units and not self._run.backend.is_lazy:  # the weights were copied to new memory
+            return_freed_memory()
+
+    def _is_wanted(self, record: ParameterRecord, units: Units) -> bool:
+        current = record.current
+        if current is None or current.requires_grad or record.weights is not None or units.keeps(record):
+            return False
+        # Numbers without NaN would be wrong by a little where they are read between uses.
+        return current.is_floating_point() or (current.is_complex() and not self._run.backend.is_lazy)
+
+    def _shard(self, bucket: Bucket, units: Units) -> AnyShard:
+        group = self._run.group(*bucket.reduction_axes)
+        sizes = [parameter.numel() for parameter in bucket.parameters]
+        common: dict[str, Any] = {
+            "bucket": bucket,
+            "run": self._run,
+            "group": group,
+            "samples": group.size,
+            "optimizer_dtype": bucket.dtype,
+            "reduce_dtype": bucket.dtype,
+            "read": units.read,
+            "plugin": self._plugin,
+        }
+        if not self._run.backend.is_lazy:
+            return GatheredShard(partition=even(sizes, group.size), buffers=SendBuffers(), **common)
+        partition = lazy_partition(sizes, group.size)
+        shard: LazyGatheredShard = LazyGatheredShard(partition=partition, take_over=lambda: _take_over(shard), **common)
+        return shard
+
+    def release(self, records: Iterable[ParameterRecord]) -> None:
+        """Gives parameters that begin to train their values in full. Collective, also with ranks that have run out of
+        data."""
+        of_maps = [(index, list(parameters)) for index, parameters in enumerate(self._run.parameter_maps)]
+        begins = {id(record) for record in records}
+        names = [(index, r.fqn) for index, of_map in of_maps for r in of_map if id(r) in begins]
+        if not any(id(record) in begins for shard in self.shards for record in shard.bucket.records):
+            return
+        if self._action.announced:
+            self._action(names)
+        self._release_along(names)
+
+    def _release_along(self, names: Sequence[tuple[int, str]]) -> None:
+        records = [self._run.parameter_maps[index][fqn] for index, fqn in names]
+        begins = {id(record) for record in records}
+        kept = []
+        for unit, shard in self._shards:
+            if any(id(record) in begins for record in shard.bucket.records):
+                shard.dissolve()
+                unit.shards.remove((shard, _no_gradients))
+            else:
+                kept.append((unit, shard))
+        self._shards = kept
+        self.shard(but=records)
+
+
+def _take_over(shard: LazyGatheredShard) -> None:
+    shard.close({})  # there is no state
+
+
+def _no_gradients(_: AnyShard) -> None:
+    """The backward pass of the unit is over."""
