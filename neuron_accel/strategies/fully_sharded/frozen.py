@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, Any
 from neuron_accel.contract import make_buckets
 from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
 from neuron_accel.strategies.fully_sharded.lazy_gathered_shard import LazyGatheredShard
+from neuron_accel.strategies.fully_sharded.reading import read_weights
 from neuron_accel.strategies.zero1.eager_shard import SendBuffers
 from neuron_accel.strategies.zero1.optimizer import return_freed_memory
 from neuron_accel.strategies.zero1.partition import even, lazy_partition
 
 if TYPE_CHECKING:
+    import torch
+
     from neuron_accel.contract import Bucket, ParameterRecord, Run
     from neuron_accel.strategies.fully_sharded.units import AnyShard, Unit, Units
+    from neuron_accel.strategies.zero1.partition import Partition
 
 _NO_LIMIT = 1 << 62
 
@@ -55,11 +59,22 @@ class FrozenShards:
             unit = units.unit_of(record)
             if unit is not None and id(record) not in left and self._is_wanted(record, units):
                 of_units.setdefault(id(unit), (units, unit, []))[2].append(record)
-        for units, unit, records in of_units.values():
-            for bucket in make_buckets(records, _NO_LIMIT, self._run.mesh):
-                shard = self._shard(bucket, units)
-                self._shards.append((unit, shard))
-                unit.shards.append((shard, _no_gradients))
+        places = [
+            (units, unit, bucket)
+            for units, unit, records in of_units.values()
+            for bucket in make_buckets(records, _NO_LIMIT, self._run.mesh)
+        ]
+        own = read_weights(
+            [bucket for _, _, bucket in places],
+            self._run.models,
+            self._run,
+            partition=self._partition,
+            keeps=lambda _: False,
+        )
+        for units, unit, bucket in places:
+            shard = self._shard(bucket, units, own.pop(id(bucket), None))
+            self._shards.append((unit, shard))
+            unit.shards.append((shard, _no_gradients))
         if of_units and not self._run.backend.is_lazy:  # the weights were copied to new memory
             return_freed_memory()
 
@@ -70,11 +85,16 @@ class FrozenShards:
         # Numbers without NaN would be wrong by a little where they are read between uses.
         return current.is_floating_point() or (current.is_complex() and not self._run.backend.is_lazy)
 
-    def _shard(self, bucket: Bucket, units: Units) -> AnyShard:
+    def _partition(self, bucket: Bucket) -> Partition:
+        sizes, degree = [p.numel() for p in bucket.parameters], self._run.group(*bucket.reduction_axes).size
+        return lazy_partition(sizes, degree) if self._run.backend.is_lazy else even(sizes, degree)
+
+    def _shard(self, bucket: Bucket, units: Units, own: torch.Tensor | None) -> AnyShard:
         group = self._run.group(*bucket.reduction_axes)
-        sizes = [parameter.numel() for parameter in bucket.parameters]
         common: dict[str, Any] = {
             "bucket": bucket,
+            "partition": self._partition(bucket),
+            "own": own,
             "run": self._run,
             "group": group,
             "samples": group.size,
@@ -84,9 +104,8 @@ class FrozenShards:
             "plugin": self._plugin,
         }
         if not self._run.backend.is_lazy:
-            return GatheredShard(partition=even(sizes, group.size), buffers=SendBuffers(), **common)
-        partition = lazy_partition(sizes, group.size)
-        shard: LazyGatheredShard = LazyGatheredShard(partition=partition, take_over=lambda: _take_over(shard), **common)
+            return GatheredShard(buffers=SendBuffers(), **common)
+        shard: LazyGatheredShard = LazyGatheredShard(take_over=lambda: _take_over(shard), **common)
         return shard
 
     def release(self, records: Iterable[ParameterRecord]) -> None:

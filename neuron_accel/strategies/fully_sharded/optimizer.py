@@ -10,13 +10,12 @@ import torch
 from neuron_accel.contract import Bucket, ParameterRecord, UnsupportedModelError, make_buckets
 from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
 from neuron_accel.strategies.fully_sharded.lazy_gathered_shard import LazyGatheredShard
+from neuron_accel.strategies.fully_sharded.reading import read_weights
 from neuron_accel.strategies.zero1.eager_shard import EagerShard
 from neuron_accel.strategies.zero1.lazy_shard import LazyShard
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from neuron_accel.contract import Run
     from neuron_accel.strategies.fully_sharded.frozen import FrozenShards
     from neuron_accel.strategies.fully_sharded.units import AnyShard, Unit, Units
@@ -65,37 +64,10 @@ class FullyShardedOptimizer(Zero1Optimizer):
         return [*buckets, *small]
 
     def _read_weights(self, buckets: Sequence[Bucket]) -> None:
-        """Reads this rank's elements of weights that were not read with the model, and all elements of those that every
-        rank keeps."""
-        models = [model for model in self._models if model.reader is not None]
-        model_of = {id(record): model for model in models for record in model.parameters}
-        wanted: dict[int, dict[str, tuple[int, torch.Tensor]]] = {id(model): {} for model in models}
-        kept: list[tuple[nn.Parameter, torch.Tensor]] = []
-        for bucket in buckets:
-            group, first = self._run.group(*bucket.reduction_axes), bucket.records[0]
-            is_kept = group.size == 1 or self._place(first)[0].keeps(first)
-            for record, parameter in zip(bucket.records, bucket.parameters, strict=True):
-                if record.is_unread:
-                    value = torch.zeros(parameter.shape if is_kept else (0,), dtype=bucket.dtype)
-                    wanted[id(model_of[id(record)])][record.fqn] = (0, value.view(-1))
-                    if is_kept:
-                        kept.append((parameter, value))
-            if is_kept or not any(record.is_unread for record in bucket.records):
-                continue
-            partition = self._partition(bucket)
-            own = self._own[id(bucket)] = torch.zeros(partition.chunk, dtype=bucket.dtype)
-            for span in partition.spans(group.index):
-                record = bucket.records[span.parameter]
-                part = own[span.offset : span.offset + span.stop - span.start]
-                if record.is_unread:
-                    wanted[id(model_of[id(record)])][record.fqn] = (span.start, part)
-                else:
-                    value = self._run.backend.to_host(bucket.parameters[span.parameter].detach())
-                    part.copy_(value.view(-1)[span.start : span.stop])
-        for model in models:
-            model.read_weights(wanted[id(model)])
-        for parameter, value in kept:
-            parameter.data = value.to(parameter.device)
+        self._own = read_weights(buckets, self._models, self._run, partition=self._partition, keeps=self._keeps)
+
+    def _keeps(self, bucket: Bucket) -> bool:
+        return self._place(bucket.records[0])[0].keeps(bucket.records[0])
 
     def _of_unit(self, records: list[ParameterRecord]) -> list[Bucket]:
         if self._lazy:

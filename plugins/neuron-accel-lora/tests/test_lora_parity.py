@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from neuron_accel import (
     ActivationCheckpointingPlugin,
+    FullyShardedPlugin,
     ModelParallelismPlugin,
     NeuronAccelerator,
     SequenceParallelPlugin,
@@ -95,6 +96,10 @@ def test_tensor_and_data_parallel_with_zero1_is_one_process(tmp_path: Path) -> N
         pytest.param(
             functools.partial(llama, heads=6, groups=3, features=50), LLAMA, [tp(2)], 2, id="padded-heads-and-features"
         ),
+        pytest.param(llama, LLAMA, [FullyShardedPlugin()], 2, id="fully-sharded"),
+        pytest.param(
+            gpt2, RICH, [tp(2), FullyShardedPlugin(), ActivationCheckpointingPlugin()], 4, id="fully-sharded-tp2"
+        ),
         pytest.param(llama, LLAMA, [tp(4), SequenceParallelPlugin()], 4, id="more-ranks-than-groups"),
         pytest.param(gpt2, GPT2, [pp(tensor_parallel_size=2, schedule="zero-bubble")], 4, id="zero-bubble-tp2"),
         pytest.param(
@@ -108,6 +113,41 @@ def test_tensor_and_data_parallel_with_zero1_is_one_process(tmp_path: Path) -> N
 )
 def test_compositions_are_one_process(build, options: dict, plugins: list, ranks: int, tmp_path: Path) -> None:
     _train(build, options, plugins, ranks, tmp_path)
+
+
+def _fully_sharded(folder: str, save: bool) -> tuple[dict, int, int]:
+    """Weights after two steps, of which a checkpoint was saved or loaded before the second; elements that this rank
+    keeps, and those of the model."""
+    sharding = FullyShardedPlugin() if save else Zero1Plugin()
+    accelerator = NeuronAccelerator(plugins=[LoraPlugin(**GPT2), sharding])
+    torch.manual_seed(7)
+    model = gpt2()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6))
+    data = batches()
+    if not save:
+        accelerator.load_state(folder)
+    for index in (0, 1) if save else (1,):
+        rank = accelerator.data_parallel_rank
+        share = {name: value.chunk(2)[rank] for name, value in data[index].items()}
+        accelerator.backward(model(**share).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if save and index == 0:
+            accelerator.save_state(folder)
+    records = list(accelerator.run.prepared(model).parameters)
+    kept = sum(r.current.numel() if r.weights is None else r.weights.stop - r.weights.start for r in records)
+    return accelerator.get_state_dict(model), kept, sum(record.current.numel() for record in records)
+
+
+def test_weights_under_adapters_are_sharded_and_checkpoints_are_those_of_zero1(tmp_path: Path) -> None:
+    found = run_ranks(_fully_sharded, 2, str(tmp_path / "checkpoint"), True)
+    assert sum(kept for _, kept, _ in found) == found[0][2]
+    assert all(kept < 0.51 * total for _, kept, total in found)
+    weights, kept, total = run_ranks(_fully_sharded, 2, str(tmp_path / "checkpoint"), False)[0]
+    assert kept == total
+    assert weights
+    for name, value in weights.items():
+        torch.testing.assert_close(found[0][0][name], value, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_vocabulary_of_gpt2_on_two_ranks(tmp_path: Path) -> None:

@@ -97,11 +97,15 @@ def _gathered(names: dict[str, str], parameters: ParameterMap, run: Run) -> dict
     is_first_replica = all(here[axis] == 0 for axis in (*run.mesh.data_axes, *run.mesh.gradient_axes))  # one copy
     parts: dict[str, Any] = {}
     for name in names:
-        current = parameters[name].current
-        if current is not None:
-            part = run.backend.to_host(current)
+        record = parameters[name]
+        if record.current is not None:
+            kept = record.weights  # if ranks keep a part each, these are the values until others are gathered
+            part = run.backend.to_host(record.current) if kept is None else run.backend.to_host(kept.gather()).clone()
             if is_first_replica:
                 parts[name] = part
+    for record in parameters:
+        if record.weights is not None:
+            record.weights.changed()  # what was gathered last is freed
     everywhere = run.backend.all_gather_object(parts, run.world)
     if run.backend.rank != 0:
         return {}

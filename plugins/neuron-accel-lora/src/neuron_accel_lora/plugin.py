@@ -70,7 +70,9 @@ class LoraPlugin(StrategyPlugin):
     adapter: str | None = None
     trainable_parameters: int | None = None
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="lora", phase=Phase.ADAPTATION)
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="lora", phase=Phase.ADAPTATION, provides=frozenset({"gathered-weights"})
+    )
 
     def __post_init__(self) -> None:
         for name in ("target_modules", "modules_to_save"):
@@ -192,7 +194,10 @@ class LoraLayersPlugin(StrategyPlugin):
     """Companion of :class:`LoraPlugin`, which adds adapters to layers when their layouts are known."""
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="lora_layers", phase=Phase.ACTIVATIONS, after=frozenset({"sequence_parallel", "context_parallel"})
+        name="lora_layers",
+        phase=Phase.ACTIVATIONS,
+        after=frozenset({"sequence_parallel", "context_parallel"}),
+        provides=frozenset({"gathered-weights"}),
     )
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
