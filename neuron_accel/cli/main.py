@@ -10,6 +10,7 @@ from importlib import metadata
 
 from neuron_accel.cli import (
     cache,
+    calibrate,
     consolidate,
     env,
     inspect,
@@ -30,6 +31,7 @@ COMMANDS = {
     "launch": launch,
     "env": env,
     "plan": plan,
+    "calibrate": calibrate,
     "plugins": plugins,
     "new-plugin": new_plugin,
     "precompile": precompile,

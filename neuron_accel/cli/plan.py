@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from neuron_accel.errors import ConfigurationError
 if TYPE_CHECKING:
     from neuron_accel.engine.plan.plugin import StrategyPlugin
     from neuron_accel.planning import LayoutCount
+    from neuron_accel.planning.time import StepTime
 
 SUMMARY = "count what a training run needs, without hardware"
 DESCRIPTION = """\
@@ -28,7 +30,10 @@ Strategies are given as options, or in the configuration that the training uses.
 data-parallel replica. Ranks that are left over by tensor parallelism are data-parallel.
 
 Memory is that of the tensors which are alive at the peak of a step. What the runtime and compiled graphs take is not
-counted, nor is time predicted. Pipelines and autocast (mixed_precision) are refused.
+counted. Pipelines and autocast (mixed_precision) are refused.
+
+With an instance or a calibration (see `neuron-accel calibrate`) the time of a step is predicted, as an interval: that
+of public constants, of which the share a training achieves is assumed, or of measured ones.
 
 The exit code is 1 if an instance is named and the layout does not fit its cores.
 """
@@ -85,6 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--flash-attention", action="store_true", help="attention without a full matrix of scores")
     where = parser.add_argument_group("where, and output")
     where.add_argument("--instance", metavar="TYPE", help="instance type, such as trn1.32xlarge: limits, core memory")
+    where.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="constants of neuron-accel calibrate, to predict time with"
+    )
     where.add_argument("--rank", type=int, default=0, metavar="N", help="the rank that is counted (default: 0)")
     where.add_argument("--full-depth", action="store_true", help="run every block instead of extrapolating")
     where.add_argument("--json", action="store_true", help="print JSON: bytes, messages and operations")
@@ -107,8 +115,24 @@ def run(args: argparse.Namespace) -> int:
             rank=args.rank,
             full_depth=args.full_depth,
         )
-    print(json.dumps(counted.to_dict(), indent=2) if args.json else describe(counted, terminal_width()))
+    predicted = _predicted(counted, args)
+    if args.json:
+        plain = None if predicted is None else predicted.to_dict()
+        print(json.dumps({**counted.to_dict(), "time": plain}, indent=2))
+    else:
+        print(describe(counted, terminal_width()))
+        if predicted is not None:
+            print("\n".join(["", *describe_time(predicted, args.global_batch * args.sequence)]))
     return 0 if counted.fits in (True, None) else 1
+
+
+def _predicted(counted: LayoutCount, args: argparse.Namespace) -> StepTime | None:
+    from neuron_accel.planning.calibration import load_calibration
+    from neuron_accel.planning.time import predict_time
+
+    calibration = None if args.calibration is None else load_calibration(args.calibration)
+    machine = args.instance or calibration
+    return None if machine is None else predict_time(counted.step, machine, calibration)
 
 
 def _plugins(args: argparse.Namespace) -> list[StrategyPlugin]:
@@ -179,11 +203,37 @@ def describe(counted: LayoutCount, width: int) -> str:
     return "\n".join(lines)
 
 
+def describe_time(predicted: StepTime, tokens: int) -> list[str]:
+    """Returns lines that say how long a step of so many tokens takes, and what the constants are."""
+    lines = [f"predicted time of a step: {_duration(predicted.seconds)}"]
+    lines.append(f"between {_duration(predicted.low)} and {_duration(predicted.high)}")
+    slow, fast = tokens / predicted.high, tokens / predicted.low
+    lines.append(f"{tokens / predicted.seconds:,.0f} tokens/s over all ranks ({slow:,.0f} to {fast:,.0f})")
+    rows = [
+        [part, _duration(seconds), _bar(seconds, predicted.seconds)]
+        for part, seconds in sorted(predicted.parts.items(), key=lambda item: -item[1])
+    ]
+    lines += _table(["spent on", "time", "share"], rows)
+    by_source: dict[str, list[str]] = {}
+    for what, source in predicted.sources.items():
+        by_source.setdefault(source, []).append(what)
+    lines.append("constants")
+    for source, whats in by_source.items():
+        lines += textwrap.wrap(
+            f"{', '.join(whats)}: {source}", terminal_width() - 1, initial_indent="  ", subsequent_indent="    "
+        )
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
 def _table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
     return format_table(head, list(rows)).split("\n")
 
 
-def _bar(size: int, total: int) -> str:
+def _bar(size: float, total: float) -> str:
     return f"{'#' * round(24 * size / total)} {size / total:.0%}" if total else ""
 
 

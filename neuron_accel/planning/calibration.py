@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import bisect
 import math
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from neuron_accel.engine.plan.coerce import build
+from neuron_accel.engine.plan.source import open_document
+from neuron_accel.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from neuron_accel.neuron.instances import Instance
@@ -209,3 +214,142 @@ def machine_of(instance: Instance, lnc: int | None = None) -> Machine:
         ),
         levels=tuple(levels),
     )
+
+
+# ---- The file of measured constants ----------------------------------------------------------------------------------
+Points = list[tuple[float, float]]
+FORM_ERROR = 0.15
+"""By how much a prediction with measured constants may be off for reasons that are not in them: the aim of
+``benchmarks/plan.py``."""
+FAMILIES = ("kernels", "fixed", "collectives")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationFile:
+    """What ``neuron-accel calibrate`` writes, field by field.
+
+    Args:
+        neuron_accel_calibration: version of the format.
+        machine: what was measured.
+        ranks: number of ranks that measured at the same time.
+        date: the day, as text.
+        fuses: whether the device compiles memory-bound kernels into one.
+        kernels: by kind and dtype, rate by size: operations per second by operations, or bytes per second by bytes.
+        fixed: seconds of a kernel without work, by phase of a step; ``""`` for other phases.
+        collectives: by name and number of ranks, seconds by the bytes that a rank sends.
+        overlap: share of a collective's time in which a core computes, from 0 to 1.
+        spread: by family of constants, lower and upper quartile of rounds by the median.
+
+    Raises:
+        ConfigurationError: for another version, or numbers that no machine has.
+    """
+
+    neuron_accel_calibration: int
+    machine: str
+    ranks: int
+    date: str = ""
+    fuses: bool = False
+    kernels: dict[str, dict[str, Points]]
+    fixed: dict[str, float]
+    collectives: dict[str, dict[int, Points]] = field(default_factory=dict)
+    overlap: float = 0.0
+    spread: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        from neuron_accel.planning.trace import KINDS
+
+        if self.neuron_accel_calibration != FORMAT:
+            _refuse(
+                f"The calibration has version {self.neuron_accel_calibration}.",
+                where="neuron_accel_calibration",
+                why=f"this release reads version {FORMAT}",
+            )
+        unknown = [kind for kind in self.kernels if kind not in KINDS]
+        if unknown:
+            _refuse(f"{unknown[0]!r} is not a kind of kernel.", where="kernels", why=f"kinds are {', '.join(KINDS)}")
+        for kind in ("product", "element-wise"):
+            if not self.kernels.get(kind):
+                _refuse(f"There is no rate of {kind} kernels.", where="kernels", why="others are derived from it")
+        if "" not in self.fixed:
+            _refuse("There is no fixed cost for phases that are not named.", where="fixed", why="the key '' is missing")
+        if self.ranks < 1:
+            _refuse(f"ranks is {self.ranks}.", where="ranks")
+        if not 0 <= self.overlap <= 1:
+            _refuse(f"overlap is {self.overlap}.", where="overlap", why="it is a share from 0 to 1")
+        for phase, seconds in self.fixed.items():
+            if not 0 <= seconds < 1:
+                _refuse(f"A fixed cost of {seconds} seconds is not possible.", where=f"fixed.{phase}")
+        for family, factors in self.spread.items():
+            if family not in FAMILIES or not 0 < factors[0] <= 1 <= factors[1] < math.inf:
+                _refuse(f"A spread of {list(factors)} is not possible.", where=f"spread.{family}")
+        tables: dict[str, Points] = {
+            **{f"kernels.{kind}.{dtype}": p for kind, by in self.kernels.items() for dtype, p in by.items()},
+            **{f"collectives.{op}.{n}": p for op, by in self.collectives.items() for n, p in by.items()},
+        }
+        for where, points in tables.items():
+            sizes = [size for size, _ in points]
+            if not points or sizes != sorted(set(sizes)) or not all(0 < n < math.inf for p in points for n in p):
+                _refuse(
+                    "The points of a constant are not in order.",
+                    where=where,
+                    why="it is a list of [size, value] with growing sizes, all finite numbers above 0",
+                )
+
+    def to_machine(self) -> Machine:
+        """Returns the constants."""
+        source = f"calibrated (on {self.machine}, {self.ranks} ranks{f', {self.date}' * bool(self.date)})"
+        spread = {family: self.spread.get(family, (1.0, 1.0)) for family in FAMILIES}
+        least, most = 1 / (1 + FORM_ERROR), 1 + FORM_ERROR
+
+        def rate(points: Points) -> Constant:
+            low, high = spread["kernels"]  # of seconds
+            return Constant(points=tuple(points), best=1 / (low * least), worst=1 / (high * most), source=source)
+
+        def seconds(points: Points, family: str) -> Constant:
+            low, high = spread[family]
+            return Constant(points=tuple(points), best=low * least, worst=high * most, source=source)
+
+        return Machine(
+            name=self.machine,
+            kernels={kind: {dtype: rate(p) for dtype, p in by.items()} for kind, by in self.kernels.items()},
+            fixed={phase: seconds([(1.0, value)], "fixed") for phase, value in self.fixed.items()},
+            fuses=self.fuses,
+            overlap=Constant.of(self.overlap, source),
+            collectives={
+                op: {n: seconds(p, "collectives") for n, p in by.items()} for op, by in self.collectives.items()
+            },
+            measured_ranks=self.ranks,
+        )
+
+
+def _refuse(what: str, *, where: str, why: str | None = None) -> NoReturn:
+    raise ConfigurationError(what, where=where, why=why, fix="measure again, with neuron-accel calibrate")
+
+
+def dump_calibration(found: CalibrationFile) -> str:
+    """Returns the text of the file."""
+    import yaml
+
+    plain = _rounded(asdict(found))
+    return yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=110)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def load_calibration(source: str | os.PathLike[str] | Mapping[str, Any]) -> Machine:
+    """Reads what ``neuron-accel calibrate`` wrote. The file is read as data: it cannot name code.
+
+    Args:
+        source: the file, or a mapping of the same form.
+
+    Raises:
+        ConfigurationError: if it cannot be read, or a field is unknown, missing, or has a value that no machine has.
+    """
+    data, root = open_document(source)
+    return build(CalibrationFile, data, root, "the calibration").to_machine()

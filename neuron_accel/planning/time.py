@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from neuron_accel.errors import UsageError
 from neuron_accel.neuron.instances import Instance, find_instance
@@ -76,8 +76,19 @@ class StepTime:
     sources: Mapping[str, str] = field(repr=False)
     spans: Sequence[Span] = field(default=(), repr=False)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns seconds, bounds, parts and sources as plain numbers and text."""
+        numbers = {"seconds": self.seconds, "low": self.low, "high": self.high}
+        return {**numbers, "parts": dict(self.parts), "sources": dict(self.sources)}
 
-def predict_time(counts: StepCount, machine: Instance | Machine | str, calibration: Machine | None = None) -> StepTime:
+
+def predict_time(
+    counts: StepCount,
+    machine: Instance | Machine | str,
+    calibration: Machine | None = None,
+    *,
+    bubble: float = 0.0,
+) -> StepTime:
     """Predicts the time of the step that was counted.
 
     Args:
@@ -85,6 +96,7 @@ def predict_time(counts: StepCount, machine: Instance | Machine | str, calibrati
         machine: what the rank runs on: an instance, its name, or constants.
         calibration: measured constants, which replace those of ``machine``; what was not measured, such as the network
             between machines, stays.
+        bubble: fraction of the passes' time, from 0 to 1, in which the rank waits for other stages of a pipeline.
 
     Raises:
         UsageError: if the count is that of a real rank, whose order of kernels and collectives is not recorded.
@@ -106,11 +118,12 @@ def predict_time(counts: StepCount, machine: Instance | Machine | str, calibrati
         for factor, trace in counts.traces:
             run = _Run(constants, bound)
             run.play(trace)
+            run.parts[BUBBLE] = run.passes * bubble / (1 - bubble)  # type: ignore[assignment]
             for part, seconds in run.parts.items():
                 found[part] += factor * seconds  # type: ignore[assignment]  # a counter of seconds
             if bound == "likely" and factor > 0:
                 spans = run.spans
-        found = Counter({part: max(0.0, seconds) for part, seconds in found.items()})  # type: ignore[misc]
+        found = Counter({part: seconds for part, seconds in found.items() if seconds > 0})  # type: ignore[misc]
         totals[bound] = sum(found.values())
         if bound == "likely":
             parts = found
@@ -145,6 +158,8 @@ class _Run:
         self._machine, self._bound = machine, bound
         self.parts: Counter[str] = Counter()
         self.spans: list[Span] = []
+        self.passes = 0.0  # time in forward and backward passes
+        self._phase = ""
         self._now = self._free = 0.0
 
     def play(self, trace: Trace) -> None:
@@ -166,7 +181,7 @@ class _Run:
                 self._spend(waiting, max(0.0, ends.get(event.message, 0.0) - self._now))
 
     def _work(self, work: Work) -> None:
-        start = self._now
+        start, self._phase = self._now, work.phase
         machine, bound = self._machine, self._bound
         for kernel, number in work.kernels:
             fixed = machine.fixed.get(work.phase) or machine.fixed[""]
@@ -182,6 +197,8 @@ class _Run:
     def _spend(self, part: str, seconds: float) -> None:
         self.parts[part] += seconds  # type: ignore[assignment]  # a counter of seconds
         self._now += seconds
+        if self._phase in ("forward", "backward"):
+            self.passes += seconds
 
 
 def kernel_seconds(machine: Machine, kernel: Kernel, bound: Bound = "likely") -> float:
@@ -203,7 +220,7 @@ def _rate(machine: Machine, kind: str, dtype: str) -> Constant:
 def collective_seconds(machine: Machine, message: Message, bound: Bound = "likely") -> float:
     """Returns the time of one collective, from its start, if nothing else is sent."""
     ranks = message.ranks
-    measured = machine.collectives.get(message.op)
+    measured = machine.collectives.get("permute" if message.op == "send" else message.op)
     inside = not machine.measured_ranks or len({rank // machine.measured_ranks for rank in ranks}) == 1
     if measured and (inside or not machine.levels):
         return _measured(measured, len(ranks), message.sent, bound)

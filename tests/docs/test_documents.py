@@ -92,6 +92,14 @@ def test_commands_run(command, tmp_path, monkeypatch, capsys):
     }
     (tmp_path / "some/folder").mkdir(parents=True)
     (tmp_path / "some/folder/config.json").write_text(json.dumps(model))
+    measured = {
+        "neuron_accel_calibration": 1,
+        "machine": "a test",
+        "ranks": 4,
+        "kernels": {"product": {"float32": [[1e6, 1e10]]}, "element-wise": {"float32": [[1e6, 1e9]]}},
+        "fixed": {"": 1e-5},
+    }
+    (tmp_path / "machine.yaml").write_text(yaml.safe_dump(measured))
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "cache"))
     words = shlex.split(command, comments=True)[1:]
     if words[0] == "launch" and "--dry-run" not in words and "--slurm" not in words:

@@ -54,7 +54,7 @@ def test_a_step_is_its_kernels_and_what_it_waits_for():
     start, wait = Event("start", 0), Event("wait", 0)
     hidden = predict_time(counted(start, work(PRODUCT), wait), machine())
     assert hidden.seconds == pytest.approx(11)
-    assert hidden.parts["waiting for dp"] == 0
+    assert hidden.parts == pytest.approx({"fixed cost of kernels": 1, "matrix products": 10})
     short = predict_time(counted(start, work(SUM, phase="backward"), wait), machine())
     assert short.parts == pytest.approx({"fixed cost of kernels": 0.5, "other kernels": 3, "waiting for dp": 4.5})
     assert short.seconds == short.low == short.high == pytest.approx(8)
@@ -66,6 +66,9 @@ def test_a_step_is_its_kernels_and_what_it_waits_for():
     assert half.seconds == pytest.approx(11 + 4)
     second = [start, Event("start", 1), Event("wait", 1), wait]  # one after another
     assert predict_time(counted(*second, messages=(MESSAGE, MESSAGE)), machine()).seconds == pytest.approx(16)
+    update = work(SUM, phase="optimizer step")
+    stage = predict_time(counted(work(PRODUCT), update), machine(), bubble=0.2)
+    assert (stage.seconds, stage.parts["bubble"]) == pytest.approx((11 / 0.8 + 4, 11 / 4))
 
 
 def test_fused_kernels_move_their_bytes_once():
