@@ -33,6 +33,18 @@ ON_TORCH_2_9 = [
 ]
 """What tells whether the older line of torch works; everything else is tested on the newer one."""
 
+PACKAGES = sorted(path.parent.name for path in Path("plugins").glob("*/pyproject.toml"))
+
+PACKAGES_ON_XLA = [
+    "neuron-accel-context-parallel/tests/test_cp_xla.py::test_a_step_is_one_graph_on_every_rank",
+    "neuron-accel-expert-parallel/tests/test_ep_padded.py::test_trains_like_one_process_on_xla[ep2]",
+    "neuron-accel-expert-parallel/tests/test_ep_padded.py::test_a_step_is_one_graph_on_every_rank",
+    "neuron-accel-local-sgd/tests/test_local_sgd_conformance.py::TestDiLoCo::test_trains_like_one_process[alone-xla]",
+    "neuron-accel-lora/tests/test_lora_conformance.py::TestLora::test_trains_like_one_process[alone-xla]",
+]
+"""One training of each package under ``plugins`` on XLA ranks, and that a step is one graph. Their own session has no
+torch_xla; ``pytest -k xla`` in a package's folder runs all that it has, which takes minutes."""
+
 
 @nox.session
 def lint(session: nox.Session) -> None:
@@ -65,6 +77,11 @@ def xla(session: nox.Session) -> None:
     session.run("pytest", f"--record-runs={record}", *(session.posargs or ON_TORCH_2_9))
     if not session.posargs:
         session.run("pytest", "-k", "xla", "tests/conformance_kit")
+        for package in PACKAGES:
+            shutil.rmtree(Path("plugins", package, "build"), ignore_errors=True)
+        session.install("--no-deps", *(f"./plugins/{package}" for package in PACKAGES))
+        session.install("peft>=0.21")  # what LoRA needs beside the others
+        session.run("pytest", *(f"plugins/{test}" for test in PACKAGES_ON_XLA))
         session.run("python", "-m", "tests.what_runs", record, "--check", "--kinds", "xla", "neuron")
 
 
@@ -94,16 +111,18 @@ def cuda(session: nox.Session) -> None:
     session.run("pytest", "tests/cuda", *session.posargs)
 
 
-PACKAGES = sorted(path.parent.name for path in Path("plugins").glob("*/pyproject.toml"))
+BESIDE = {"neuron-accel-expert-parallel": ["neuron-accel-lora"]}
+"""Further packages with which the tests of one combine it."""
 
 
 @nox.session
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def plugins(session: nox.Session, package: str) -> None:
-    """A strategy shipped as a package of its own: its tests, in an environment without the others."""
-    folder = Path("plugins", package)
-    shutil.rmtree(folder / "build", ignore_errors=True)
-    install(session, NATIVE_TORCH, ".[conformance]", f"./{folder}[test]")
+    """A strategy shipped as a package of its own: its tests, in an environment without those that it does not name."""
+    folder, beside = Path("plugins", package), [f"./plugins/{other}" for other in BESIDE.get(package, [])]
+    for path in (folder, *map(Path, beside)):
+        shutil.rmtree(path / "build", ignore_errors=True)
+    install(session, NATIVE_TORCH, ".[conformance]", f"./{folder}[test]", *beside)
     with session.chdir(folder):
         session.run("pytest", *session.posargs)
 

@@ -311,3 +311,35 @@ def uneven() -> None:
 def test_a_rank_that_has_run_out_of_data_is_not_waited_for():
     with pytest.raises(RanksError, match="sending tokens to experts is not possible while some ranks have run out"):
         run_ranks(uneven, 2, timeout=30)
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+def compiled(way: str) -> tuple[float, list[int]]:
+    """The largest difference of gradients from one process over three steps, and the graphs after each."""
+    from torch._dynamo.utils import counters
+
+    accelerator = NeuronAccelerator(plugins=[EP2], dynamo_backend="eager" if way == "prepare" else None)
+    torch.manual_seed(0)
+    model = ep_models.build("mixtral", num_hidden_layers=1, output_router_logits=True)
+    alone = copy.deepcopy(model)
+    prepared = accelerator.prepare(model)
+    used = torch.compile(prepared, backend="eager") if way == "after" else prepared
+    errors, graphs = [], []
+    for batch in ep_models.batches(3):
+        alone(**batch).loss.backward()
+        accelerator.backward(used(**share(batch, accelerator)).loss)
+        gradients = accelerator.get_gradients(prepared)
+        for name, parameter in alone.named_parameters():
+            errors.append(float((gradients[name] - parameter.grad).abs().max()))
+        alone.zero_grad()
+        prepared.zero_grad()
+        graphs.append(counters["stats"]["unique_graphs"])
+    return max(errors), graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["after", "prepare"])
+def test_a_compiled_model(way):
+    for error, graphs in run_ranks(compiled, 2, way, timeout=110):
+        assert error < 1e-5
+        assert 0 < graphs[0] <= graphs[1] == graphs[2], "nothing is compiled again for other numbers of tokens"
