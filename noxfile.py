@@ -23,7 +23,6 @@ pip would take the newest release there is."""
 
 
 ON_TORCH_2_9 = [
-    "tests/unit",
     "tests/distributed/backends/test_collectives.py",
     "tests/distributed/backends/test_collectives_autograd.py",
     "tests/distributed/cli/test_smoke.py",
@@ -31,7 +30,10 @@ ON_TORCH_2_9 = [
     "tests/neuron",
     "tests/docs/test_guides.py::test_what_a_guide_shows_of_torch_xla_runs",
 ]
-"""What tells whether the older line of torch works; everything else is tested on the newer one."""
+"""What tells, beside the unit tests, whether the older line of torch works; the newer one runs everything."""
+
+UNIT = ["-n", "auto", "tests/unit"]
+"""The tests without ranks, one process a core. Those with ranks occupy the cores themselves."""
 
 PACKAGES = sorted(path.parent.name for path in Path("plugins").glob("*/pyproject.toml"))
 
@@ -62,7 +64,10 @@ def tests(session: nox.Session) -> None:
     if not session.posargs:
         check_installation(session)
     record, environment = record_of(session), {"ACCELERATE_SDIST": accelerates_tests(session)}
-    session.run("pytest", f"--record-runs={record}", *session.posargs, env=environment)
+    if not session.posargs:
+        session.run("pytest", *UNIT)
+    rest = session.posargs or ["--ignore-glob=*/tests/unit/*"]
+    session.run("pytest", f"--record-runs={record}", *rest, env=environment)
     if not session.posargs:
         session.run("python", "-m", "tests.what_runs", record, "--check", "--kinds", "gloo", "native")
 
@@ -74,6 +79,8 @@ def xla(session: nox.Session) -> None:
     install(session, ".[emulation,test]")
     session.run("python", "-c", "import torch, torch_xla; print(torch.__version__, torch_xla.__version__)")
     record = record_of(session)
+    if not session.posargs:
+        session.run("pytest", *UNIT)
     session.run("pytest", f"--record-runs={record}", *(session.posargs or ON_TORCH_2_9))
     if not session.posargs:
         session.run("pytest", "-k", "xla", "tests/conformance_kit")
