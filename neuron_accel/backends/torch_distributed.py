@@ -322,12 +322,12 @@ class TorchBackend(Backend):
             return super().start_reduce_scatter_into(out, tensor, group, scale=scale, scratch=scratch)
         rows = tensor.detach().view(group.size, -1)
         self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size, rows.dtype)
-        received = torch.empty_like(rows) if scratch is None else scratch.view_as(rows)
         # What the first and the last rank send is contiguous, so their own chunk need not be copied.
         first, last = int(group.index == 0), group.size - int(group.index == group.size - 1)
-        outgoing, incoming = (_flat(part[first:last]) for part in (rows, received))
+        received = torch.empty_like(rows[first:last]) if scratch is None else scratch.view_as(rows)[first:last]
+        outgoing, incoming = _flat(rows[first:last]), _flat(received)
         counts = [outgoing.numel() // (last - first) if first <= i < last else 0 for i in range(group.size)]
-        terms = [received[i] if first <= i < last else rows[i] for i in range(group.size)]
+        terms = [received[i - first] if first <= i < last else rows[i] for i in range(group.size)]
         return self._start(
             "reduce_scatter",
             group,

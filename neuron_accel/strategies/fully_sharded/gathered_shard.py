@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from neuron_accel.contract import UsageError, WeightShard
-from neuron_accel.strategies.zero1.eager_shard import EagerShard
+from neuron_accel.strategies.zero1.eager_shard import Buffer, EagerShard
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Pending
@@ -155,6 +155,24 @@ class GatheredShard(EagerShard):
 
     def _own_part(self, piece: ParameterShard) -> torch.Tensor:
         return self._own[piece.place.offset : piece.place.offset + piece.place.length]
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+    @property
+    def is_alone(self) -> bool:
+        """Whether its buffer is that of one parameter, whose gradient is sent from where autograd has put it."""
+        return self.is_sharded and len(self.parameters) == 1 and not self._padding
+
+    def send_gradients(self) -> None:
+        gradient = self.parameters[0].grad
+        fits = type(gradient) is torch.Tensor and gradient.layout is torch.strided and gradient.is_contiguous()
+        if self.is_alone and fits and gradient.dtype == self.reduce_dtype:
+            self._buffer, self._filled, self._kept = Buffer(gradient.detach().view(-1), None), [True], [False]
+            self.parameters[0].grad = None
+        super().send_gradients()
+
+    def _room(self) -> torch.Tensor:
+        """Returns memory for this rank's shard of the gradients that are being reduced, which no step keeps."""
+        return torch.empty(self.partition.chunk, dtype=self.optimizer_dtype, device=self._device)
 
     # ---- what the optimizer does -------------------------------------------------------------------------------------
     def send_weights(self) -> Callable[[], None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -11,7 +12,7 @@ from neuron_accel.contract import Bucket, ParameterRecord, UnsupportedModelError
 from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
 from neuron_accel.strategies.fully_sharded.lazy_gathered_shard import LazyGatheredShard
 from neuron_accel.strategies.fully_sharded.reading import read_weights
-from neuron_accel.strategies.zero1.eager_shard import EagerShard
+from neuron_accel.strategies.zero1.eager_shard import EagerShard, SendBuffers
 from neuron_accel.strategies.zero1.lazy_shard import LazyShard
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from neuron_accel.strategies.fully_sharded.units import AnyShard, Unit, Units
 
 _NO_LIMIT = 1 << 62
+
+_LARGE = 8 << 20
+"""Bytes from which a parameter has a bucket of its own: its gradient is sent from where autograd has put it. Copying it
+would take longer than another message does."""
 
 
 class FullyShardedOptimizer(Zero1Optimizer):
@@ -38,6 +43,7 @@ class FullyShardedOptimizer(Zero1Optimizer):
         self, optimizer: torch.optim.Optimizer, run: Run, *, units: Sequence[Units], frozen: FrozenShards, **more: Any
     ) -> None:
         self._units, self._frozen = units, frozen
+        self._passing = SendBuffers(keeps=False)
         self._own: dict[int, torch.Tensor] = {}  # this rank's weights of buckets that are sharded next, by bucket
         super().__init__(optimizer, run, **more)
 
@@ -72,7 +78,10 @@ class FullyShardedOptimizer(Zero1Optimizer):
     def _of_unit(self, records: list[ParameterRecord]) -> list[Bucket]:
         if self._lazy:
             return self._lazy_buckets(records, _NO_LIMIT)
-        return make_buckets(records, _NO_LIMIT, self._run.mesh)
+        splits = not self._keeps_parameters
+        rest = [record for record in records if not (splits and _is_large(record))]
+        parts = [*([record] for record in records if splits and _is_large(record)), *([rest] if rest else [])]
+        return [bucket for part in parts for bucket in make_buckets(part, _NO_LIMIT, self._run.mesh)]
 
     def _place(self, record: ParameterRecord) -> tuple[Units, Unit]:
         for units in self._units:
@@ -91,8 +100,9 @@ class FullyShardedOptimizer(Zero1Optimizer):
         if units.keeps(arguments["bucket"].records[0]):
             return super()._eager_shard(**arguments)
         own = self._own.pop(id(arguments["bucket"]), None)
+        arguments["buffers"] = self._passing
         shard = GatheredShard(read=units.read, plugin=self._plugin, own=own, **arguments)
-        unit.shards.append((shard, self._complete))
+        unit.shards.append((shard, partial(self._complete, unit)))
         return shard
 
     def _lazy_shard(self, **arguments: Any) -> LazyShard:
@@ -101,9 +111,20 @@ class FullyShardedOptimizer(Zero1Optimizer):
             return super()._lazy_shard(**arguments)
         own = self._own.pop(id(arguments["bucket"]), None)
         shard = LazyGatheredShard(read=units.read, take_over=self.take_over, plugin=self._plugin, own=own, **arguments)
-        unit.shards.append((shard, self._complete))
+        unit.shards.append((shard, partial(self._complete, unit)))
         return shard
 
-    def _complete(self, shard: AnyShard) -> None:
-        """The backward pass of its unit is over."""
+    def _take(self, bucket: int, index: int) -> None:
+        shard = self.shards[bucket]
+        if not isinstance(shard, GatheredShard) or not shard.is_alone:
+            super()._take(bucket, index)
+
+    def _complete(self, unit: Unit, shard: AnyShard) -> None:
+        """The backward pass of its unit is over. Gradients of one unit travel at a time, which bounds their memory."""
+        self._passing.settle(but=[cast(EagerShard, mine) for mine, _ in unit.shards])
         self._watcher.complete([self.shards.index(shard)])
+
+
+def _is_large(record: ParameterRecord) -> bool:
+    current = record.current
+    return current is not None and current.numel() * current.element_size() >= _LARGE

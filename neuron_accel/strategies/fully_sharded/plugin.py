@@ -190,10 +190,10 @@ class FullyShardedPlugin(Zero1Plugin):
         return state["frozen"]
 
     def after_backward(self, run: Run) -> None:
-        """Waits for gradients to be reduce-scattered, and frees parameters."""
-        super().after_backward(run)
+        """Frees parameters, and waits for gradients to be reduce-scattered."""
         for units in run.state(self).get("units", []):
             units.end_backward()
+        super().after_backward(run)
 
     def before_save(self, run: Run) -> None:
         """Takes weights that the loop has assigned."""

@@ -222,11 +222,11 @@ class Units:
                 unit.release()
             return
         unit.in_backward = False
+        if self._reshard or self._model.synchronises:
+            unit.release()  # first: gradients are received into as much memory
         if self._completes_early:
             for shard, complete in unit.shards:
                 complete(shard)
-        if self._reshard or self._model.synchronises:
-            unit.release()
 
     @property
     def _completes_early(self) -> bool:

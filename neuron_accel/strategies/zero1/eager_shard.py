@@ -7,7 +7,7 @@ few buffers in turn, which are kept from step to step, since newly allocated mem
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,11 +23,15 @@ if TYPE_CHECKING:
 
 
 class Buffer:
-    """Memory for the gradients of a bucket that are sent, and for those received from other ranks."""
+    """Memory for the gradients of a bucket that are sent, and for those received from other ranks.
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.gradients = torch.empty(numel, dtype=dtype, device=device)
-        self.received = torch.empty(numel, dtype=dtype, device=device)
+    Args:
+        gradients: ``[partition.numel]`` or more.
+        received: as many; None if it is allocated when gradients are sent.
+    """
+
+    def __init__(self, gradients: torch.Tensor, received: torch.Tensor | None) -> None:
+        self.gradients, self.received = gradients, received
         self._slots: dict[EagerShard, list[torch.Tensor]] = {}
 
     def fits(self, numel: int, dtype: torch.dtype) -> bool:
@@ -45,10 +49,11 @@ class SendBuffers:
 
     Args:
         limit: maximum number of buckets whose reduction is pending; beyond it, the oldest is waited for.
+        keeps: whether buffers are kept from step to step, and used again.
     """
 
-    def __init__(self, limit: int = 2) -> None:
-        self._limit = limit
+    def __init__(self, limit: int = 2, *, keeps: bool = True) -> None:
+        self._limit, self._keeps = limit, keeps
         self._travelling: deque[tuple[EagerShard, Buffer]] = deque()
         self._free: list[Buffer] = []
 
@@ -59,7 +64,8 @@ class SendBuffers:
         fitting = [buffer for buffer in self._free if buffer.fits(numel, dtype)]
         buffer = min(fitting, key=lambda b: b.gradients.numel(), default=None)
         if buffer is None:
-            return Buffer(numel, dtype, device)
+            gradients = torch.empty(numel, dtype=dtype, device=device)
+            return Buffer(gradients, torch.empty_like(gradients) if self._keeps else None)
         self._free.remove(buffer)
         return buffer
 
@@ -67,15 +73,16 @@ class SendBuffers:
         """Must be called when the reduction of the gradients of ``shard`` in ``buffer`` was started."""
         self._travelling.append((shard, buffer))
 
-    def settle(self) -> None:
-        """Waits for all pending reductions."""
-        while self._travelling:
+    def settle(self, *, but: Collection[EagerShard] = ()) -> None:
+        """Waits for all pending reductions, or for those that were started before the first one of ``but``."""
+        while self._travelling and self._travelling[0][0] not in but:
             self._arrived()
 
     def _arrived(self) -> None:
         shard, buffer = self._travelling.popleft()
         shard.complete()
-        self._free.append(buffer)  # there are no more buffers of a size than were in use at the same time
+        if self._keeps:
+            self._free.append(buffer)  # there are no more buffers of a size than were in use at the same time
 
 
 class EagerShard(BucketShard):
@@ -189,7 +196,7 @@ class EagerShard(BucketShard):
             buffer.gradients[: self.partition.numel],
             self.group,
             scale=1.0 if self._is_partial else 1.0 / self.samples,
-            scratch=buffer.received[: self.partition.numel],
+            scratch=None if buffer.received is None else buffer.received[: self.partition.numel],
         )
         self._buffers.sent(self, buffer)
 
