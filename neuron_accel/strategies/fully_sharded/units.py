@@ -119,6 +119,7 @@ class Units:
         self._last: dict[bool, Unit | None] = {False: None, True: None}
         self._in_pass = False
         self._reading: AnyShard | None = None
+        self._handed_on: tuple[Unit, list[tuple[torch.Tensor, Any]]] | None = None  # the last unit's outputs and hooks
         self._handles: list[Any] = []
         self._unit_of = {id(record): self._unit_around(record) for record in model.parameters}
         self._action = run.join.register("a gather of parameters", self._gather_along)
@@ -183,6 +184,7 @@ class Units:
             unit.forwards += 1
             if inputs:  # else it is over when the whole pass is
                 register_multi_grad_hook(inputs, Hook(self._after_backward, unit))
+                self._put_last(inputs)
         return None
 
     def _after_forward(self, unit: Unit, _: nn.Module, args: Any, output: Any) -> None:
@@ -194,14 +196,28 @@ class Units:
             elif unit is self.root:  # all micro-batches have been evaluated
                 self.release()
             return
+        self._handed_on = None
         if unit is self.root and self._model.runs_backward:
             return  # `end_backward` follows
         # Where an output is no plain tensor (logits that are sharded over ranks), parameters are kept for backward.
         outputs = [t for t in tree_leaves(output) if type(t) is torch.Tensor and t.requires_grad]
-        for tensor in outputs:
-            tensor.register_hook(Hook(self._before_backward, unit))
+        handles = [tensor.register_hook(Hook(self._before_backward, unit)) for tensor in outputs]
+        self._handed_on = None if unit is self.root else (unit, list(zip(outputs, handles, strict=True)))
         if not unit.trains or (outputs and self._reshard and unit is not self.root):
             unit.release()
+
+    def _put_last(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Where an output of the last unit is an input of this one, the backward pass of this one ends, and frees what
+        it has gathered, before that of the last one begins, and gathers: hooks run in the order in which they were
+        registered."""
+        if self._handed_on is None or self._run.backend.is_lazy:  # a compiler orders a graph itself
+            return
+        unit, handed = self._handed_on
+        for tensor, handle in handed:
+            if any(tensor is given for given in inputs):
+                handle.remove()
+                tensor.register_hook(Hook(self._before_backward, unit))
+        self._handed_on = None
 
     def _before_backward(self, unit: Unit, _: torch.Tensor) -> torch.Tensor | None:
         if not self._in_pass:
