@@ -492,7 +492,12 @@ class NeuronAccelerator(Accelerator):
         if self._on_neuron:
             self._warn_of_lost_updates(transformed)
         prepared: Any = PreparedOptimizer(
-            transformed, self.run, self.scaler, peers=self._optimizers, gradients_complete=self._step.items.settle
+            transformed,
+            self.run,
+            self.scaler,
+            given=optimizer,
+            peers=self._optimizers,
+            gradients_complete=self._step.items.settle,
         )
         prepared._is_accelerate_prepared = True
         self._optimizers.append(prepared)
@@ -1091,7 +1096,9 @@ def _owner_of(model: nn.Module) -> NeuronAccelerator | None:
 
 
 def _wraps(prepared: Any, optimizer: Any) -> bool:
-    """Whether ``prepared`` is ``optimizer`` or wraps it."""
+    """Whether ``prepared`` is ``optimizer`` or wraps it, or was prepared from it."""
+    if getattr(prepared, "given", None) is optimizer:
+        return True
     while prepared is not None:
         if prepared is optimizer:
             return True

@@ -1,64 +1,25 @@
-"""A strategy plugin in the script that uses it: a moving average of the weights, which is evaluated.
+"""Plugins of one screen each, in a loop of your own: a small network learns to tell two spirals apart.
 
-It composes with every other strategy, because it only looks at what each rank has.
-
-    neuron-accel launch --nproc-per-node 2 train.py
+neuron-accel launch --nproc-per-node 2 train.py --plugin weight_average
+neuron-accel launch --nproc-per-node 4 train.py --plugin gradient_noise --zero1
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from neuron_accel import NeuronAccelerator, NeuronAccelError, Zero1Plugin  # isort: skip  # first: it chooses the device
 import torch
+from bf16_gradients import BF16Gradients
+from block_rates import BlockRates
+from freezing import FreezingSchedule
+from gradient_noise import GradientNoise
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-
-from neuron_accel.contract import ConfigurationError, Phase, PluginSpec, Run, StrategyPlugin
-
-
-@dataclass(frozen=True, kw_only=True)
-class AveragePlugin(StrategyPlugin):
-    """Keeps a moving average of the weights on this rank.
-
-    Args:
-        decay: how much of the average a step keeps; from 0 to less than 1.
-    """
-
-    decay: float = 0.98
-
-    spec: ClassVar[PluginSpec] = PluginSpec(name="average", phase=Phase.OPTIMIZER, after=frozenset({"zero1"}))
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise ConfigurationError(f"decay={self.decay} is not possible.", fix="choose one from 0 to less than 1")
-
-    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        averages = run.state(self)
-        for prepared in run.models:
-            for record in prepared.parameters:
-                if record.current is None:  # on another rank
-                    continue
-                weight = record.current.detach()
-                average = averages.setdefault(record.fqn, weight.clone())
-                average.lerp_(weight, 1 - self.decay)
-
-    def swap(self, run: Run) -> None:
-        """Swaps weights and averages; calling it twice restores both."""
-        for prepared in run.models:
-            for record in prepared.parameters:
-                if record.fqn in run.state(self) and record.current is not None:
-                    average = run.state(self)[record.fqn]
-                    weight = record.current.detach().clone()
-                    record.current.data.copy_(average)
-                    average.copy_(weight)
-
-    def teardown(self, run: Run) -> None:
-        run.state(self).clear()
+from weight_average import WeightAverage
 
 
 def spirals(count: int, seed: int) -> TensorDataset:
@@ -77,33 +38,42 @@ def accuracy(accelerator: Any, model: nn.Module, loader: DataLoader) -> float:
     return torch.cat(right).float().mean().item()
 
 
+PLUGINS = {
+    "weight_average": WeightAverage(decay=0.98),
+    "gradient_noise": GradientNoise(micro_batch_size=16),
+    "block_rates": BlockRates(decay=0.7),
+    "bf16_gradients": BF16Gradients(keep=("*.bias",)),
+    "freezing": FreezingSchedule(until={"0.*": 10}, after={"0.*": 200}),
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=6, help="passes over the data (default: 6)")
-    parser.add_argument("--decay", type=float, default=0.98, help="of the average (default: 0.98)")
+    parser.add_argument("--plugin", choices=PLUGINS, default="weight_average", help="(default: %(default)s)")
+    parser.add_argument("--zero1", action="store_true", help="shard the optimizer's state as well")
+    parser.add_argument("--epochs", type=int, default=6, help="passes over the data (default: %(default)s)")
     options = parser.parse_args()
 
-    average = AveragePlugin(decay=options.decay)
-    accelerator = NeuronAccelerator(plugins=[average, Zero1Plugin()])
+    plugin = PLUGINS[options.plugin]
+    accelerator = NeuronAccelerator(plugins=[plugin, Zero1Plugin()] if options.zero1 else [plugin])
     accelerator.print(accelerator.plan.explain())
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
-    share = 32 // accelerator.num_processes
-    loader, test = DataLoader(spirals(2048, seed=1), share, shuffle=True), DataLoader(spirals(500, seed=2), share)
+    loader, test = DataLoader(spirals(2048, seed=1), 16, shuffle=True), DataLoader(spirals(500, seed=2), 16)
     model, optimizer, loader, test = accelerator.prepare(model, optimizer, loader, test)
     for epoch in range(options.epochs):
         for points, arm in loader:
             accelerator.backward(F.cross_entropy(model(points), arm))
             optimizer.step()
             optimizer.zero_grad()
-        last = accuracy(accelerator, model, test)
-        average.swap(accelerator.run)
-        averaged = accuracy(accelerator, model, test)
-        average.swap(accelerator.run)
-        accelerator.print(
-            f"epoch {epoch + 1}: {last:.1%} right with the last weights, {averaged:.1%} with their average"
-        )
+        line = f"epoch {epoch + 1}: {accuracy(accelerator, model, test):.1%} right"
+        if isinstance(plugin, WeightAverage):
+            with plugin.averaged(accelerator.run):
+                line += f", {accuracy(accelerator, model, test):.1%} with the average of the weights"
+        if isinstance(plugin, GradientNoise):
+            line += f", noise scale {plugin.noise_scale(accelerator.run):.0f} samples"
+        accelerator.print(line)
     accelerator.end_training()
     return 0
 

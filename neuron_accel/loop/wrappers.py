@@ -36,6 +36,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         optimizer: the user's optimizer, as transformed by the plugins.
         run: the run.
         scaler: the gradient scaler of fp16 training, or None.
+        given: the optimizer that the user prepared, with which schedulers may have been built.
         peers: the list of all prepared optimizers of the run, to which this one is added later.
         gradients_complete: called before gradients are used; collective.
     """
@@ -46,12 +47,14 @@ class PreparedOptimizer(AcceleratedOptimizer):
         run: Run,
         scaler: Any = None,
         *,
+        given: torch.optim.Optimizer,
         peers: list[PreparedOptimizer],
         gradients_complete: Callable[[], None],
     ) -> None:
         super().__init__(optimizer, device_placement=False, scaler=scaler)
         _move_state(optimizer)
         self._run, self._peers, self._gradients_complete = run, peers, gradients_complete
+        self.given = given
         self.released = False
         self._unheld: list[ParameterRecord] | None = None  # None before the first step
         # Accelerate determines these at every step. LOMO optimizers update weights in the backward pass.
@@ -89,6 +92,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
                 before_step(self.optimizer, self._run)
             with as_device_data(self.optimizer, self._run.backend), self._reads.update():
                 self._update(closure)
+            # A scheduler warns if the optimizer it was built with never steps; it checks this attribute.
+            self.given._opt_called = True  # type: ignore[attr-defined]
             for after_step in self._run.hooks["after_step"]:
                 after_step(self.optimizer, self._run)
         self.zero_grads.prepare()

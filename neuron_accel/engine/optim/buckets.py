@@ -31,6 +31,8 @@ class Bucket:
             gradients are therefore summed (:meth:`ParameterRecord.reduction_axes`). The sum is always divided by the
             number of ranks along all gradient axes, which gives the average over the global batch.
         sharded_axes: the other gradient axes: their ranks hold different shards.
+        reduce_dtype: dtype in which a plugin wants gradients to be sent and summed
+            (:attr:`ParameterRecord.reduce_dtype`); None: none does.
     """
 
     records: tuple[ParameterRecord, ...]
@@ -39,6 +41,7 @@ class Bucket:
     partial_axes: tuple[str, ...]
     reduction_axes: tuple[str, ...]
     sharded_axes: tuple[str, ...] = ()
+    reduce_dtype: torch.dtype | None = None
 
     @property
     def numel(self) -> int:
@@ -56,13 +59,13 @@ def make_buckets(records: Iterable[ParameterRecord], cap_bytes: int, mesh: Mesh)
         cap_bytes: size of a bucket in bytes.
         mesh: the mesh, over whose gradient axes gradients are averaged.
     """
-    Key = tuple[torch.dtype, tuple[str, ...], tuple[str, ...]]
+    Key = tuple[torch.dtype, tuple[str, ...], tuple[str, ...], torch.dtype | None]
     open_buckets: dict[Key, list[ParameterRecord]] = {}
     sizes: dict[Key, int] = {}
     closed: list[Bucket] = []
 
     def close(key: Key) -> None:
-        dtype, partial_axes, reduction_axes = key
+        dtype, partial_axes, reduction_axes, reduce_dtype = key
         members = tuple(open_buckets.pop(key))
         closed.append(
             Bucket(
@@ -72,13 +75,15 @@ def make_buckets(records: Iterable[ParameterRecord], cap_bytes: int, mesh: Mesh)
                 partial_axes=partial_axes,
                 reduction_axes=reduction_axes,
                 sharded_axes=tuple(axis for axis in mesh.gradient_axes if axis not in reduction_axes),
+                reduce_dtype=reduce_dtype,
             )
         )
 
     for record in reversed(list(records)):
         parameter = record.current
         assert parameter is not None
-        key = (parameter.dtype, tuple(sorted(record.partial_axes)), record.reduction_axes(mesh))
+        partial_axes = tuple(sorted(record.partial_axes))
+        key = (parameter.dtype, partial_axes, record.reduction_axes(mesh), record.reduce_dtype)
         size = parameter.numel() * parameter.element_size()
         if key in open_buckets and sizes[key] + size > cap_bytes:
             close(key)
@@ -161,13 +166,16 @@ class FlatGradients:
     def _allocate(self) -> torch.Tensor:
         parameters, numel = self._bucket.parameters, self._bucket.numel
         length = numel + len(parameters) if self._flags else numel
-        self._flat = torch.empty(length, dtype=self._bucket.dtype, device=parameters[0].device)
+        dtype = self._bucket.reduce_dtype or self._bucket.dtype
+        self._flat = torch.empty(length, dtype=dtype, device=parameters[0].device)
         self._slots = split_like(self._flat, parameters)
         return self._flat
 
     def parts(self, reduced: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the gradients in the reduced result of :meth:`collect`, in the shapes of the parameters; the same
-        tensors at every call if it was reduced in place."""
+        """Returns the gradients in the reduced result of :meth:`collect`, in the shapes and dtype of the parameters; the
+        same tensors at every call if it was reduced in place and in that dtype."""
+        if reduced.dtype != self._bucket.dtype:
+            return split_like(reduced[: self._bucket.numel].to(self._bucket.dtype), self._bucket.parameters)
         if self._flat is not None and reduced.data_ptr() == self._flat.data_ptr():
             return self._slots
         return split_like(reduced, self._bucket.parameters)

@@ -41,6 +41,7 @@ class GradientReducer:
 
     divided by the number of ranks along all gradient axes: the gradient of the mean of the ranks' losses. A parameter
     that has a gradient on some ranks only has one on all ranks afterwards; one without any gradient keeps None.
+    Gradients are sent and summed in the dtype that a plugin has set as :attr:`ParameterRecord.reduce_dtype`.
 
     Passes that do not synchronise (:attr:`PreparedModel.synchronises`, false under ``no_sync`` and while micro-batches
     accumulate) leave gradients as they are; the next one that does, or :meth:`flush`, reduces their sum. Ranks that ran
@@ -199,7 +200,11 @@ class GradientReducer:
         if group.size == 1:
             averages = [gradient / ranks for gradient in gradients]
         else:
-            averages = self._run.backend.all_reduce_together(gradients, group, 1 / ranks)
+            sent = gradients
+            if bucket.reduce_dtype is not None:  # rounded once they are scaled, as in the memory of other devices
+                sent, ranks = [(gradient / ranks).to(bucket.reduce_dtype) for gradient in gradients], 1
+            averages = self._run.backend.all_reduce_together(sent, group, 1 / ranks)
+            averages = [average.to(bucket.dtype) for average in averages]
         for parameter, is_used, average in zip(bucket.parameters, used, averages, strict=True):
             parameter.grad = average if is_used else None
 

@@ -69,6 +69,9 @@ class ParameterRecord:
         holders: for axes along which not every rank holds the parameter, the indices of those that do, ascending; all
             of them hold the same values.
         added: whether a strategy added it to the model; earlier weights do not contain it.
+        reduce_dtype: dtype in which the owner of gradient reduction sends and sums its gradient; None: that of the
+            gradient, or what an option of the owner says. A plugin sets it in ``transform_model``, before phase
+            ``GRADIENTS``.
         weights: this rank's elements, if the values are sharded over further axes and only gathered for use; None:
             ``current`` has its values all the time.
         is_unread: whether ``current`` has no values, and no memory for them, because they were not read yet
@@ -83,6 +86,7 @@ class ParameterRecord:
     rule: str = ""
     holders: dict[str, tuple[int, ...]] = field(default_factory=dict)
     added: bool = False
+    reduce_dtype: torch.dtype | None = None
     weights: WeightShard | None = None
     is_unread: bool = False
     _known: list[nn.Parameter] = field(default_factory=list, repr=False)

@@ -25,6 +25,7 @@ from neuron_accel.contract import (
     FullParameterOptimizer,
     GradientPart,
     ParameterError,
+    PlanError,
     StandIn,
     StatePiece,
     UsageError,
@@ -290,7 +291,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             "group": group,
             "samples": self._group.size,
             "optimizer_dtype": dtype,
-            "reduce_dtype": dtype if self._higher_precision else bucket.dtype,
+            "reduce_dtype": self._reduce_dtype(bucket, dtype),
         }
         common["partition"] = self._partition(bucket)
         if self._lazy:
@@ -302,6 +303,19 @@ class Zero1Optimizer(torch.optim.Optimizer):
         if self._lazy:
             return lazy_partition(sizes, degree)
         return (unsplit if self._keeps_parameters else even)(sizes, degree)
+
+    def _reduce_dtype(self, bucket: Bucket, optimizer_dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype in which a bucket's gradients are sent and summed."""
+        if bucket.reduce_dtype is None:
+            return optimizer_dtype if self._higher_precision else bucket.dtype
+        if self._higher_precision:
+            raise PlanError(
+                f"The gradient of {bucket.records[0].fqn!r} cannot be sent in two dtypes.",
+                where=f"plugin {self._plugin!r}, higher_cc_precision=True",
+                why=f"another plugin asks for {str(bucket.reduce_dtype).removeprefix('torch.')}",
+                fix="leave higher_cc_precision out, or the other plugin",
+            )
+        return bucket.reduce_dtype
 
     def _eager_shard(self, **arguments: Any) -> EagerShard:
         return EagerShard(**arguments)

@@ -209,7 +209,7 @@ def test_the_batch_files_are_those_that_the_launcher_writes(tmp_path):
         ("mlp", 4, r"epoch 4: .* ([\d.]+)% of 1000 read", 85),
         ("own_model", 2, r"step 200: .* ([\d.]+)% of the numbers", 90),
         ("own_model", 4, r"step 200: .* ([\d.]+)% of the numbers", 90),
-        ("own_plugin", 2, r"epoch 6: .* ([\d.]+)% with their average", 90),
+        ("own_plugin", 2, r"epoch 6: .* ([\d.]+)% with the average", 90),
     ],
 )
 def test_small_examples_learn(script, ranks, said, floor, capfd):
