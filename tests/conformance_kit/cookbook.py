@@ -59,10 +59,11 @@ def train(
 def llama_groups(model, lr: float, decay: float) -> list[dict]:
     """Groups of a Llama of two layers, written by hand."""
     depths = {"model.embed_tokens": 3, "model.layers.0": 2, "model.layers.1": 1, "model.norm": 0, "lm_head": 0}
-    named = [
-        (next(d for prefix, d in depths.items() if name.startswith(prefix)), p) for name, p in model.named_parameters()
-    ]
-    return [{"params": [p for depth, p in named if depth == this], "lr": lr * decay**this} for this in range(4)]
+    groups: list[dict] = [{"params": [], "lr": lr * decay**depth} for depth in range(4)]
+    for name, parameter in model.named_parameters():
+        depth = next(depth for prefix, depth in depths.items() if name.startswith(prefix))
+        groups[depth]["params"].append(parameter)
+    return groups
 
 
 def train_with_block_rates(model_fn, batches, training: Training, *, plugin, reference, data_parallel_size) -> Trace:
@@ -90,7 +91,7 @@ def train_in_bf16(model_fn, batches: Sequence[Batch], training, *, plugin, refer
             loss = loss_of(model(**rows))
             wanted = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
             found = torch.autograd.grad(loss / training.accumulation, [p for _, p in wanted])
-            for (name, parameter), gradient in zip(wanted, found, strict=True):
+            for (name, _), gradient in zip(wanted, found, strict=True):
                 held.setdefault(name, {})[rank] = held.get(name, {}).get(rank, 0) + gradient
             losses.append(loss.item())
         for name, parameter in model.named_parameters():
@@ -120,8 +121,8 @@ def train_by_schedule(model_fn, batches, training, *, plugin, reference, data_pa
 
 # ---- the gradient noise scale ----------------------------------------------------------------------------------------
 def noise_scale(model_fn, batches, training: Training, *, ranks: int, decay: float, micro_batch_size: int) -> float:
-    """From the gradients of every micro-batch of every rank, one after another; ``batches`` are the micro-batches of all
-    ranks together."""
+    """From the gradients of every micro-batch of every rank, one after another; ``batches`` are those of all ranks
+    together."""
     variance = square = 0.0
     squares: list[float] = []
 

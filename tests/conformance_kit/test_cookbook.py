@@ -242,7 +242,7 @@ def bytes_of_gradients(plugins, others):
     accelerator = NeuronAccelerator(plugins=plugins, config={"plugins": others})
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 16))
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(accelerator.process_index))
     loss, counted = model(x).square().mean(), Bytes()
     remove = accelerator.run.backend.observe(counted)
