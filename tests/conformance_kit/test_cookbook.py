@@ -107,7 +107,7 @@ def measure_noise(others, accumulation, backend):
 def noise_cases():
     """Other plugins, accumulated micro-batches, ranks, and micro-batches of one batch of the loader."""
     yield pytest.param([TP, SP], 2, 4, 2, "gloo", id="tp2-sp-dp2-accumulation")
-    yield pytest.param([ZERO1], 1, 2, 2, "gloo", id="zero1")
+    yield pytest.param([ZERO1], 1, 2, 2, "gloo", id="zero1", marks=pytest.mark.slow)
     yield pytest.param([ZERO1], 2, 2, 2, "xla", id="zero1-accumulation-xla", marks=ON_XLA)
     yield pytest.param([PP], 1, 4, 4, "gloo", id="pp2-dp2", marks=pytest.mark.slow)
     yield pytest.param(["fully_sharded"], 1, 2, 2, "gloo", id="fully-sharded", marks=pytest.mark.slow)
@@ -153,7 +153,7 @@ def load_average(others, folder):
 
 def average_cases():
     yield pytest.param([TP, ZERO1], 4, "gloo", id="tp2-zero1")
-    yield pytest.param([ZERO1], 2, "xla", id="zero1-xla", marks=ON_XLA)
+    yield pytest.param([ZERO1], 2, "xla", id="zero1-xla", marks=[ON_XLA, pytest.mark.slow])
     yield pytest.param([PP], 2, "gloo", id="pp2", marks=pytest.mark.slow)
 
 
