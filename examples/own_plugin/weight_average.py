@@ -51,16 +51,17 @@ class WeightAverage(StrategyPlugin):
         """A context in which the model has the averages. Enter it between steps, on every rank."""
         averages = run.state(self)["averages"]
         weights = {parameter: parameter.detach().clone() for parameter in averages}
-        self.copy(averages)
+        self.copy(averages, run)
         try:
             yield
         finally:
-            self.copy(weights)
+            self.copy(weights, run)
 
     @torch.no_grad()
-    def copy(self, values: dict[torch.nn.Parameter, torch.Tensor]) -> None:
+    def copy(self, values: dict[torch.nn.Parameter, torch.Tensor], run: Run) -> None:
         for parameter, value in values.items():
             parameter.copy_(value)
+        run.backend.step_boundary()  # a lazy device copies now, on every rank, whatever each reads next
 
     def checkpoint_state(self, run: Run) -> dict[str, Any]:
         """By name and laid out like the parameters, so that any mesh can load it."""

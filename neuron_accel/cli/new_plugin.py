@@ -6,6 +6,7 @@ import argparse
 import keyword
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -15,22 +16,67 @@ from neuron_accel.errors import UsageError
 
 SUMMARY = "create a package with a strategy plugin"
 DESCRIPTION = """\
-Create a package with a strategy plugin: pyproject.toml with its entry point, a plugin with an option and hooks, and
-tests that run the conformance kit. The package can be installed, and its tests pass; replace its behaviour with yours.
-The page "Writing a plugin" of the documentation explains every part.
+Create a package with a strategy plugin: pyproject.toml with its entry point, a plugin that works, and tests that run
+the conformance kit. The package can be installed, and its tests pass; replace what the plugin does. The pages "Writing
+a plugin" and "Cookbook" of the documentation explain every part.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of plugin.
+
+    Args:
+        about: what plugins of this kind do, for the help.
+        does: what the generated one does.
+        options: its options in a configuration file.
+    """
+
+    about: str
+    does: str
+    options: str
+
+
+KINDS = {
+    "observer": Kind(
+        about="reads what other plugins compute, changes nothing",
+        does="logs the norm of the gradient of every block",
+        options="{every: 10}",
+    ),
+    "gradients": Kind(
+        about="changes gradients before the optimizer uses them",
+        does="clips the gradient of every block by itself",
+        options="{max_norm: 1.0}",
+    ),
+    "layout": Kind(
+        about="shards layers over ranks",
+        does="shards linear layers by their outputs",
+        options='{degree: 2, layers: ["*.up_proj"]}',
+    ),
+    "axis": Kind(
+        about="brings an axis of ranks, and what happens along it",
+        does="trains replicas that average their weights every few steps",
+        options="{replicas: 2, every: 8}",
+    ),
+}
+"""The kinds by name; the first is the default."""
+
 EXAMPLES = """\
+kinds, and what the generated plugin does:
+{kinds}
+
 examples:
   neuron-accel new-plugin stripes                  writes neuron-accel-stripes/
+  neuron-accel new-plugin stripes --kind layout    one that shards layers
   neuron-accel new-plugin stripes --output code    writes code/neuron-accel-stripes/
-"""
+""".format(kinds="\n".join(f"  {name:<11}{kind.about}:\n             {kind.does}" for name, kind in KINDS.items()))
 
 FILES = {
     "pyproject.toml": "pyproject.toml",
     "README.md": "README.md",
     "src/{package}/__init__.py": "init.py",
-    "src/{package}/plugin.py": "plugin.py",
-    "tests/test_{name}.py": "test_plugin.py",
+    "src/{package}/plugin.py": "{kind}.py",
+    "tests/test_{name}.py": "test_{kind}.py",
 }
 """Paths in the new package, and the templates of their contents."""
 
@@ -40,13 +86,16 @@ PREFIX = "neuron-accel-"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="the plugin's name in configuration files: lowercase letters, digits, underscores")
     parser.add_argument(
+        "--kind", choices=KINDS, default=next(iter(KINDS)), help="what it begins with, see below (default: %(default)s)"
+    )
+    parser.add_argument(
         "--output", type=Path, default=Path(), metavar="FOLDER", help="parent folder (default: the current one)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    folder = write(args.name, args.output)
-    print(f"{folder}: a package with the plugin {plugin_name(args.name)!r}. Next steps:")
+    folder = write(args.name, args.output, args.kind)
+    print(f"{folder}: a package with the plugin {plugin_name(args.name)!r}, which {KINDS[args.kind].does}. Next steps:")
     print(f"  cd {folder}")
     print("  pip install -e '.[test]'")
     print("  pytest")
@@ -83,8 +132,8 @@ def plugin_name(name: str) -> str:
     return result
 
 
-def write(name: str, output: Path) -> Path:
-    """Writes the package below ``output`` and returns its folder.
+def write(name: str, output: Path, kind: str = next(iter(KINDS))) -> Path:
+    """Writes the package of a plugin of this kind below ``output`` and returns its folder.
 
     Raises:
         UsageError: if the name is not valid, or the folder exists already.
@@ -94,6 +143,9 @@ def write(name: str, output: Path) -> Path:
         "name": name,
         "package": f"neuron_accel_{name}",
         "distribution": PREFIX + name.replace("_", "-"),
+        "kind": kind,
+        "does": KINDS[kind].does,
+        "options": KINDS[kind].options,
         "cls": "".join(part.capitalize() for part in name.split("_")) + "Plugin",
     }
     folder = output / values["distribution"]
@@ -102,7 +154,7 @@ def write(name: str, output: Path) -> Path:
     for path, template in FILES.items():
         target = folder / path.format(**values)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(_filled(template, values), encoding="utf-8")
+        target.write_text(_filled(template.format(**values), values), encoding="utf-8")
     return folder
 
 
