@@ -3,7 +3,10 @@
     python convergence.py --output out --plot convergence.svg
 
 runs ``examples/quickstart/train.py`` of the repository on two ranks, once for each variant; one that has run already
-into the same folder is read from there. Prints the loss on held-out text for each, and writes the plot.
+into the same folder is read from there. Prints the loss on held-out text for each, and writes the plot. Options of that
+script follow ``--``; these try it out in a minute:
+
+    python convergence.py --output try --plot try.svg -- --steps 8 --hidden-size 32 --corpus-share 0.02 --vocab-size 300
 """
 
 from __future__ import annotations
@@ -50,6 +53,12 @@ VARIANTS = (
 """The first is the quickstart as it is, with which the others are compared."""
 
 
+def configuration(variant: Variant) -> dict[str, Any]:
+    """Returns the accelerator's configuration. The plugin is named by its class, which is found in a checkout, too."""
+    plugins = [{"neuron_accel_local_sgd:LocalSGDPlugin": variant.options}] if variant.options else []
+    return {"mixed_precision": "no", "plugins": plugins}
+
+
 def train(variant: Variant, output: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """Trains one variant, unless its history is there already.
 
@@ -60,9 +69,8 @@ def train(variant: Variant, output: Path, arguments: Sequence[str]) -> dict[str,
     history = folder / "history.json"
     if not history.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        plugins = [{"local_sgd": variant.options}] if variant.options else []
         config = folder / "config.yaml"
-        config.write_text(json.dumps({"mixed_precision": "no", "plugins": plugins}))  # JSON is YAML
+        config.write_text(json.dumps(configuration(variant)))  # JSON is YAML
         rate = ["--learning-rate", str(variant.learning_rate)]
         launch = [sys.executable, "-m", "neuron_accel.cli.main", "launch", "--nproc-per-node", "2", str(QUICKSTART)]
         subprocess.run([*launch, "--config", str(config), "--output", str(folder), *rate, *arguments], check=True)

@@ -13,6 +13,8 @@ from xml.etree import ElementTree
 import yaml
 from neuron_accel_local_sgd import LocalSGDPlugin
 
+from neuron_accel.contract import import_object
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
@@ -48,6 +50,16 @@ def test_losses_are_plotted() -> None:
     assert "data parallel, 0.002: 5.000 on held-out text" in texts
     assert sum(element.get("fill") == "none" for element in svg.iter()) == 2
     assert script["smoothed"]([4.0, 2.0, 1.0], steps=2) == [(1.5, 3.0), (3.0, 1.0)]
+
+
+def test_the_script_trains_what_it_says() -> None:
+    """What it writes for the quickstart is understood; data parallelism is the first variant."""
+    script = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "convergence.py"))
+    plugins = [script["configuration"](variant)["plugins"] for variant in script["VARIANTS"]]
+    assert plugins[0] == []
+    for ((name, options),) in [plugin.items() for each in plugins for plugin in each]:
+        assert import_object(name, "VARIANTS") is LocalSGDPlugin
+        assert LocalSGDPlugin(**options).inner_steps == 16
 
 
 def test_every_option_is_in_the_table() -> None:
