@@ -153,7 +153,6 @@ def load_average(others, folder):
 
 def average_cases():
     yield pytest.param([TP, ZERO1], 4, "gloo", id="tp2-zero1")
-    yield pytest.param([ZERO1], 2, "xla", id="zero1-xla", marks=[ON_XLA, pytest.mark.slow])
     yield pytest.param([PP], 2, "gloo", id="pp2", marks=pytest.mark.slow)
 
 
