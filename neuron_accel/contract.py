@@ -80,6 +80,7 @@ if TYPE_CHECKING:
         Phase,
         PlanContext,
         PluginSpec,
+        Stages,
         StrategyPlugin,
     )
     from neuron_accel.engine.plan.registry import import_object, register_plugin
@@ -197,6 +198,7 @@ _NAMES = {
         "Phase",
         "PlanContext",
         "PluginSpec",
+        "Stages",
         "StrategyPlugin",
     ),
     "engine.plan.registry": (
@@ -302,6 +304,7 @@ __all__ = [
     "Run",
     "Segment",
     "ShardedState",
+    "Stages",
     "StandIn",
     "StatePiece",
     "StrategyPlugin",

@@ -80,9 +80,12 @@ class DryRunBackend(Backend):
         return False
 
     @property
+    def has_point_to_point(self) -> bool:
+        return True
+
+    @property
     def missing(self) -> Mapping[str, str]:
         return {
-            "point-to-point": "a dry run counts one rank, and what a stage of a pipeline receives comes from another",
             "host-reads": "tensors of a dry run have shapes and no values",
         }
 
@@ -206,6 +209,17 @@ class DryRunBackend(Backend):
             LayoutError: if the size of the group does not divide the dim.
         """
         return tensor if group.size == 1 else split_chunks(tensor, dim, group.size)[group.index]
+
+    # ---- point to point ----------------------------------------------------------------------------------------------
+    def start_send(self, tensor: torch.Tensor, group: Group, target: int) -> Pending:
+        """See :meth:`Backend.start_send`."""
+        shared = tensor.detach().contiguous()
+        return self._start("send", group, shared.nbytes, shared, tensor)
+
+    def start_receive(self, shape: Sequence[int], dtype: torch.dtype, group: Group, source: int) -> Pending:
+        """See :meth:`Backend.start_receive`."""
+        received = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        return self._start("receive", group, 0, received, received)
 
     # ---- collectives on objects --------------------------------------------------------------------------------------
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:

@@ -30,7 +30,7 @@ Strategies are given as options, or in the configuration that the training uses.
 data-parallel replica. Ranks that are left over by tensor parallelism are data-parallel.
 
 Memory is that of the tensors which are alive at the peak of a step. What the runtime and compiled graphs take is not
-counted. Pipelines and autocast (mixed_precision) are refused.
+counted. Of the stages of a pipeline the fullest is shown. Autocast (mixed_precision) is refused.
 
 With an instance or a calibration (see `neuron-accel calibrate`) the time of a step is predicted, as an interval: that
 of public constants, of which the share a training achieves is assumed, or of measured ones.
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--calibration", type=Path, metavar="FILE", help="constants of neuron-accel calibrate, to predict time with"
     )
-    where.add_argument("--rank", type=int, default=0, metavar="N", help="the rank that is counted (default: 0)")
+    where.add_argument("--rank", type=int, metavar="N", help="the rank that is counted (default: the fullest)")
     where.add_argument("--full-depth", action="store_true", help="run every block instead of extrapolating")
     where.add_argument("--json", action="store_true", help="print JSON: bytes, messages and operations")
 
@@ -172,6 +172,7 @@ def describe(counted: LayoutCount, width: int) -> str:
         f"plugins: {', '.join(counted.plugins) or 'none'}",
         f"micro-batches of a data-parallel rank in a step: {counted.accumulation} of {counted.micro_batch} x "
         f"{counted.sequence} tokens",
+        *([f"bubble of the pipeline: {counted.bubble:.0%} of the time"] if counted.bubble else []),
         "",
         "memory of a rank at the peak of a step",
     ]

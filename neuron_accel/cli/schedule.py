@@ -8,10 +8,11 @@ import textwrap
 from pathlib import Path
 
 from neuron_accel.cli.parser import naming_options
-from neuron_accel.cli.schedule_chart import Timeline, make_timeline, summary, svg, text
+from neuron_accel.cli.schedule_chart import summary, svg, text
 from neuron_accel.cli.terminal import terminal_width
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.strategies.pipeline.schedules import SCHEDULES, Kind, make_schedule
+from neuron_accel.strategies.pipeline.timeline import Timeline, make_timeline
 
 SUMMARY = "draw a pipeline schedule"
 DESCRIPTION = """\

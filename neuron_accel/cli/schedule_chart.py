@@ -1,122 +1,22 @@
-"""Timelines of pipeline schedules, and charts of them for the terminal and as SVG. Without torch."""
+"""Charts of pipeline schedules for the terminal and as SVG. Without torch."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from neuron_accel.errors import ConfigurationError
-from neuron_accel.strategies.pipeline.schedules import Action, Kind, Schedule, needs
-
-# ---- Timelines: when each action of a schedule happens, with transfers that take no time -----------------------------
-UNIT_COSTS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
-"""Relative durations. A backward pass takes about twice as long as a forward pass, as it computes the gradients of
-inputs and of weights."""
-
-
-@dataclass(frozen=True)
-class TimedAction:
-    """A computation on a rank from ``start`` to ``end``, in units of the costs."""
-
-    rank: int
-    action: Action
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """A schedule with the time of each computation.
-
-    Args:
-        schedule: the schedule.
-        spans: its computations, sorted by rank and time.
-    """
-
-    schedule: Schedule
-    spans: tuple[TimedAction, ...]
-
-    @property
-    def duration(self) -> float:
-        """When the last computation ends."""
-        return max(span.end for span in self.spans)
-
-    def busy(self, rank: int) -> float:
-        """For how long a rank computes."""
-        return sum(span.end - span.start for span in self.spans if span.rank == rank)
-
-    @property
-    def bubble(self) -> float:
-        """For how long the rank that computes longest is idle."""
-        return self.duration - max(self.busy(rank) for rank in range(self.schedule.ranks))
-
-    @property
-    def bubble_share(self) -> float:
-        """The fraction of time, from 0 to 1, in which the rank that computes longest is idle."""
-        return self.bubble / self.duration
-
-
-def make_timeline(schedule: Schedule, costs: Mapping[Kind, float] | None = None) -> Timeline:
-    """Simulates a schedule: each rank computes its actions in order, each as soon as its inputs are available.
-
-    Args:
-        schedule: the schedule.
-        costs: duration of each kind of computation; :data:`UNIT_COSTS` by default.
-
-    Raises:
-        ConfigurationError: if a cost is not a finite number above 0.
-        ValueError: if the schedule deadlocks.
-    """
-    costs = {**UNIT_COSTS, **(costs or {})}
-    for kind, cost in costs.items():
-        if not 0 < cost < math.inf:
-            raise ConfigurationError(
-                f"A {COLOURS[kind][1]} pass cannot take {cost:g} forward passes.",
-                where="costs",
-                fix="pass a number above 0; 2 is usual for a backward pass",
-            )
-    lists = [schedule.compute(rank) for rank in range(schedule.ranks)]
-    ends: dict[Action, float] = {}
-    free, position = [0.0] * schedule.ranks, [0] * schedule.ranks
-    spans: list[TimedAction] = []
-    while any(p < len(actions) for p, actions in zip(position, lists, strict=True)):
-        before = len(spans)
-        for rank, actions in enumerate(lists):
-            while position[rank] < len(actions):
-                action = actions[position[rank]]
-                inputs = needs(action, schedule.stages)
-                if not all(needed in ends for needed in inputs):
-                    break
-                start = max([free[rank], *(ends[needed] for needed in inputs)])
-                ends[action] = free[rank] = start + costs[action.kind]
-                spans.append(TimedAction(rank, action, start, free[rank]))
-                position[rank] += 1
-        if len(spans) == before:
-            raise ValueError("the schedule deadlocks: an action waits for a later one")
-    return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.rank, span.start))))
-
-
-def in_flight(schedule: Schedule, rank: int) -> int:
-    """The largest number of forward passes whose activations a rank keeps at the same time, over all its stages."""
-    kept = most = 0
-    ends = {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}
-    for action in schedule.compute(rank):
-        kept += (action.kind is Kind.FORWARD) - (action.kind in ends)
-        most = max(most, kept)
-    return most
-
+from neuron_accel.strategies.pipeline.schedules import Kind, Schedule
+from neuron_accel.strategies.pipeline.timeline import NAMES, TimedAction, Timeline, in_flight
 
 # ---- Charts: a Gantt chart for the terminal, and one as SVG ----------------------------------------------------------
 COLOURS = {
-    Kind.FORWARD: ("#4c78a8", "forward"),
-    Kind.BACKWARD: ("#f58518", "backward"),
-    Kind.BACKWARD_INPUT: ("#eeca3b", "backward, activations"),
-    Kind.BACKWARD_WEIGHT: ("#72b7b2", "backward, weights"),
+    Kind.FORWARD: "#4c78a8",
+    Kind.BACKWARD: "#f58518",
+    Kind.BACKWARD_INPUT: "#eeca3b",
+    Kind.BACKWARD_WEIGHT: "#72b7b2",
 }
-"""Fill colour and name of each kind of computation. The colours also differ in lightness."""
+"""Fill colour of each kind of computation. The colours also differ in lightness."""
 
 _CELL, _ROW, _LEFT, _TOP = 26, 30, 64, 44
 
@@ -166,7 +66,7 @@ def text(timeline: Timeline, width: int = 10_000) -> str:
         lines += [f"rank {rank}".ljust(left) + row[begin : begin + room].rstrip() for rank, row in enumerate(rows)]
         lines.append("")
     kinds = sorted({span.action.kind for span in timeline.spans}, key=list(COLOURS).index)
-    letters = ", ".join(f"{kind.value} {COLOURS[kind][1]}" for kind in kinds)
+    letters = ", ".join(f"{kind.value} {NAMES[kind]}" for kind in kinds)
     return "\n".join([*lines, textwrap.fill(f"{letters}, . idle; {advice}", width, break_on_hyphens=False)])
 
 
@@ -218,7 +118,7 @@ def svg(timeline: Timeline) -> str:
 
 def _box(span: TimedAction, schedule: Schedule, y: float, scale: float) -> str:
     x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
-    colour, name = COLOURS[span.action.kind]
+    colour, name = COLOURS[span.action.kind], NAMES[span.action.kind]
     # Later stages of a rank are paler.
     chunk = span.action.stage // schedule.ranks
     opacity = 1 - 0.55 * chunk / max(1, schedule.virtual_stages - 1) if schedule.virtual_stages > 1 else 1
@@ -234,7 +134,7 @@ def _legend(timeline: Timeline, y: float) -> list[str]:
     parts = []
     x = float(_LEFT)
     for kind in sorted({span.action.kind for span in timeline.spans}, key=list(COLOURS).index):
-        colour, name = COLOURS[kind]
+        colour, name = COLOURS[kind], NAMES[kind]
         parts.append(f'<rect x="{x:g}" y="{y:g}" width="14" height="14" fill="{colour}"/>')
         parts.append(f'<text x="{x + 20:g}" y="{y + 12:g}">{escape(name)}</text>')
         x += 40 + 7 * len(name)

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from neuron_accel.backends.dry_run import DryRunBackend
 from neuron_accel.backends.select import DryRun
 from neuron_accel.engine.plan.config import load_config
+from neuron_accel.engine.plan.planner import make_plan
+from neuron_accel.engine.plan.registry import default_registry
 from neuron_accel.errors import ConfigurationError, PlanError
 from neuron_accel.models.support import model_without_weights
 from neuron_accel.neuron.instances import Instance, find_instance
+from neuron_accel.planning.step import DEPTHS, StepCount, count_step, extrapolate, repeat
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
-    from neuron_accel.accelerator import NeuronAccelerator
-    from neuron_accel.engine.plan.plugin import StrategyPlugin
-    from neuron_accel.planning.step import StepCount
+    from neuron_accel.engine.plan.mesh import Mesh
+    from neuron_accel.engine.plan.plan import Plan
+    from neuron_accel.engine.plan.plugin import Stages, StrategyPlugin
 
 DTYPES = ("bfloat16", "float32")
 
@@ -39,12 +46,14 @@ class LayoutCount:
         plugins: names of the plugins, those that the planner added included.
         rank: the rank that was counted.
         micro_batch: samples of a data-parallel rank in a micro-batch.
-        accumulation: micro-batches in a step.
+        accumulation: micro-batches in a step, accumulated ones and those of a pipeline.
         sequence: tokens in a sample.
         layers: number of blocks of the model.
-        extrapolated: whether the count is that of few blocks, extrapolated. Messages in buckets are then approximate,
-            bytes exact but for the padding of buckets, and operations exact.
+        extrapolated: whether the count is that of few blocks and micro-batches, extrapolated. Messages in buckets are
+            then approximate, bytes exact but for the padding of buckets, and operations exact.
         step: what was counted.
+        slowest: the count of the rank that computes most: another than ``rank`` if stages of a pipeline differ.
+        bubble: fraction of time, from 0 to 1, in which the rank that computes longest waits for other stages.
         instance: the instance type, or None.
         core_bytes: memory of one of its cores, or None.
     """
@@ -60,6 +69,8 @@ class LayoutCount:
     layers: int
     extrapolated: bool
     step: StepCount
+    slowest: StepCount
+    bubble: float = 0.0
     instance: str | None = None
     core_bytes: int | None = None
 
@@ -72,7 +83,7 @@ class LayoutCount:
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain numbers and text: bytes, operations, messages."""
         peak = self.step.peak
-        plain = {key: value for key, value in vars(self).items() if key != "step"}
+        plain = {key: value for key, value in vars(self).items() if key not in ("step", "slowest")}
         return {
             **plain,
             "plugins": list(self.plugins),
@@ -96,7 +107,7 @@ def plan(
     instance: str | None = None,
     dtype: str = "bfloat16",
     attention: str = "eager",
-    rank: int = 0,
+    rank: int | None = None,
     full_depth: bool = False,
 ) -> LayoutCount:
     """Counts what one rank of a layout needs, by running it dry: the plan, ``prepare``, forward and backward passes and
@@ -114,8 +125,9 @@ def plan(
         instance: instance type, whose limits the layout is held to and whose core memory is compared to.
         dtype: dtype of the weights, ``"bfloat16"`` or ``"float32"``.
         attention: ``attn_implementation`` of transformers.
-        rank: the rank that is counted.
-        full_depth: whether to run all blocks, instead of two and three and extrapolating.
+        rank: the rank that is counted; by default the one that keeps the most, of which each stage of a pipeline has
+            its own.
+        full_depth: whether to run all blocks and micro-batches, instead of few and extrapolating.
 
     Raises:
         ConfigurationError: for an unknown model, instance or option.
@@ -123,111 +135,298 @@ def plan(
         LayoutError: if the model cannot be sharded so.
         UnsupportedModelError: if no plan covers the model.
     """
-    found = None if instance is None else find_instance(instance)
-    if dtype not in DTYPES:
-        raise ConfigurationError(f"dtype={dtype!r} is not possible.", fix=f"pass {' or '.join(DTYPES)}")
-    for name, number in (("world_size", world_size), ("global_batch", global_batch), ("sequence", sequence)):
-        if number < 1:
-            raise ConfigurationError(f"{name} is {number}.", fix="pass at least 1")
-    described = _configuration(model)
-    described._attn_implementation, described.use_cache = attention, False
-    _check_sequence(described, sequence)
-    options: dict[str, Any] = {"plugins": plugins, "backend": DryRun(world_size=world_size, rank=rank)}
+    options: dict[str, Any] = {}
+    chosen = list(plugins)
     if config is not None:
-        steps = load_config(config).accelerate.get("gradient_accumulation_steps", 1)
+        loaded = load_config(config)
+        options, steps = dict(loaded.accelerate), loaded.accelerate.get("gradient_accumulation_steps", 1)
+        chosen += loaded.plugins
         if accumulation is not None and accumulation != steps and steps != 1:
             raise ConfigurationError(
                 f"accumulation={accumulation} and the configuration's {steps} contradict each other.",
                 fix="leave one of them out",
             )
-        options["config"] = config
-    if accumulation is not None and (config is None or steps == 1):
-        options["gradient_accumulation_steps"] = accumulation
-    layout = _Layout(options, global_batch, sequence, dtype, found)
-    layers = getattr(described, "num_hidden_layers", 0)
-    full = model_without_weights(described)
-    blocks = None if full_depth else _alike_blocks(described, full)
-    if blocks is None:
-        count = layout.count(described, None)
-    else:
-        from neuron_accel.planning.step import DEPTHS, extrapolate
-
-        shallow = [layout.count(_with_depth(described, depth), blocks) for depth in DEPTHS]
-        count = extrapolate(shallow, layers, blocks)
-    return LayoutCount(
-        model=type(full).__name__,
-        parameters=_numel(full),
-        mesh=layout.mesh,
-        plugins=layout.plugins,
-        rank=rank,
-        micro_batch=layout.micro_batch,
-        accumulation=layout.accumulation,
+        accumulation = steps if accumulation is None else accumulation
+    planner = Planner(
+        model,
+        world_size=world_size,
+        global_batch=global_batch,
         sequence=sequence,
-        layers=layers,
-        extrapolated=blocks is not None,
-        step=count,
         instance=instance,
-        core_bytes=None if found is None else found.core_bytes(),
+        dtype=dtype,
+        attention=attention,
+        options=options,
     )
+    with no_collection_of_what_is_there():
+        return planner.count(chosen, accumulation or 1, rank=rank, full_depth=full_depth)
 
 
-class _Layout:
-    """Counts models on one layout.
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """A step that is run dry.
 
     Args:
-        options: arguments of the accelerator.
-        global_batch, sequence, dtype: see :func:`plan`.
-        instance: the instance, or None.
+        plugins: the strategies.
+        rank: the rank.
+        accumulation: optimizer steps every so many calls of the model.
+        rows: samples in a call of the model.
+        depth: number of blocks of the model; None for all.
+    """
+
+    plugins: tuple[StrategyPlugin, ...]
+    rank: int
+    accumulation: int
+    rows: int
+    depth: int | None
+
+
+class Planner:
+    """Counts layouts of one model on a number of ranks. Steps that several layouts have in common are run once.
+
+    Args:
+        model, world_size, global_batch, sequence, instance, dtype, attention: see :func:`plan`.
+        options: further options of the accelerator.
+
+    Raises:
+        ConfigurationError: for an unknown model, instance or option.
     """
 
     def __init__(
-        self, options: dict[str, Any], global_batch: int, sequence: int, dtype: str, instance: Instance | None
+        self,
+        model: str | os.PathLike[str] | Any,
+        *,
+        world_size: int,
+        global_batch: int,
+        sequence: int,
+        instance: str | None = None,
+        dtype: str = "bfloat16",
+        attention: str = "eager",
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._options, self._global_batch, self._sequence = options, global_batch, sequence
-        self._dtype, self._instance = dtype, instance
-        self.mesh, self.micro_batch, self.accumulation = "", 0, 0
-        self.plugins: tuple[str, ...] = ()
+        self.instance: Instance | None = None if instance is None else find_instance(instance)
+        if dtype not in DTYPES:
+            raise ConfigurationError(f"dtype={dtype!r} is not possible.", fix=f"pass {' or '.join(DTYPES)}")
+        for name, number in (("world_size", world_size), ("global_batch", global_batch), ("sequence", sequence)):
+            if number < 1:
+                raise ConfigurationError(f"{name} is {number}.", fix="pass at least 1")
+        self.config = _configuration(model)
+        self.config._attn_implementation, self.config.use_cache = attention, False
+        _check_sequence(self.config, sequence)
+        self.world_size, self.global_batch, self.sequence, self.dtype = world_size, global_batch, sequence, dtype
+        self._options = {k: v for k, v in (options or {}).items() if k != "gradient_accumulation_steps"}
+        self.model = model_without_weights(self.config)
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self._blocks = _alike_blocks(self.config, self.model)
+        self._counts: dict[str, StepCount] = {}
 
-    def count(self, config: Any, blocks: str | None) -> StepCount:
-        """Counts a step of the model of ``config``."""
-        import torch
+    @property
+    def layers(self) -> int:
+        """Number of blocks of the model."""
+        return getattr(self.config, "num_hidden_layers", 0)
 
-        from neuron_accel.planning.step import count_step
+    def make_plan(self, plugins: Sequence[StrategyPlugin]) -> Plan:
+        """Returns the plan of a run with these plugins.
 
+        Raises:
+            PlanError: if they cannot run together, on this many ranks or on the instance.
+        """
+        backend = DryRunBackend(world_size=self.world_size)
+        registry = default_registry()
+        return make_plan(
+            plugins,
+            world_size=self.world_size,
+            backend_capabilities=backend.capabilities,
+            backend_missing=backend.missing,
+            default_owners=registry.default_owners(),
+            provenance=registry.provenance,
+            hardware=None if self.instance is None else self.instance.hardware(),
+        )
+
+    def count(
+        self,
+        plugins: Sequence[StrategyPlugin],
+        accumulation: int = 1,
+        *,
+        rank: int | None = None,
+        full_depth: bool = False,
+    ) -> LayoutCount:
+        """Counts a layout.
+
+        Args:
+            plugins: the strategies.
+            accumulation: micro-batches in a step.
+            rank, full_depth: see :func:`plan`.
+
+        Raises:
+            PlanError, LayoutError, UnsupportedModelError: if the layout is not possible.
+        """
+        parts = [part for plugin in plugins for part in (plugin.companions() or (plugin,))]
+        plan = self.make_plan(parts)
+        rows = self._rows(plan, accumulation)
+        found = [(plugin, stages) for plugin in plan.plugins if (stages := plugin.stages(self.model)) is not None]
+        pipeline, stages = found[0] if found else (None, None)
+        if stages is not None and rows % stages.microbatches:
+            raise PlanError(
+                f"A batch of {rows} samples cannot be split into {stages.microbatches} micro-batches.",
+                where=f"mesh {plan.mesh}, num_microbatches",
+                why=f"a data-parallel rank has {rows} of the {self.global_batch} samples in each of its "
+                f"{accumulation} accumulated batches",
+                fix=f"choose {' or '.join(_divisors_near(stages.microbatches, rows))} micro-batches",
+            )
+        ranks = [rank or 0] if stages is None or rank is not None else _different_ranks(plan.mesh, stages)
+        extrapolated = self._blocks is not None and not full_depth
+        counts = {
+            each: self._extrapolated(plan, pipeline, stages, accumulation, rows, each)
+            if extrapolated
+            else self._run(_Run(plugins=plan.plugins, rank=each, accumulation=accumulation, rows=rows, depth=None))
+            for each in ranks
+        }
+        fullest = max(counts, key=lambda each: counts[each].peak.total)
+        return LayoutCount(
+            model=type(self.model).__name__,
+            parameters=self.parameters,
+            mesh=str(plan.mesh),
+            plugins=tuple(plugin.spec.name for plugin in plan.plugins),
+            rank=fullest,
+            micro_batch=rows if stages is None else rows // stages.microbatches,
+            accumulation=accumulation if stages is None else accumulation * stages.microbatches,
+            sequence=self.sequence,
+            layers=self.layers,
+            extrapolated=extrapolated,
+            step=counts[fullest],
+            slowest=max(counts.values(), key=lambda count: count.operations),
+            bubble=0.0 if stages is None else stages.bubble,
+            instance=None if self.instance is None else self.instance.name,
+            core_bytes=None if self.instance is None else self.instance.core_bytes(),
+        )
+
+    def _rows(self, plan: Plan, accumulation: int) -> int:
+        ranks = plan.mesh.size(plan.mesh.data_axes)
+        rows, rest = divmod(self.global_batch, ranks * accumulation)
+        if rest or not rows:
+            below = self.global_batch - rest
+            near = [f"{batch}" for batch in (below, below + ranks * accumulation) if batch]
+            raise PlanError(
+                f"A global batch of {self.global_batch} samples cannot be split evenly.",
+                where=f"mesh {plan.mesh}",
+                why=f"there are {ranks} data-parallel ranks with {accumulation} micro-batches each",
+                fix=f"choose a global batch of {' or '.join(near)}, or other degrees",
+            )
+        return rows
+
+    def _extrapolated(
+        self,
+        plan: Plan,
+        pipeline: StrategyPlugin | None,
+        stages: Stages | None,
+        accumulation: int,
+        rows: int,
+        rank: int,
+    ) -> StepCount:
+        """Counts of a step, from steps with few blocks and one or two micro-batches."""
+        assert self._blocks is not None
+        position = 0 if stages is None else plan.mesh.coordinates(rank)[stages.axis]
+        own = (self.layers,) if stages is None else stages.blocks[position]
+        width = 1 if stages is None else len(stages.blocks) * len(own)
+        last = sum(sum(blocks) for blocks in stages.blocks[: position + 1]) if stages and len(own) == 1 else self.layers
+
+        def with_depths(plugins: tuple[StrategyPlugin, ...], accumulation: int, rows: int) -> StepCount:
+            shallow = []
+            for depth in DEPTHS:
+                staged = plugins
+                if pipeline is not None and stages is not None:
+                    staged = tuple(
+                        plugin.with_stages(self._blocks or "", depth, rows // (rows_each or 1)) for plugin in plugins
+                    )
+                run = _Run(plugins=staged, rank=rank, accumulation=accumulation, rows=rows, depth=depth * width)
+                shallow.append(self._run(run))
+            return extrapolate(shallow, sum(own) / len(own), self._blocks or "", last - 1)
+
+        rows_each = 0 if stages is None else rows // stages.microbatches
+        if stages is None or accumulation > 1:
+            few = min(accumulation, 2)
+            counts = [with_depths(plan.plugins, number, rows) for number in ((few,) if accumulation <= 2 else (1, 2))]
+            return counts[0] if len(counts) == 1 else repeat(counts, (1, 2), accumulation, (1, 1, 1))
+        numbers = (stages.multiple, 2 * stages.multiple)
+        if stages.microbatches <= numbers[1]:
+            return with_depths(plan.plugins, 1, rows)
+        assert pipeline is not None
+        kept = []
+        for number in numbers:
+            few_stages = pipeline.with_stages(self._blocks, 1, number).stages(self._shallow(width))
+            assert few_stages is not None
+            kept.append(few_stages.in_flight[position])
+        counts = [with_depths(plan.plugins, 1, number * rows_each) for number in numbers]
+        return repeat(counts, numbers, stages.microbatches, (*kept, stages.in_flight[position]))
+
+    @cache  # noqa: B019  lives as long as the planner
+    def _shallow(self, depth: int) -> nn.Module:
+        return model_without_weights(_with_depth(self.config, depth))
+
+    def _run(self, run: _Run) -> StepCount:
+        key = repr(run)  # options of plugins may have no hash
+        if key not in self._counts:
+            self._counts[key] = self._dry(run)
+        return self._counts[key]
+
+    def _dry(self, run: _Run) -> StepCount:
         with _accelerate_set_aside():
             from neuron_accel.accelerator import NeuronAccelerator
 
-            accelerator = NeuronAccelerator(**self._options)
-            self._describe(accelerator)
-            shape = (self.micro_batch, self._sequence)
+            accelerator = NeuronAccelerator(
+                plugins=run.plugins,
+                backend=DryRun(world_size=self.world_size, rank=run.rank),
+                gradient_accumulation_steps=run.accumulation,
+                **self._options,
+            )
+            shape = (run.rows, self.sequence)
+            config = self.config if run.depth is None else _with_depth(self.config, run.depth)
 
             def build() -> nn.Module:
-                return model_without_weights(config).to(getattr(torch, self._dtype))
+                return model_without_weights(config).to(getattr(torch, self.dtype))
 
             def batch() -> dict[str, torch.Tensor]:
                 ids = torch.zeros(shape, dtype=torch.int64, device=accelerator.device)
                 return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
-            return count_step(accelerator, build, batch, blocks=blocks)
+            try:
+                return count_step(accelerator, build, batch, blocks=self._blocks)
+            finally:
+                accelerator.end_training()
 
-    def _describe(self, accelerator: NeuronAccelerator) -> None:
-        if self._instance is not None:
-            self._instance.hardware().check_mesh(accelerator.plan.mesh)
-        self.mesh = str(accelerator.plan.mesh)
-        self.plugins = tuple(plugin.spec.name for plugin in accelerator.plan.plugins)
-        self.accumulation = accelerator.gradient_accumulation_steps
-        parts = accelerator.data_parallel_size * self.accumulation
-        self.micro_batch, rest = divmod(self._global_batch, parts)
-        if rest or not self.micro_batch:
-            below = self._global_batch - rest
-            near = [f"{batch}" for batch in (below, below + parts) if batch]
-            raise PlanError(
-                f"A global batch of {self._global_batch} samples cannot be split evenly.",
-                where=f"mesh {self.mesh}",
-                why=f"there are {accelerator.data_parallel_size} data-parallel ranks with {self.accumulation} "
-                "micro-batches each",
-                fix=f"choose a global batch of {' or '.join(near)}, or other degrees",
-            )
+
+def _different_ranks(mesh: Mesh, stages: Stages) -> list[int]:
+    """The first rank of each stage that differs: the first and the last, and of the others those that no other exceeds
+    in blocks and micro-batches in flight."""
+    size = len(stages.blocks)
+    loads = {index: (sum(stages.blocks[index]), stages.in_flight[index]) for index in range(1, size - 1)}
+    inner = {
+        load: index
+        for index, load in reversed(loads.items())
+        if not any(other != load and all(a >= b for a, b in zip(other, load, strict=True)) for other in loads.values())
+    }
+    return [mesh.rank({stages.axis: index}) for index in sorted({0, *inner.values(), size - 1})]
+
+
+def _divisors_near(wanted: int, number: int) -> list[str]:
+    """The divisors of ``number`` below and above ``wanted``."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    near = [
+        max((n for n in divisors if n < wanted), default=None),
+        min((n for n in divisors if n > wanted), default=None),
+    ]
+    return [str(n) for n in near if n is not None]
+
+
+@contextmanager
+def no_collection_of_what_is_there() -> Iterator[None]:
+    """A context in which the collector of cycles looks at what is new only."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
@@ -300,8 +499,6 @@ def _alike_blocks(config: Any, full: nn.Module) -> str | None:
     """FQN of the list of the model's blocks, if they are alike and more than those that are run; else None."""
     from torch import nn
 
-    from neuron_accel.planning.step import DEPTHS
-
     depth = getattr(config, "num_hidden_layers", None)
     kinds = getattr(config, "layer_types", None) or [None]
     lists = [
@@ -312,7 +509,3 @@ def _alike_blocks(config: Any, full: nn.Module) -> str | None:
     found = full.get_submodule(lists[0]).children()
     shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in found]
     return lists[0] if all(shape == shapes[0] for shape in shapes) else None
-
-
-def _numel(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())

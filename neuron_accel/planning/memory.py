@@ -178,6 +178,7 @@ class StepCounter(TorchDispatchMode):
         self._phase = "preparation"
         self._peaks: dict[Moment, tuple[int, int]] = {}  # bytes and time
         self._position: _Position | None = None
+        self._differentiating = False
         self._stack = ExitStack()
 
     # ---- counting ----------------------------------------------------------------------------------------------------
@@ -204,6 +205,10 @@ class StepCounter(TorchDispatchMode):
         self._stack.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        differentiating = torch._C._current_graph_task_id() != -1
+        if differentiating and not self._differentiating:
+            self._save_activations()
+        self._differentiating = differentiating
         result = func(*args, **(kwargs or {}))
         self._follow(self._resized)
         for value in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
@@ -263,12 +268,13 @@ class StepCounter(TorchDispatchMode):
 
     def _begin(self, key: int, nbytes: int, reference: Any, part: str | None = None) -> _Storage:
         self._clock += 1
-        found = _Storage(nbytes=nbytes, born=self._clock, phase=self._phase, part=part, reference=reference)
+        phase = "backward" if self._differentiating else self._phase
+        found = _Storage(nbytes=nbytes, born=self._clock, phase=phase, part=part, reference=reference)
         self._live[key] = found
         self._all.append(found)
         self._now += found.nbytes
         at = self._position
-        moment = Moment(self._phase) if at is None else Moment(self._phase, at.module, at.passed)
+        moment = Moment(phase) if at is None else Moment(phase, at.module, at.passed)
         if self._now > self._peaks.get(moment, (0, 0))[0]:
             self._peaks[moment] = (self._now, self._clock)
         return found
@@ -297,7 +303,7 @@ class StepCounter(TorchDispatchMode):
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """A context in which what is allocated belongs to ``phase``. What is allocated in ``"forward"`` and is alive at
-        its end is a saved activation."""
+        its end, or when a backward pass begins in it, is a saved activation."""
         previous, self._phase = self._phase, phase
         if self._position is not None:
             self._position.clear()
@@ -305,10 +311,13 @@ class StepCounter(TorchDispatchMode):
             yield
         finally:
             if phase == "forward":
-                for storage in self._live.values():
-                    if storage.phase == "forward" and storage.part is None:
-                        storage.part = ACTIVATIONS
+                self._save_activations()
             self._phase = previous
+
+    def _save_activations(self) -> None:
+        for storage in self._live.values():
+            if storage.phase == "forward" and storage.part is None:
+                storage.part = ACTIVATIONS
 
     # ---- results -----------------------------------------------------------------------------------------------------
     def forget_peaks(self) -> None:

@@ -7,14 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from neuron_accel.backends.dry_run import DryRunBackend
-from neuron_accel.planning.memory import HOST, PARTS, WEIGHTS, Moment, Peak, StepCounter
+from neuron_accel.planning.memory import ACTIVATIONS, HOST, PARTS, WEIGHTS, Moment, Peak, StepCounter
 from neuron_accel.planning.trace import Trace, Tracer
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class StepCount:
         uncounted: names of operations of that kind whose number is not known, such as those of custom kernels.
         traces: what the rank does, in order, with a factor for each: one of a step that was run dry, and those of the
             steps that it was extrapolated from, whose times have these factors. Empty for a real rank.
+        blocks: indices of the model's blocks that this rank has, if they were named.
     """
 
     peaks: tuple[Peak, ...]
@@ -65,6 +66,7 @@ class StepCount:
     weights: int
     uncounted: tuple[str, ...] = ()
     traces: tuple[tuple[float, Trace], ...] = field(default=(), repr=False)
+    blocks: tuple[int, ...] = ()
 
     @property
     def peak(self) -> Peak:
@@ -116,6 +118,7 @@ def count_step(
             weights=sum(tensor.nbytes for tensor in kept),
             uncounted=tuple(sorted(counter.uncounted)),
             traces=() if counter.tracer is None else ((1.0, counter.tracer.trace()),),
+            blocks=() if blocks is None else _own_blocks(model.get_submodule(blocks)),
         )
 
 
@@ -126,6 +129,11 @@ def _kept(model: PreparedModel | None) -> Iterator[torch.Tensor]:
             yield record.weights.tensor
         elif record.current is not None:
             yield record.current
+
+
+def _own_blocks(container: nn.Module) -> tuple[int, ...]:
+    """Indices of blocks with parameters: the others are those of other ranks."""
+    return tuple(int(name) for name, block in container.named_children() if any(True for _ in block.parameters()))
 
 
 @contextmanager
@@ -186,25 +194,27 @@ after the blocks is followed separately in each phase: between the first and the
 peak is at one of the two."""
 
 
-def extrapolate(counts: Sequence[StepCount], depth: int, blocks: str) -> StepCount:
-    """Returns the count of a model with ``depth`` blocks.
+def extrapolate(counts: Sequence[StepCount], depth: float, blocks: str, last: int) -> StepCount:
+    """Returns the count of a rank with more blocks.
 
     Args:
-        counts: of the same model with each number of blocks in :data:`DEPTHS`.
-        depth: number of blocks.
+        counts: of the same model with each number of blocks in :data:`DEPTHS`, in each stage of the rank.
+        depth: number of blocks in each stage of the rank; their mean, if they differ.
         blocks: FQN of the list of blocks.
+        last: index of the rank's last block, for moments.
     """
     few, more = counts
 
     def at(first: int, second: int) -> int:
-        return first + (second - first) * (depth - DEPTHS[0])
+        return first + round((second - first) * (depth - DEPTHS[0]))
 
-    places = [_by_place(count.peaks, number, blocks) for count, number in zip(counts, DEPTHS, strict=True)]
+    places = [_by_place(count, blocks) for count in counts]
     peaks = []
     for place in places[0].keys() & places[1].keys():
         first, second = (found[place] for found in places)
-        parts = {part: max(second.parts[part], at(first.parts[part], second.parts[part])) for part in PARTS}
-        peaks.append(Peak(_moved(second.moment, depth, blocks), parts))
+        least = second.parts if depth >= DEPTHS[1] else dict.fromkeys(PARTS, 0)
+        parts = {part: max(least[part], at(first.parts[part], second.parts[part])) for part in PARTS}
+        peaks.append(Peak(_moved(second.moment, last if place[1].startswith("last") else None, blocks), parts))
     flows = [{_kind(flow): flow for flow in count.flows} for count in counts]
     return StepCount(
         peaks=tuple(peaks),
@@ -230,19 +240,67 @@ def extrapolate(counts: Sequence[StepCount], depth: int, blocks: str) -> StepCou
     )
 
 
+def repeat(counts: Sequence[StepCount], numbers: Sequence[int], number: int, kept: Sequence[int]) -> StepCount:
+    """Returns the count of a step of ``number`` micro-batches.
+
+    Args:
+        counts: of the same step with two numbers of micro-batches.
+        numbers: these numbers.
+        number: the number of micro-batches.
+        kept: largest number of micro-batches whose activations are kept at a time, in both counts and in the result.
+    """
+    few, more = counts
+    steps = (number - numbers[0]) / (numbers[1] - numbers[0])
+    grows = kept[1] - kept[0]
+
+    def at(first: int, second: int) -> int:
+        return first + round((second - first) * steps)
+
+    known = {peak.moment: peak for peak in few.peaks}
+    peaks = []
+    for peak in more.peaks:
+        parts, before = dict(peak.parts), known.get(peak.moment)
+        if before is not None and grows > 0:
+            each = max(0, peak.parts[ACTIVATIONS] - before.parts[ACTIVATIONS]) / grows
+            parts[ACTIVATIONS] = max(0, peak.parts[ACTIVATIONS] + round(each * (kept[2] - kept[1])))
+        peaks.append(Peak(peak.moment, parts))
+    flows = {_kind(flow): flow for flow in few.flows}
+    return replace(
+        more,
+        peaks=tuple(peaks),
+        flows=tuple(
+            replace(
+                flow,
+                messages=at(flows[_kind(flow)].messages if _kind(flow) in flows else 0, flow.messages),
+                sent=at(flows[_kind(flow)].sent if _kind(flow) in flows else 0, flow.sent),
+            )
+            for flow in more.flows
+        ),
+        operations=at(few.operations, more.operations),
+        traces=tuple(
+            (factor * weight, trace)
+            for factor, count in zip((1 - steps, steps), counts, strict=True)
+            for weight, trace in count.traces
+        ),
+    )
+
+
 def _kind(flow: Flow) -> tuple[str, str, int, str]:
     return flow.op, flow.axis, flow.ranks, flow.dtype
 
 
-def _by_place(peaks: Iterable[Peak], depth: int, blocks: str) -> dict[tuple[str, str], Peak]:
-    """The largest peak of each phase before, after, and in the first and the last block."""
+def _by_place(count: StepCount, blocks: str) -> dict[tuple[str, str], Peak]:
+    """The largest peak of each phase before, after, and in the first and the last block of each of the rank's stages,
+    which are runs of neighbouring blocks."""
     found: dict[tuple[str, str], Peak] = {}
-    for peak in peaks:
+    starts = [index for index in count.blocks if index - 1 not in count.blocks]
+    ends = [index for index in count.blocks if index + 1 not in count.blocks]
+    for peak in count.peaks:
         index = _block(peak.moment, blocks)
         if index is None:
             place = "after" if peak.moment.passed else "before"
-        elif index in (0, depth - 1):
-            place = "first" if index == 0 else "last"
+        elif index in starts or index in ends:
+            place = f"first {starts.index(index)}" if index in starts else f"last {ends.index(index)}"
         else:
             continue
         known = found.get((peak.moment.phase, place))
@@ -256,10 +314,10 @@ def _block(moment: Moment, blocks: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _moved(moment: Moment, depth: int, blocks: str) -> Moment:
-    """The moment in a model of ``depth`` blocks: the last block has another number there."""
+def _moved(moment: Moment, last: int | None, blocks: str) -> Moment:
+    """The moment in a deeper model, in which the last block has the number ``last``."""
     index = _block(moment, blocks)
-    if not index:
+    if index is None or last is None:
         return moment
     rest = moment.module[len(f"{blocks}.{index}") :]
-    return Moment(moment.phase, f"{blocks}.{depth - 1}{rest}", moment.passed)
+    return Moment(moment.phase, f"{blocks}.{last}{rest}", moment.passed)

@@ -6,7 +6,6 @@ tp), so that ranks along the axis that communicates most are neighbours.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -206,17 +205,13 @@ class Mesh:
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Returns the partition of all ranks into groups that differ only along ``axes``, with ranks ascending in each
         group."""
-        inner = [axis for axis in self.axes if axis.name in axes]
-        outer = [axis for axis in self.axes if axis.name not in axes]
-        result = []
-        for fixed in itertools.product(*(range(axis.degree) for axis in outer)):
-            base = dict(zip((axis.name for axis in outer), fixed, strict=True))
-            group = (
-                self.rank(base | dict(zip((axis.name for axis in inner), moving, strict=True)))
-                for moving in itertools.product(*(range(axis.degree) for axis in inner))
-            )
-            result.append(tuple(sorted(group)))
-        return tuple(sorted(result))
+        moving, fixed = [0], [0]  # offsets of ranks within a group, and of groups, both ascending
+        for axis in self.axes:
+            offsets = moving if axis.name in axes else fixed
+            offsets[:] = [offset * axis.degree + index for offset in offsets for index in range(axis.degree)]
+            other = fixed if offsets is moving else moving
+            other[:] = [offset * axis.degree for offset in other]
+        return tuple(tuple(start + offset for offset in moving) for start in fixed)
 
     def __str__(self) -> str:
         present = [f"{axis.name} {axis.degree}" for axis in self.axes if axis.degree > 1]

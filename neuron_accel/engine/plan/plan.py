@@ -294,7 +294,7 @@ def agree_on_plan(decide: Callable[[], Plan], backend: Backend) -> Plan:
             raise DesyncError(f"Rank {rank} cannot run.", where=f"rank {rank} of {backend.world_size}", why=message)
     reference = everyone[0][0]
     for rank, (theirs, _) in enumerate(everyone):
-        parts = difference(reference, theirs)
+        parts = [] if theirs is reference else difference(reference, theirs)
         if parts:
             raise DesyncError(
                 f"Rank {rank} has another configuration than rank 0.",

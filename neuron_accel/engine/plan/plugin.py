@@ -145,6 +145,27 @@ class PlanContext:
     missing: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """How a plugin distributes the blocks of a model, and the micro-batches of a batch, over the ranks of an axis.
+
+    Args:
+        axis: name of the axis.
+        blocks: for each rank along the axis, the number of blocks in each stage that it has.
+        microbatches: number of micro-batches into which a rank's batch is split.
+        multiple: the number of micro-batches is a multiple of this.
+        in_flight: for each rank, the largest number of forward passes of stages whose activations it keeps at a time.
+        bubble: fraction of time, from 0 to 1, in which the rank that computes longest waits for others.
+    """
+
+    axis: str
+    blocks: tuple[tuple[int, ...], ...]
+    microbatches: int
+    in_flight: tuple[int, ...]
+    bubble: float
+    multiple: int = 1
+
+
 class _KnownOptionsOnly:
     """A constructor that raises a ConfigurationError with the nearest name for an unknown option, instead of Python's
     TypeError."""
@@ -212,6 +233,26 @@ class StrategyPlugin(_KnownOptionsOnly):
 
     def validate(self, context: PlanContext) -> None:
         """Raises :class:`~neuron_accel.errors.PlanError` if this plugin cannot run in ``context``."""
+
+    # ---- planning without hardware -----------------------------------------------------------------------------------
+    def stages(self, model: torch.nn.Module) -> Stages | None:
+        """Returns how this plugin distributes the blocks of ``model``, which is not prepared; None if every rank has
+        all of them.
+
+        Raises:
+            UnsupportedModelError: if the model cannot be split so.
+        """
+        return None
+
+    def with_stages(self, blocks: str, depth: int, microbatches: int) -> StrategyPlugin:
+        """Returns this plugin for a smaller model and batch, from which those of a large one are extrapolated.
+
+        Args:
+            blocks: FQN of the list of blocks.
+            depth: number of blocks in each stage.
+            microbatches: number of micro-batches.
+        """
+        return self
 
     # ---- life of a run -----------------------------------------------------------------------------------------------
     @hook("the run begins")
@@ -444,7 +485,7 @@ def hook_problems(cls: type[StrategyPlugin]) -> list[str]:
     """Returns descriptions of methods whose name is similar to that of a hook, and of hooks that do not accept their
     arguments."""
     problems = []
-    known = [*HOOKS, "axes", "companions", "validate"]
+    known = [*HOOKS, "axes", "companions", "validate", "stages", "with_stages"]
     for base in cls.__mro__:
         if base is StrategyPlugin or not issubclass(base, StrategyPlugin):
             continue

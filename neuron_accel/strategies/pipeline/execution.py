@@ -176,7 +176,7 @@ class Execution(ABC):
         flight = self._flights[key]
         pairs = [(r, g) for r, g in zip(flight.result, gradients, strict=True) if r is not None and r.requires_grad]
         if pairs:
-            with torch.autocast(pairs[0][0].device.type, enabled=False), self._deferring(flight.later):
+            with without_autocast(pairs[0][0].device.type), self._deferring(flight.later):
                 torch.autograd.backward([result for result, _ in pairs], [gradient for _, gradient in pairs])
         if action.stage:
             leaving = tuple(None if value is None else value.grad for value in flight.received)
@@ -233,7 +233,8 @@ class P2PExecution(Execution):
     def _receive(self, action: Action) -> None:
         peer = self._schedule.peer(action)
         if action.kind is Kind.RECEIVE_ACTIVATION:
-            pending = self._p2p.receive(self._edge(action.stage - 1), peer)
+            stage, call = self._stages[action.stage], self._calls[action.microbatch]
+            pending = self._p2p.receive(self._edge(action.stage - 1), peer, lambda: stage.expected(*call))
         else:
             pending = self._p2p.receive_gradient(self._edge(action.stage), peer)
         self._arriving[action.kind, action.stage, action.microbatch] = pending
@@ -305,6 +306,11 @@ class RingExecution(Execution):
             why="ranks that cannot send to each other exchange all tensors at once, which needs one shape",
             fix="choose stage_cuts between blocks that return the same shape",
         )
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """A context without autocast on devices of that type, some of which have none."""
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 class StageFailed(Exception):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from neuron_accel.contract import UsageError
 
@@ -50,6 +51,14 @@ def kind_of(output: Any) -> int:
     if isinstance(output, torch.Tensor):
         return TENSOR
     return TUPLE if isinstance(output, (tuple, list)) else MAPPING
+
+
+def expected_kind(model: nn.Module) -> int:
+    """Returns the kind of output that ``model`` returns, by its configuration; a tensor for models without one."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return TENSOR
+    return MAPPING if getattr(config, "return_dict", True) else TUPLE
 
 
 def loss_of(output: Any) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -80,11 +80,17 @@ class P2P:
             self._forms[key] = form
         return [*pending, *self._send(values, self._forms[key].parts, target)]
 
-    def receive(self, key: Hashable, source: int) -> list[Pending | None] | None:
-        """Starts to receive activations. Returns None if the sender failed before their shapes were known."""
+    def receive(self, key: Hashable, source: int, expected: Callable[[], Form]) -> list[Pending | None] | None:
+        """Starts to receive activations. Returns None if the sender failed before their shapes were known.
+
+        Args:
+            key: a kind of batch and the stage that sends.
+            source: position of its rank.
+            expected: computes the form that this stage expects; called if received headers have no values.
+        """
         if key not in self._forms:
             header = self._backend.start_receive((_HEADER,), torch.uint8, self._group, source).wait()
-            form = tensor_to_object(header)
+            form = tensor_to_object(header) if self._backend.has_values else expected()
             if form is None:
                 return None
             self._forms[key] = form

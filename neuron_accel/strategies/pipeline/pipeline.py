@@ -23,7 +23,14 @@ from neuron_accel.strategies.pipeline.execution import (
     StageFailed,
 )
 from neuron_accel.strategies.pipeline.microbatches import LossWeights, batch_size, signature, split
-from neuron_accel.strategies.pipeline.outputs import broadcast_outputs, kind_of, loss_of, merge_outputs, of_loss
+from neuron_accel.strategies.pipeline.outputs import (
+    broadcast_outputs,
+    expected_kind,
+    kind_of,
+    loss_of,
+    merge_outputs,
+    of_loss,
+)
 from neuron_accel.strategies.pipeline.p2p import P2P, RingShift
 from neuron_accel.strategies.pipeline.schedules import make_schedule
 
@@ -173,7 +180,8 @@ class Pipeline:
     def _step(self, calls: list[Call], name: str, **options: Any) -> Execution:
         schedule = self._schedule(name, len(calls))
         device = self._run.device.type
-        key: Hashable = (signature(*calls[0]), torch.is_autocast_enabled(device), self._model.training)
+        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        key: Hashable = (signature(*calls[0]), autocast, self._model.training)
         return self._make_step(schedule, self._group.index, self._stages, calls, key, **options)
 
     def _schedule(self, name: str, microbatches: int) -> Schedule:
@@ -231,6 +239,8 @@ class Pipeline:
         self, failure: Failure | None, group: Group, loss: torch.Tensor, kind: int
     ) -> tuple[torch.Tensor, int]:
         """:meth:`_agree` for devices on which reading a value is expensive."""
+        if not self._run.backend.has_values and self._group.index < self._group.size - 1:
+            kind = expected_kind(self._model)  # the last rank, which knows it, does not exist
         told = self._run.backend.all_gather_object((failure is not None, kind), group)
         if any(failed for failed, _ in told):
             self._raise(failure, group)

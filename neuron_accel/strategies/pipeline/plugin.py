@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import itertools
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +18,7 @@ from neuron_accel.contract import (
     PlanContext,
     PlanError,
     PluginSpec,
+    Stages,
     is_separable,
     needs_closure,
 )
@@ -78,6 +81,32 @@ class PipelineParallelPlugin(PipelineOptions):
                 + context.missing.get("point-to-point", "the backend cannot send to a single rank"),
                 fix="shard the model with tensor_parallel_size, or use a backend with point-to-point messages, or xla",
             )
+
+    def stages(self, model: torch.nn.Module) -> Stages:
+        """Returns how blocks and micro-batches are distributed; the bubble is that of passes of equal stages."""
+        from neuron_accel.strategies.pipeline.cuts import cut
+        from neuron_accel.strategies.pipeline.timeline import in_flight, make_timeline
+
+        ranks = self.pipeline_parallel_size
+        stack, starts = cut(model, ranks * self.virtual_stages, self.stage_cuts)
+        sizes = [stop - start for start, stop in itertools.pairwise((*starts, stack.blocks))]
+        schedule = make_schedule(
+            self.schedule, stages=ranks, microbatches=self.num_microbatches, virtual_stages=self.virtual_stages
+        )
+        return Stages(
+            axis=AXIS,
+            blocks=tuple(tuple(sizes[rank::ranks]) for rank in range(ranks)),
+            microbatches=self.num_microbatches,
+            multiple=ranks if self.virtual_stages > 1 else 1,
+            in_flight=tuple(in_flight(schedule, rank) for rank in range(ranks)),
+            bubble=make_timeline(schedule).bubble_share,
+        )
+
+    def with_stages(self, blocks: str, depth: int, microbatches: int) -> PipelineParallelPlugin:
+        """Returns a pipeline with ``depth`` blocks in each stage."""
+        stages = range(1, self.pipeline_parallel_size * self.virtual_stages)
+        cuts = tuple(f"{blocks}.{stage * depth}" for stage in stages)
+        return dataclasses.replace(self, stage_cuts=cuts, num_microbatches=microbatches)
 
     def model_init(self, run: Run) -> AbstractContextManager[None]:
         """Creates models without memory for weights."""

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from neuron_accel.contract import UnsupportedModelError
 from neuron_accel.models.stages import Stack
-from neuron_accel.strategies.pipeline.p2p import Values
+from neuron_accel.strategies.pipeline.p2p import Form, Values
 from neuron_accel.strategies.pipeline.stubs import (
+    BlockReturned,
     Exit,
     FirstStageLayer,
     LastStageLayer,
@@ -85,6 +87,35 @@ class Stage:
             )
         return output
 
+    def expected(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+        """Returns the form of the tensors that the previous stage sends, from this stage's first block, which returns
+        what the blocks before it do. For runs without the other ranks.
+
+        Args:
+            args, kwargs: the model's arguments for a micro-batch.
+        """
+        self.state.as_tuple = False
+        output = self._first_block(args, kwargs)
+        if isinstance(output, (tuple, list)):
+            self.state.as_tuple = True
+            output = self._first_block(args, kwargs)
+            return Form.of(tuple(v if isinstance(v, torch.Tensor) else None for v in output), True)
+        return Form.of((output,), False)
+
+    def _first_block(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what the first block of this stage returns for hidden states of the right shape. If the blocks before
+        it return tuples and their stubs do not, these shapes are wrong, but not the type of the result."""
+        with self._in_place(), torch.no_grad():
+            self.state.trying = True
+            try:
+                self.forward(*args, **kwargs)
+            except BlockReturned as found:
+                found.__traceback__ = None
+                return found.output
+            finally:
+                self.state.trying = False
+        raise UnsupportedModelError(f"The model's forward did not reach stage {self.index}.")
+
     @contextmanager
     def _in_place(self) -> Iterator[None]:
         for place, module in self.swaps:
@@ -146,7 +177,7 @@ def _blocks_of(blocks: list[nn.Module], start: int, stop: int, state: StageState
         if start <= index < stop:
             result.append(block)
         elif index == start - 1:
-            result.append(StageInput(block, state))
+            result.append(StageInput(block, state, following=blocks[start]))
         elif index == stop:
             result.append(Exit(block, state))
         else:

@@ -42,6 +42,32 @@ def test_few_blocks_stand_for_many(folder, names):
     assert sent[0] == pytest.approx(sent[1], rel=0.01, abs=256)
 
 
+def test_few_micro_batches_stand_for_many(folder):
+    from neuron_accel import PipelineParallelPlugin
+
+    options = {"global_batch": 16, "plugins": [PipelineParallelPlugin(pipeline_parallel_size=4, num_microbatches=4)]}
+    few, all_ = (planned(folder, rank=0, full_depth=deep, **options) for deep in (False, True))
+    assert few.extrapolated
+    assert (few.micro_batch, few.accumulation, few.bubble) == (2, 4, pytest.approx(3 / 7))
+    assert (few.step.operations, few.step.weights) == (all_.step.operations, all_.step.weights)
+    assert few.step.peak.total == pytest.approx(all_.step.peak.total, rel=0.05)
+    assert few.step.peak.parts["saved activations"] == pytest.approx(
+        all_.step.peak.parts["saved activations"], rel=0.03
+    )
+    sent = [{(f.op, f.axis): f.sent for f in counted.step.flows} for counted in (few, all_)]
+    assert sent[0] == pytest.approx(sent[1], rel=0.01, abs=256)
+
+
+def test_the_fullest_stage_is_found(folder):
+    from neuron_accel import PipelineParallelPlugin
+
+    plugins = [PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=2)]
+    found = planned(folder, plugins=plugins)
+    peaks = [planned(folder, plugins=plugins, rank=rank).step.peak.total for rank in (0, 4)]
+    assert found.step.peak.total == max(peaks) > min(peaks)
+    assert found.rank == (0, 4)[peaks.index(max(peaks))]
+
+
 def test_models_whose_blocks_differ_run_at_full_depth():
     from transformers import LlamaConfig, Qwen3Config
 
@@ -133,9 +159,14 @@ def test_another_accelerator_is_not_disturbed(folder):
         ),
         ({"config": {"mixed_precision": "bf16"}}, ConfigurationError, ["mixed_precision", "convert the model"]),
         (
-            {"config": {"plugins": [{"pipeline_parallel": {"pipeline_parallel_size": 2}}]}},
+            {"config": {"plugins": [{"pipeline_parallel": {"pipeline_parallel_size": 2, "num_microbatches": 3}}]}},
             PlanError,
-            ["point-to-point", "a dry run counts one rank"],
+            ["4 samples", "3 micro-batches", "2 or 4 micro-batches"],
+        ),
+        (
+            {"config": {"plugins": [{"pipeline_parallel": {"pipeline_parallel_size": 2}}]}, "accumulation": 3},
+            PlanError,
+            ["16 samples", "12 or 24"],
         ),
     ],
 )

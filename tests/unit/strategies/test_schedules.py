@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuron_accel.cli.main import main
-from neuron_accel.cli.schedule_chart import in_flight, make_timeline, text
+from neuron_accel.cli.schedule_chart import text
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.strategies.pipeline.schedules import (
     SCHEDULES,
@@ -28,6 +28,7 @@ from neuron_accel.strategies.pipeline.schedules import (
     transfers_after,
     with_transfers,
 )
+from neuron_accel.strategies.pipeline.timeline import in_flight, make_timeline
 
 few = settings(deadline=None, max_examples=50)
 BACKWARD = {Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
@@ -330,7 +331,7 @@ def test_the_command_line_says_what_is_impossible(capsys):
 
 def test_schedules_know_nothing_of_torch():
     package = Path(__file__).parents[3] / "neuron_accel"
-    for name in ("strategies/pipeline/schedules", "cli/schedule_chart"):
+    for name in ("strategies/pipeline/schedules", "strategies/pipeline/timeline", "cli/schedule_chart"):
         for node in ast.walk(ast.parse((package / f"{name}.py").read_text(encoding="utf-8"))):
             modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

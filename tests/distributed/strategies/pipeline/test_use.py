@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from neuron_accel.cli.schedule_chart import in_flight
 from neuron_accel.errors import CommunicationError, NeuronAccelError, PlanError, UnsupportedModelError, UsageError
 from neuron_accel.strategies.pipeline.schedules import make_schedule
+from neuron_accel.strategies.pipeline.timeline import in_flight
 from neuron_accel.testing import RanksError, run_ranks
 from tests.distributed.strategies.pipeline.pipeline_support import BLOCKS, batches, gpt2, llama, mixtral, pipeline
 
