@@ -132,7 +132,7 @@ def _predicted(counted: LayoutCount, args: argparse.Namespace) -> StepTime | Non
 
     calibration = None if args.calibration is None else load_calibration(args.calibration)
     machine = args.instance or calibration
-    return None if machine is None else predict_time(counted.step, machine, calibration)
+    return None if machine is None else predict_time(counted.slowest, machine, calibration, bubble=counted.bubble)
 
 
 def _plugins(args: argparse.Namespace) -> list[StrategyPlugin]:
