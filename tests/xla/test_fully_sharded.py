@@ -25,6 +25,8 @@ TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
 COMPOSITIONS = {
     "3-dp2-accumulates": ("llama", [{"fully_sharded": {"persistence_threshold": 100}}], 2, 2),
     "2-dp2-tied-recomputes": ("gpt2-tied", [STAGE_2, {RECOMPUTE: {"every": 2}}], 2, 1),
+    "3-dp4-in-groups": ("llama", [{"fully_sharded": {"hybrid_shard_size": 2}}], 4, 1),
+    "3-dp4-resharded-in-groups": ("frozen", [{"fully_sharded": {"reshard_after_forward": 2}}], 4, 1),
     "3-dp2-frozen": ("frozen", [STAGE_3], 2, 1),
     "3-tp2-sp-dp2-recomputes": ("llama-tied", [TP2, "sequence_parallel", STAGE_3, RECOMPUTE], 4, 1),
 }

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from neuron_accel.contract import Bucket, ParameterRecord, Run
+    from neuron_accel.strategies.fully_sharded.groups import ShardGroups
     from neuron_accel.strategies.fully_sharded.units import AnyShard, Unit, Units
     from neuron_accel.strategies.zero1.partition import Partition
 
@@ -34,11 +35,12 @@ class FrozenShards:
     Args:
         run: the run.
         units: of every prepared model; further ones may be added to the list.
+        groups: the ranks over which parameters are sharded.
         plugin: name of the plugin, for messages.
     """
 
-    def __init__(self, run: Run, units: Sequence[Units], plugin: str) -> None:
-        self._run, self._units, self._plugin = run, units, plugin
+    def __init__(self, run: Run, units: Sequence[Units], groups: ShardGroups, plugin: str) -> None:
+        self._run, self._units, self._groups, self._plugin = run, units, groups, plugin
         self._shards: list[tuple[Unit, AnyShard]] = []
         self._action = run.join.register("parameters that begin to train", self._release_along)
 
@@ -60,7 +62,7 @@ class FrozenShards:
             if unit is not None and id(record) not in left and self._is_wanted(record, units):
                 of_units.setdefault(id(unit), (units, unit, []))[2].append(record)
         places = [
-            (units, unit, bucket)
+            (units, unit, self._groups.sharded(bucket))
             for units, unit, records in of_units.values()
             for bucket in make_buckets(records, _NO_LIMIT, self._run.mesh)
         ]
@@ -95,6 +97,7 @@ class FrozenShards:
             "bucket": bucket,
             "partition": self._partition(bucket),
             "own": own,
+            "near": self._groups.near,
             "run": self._run,
             "group": group,
             "samples": group.size,

@@ -18,7 +18,7 @@ from neuron_accel.contract import UsageError, WeightShard
 from neuron_accel.strategies.zero1.eager_shard import Buffer, EagerShard
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Pending
+    from neuron_accel.contract import Group, Pending
     from neuron_accel.strategies.zero1.sharded_grad import ParameterShard
 
 
@@ -29,15 +29,23 @@ class GatheredShard(EagerShard):
         read: called with this shard before one of its parameters is read in full: frees the one that was read before.
         plugin: its name, for messages.
         own: this rank's weights, ``[partition.chunk]``, if the parameters have no values yet.
+        near: the ranks between which parameters are gathered again after :meth:`reshard`; None for all.
 
     Attributes:
         is_gathered: whether the parameters have their values.
     """
 
     def __init__(
-        self, *, read: Callable[[GatheredShard], None], plugin: str, own: torch.Tensor | None = None, **common: Any
+        self,
+        *,
+        read: Callable[[GatheredShard], None],
+        plugin: str,
+        own: torch.Tensor | None = None,
+        near: Group | None = None,
+        **common: Any,
     ) -> None:
-        self._read, self._plugin = read, plugin
+        self._read, self._plugin, self._near = read, plugin, near
+        self._near_part: torch.Tensor | None = None  # what this rank keeps of the values since they were resharded
         self._given = own
         super().__init__(**common)
         self._given = None
@@ -103,7 +111,8 @@ class GatheredShard(EagerShard):
         with torch.no_grad():
             self.sync_user_weights()
         self._storage.resize_(self._nbytes)
-        self._arriving = self.run.backend.start_all_gather_into(self._flat, self._own, self.group)
+        own, group = (self._own, self.group) if self._near_part is None else (self._near_part, self._near)
+        self._arriving = self.run.backend.start_all_gather_into(self._flat, own, group)  # type: ignore[arg-type]
 
     def gather(self) -> None:
         """The parameters have their values when this returns. Collective."""
@@ -111,14 +120,25 @@ class GatheredShard(EagerShard):
         if self._arriving is None:
             return
         self._arriving.wait()
-        self._arriving = None
+        self._arriving = self._near_part = None
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
         self._versions = [parameter._version for parameter in self.parameters]
         self.is_gathered = True
 
+    def reshard(self) -> None:
+        """Frees the gathered values, but for this rank's part among the near ranks."""
+        if self._near is None or not self.is_sharded or not self.is_gathered:
+            self.release()
+            return
+        self.sync_user_weights()
+        part = self.run.backend.chunk(self._flat, self._near).clone()
+        self.release()
+        self._near_part = part
+
     def release(self) -> None:
         """Frees the gathered values."""
+        self._near_part = None
         if not self.is_sharded:
             return
         if self._arriving is not None:
@@ -214,7 +234,7 @@ class GatheredShard(EagerShard):
         return (~self._filled_with.isnan()).nonzero().flatten().tolist()
 
     def _take(self, index: int, value: torch.Tensor) -> None:
-        expected = self._views[index]
+        expected, self._near_part = self._views[index], None
         if value.shape != expected.shape or value.dtype != expected.dtype or value.device != expected.device:
             raise UsageError(
                 f"The weight {self.bucket.records[index].fqn!r} is {value.dtype} {tuple(value.shape)} on "

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from neuron_accel.contract import Pending
+    from neuron_accel.contract import Group, Pending
 
 
 class LazyGatheredShard(LazyShard):
@@ -34,10 +34,12 @@ class LazyGatheredShard(LazyShard):
         take_over: applies what was written to this shard by parameter (:meth:`close`).
         plugin: its name, for messages.
         own: this rank's weights, ``[partition.chunk]``, on the CPU, if the parameters have no values yet.
+        near: the ranks between which parameters are gathered again after :meth:`reshard`; None for all.
 
     Attributes:
         is_gathered: whether the parameters have their values.
         values: these values, one for each parameter, while they are gathered.
+        near_part: what this rank keeps of them since they were resharded, ``[partition.numel / near.size]``.
     """
 
     def __init__(
@@ -47,16 +49,19 @@ class LazyGatheredShard(LazyShard):
         take_over: Callable[[], None],
         plugin: str,
         own: torch.Tensor | None = None,
+        near: Group | None = None,
         **common: Any,
     ) -> None:
         self._loaded = own
         super().__init__(**common)
         self._loaded = None
-        self._read, self._take_over_writes, self._plugin = read, take_over, plugin
+        self._read, self._take_over_writes, self._plugin, self._near = read, take_over, plugin, near
         self._arriving: Pending | None = None
         self._host: HostCopy | None = None  # this rank's weights, which may be written to
         self._host_full: list[torch.Tensor] = []  # those of all ranks
         self.values: list[torch.Tensor] = []
+        self._flat: torch.Tensor | None = None  # the same in one tensor
+        self.near_part: torch.Tensor | None = None
         self.is_gathered = True
         if self.is_sharded:
             self._dtypes = [parameter.dtype for parameter in self.parameters]
@@ -92,9 +97,11 @@ class LazyGatheredShard(LazyShard):
 
     # ---- the values of the parameters --------------------------------------------------------------------------------
     def own(self) -> torch.Tensor:
-        """Returns what this rank sends, ``[partition.chunk]``, in the parameters' dtype."""
+        """Returns what this rank sends, in the parameters' dtype: ``[partition.chunk]``, or :attr:`near_part`."""
         self.sync_user_weights()
         self._take_over_writes()
+        if self.near_part is not None:
+            return self.near_part
         return self._chunk().to(self.bucket.dtype)
 
     def start_gather(self, own: torch.Tensor | None = None) -> None:
@@ -104,7 +111,9 @@ class LazyGatheredShard(LazyShard):
             own: :meth:`own`, behind a barrier; None to begin at any time.
         """
         if not self.is_gathered and self._arriving is None:
-            self._arriving = self.run.backend.start_all_gather(self.own() if own is None else own, self.group)
+            own = self.own() if own is None else own
+            group = self.group if self._near is None or self.near_part is None else self._near
+            self._arriving = self.run.backend.start_all_gather(own, group)
 
     def gather(self) -> None:
         """The parameters have their values when this returns. Collective."""
@@ -112,23 +121,32 @@ class LazyGatheredShard(LazyShard):
         if self._arriving is None:
             return
         with torch.no_grad():
-            self.values = [value.clone() for value in self._split(self._arriving.wait())]
-        self._arriving = None
+            self._flat = self._arriving.wait()
+            self.values = [value.clone() for value in self._split(self._flat)]
+        self._arriving = self.near_part = None
         for parameter, value in zip(self.parameters, self.values, strict=True):
             parameter.data = value
         self._versions = [parameter._version for parameter in self.parameters]
         self.is_gathered = True
 
+    def reshard(self) -> None:
+        """Drops the gathered values, but for this rank's part among the near ranks."""
+        flat, near = self._flat, self._near
+        self.release()
+        if near is not None and flat is not None:
+            with torch.no_grad():
+                self.near_part = self.run.backend.chunk(flat, near)
+
     def release(self) -> None:
         """Drops the gathered values."""
-        self._host_full = []
+        self._host_full, self.near_part = [], None
         self._arriving = None
         if self.is_sharded and self.is_gathered:
             self.sync_user_weights()
             self._let_go()
 
     def _let_go(self) -> None:
-        self.is_gathered, self.values = False, []
+        self.is_gathered, self.values, self._flat = False, [], None
         for index, parameter in enumerate(self.parameters):
             if not self.run.backend.is_placeholder(self._empty[index]):  # a loop has written to it
                 self._empty[index] = self.run.backend.placeholder(parameter)
@@ -142,7 +160,7 @@ class LazyGatheredShard(LazyShard):
         for parameter, value, record in zip(self.parameters, full, self.bucket.records, strict=bool(full)):
             parameter.data = value.clone().to(self._device)
             record.weights = None
-        self.is_gathered, self.values = False, []
+        self.is_gathered, self.values, self._flat = False, [], None
 
     # ---- what the optimizer does -------------------------------------------------------------------------------------
     def send_weights(self) -> Callable[[], None]:
@@ -178,6 +196,7 @@ class LazyGatheredShard(LazyShard):
 
     def _take(self, index: int, parameter: nn.Parameter) -> None:
         shape, dtype = self._empty[index].shape, self._dtypes[index]
+        self._flat = self.near_part = None
         if parameter.shape != shape or parameter.dtype != dtype:
             raise UsageError(
                 f"The weight {self.bucket.records[index].fqn!r} is {parameter.dtype} {tuple(parameter.shape)} now; "

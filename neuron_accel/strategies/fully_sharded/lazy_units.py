@@ -73,10 +73,30 @@ class LazyUnits(Units):
         self._enter(unit)
         return args, kwargs
 
-    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         super()._after_forward(unit, module, args, output)
+        shards = [cast(LazyGatheredShard, shard) for shard, _ in unit.shards]
+        kept = [shard for shard in shards if shard.near_part is not None]
+        if kept and not in_backward():
+            return self._behind_parts(kept, output)
         if unit is self.root and not torch.is_grad_enabled():
             self.release()  # also what was gathered ahead, and not called
+        return None
+
+    def _behind_parts(self, kept: Sequence[LazyGatheredShard], output: Any) -> Any:
+        """The output of a unit, once ``kept`` have their parts for the backward pass: else the compiler could take them
+        out of what was gathered when they are used, and hold that until then."""
+        leaves, structure = tree_flatten(output)
+        place = _activation(leaves)
+        if place is None:
+            return output
+        with torch.no_grad():
+            parts = [cast(torch.Tensor, shard.near_part) for shard in kept]
+            *behind, last = self._run.backend.fence([*parts, leaves[place].detach()])
+        for shard, part in zip(kept, behind, strict=True):
+            shard.near_part = part
+        leaves[place] = _Identity.apply(leaves[place], last)
+        return tree_unflatten(leaves, structure)
 
     # ---- the backward pass -------------------------------------------------------------------------------------------
     def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
 if TYPE_CHECKING:
     from neuron_accel.contract import Run
     from neuron_accel.strategies.fully_sharded.frozen import FrozenShards
+    from neuron_accel.strategies.fully_sharded.groups import ShardGroups
     from neuron_accel.strategies.fully_sharded.units import AnyShard, Unit, Units
 
 _NO_LIMIT = 1 << 62
@@ -34,18 +35,31 @@ class FullyShardedOptimizer(Zero1Optimizer):
     Args:
         units: of every prepared model.
         frozen: shards of what does not train.
+        groups: the ranks over which parameters are sharded.
         optimizer, run, more: see :class:`~neuron_accel.strategies.zero1.optimizer.Zero1Optimizer`.
     """
 
     by_arrival: ClassVar[bool] = False
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, run: Run, *, units: Sequence[Units], frozen: FrozenShards, **more: Any
+        self,
+        optimizer: torch.optim.Optimizer,
+        run: Run,
+        *,
+        units: Sequence[Units],
+        frozen: FrozenShards,
+        groups: ShardGroups,
+        **more: Any,
     ) -> None:
-        self._units, self._frozen = units, frozen
+        self._units, self._frozen, self._groups = units, frozen, groups
         self._passing = SendBuffers(keeps=False)
         self._own: dict[int, torch.Tensor] = {}  # this rank's weights of buckets that are sharded next, by bucket
         super().__init__(optimizer, run, **more)
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """See :class:`~neuron_accel.strategies.zero1.optimizer.Zero1Optimizer`."""
+        return self._groups.axes
 
     def _admit(self, records: list[ParameterRecord]) -> list[Bucket]:
         self._frozen.release(records)
@@ -67,7 +81,7 @@ class FullyShardedOptimizer(Zero1Optimizer):
         ordered = sorted(by_unit.values(), key=lambda pair: pair[0].index, reverse=True)
         buckets = [b for _, parts in ordered for records in parts if records for b in self._of_unit(records)]
         small = super()._buckets(kept) if any(kept) else []  # no unit completes them, so they are the last
-        return [*buckets, *small]
+        return [self._groups.sharded(bucket) for bucket in (*buckets, *small)]
 
     def _read_weights(self, buckets: Sequence[Bucket]) -> None:
         self._own = read_weights(buckets, self._models, self._run, partition=self._partition, keeps=self._keeps)
@@ -100,7 +114,7 @@ class FullyShardedOptimizer(Zero1Optimizer):
         if units.keeps(arguments["bucket"].records[0]):
             return super()._eager_shard(**arguments)
         own = self._own.pop(id(arguments["bucket"]), None)
-        arguments["buffers"] = self._passing
+        arguments |= {"buffers": self._passing, "near": self._groups.near}
         shard = GatheredShard(read=units.read, plugin=self._plugin, own=own, **arguments)
         unit.shards.append((shard, partial(self._complete, unit)))
         return shard
@@ -110,7 +124,8 @@ class FullyShardedOptimizer(Zero1Optimizer):
         if units.keeps(arguments["bucket"].records[0]):
             return super()._lazy_shard(**arguments)
         own = self._own.pop(id(arguments["bucket"]), None)
-        shard = LazyGatheredShard(read=units.read, take_over=self.take_over, plugin=self._plugin, own=own, **arguments)
+        arguments |= {"read": units.read, "plugin": self._plugin, "own": own, "near": self._groups.near}
+        shard = LazyGatheredShard(take_over=self.take_over, **arguments)
         unit.shards.append((shard, partial(self._complete, unit)))
         return shard
 

@@ -11,6 +11,7 @@ import torch
 from neuron_accel.contract import Claim, ConfigurationError, Phase, PlanError, PluginSpec, UnsupportedModelError
 from neuron_accel.strategies.fully_sharded.frozen import FrozenShards
 from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
+from neuron_accel.strategies.fully_sharded.groups import ShardGroups, added_axes, check
 from neuron_accel.strategies.fully_sharded.lazy_gathered_shard import LazyGatheredShard
 from neuron_accel.strategies.fully_sharded.lazy_units import LazyUnits
 from neuron_accel.strategies.fully_sharded.optimizer import FullyShardedOptimizer
@@ -21,7 +22,7 @@ from neuron_accel.strategies.fully_sharded.units import BLOCKS, Units
 from neuron_accel.strategies.zero1.plugin import Zero1Plugin
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import PlanContext, PreparedModel, Run
+    from neuron_accel.contract import AxisSpec, PlanContext, PreparedModel, Run
     from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
 
 COMPOSES_WITH = frozenset(
@@ -67,7 +68,11 @@ class FullyShardedPlugin(Zero1Plugin):
             parameters during a step and sends a third less. Those in no block are kept for the backward pass either
             way, since it begins with them. By default stage 3, and in a pipeline stage 2: a stage's parameters are
             gathered once for all micro-batches of a step and its gradients are reduced once. With True given, a
-            pipeline gathers them again for each pass of a micro-batch.
+            pipeline gathers them again for each pass of a micro-batch. An integer ``n``: parameters are kept in shards
+            of ``1/n`` after the forward pass, and gathered from groups of ``n`` consecutive data-parallel ranks for the
+            backward pass.
+        hybrid_shard_size: number of consecutive data-parallel ranks over which everything is sharded; the gradients of
+            their shards are summed over such groups by an all-reduce. None: over all data-parallel ranks.
         modules: what is gathered together: ``"blocks"``, the repeated blocks of the model; or FQN patterns, one or
             several, in which ``*`` stands for one segment or a part of it (``"encoder.layers.*"``).
         prefetch: how many units are gathered ahead of the one that computes, which is what they take of memory; 0 for
@@ -87,13 +92,15 @@ class FullyShardedPlugin(Zero1Plugin):
         reads_weights=True,
     )
 
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
+    hybrid_shard_size: int | None = None
     modules: str | tuple[str, ...] = BLOCKS
     prefetch: int = 1
     persistence_threshold: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check(self.reshard_after_forward, self.hybrid_shard_size, "plugin 'fully_sharded'")
         if not self.modules or not all((self.modules,) if isinstance(self.modules, str) else self.modules):
             raise ConfigurationError(
                 f"modules is {self.modules!r}, which matches nothing.",
@@ -105,6 +112,10 @@ class FullyShardedPlugin(Zero1Plugin):
                 raise ConfigurationError(
                     f"{name} is {getattr(self, name)}; it must not be negative.", where="plugin 'fully_sharded'"
                 )
+
+    def axes(self) -> tuple[AxisSpec, ...]:
+        """The groups within the data-parallel ranks."""
+        return added_axes(self.reshard_after_forward, self.hybrid_shard_size)
 
     def validate(self, context: PlanContext) -> None:
         """Refuses what it was not tried with."""
@@ -160,7 +171,9 @@ class FullyShardedPlugin(Zero1Plugin):
                 model,
                 run,
                 modules=self.modules,
-                reshard=not model.runs_backward if self.reshard_after_forward is None else self.reshard_after_forward,
+                reshard=not model.runs_backward
+                if self.reshard_after_forward is None
+                else bool(self.reshard_after_forward),
                 prefetch=self.prefetch if self.overlap else 0,
                 persistence_threshold=self.persistence_threshold,
                 plugin=self.spec.name,
@@ -174,6 +187,7 @@ class FullyShardedPlugin(Zero1Plugin):
             **self.optimizer_options(),
             units=run.state(self).get("units", []),
             frozen=self._frozen(run),
+            groups=self._groups(run),
             others=[averager.leave for averager in self._averagers(run)],
         )
 
@@ -186,8 +200,14 @@ class FullyShardedPlugin(Zero1Plugin):
     def _frozen(self, run: Run) -> FrozenShards:
         state = run.state(self)
         if "frozen" not in state:
-            state["frozen"] = FrozenShards(run, state.setdefault("units", []), self.spec.name)
+            state["frozen"] = FrozenShards(run, state.setdefault("units", []), self._groups(run), self.spec.name)
         return state["frozen"]
+
+    def _groups(self, run: Run) -> ShardGroups:
+        state = run.state(self)
+        if "groups" not in state:
+            state["groups"] = ShardGroups(run, hybrid=self.hybrid_shard_size is not None)
+        return state["groups"]
 
     def after_backward(self, run: Run) -> None:
         """Frees parameters, and waits for gradients to be reduce-scattered."""

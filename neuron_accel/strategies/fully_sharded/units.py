@@ -80,6 +80,11 @@ class Unit:
         for shard, _ in self.shards:
             shard.gather()
 
+    def reshard(self) -> None:
+        """Frees what was gathered, until the backward pass."""
+        for shard, _ in self.shards:
+            shard.reshard()
+
     def release(self) -> None:
         """Frees what was gathered."""
         for shard, _ in self.shards:
@@ -203,8 +208,13 @@ class Units:
         outputs = [t for t in tree_leaves(output) if type(t) is torch.Tensor and t.requires_grad]
         handles = [tensor.register_hook(Hook(self._before_backward, unit)) for tensor in outputs]
         self._handed_on = None if unit is self.root else (unit, list(zip(outputs, handles, strict=True)))
-        if not unit.trains or (outputs and self._reshard and unit is not self.root):
+        if not unit.trains and (self._reshard or not self._model.runs_backward):
             unit.release()
+        elif outputs and self._reshard and unit is not self.root:
+            if self._action.announced:
+                unit.release()  # a rank that has run out of data has no part of what was gathered
+            else:
+                unit.reshard()
 
     def _put_last(self, inputs: Sequence[torch.Tensor]) -> None:
         """Where an output of the last unit is an input of this one, the backward pass of this one ends, and frees what

@@ -483,7 +483,12 @@ class Zero1Optimizer(torch.optim.Optimizer):
         may be changed in place."""
         wanted = set(parameters)
         parts = [part for shard in self.shards for part in shard.gradient_parts(wanted)]
-        return [*parts, *elsewhere(self._run, self._run.mesh.gradient_axes)]
+        return [*parts, *elsewhere(self._run, self.shard_axes)]
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The gradient axes over which state is sharded, but for parameters that are themselves."""
+        return self._run.mesh.gradient_axes
 
     def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Returns the reduced gradient of one parameter in its local shape, or None. Collective."""

@@ -214,7 +214,7 @@ class ReducedGradients(ABC):
         return parts
 
     def _axes_of(self, record: ParameterRecord) -> tuple[str, ...]:
-        return (*record.axes, *self.run.mesh.gradient_axes)
+        return (*record.axes, *self.bucket.reduction_axes)
 
     def _hand_out(self, gradient: torch.Tensor) -> None:
         """Sets the shard to ``gradient``, ``[partition.chunk]``, and the gradient of each parameter shard to its

@@ -20,6 +20,13 @@ COMPOSITIONS = {
     "3-dp2-no-overlap": ("llama", [sharded(overlap=False)], 2, 1),
     "3-dp2-keeps-small": ("llama", [sharded(persistence_threshold=100, prefetch=2)], 2, 2),
     "3-dp2-parameters": ("llama", [sharded(partition="parameters")], 2, 1),
+    "3-dp4-in-groups": (
+        "llama",
+        [sharded(hybrid_shard_size=2, persistence_threshold=100), {"replica_check": {"every": 1}}],
+        4,
+        2,
+    ),
+    "3-dp4-resharded-in-groups": ("gpt2-tied", [sharded(reshard_after_forward=2), "activation_checkpointing"], 4, 1),
     "2-dp2-tied": ("llama-tied", [sharded(reshard_after_forward=False)], 2, 1),
     "2-dp2-accumulates": ("gpt2-tied", [sharded(reshard_after_forward=False)], 2, 2),
     "3-dp2-flash": ("llama", [sharded(), "flash_attention"], 2, 1),

@@ -18,6 +18,7 @@ from neuron_accel.testing.parity import Training, assert_parallel_equivalence
 from tests.distributed.models import llama, token_batches
 
 STAGE_3, STAGE_2 = [{"fully_sharded": {}}], [{"fully_sharded": {"reshard_after_forward": False}}]
+HYBRID, NEAR = [{"fully_sharded": {"hybrid_shard_size": 2}}], [{"fully_sharded": {"reshard_after_forward": 2}}]
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
 RECOMPUTE = "activation_checkpointing"
 
@@ -78,6 +79,21 @@ def test_a_step_sends_no_more_than_it_must(plugins, expected, gathers, recompute
         assert count == gathers
 
 
+@pytest.mark.parametrize(
+    ("plugins", "expected"),
+    [
+        # of the weights: gathered 1/2 and 1/2, reduce-scattered 1/2, and half of them all-reduced over two groups
+        (HYBRID, 2 / 1.5),
+        # gathered 3/4 for the forward and 1/2 for the backward pass, reduce-scattered 3/4
+        (NEAR, 2 / 1.5),
+    ],
+    ids=["sharded in groups", "resharded in groups"],
+)
+def test_a_step_of_four_ranks(plugins, expected):
+    for ratio, _ in run_ranks(bytes_of_a_step, 4, plugins):
+        assert ratio == pytest.approx(expected, rel=0.05)
+
+
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 def bytes_in_memory():
     gc.collect()
@@ -117,6 +133,10 @@ def test_a_rank_keeps_its_share_and_the_blocks_in_flight(ranks):
     for kept, weights, most in run_ranks(memory, ranks, STAGE_2):
         assert kept <= 4 * weights / ranks + 6 * weights / 8
         assert most == 8
+    if ranks == 4:
+        for kept, weights, most in run_ranks(memory, 4, HYBRID):
+            assert weights * 4 / 2 <= kept <= 4 * weights / 2 + 6 * weights / 8
+            assert most <= 3
 
 
 def gathers_ahead(prefetch):
@@ -180,6 +200,8 @@ WAYS = {
     "data parallel to stage 2": ([], 2, STAGE_2, 2, True),
     "stage 3 to data parallel": (STAGE_3, 2, [], 2, True),
     "stage 3 to tp2 x stage 2": (STAGE_3, 2, [TP2, *STAGE_2], 4, False),
+    "in groups to stage 3": (HYBRID, 4, STAGE_3, 2, False),
+    "zero1 to resharded in groups": (["zero1"], 2, NEAR, 4, False),
     "tp2 x stage 3 to stage 3": ([TP2, *STAGE_3], 4, STAGE_3, 2, False),
 }
 
@@ -466,6 +488,7 @@ CONTEXT = {
     "unknown blocks": (STAGE_3, Elsewhere, "name them by a pattern"),
     "no such module": ([{"fully_sharded": {"modules": "model.layer.*"}}], llama, "has no module 'model.layer.*'"),
     "stage 1 beside it": ([*STAGE_3, "zero1"], llama, "claim"),
+    "groups of three": ([{"fully_sharded": {"hybrid_shard_size": 3}}], llama, "cannot be divided into groups of 3"),
 }
 
 
@@ -478,7 +501,17 @@ def test_refusals(case):
 
 
 @pytest.mark.parametrize(
-    "options", [{"modules": ""}, {"modules": ()}, {"reshard_after_forward": 2}, {"prefetch": -1}], ids=str
+    "options",
+    [
+        {"modules": ""},
+        {"modules": ()},
+        {"reshard_after_forward": 1},
+        {"reshard_after_forward": 0},
+        {"hybrid_shard_size": 1},
+        {"hybrid_shard_size": 4, "reshard_after_forward": 3},
+        {"prefetch": -1},
+    ],
+    ids=str,
 )
 def test_bad_options(options):
     with pytest.raises(ConfigurationError):
