@@ -73,7 +73,24 @@ class Hardware:
                     fix=f"choose degree {_nearest(axis.degree, legal)}",
                 )
         self._check_hosts(mesh)
+        self._check_data_groups(mesh)
         self._check_partitions(mesh)
+
+    def _check_data_groups(self, mesh: Mesh) -> None:
+        """Checks the groups within the data-parallel ranks, along each of their axes but the outermost and along all of
+        these."""
+        inner = [axis.name for axis in mesh.axes if axis.kind is AxisKind.DATA and axis.degree > 1][1:]
+        for names in dict.fromkeys((*((name,) for name in inner), tuple(inner))):
+            problem = self.groups_problem(mesh.groups(*names)) if names else None
+            if problem is not None:
+                sizes = sorted({*self.model_groups, *self.ranks_per_host, 16})
+                raise PlanError(
+                    f"Groups of {mesh.size(names)} data-parallel ranks (axis {' x '.join(names)}) cannot be formed on "
+                    f"{self.name}.",
+                    where=f"hardware {self.name}, mesh {mesh}",
+                    why=problem,
+                    fix=f"choose groups of {_listing(sizes)} neighbouring ranks",
+                )
 
     def _check_partitions(self, mesh: Mesh) -> None:
         """Checks the number of partitions of the ranks that a step uses at least: along each axis, along the gradient
