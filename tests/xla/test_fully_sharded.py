@@ -97,7 +97,7 @@ def steps(plugins, blocks, make=llama):
 
     watcher = Graphs(kept)
     backend.observe(watcher)
-    for batch in token_batches(3, size=2, length=4, vocabulary=32):
+    for batch in token_batches(3, size=accelerator.data_parallel_size, length=4, vocabulary=32):
         size, rank = accelerator.data_parallel_size, accelerator.data_parallel_rank
         loss = model(**{name: value.chunk(size)[rank].to(accelerator.device) for name, value in batch.items()}).loss
         accelerator.backward(loss)
@@ -121,9 +121,9 @@ def steps(plugins, blocks, make=llama):
 @functools.cache
 def found(name, blocks):
     plugins = {"zero1": ["zero1"], "3": [STAGE_3], "2": [STAGE_2], "ahead": [AHEAD], "recomputed": [STAGE_3, RECOMPUTE]}
-    plugins["frozen"] = [STAGE_3]
+    plugins |= {"frozen": [STAGE_3], "near": [{"fully_sharded": {"reshard_after_forward": 2}}]}
     make = mostly_frozen if name == "frozen" else llama
-    return run_ranks(steps, 2, plugins[name], blocks, make, backend="xla", timeout=110)
+    return run_ranks(steps, 4 if name == "near" else 2, plugins[name], blocks, make, backend="xla", timeout=110)
 
 
 def counted(name, blocks):
@@ -149,6 +149,18 @@ def test_what_does_not_train_is_gathered_again_for_the_backward_pass():
     peaks = [live_bytes(parse_module(result["graph"])).peak for result in (two, four)]
     # a further block costs this rank's half of its weights, not what was gathered of them
     assert peaks[1] - peaks[0] < 2 * 0.75 * four["block"]
+
+
+@pytest.mark.slow
+def test_what_is_resharded_to_groups_is_not_held_in_full():
+    for blocks in (2, 4):
+        # the barriers of stage 3, and one for each block behind which its parts have been taken
+        assert counted("near", blocks) == (2 * blocks + 1, blocks + 1, 3 * blocks - 1)
+    two, four = found("near", 2), found("near", 4)
+    assert len({name for result in four for name in result["hashes"]}) == 1
+    peaks = [live_bytes(parse_module(result[0]["graph"])).peak for result in (two, four)]
+    # a further block costs a quarter of its weights and of their gradients, and half of it between the passes
+    assert peaks[1] - peaks[0] < 2 * 1.1 * four[0]["block"]
 
 
 def test_one_graph_a_step_and_the_same_on_all_ranks():
