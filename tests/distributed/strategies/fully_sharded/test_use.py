@@ -484,7 +484,6 @@ def refused(plugins, model_fn=llama):
 
 
 CONTEXT = {
-    "pipeline": ([*STAGE_3, {"model_parallelism": {"pipeline_parallel_size": 2}}], llama, "do not compose with"),
     "unknown blocks": (STAGE_3, Elsewhere, "name them by a pattern"),
     "no such module": ([{"fully_sharded": {"modules": "model.layer.*"}}], llama, "has no module 'model.layer.*'"),
     "stage 1 beside it": ([*STAGE_3, "zero1"], llama, "claim"),
