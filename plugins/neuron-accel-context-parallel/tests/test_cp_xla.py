@@ -10,7 +10,7 @@ import pytest
 import torch
 from neuron_accel_context_parallel import ContextParallelPlugin
 
-from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, Zero1Plugin
+from neuron_accel import FullyShardedPlugin, ModelParallelismPlugin, NeuronAccelerator, Zero1Plugin
 from neuron_accel.testing import Training, assert_parallel_equivalence, run_ranks
 
 pytestmark = [
@@ -25,10 +25,12 @@ CASES = {
     "packed, cp2-tp2": (cp_models.grouped, cp_models.packed, [CP2, TP2], 4),
     "padded, cp2": (functools.partial(cp_models.gpt2, n_layer=1), cp_models.padded, [CP2], 2),
     "windows, cp2-dp2-zero1": (cp_models.windowed, cp_models.batches, [CP2, Zero1Plugin()], 4),
+    "cp2-dp2-fully-sharded": (cp_models.grouped, cp_models.batches, [CP2, FullyShardedPlugin()], 4),
 }
+SLOW = {"cp2-dp2-fully-sharded"}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES])
 def test_trains_like_one_process(case):
     model, data, plugins, ranks = CASES[case]
     batches = cp_models.batches(5, alike=True) if "dp2" in case else data(5)

@@ -27,7 +27,7 @@ def planned(folder, **options):
     return plan(folder, **{"world_size": 8, "global_batch": 16, "sequence": 64, **options})
 
 
-@pytest.mark.parametrize("names", [(), ("tp", "sp"), ("tp", "zero1", "recompute")], ids="+".join)
+@pytest.mark.parametrize("names", [(), ("tp", "sp"), ("tp", "zero1", "recompute"), ("tp", "stage 3")], ids="+".join)
 def test_few_blocks_stand_for_many(folder, names):
     from tests.distributed.backends.test_dry_run import plugins_of
 
