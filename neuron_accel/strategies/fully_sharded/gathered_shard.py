@@ -183,12 +183,15 @@ class GatheredShard(EagerShard):
         return self.is_sharded and len(self.parameters) == 1 and not self._padding
 
     def send_gradients(self) -> None:
-        gradient = self.parameters[0].grad
-        fits = type(gradient) is torch.Tensor and gradient.layout is torch.strided and gradient.is_contiguous()
-        if self.is_alone and fits and gradient.dtype == self.reduce_dtype:
+        gradient = self.parameters[0].grad if self.is_alone else None
+        if gradient is not None and self._is_buffer(gradient):
             self._buffer, self._filled, self._kept = Buffer(gradient.detach().view(-1), None), [True], [False]
             self.parameters[0].grad = None
         super().send_gradients()
+
+    def _is_buffer(self, gradient: torch.Tensor) -> bool:
+        dense = type(gradient) is torch.Tensor and gradient.layout is torch.strided
+        return dense and gradient.dtype == self.reduce_dtype and gradient.is_contiguous()
 
     def _room(self) -> torch.Tensor:
         """Returns memory for this rank's shard of the gradients that are being reduced, which no step keeps."""
