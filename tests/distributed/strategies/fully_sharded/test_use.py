@@ -225,6 +225,17 @@ def test_checkpoints_of_others_are_loaded(way, tmp_path):
         torch.testing.assert_close(found[name], value, **tolerance, msg=name)
 
 
+def large():
+    return llama(vocabulary=1 << 17, blocks=1)  # embeddings and head are sent where autograd has put their gradients
+
+
+def test_large_gradients_are_those_of_zero1():
+    _, expected = run_ranks(train, 2, ["zero1"], large, steps=(0, 2))[0]
+    _, found = run_ranks(train, 2, STAGE_3, large, steps=(0, 2))[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
+
+
 @pytest.mark.parametrize("plugins", [STAGE_3, STAGE_2], ids=["stage 3", "stage 2"])
 def test_bf16_weights_with_fp32_masters_are_those_of_zero1(plugins, tmp_path):
     losses, expected = run_ranks(train, 2, ["zero1"], bf16_llama)[0]
