@@ -9,9 +9,9 @@ updates and reduces all experts; "tensor parallel" shards attention and the feat
 computes for all samples.
 
 Columns: tokens/s relative to replicated experts and to tensor parallelism in the same round (median and quartiles over
-rounds; all peers take turns within the same ranks), and, from ranks of the peer's own, ms for each step, peak memory
-relative to replicated experts, the MB of parameters that a rank holds, and the MB that the kernel sent over TCP in a
-step.
+rounds; all peers take turns within the same ranks), processor time of all ranks relative to replicated experts in the
+same round, and, from ranks of the peer's own, peak memory relative to replicated experts, the bytes of parameters that
+a rank holds, and the bytes that the kernel sent over TCP in a step.
 
 Two rows say what there is to gain. "computation alone" is the forward and backward pass of a rank's samples through all
 experts, and the update of what it holds under expert parallelism, with nothing sent: where cores are free for
@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness import in_table, note, parser, quartiles, race, timed_steps
+from benchmarks.harness import in_table, note, parser, quartiles, race
 from neuron_accel.testing import PeakMemory, run_ranks
 
 REPLICATED, EXPERTS, TENSORS = "replicated experts", "ExpertParallelPlugin", "TensorParallelPlugin"
@@ -194,8 +194,8 @@ def step_of(name: str, small: bool) -> Callable[[], torch.Tensor]:
     return PEERS[name](small).step
 
 
-def count(name: str, small: bool, steps: int) -> dict[str, float]:
-    """What a peer needs on this rank, in bytes; its first loss and its seconds for each step."""
+def count(name: str, small: bool) -> dict[str, float]:
+    """What a peer needs on this rank, in bytes; and its first loss."""
     import neuron_accel  # noqa: F401  like torch: what importing takes is not the peer's
     from neuron_accel.testing.resources import bytes_sent
 
@@ -208,7 +208,7 @@ def count(name: str, small: bool, steps: int) -> dict[str, float]:
     peer.step()
     result = {"loss": float(loss), "sent": bytes_sent() - before}
     result["held"] = sum(p.numel() * p.element_size() for p in peer.model.parameters())
-    result["seconds"] = timed_steps(peer.step, dist.barrier, warm_up=1, steps=steps)
+    peer.step()
     result["peak"] = memory.bytes()
     if name == EXPERTS:
         row = peer.model.config.hidden_size * 4
@@ -227,22 +227,24 @@ def main() -> None:
         counts: dict[str, dict[str, float]] = {}
         for name in PEERS:
             note(f"{ranks} ranks: memory and bytes of {name}")
-            measured = run_ranks(count, ranks, name, options.small, 3, timeout=300)
+            measured = run_ranks(count, ranks, name, options.small, timeout=300)
             mean = {key: sum(each[key] for each in measured) / ranks for key in measured[0]}
             counts[name] = mean | {"peak": max(each["peak"] for each in measured)}
         losses = {name: found["loss"] for name, found in counts.items()}
         if max(losses.values()) - min(losses.values()) > 1e-4:
             raise SystemExit(f"the peers disagree about the loss: {losses}")
-        seconds = race({n: partial(step_of, n) for n in PEERS}, ranks, options.small, repeat=options.repeat)
-        rows = [["peer", f"rate / {REPLICATED}", f"rate / {TENSORS}", "ms/step", "peak memory", "MB held", "MB sent"]]
+        turns = race({n: partial(step_of, n) for n in PEERS}, ranks, options.small, repeat=options.repeat)
+        rows = [["peer", f"rate / {REPLICATED}", f"rate / {TENSORS}", "processor time", "peak memory", "held", "sent"]]
         for name, found in counts.items():
             relative = [
-                quartiles([theirs / mine for theirs, mine in zip(seconds[reference], seconds[name], strict=True)])
+                quartiles([r.seconds / t.seconds for r, t in zip(turns[reference], turns[name], strict=True)])
                 for reference in (REPLICATED, TENSORS)
             ]
             peak = found["peak"] / counts[REPLICATED]["peak"]
-            megabytes = [f"{found[each] / 1e6:.1f}" for each in ("held", "sent")]
-            rows.append([name, *relative, f"{1000 * found['seconds']:.0f}", f"{peak:.2f}", *megabytes])
+            megabytes = [f"{found[each] / 1e6:.1f} MB" for each in ("held", "sent")]
+            pairs = zip(turns[name], turns[REPLICATED], strict=True)
+            processor = quartiles([mine.cpu_seconds / theirs.cpu_seconds for mine, theirs in pairs])
+            rows.append([name, *relative, processor, f"{peak:.2f}", *megabytes])
         mine = counts[EXPERTS]
         print(f"\n## {ranks} ranks\n\n{in_table(rows)}", flush=True)
         print(
