@@ -27,6 +27,7 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "dp4": [],
     "dp4, ZeRO-1": [{"zero1": {}}],
     "dp4, recomputation": [{"activation_checkpointing": {}}],
+    "dp4, fully sharded": [{"fully_sharded": {}}],
     "tp2 x dp2": [{"tensor_parallel": {"tensor_parallel_size": 2}}],
     "tp2 x dp2, ZeRO-1": [{"tensor_parallel": {"tensor_parallel_size": 2}}, {"zero1": {}}],
     "tp2 x dp2, sp": [{"tensor_parallel": {"tensor_parallel_size": 2}}, {"sequence_parallel": {}}],
@@ -34,10 +35,6 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
         {"tensor_parallel": {"tensor_parallel_size": 2}},
         {"sequence_parallel": {}},
         {"zero1": {}},
-    ],
-    "tp2 x dp2, recomputation": [
-        {"tensor_parallel": {"tensor_parallel_size": 2}},
-        {"activation_checkpointing": {}},
     ],
     "tp4": [{"tensor_parallel": {"tensor_parallel_size": 4}}],
     "tp4, sp": [{"tensor_parallel": {"tensor_parallel_size": 4}}, {"sequence_parallel": {}}],

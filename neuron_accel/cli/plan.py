@@ -95,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--rank", type=int, metavar="N", help="the rank that is counted (default: the fullest)")
     where.add_argument("--full-depth", action="store_true", help="run every block instead of extrapolating")
+    where.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures, for a browser")
     where.add_argument("--json", action="store_true", help="print JSON: bytes, messages and operations")
 
 
@@ -116,6 +117,10 @@ def run(args: argparse.Namespace) -> int:
             full_depth=args.full_depth,
         )
     predicted = _predicted(counted, args)
+    if args.html is not None:
+        from neuron_accel.planning.report import Entry, html_report
+
+        _write(args.html, html_report([Entry(counted.mesh, counted, predicted)]))
     if args.json:
         plain = None if predicted is None else predicted.to_dict()
         print(json.dumps({**counted.to_dict(), "time": plain}, indent=2))
@@ -124,6 +129,17 @@ def run(args: argparse.Namespace) -> int:
         if predicted is not None:
             print("\n".join(["", *describe_time(predicted, args.global_batch * args.sequence)]))
     return 0 if counted.fits in (True, None) else 1
+
+
+def _write(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be written: {error.strerror or error}.",
+            where="--html",
+            fix="pass a file in an existing folder that can be written",
+        ) from error
 
 
 def _predicted(counted: LayoutCount, args: argparse.Namespace) -> StepTime | None:

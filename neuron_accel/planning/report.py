@@ -1,0 +1,269 @@
+"""A page that shows what layouts need: memory by part, the step over time, traffic by axis, time against memory.
+
+The page is one file, with pictures as inline SVG and without scripts: it needs no network and no library.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from neuron_accel.planning.layout import LayoutCount
+from neuron_accel.planning.memory import PARTS
+from neuron_accel.planning.time import Span, StepTime
+
+_WIDTH, _LEFT, _RIGHT, _ROW = 960, 190, 90, 30
+_COLOURS = ("#3366a8", "#c4572e", "#4f8a3d", "#8a5aa8", "#b8892b", "#2f8f93", "#9b9b9b", "#a83f66", "#5d6b7a")
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 980px; margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
+svg { display: block; width: 100%; height: auto; font: 12px system-ui, sans-serif; }
+table { border-collapse: collapse; } td, th { text-align: left; padding: 0.15em 1.2em 0.15em 0; vertical-align: top; }
+.note { color: #57606a; }
+"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A layout in a report.
+
+    Args:
+        label: what the layout is called.
+        counted: what it needs.
+        time: the predicted time of its step; None without an instance or a calibration.
+    """
+
+    label: str
+    counted: LayoutCount
+    time: StepTime | None = None
+
+
+def html_report(entries: Sequence[Entry]) -> str:
+    """Returns a page about layouts of one model; the first is shown in detail, all are compared.
+
+    Args:
+        entries: one layout or more.
+    """
+    first = entries[0]
+    counted, time = first.counted, first.time
+    title = f"{counted.model} on {counted.mesh}"
+    body = [f"<h1>{escape(title)}</h1>", _facts(first), "<h2>Memory of a rank at the peak of a step</h2>"]
+    body.append(_memory(entries))
+    body.append("<h2>A step over time</h2>")
+    if time is None:
+        body.append('<p class="note">No instance or calibration was given, so that no time is predicted.</p>')
+    else:
+        body += [_timeline(time), _parts(time.parts, time.seconds)]
+        if counted.extrapolated:
+            body.append(
+                '<p class="note">The picture is that of the few blocks that were run; the times in the bar below it '
+                "are those of all blocks.</p>"
+            )
+    body += ["<h2>Sent by a rank in a step</h2>", _traffic(counted)]
+    body.append("<h2>Time against memory</h2>")
+    body.append(_frontier(entries))
+    if time is not None:
+        rows = [(what, source) for what, source in time.sources.items()]
+        body += ["<h2>Constants of the prediction</h2>", _table(rows)]
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
+        f'<link rel="icon" href="data:,">\n<style>{_STYLE}</style>\n</head>\n<body>\n'
+        + "\n".join(body)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _facts(entry: Entry) -> str:
+    counted, time = entry.counted, entry.time
+    rows = [
+        ("plugins", ", ".join(counted.plugins) or "none"),
+        ("parameters", f"{counted.parameters:,}"),
+        (
+            "batch of a data-parallel rank",
+            f"{counted.accumulation} of {counted.micro_batch} x {counted.sequence} tokens",
+        ),
+        ("operations of a rank in a step", f"{counted.step.operations / 1e12:,.2f} T"),
+        ("memory", f"{_gib(counted.step.peak.total)}, reached in {counted.step.peak.moment}"),
+    ]
+    if counted.core_bytes is not None:
+        verdict = "fits" if counted.fits else "does not fit"
+        rows.append((f"a core of {counted.instance}", f"{verdict} its {_gib(counted.core_bytes)}"))
+    if time is not None:
+        rows.append(("time of a step", f"{_s(time.seconds)}, between {_s(time.low)} and {_s(time.high)}"))
+    return _table(rows)
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    lines = [f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows]
+    return "<table>" + "".join(lines) + "</table>"
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+def _svg(height: float, parts: Iterable[str], label: str) -> str:
+    inside = "".join(parts)
+    return f'<svg viewBox="0 0 {_WIDTH} {height:g}" role="img" aria-label="{escape(label)}">{inside}</svg>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="#1b1f24">{escape(text)}</text>'
+
+
+def _rect(x: float, y: float, width: float, height: float, colour: str, title: str) -> str:
+    return (
+        f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.1):.2f}" height="{height:g}" fill="{colour}">'
+        f"<title>{escape(title)}</title></rect>"
+    )
+
+
+def _legend(names: Sequence[str], y: float) -> list[str]:
+    found, x = [], float(_LEFT)
+    for index, name in enumerate(names):
+        width = 26 + 7 * len(name)
+        if x + width > _WIDTH:
+            x, y = float(_LEFT), y + 18
+        found += [_rect(x, y, 11, 11, _colour(index), name), _text(x + 16, y + 10, name)]
+        x += width
+    return found
+
+
+def _legend_height(names: Sequence[str]) -> int:
+    return 18 * (1 + sum(26 + 7 * len(name) for name in names) // (_WIDTH - _LEFT - 60)) + 8
+
+
+def _colour(index: int) -> str:
+    return _COLOURS[index % len(_COLOURS)]
+
+
+def _bars(
+    rows: Sequence[tuple[str, Mapping[str, float], str]], names: Sequence[str], label: str, mark: float = 0
+) -> str:
+    """Stacked bars, one row each, with a total behind it and a line at ``mark``."""
+    longest = max([mark, *(sum(parts.values()) for _, parts, _ in rows)]) or 1.0
+    scale = (_WIDTH - _LEFT - _RIGHT) / longest
+    found, y = [], 4.0
+    for name, parts, total in rows:
+        x = float(_LEFT)
+        found.append(_text(_LEFT - 8, y + 16, _short(name), "end"))
+        for index, part in enumerate(names):
+            size = parts.get(part, 0.0) * scale
+            if size > 0:
+                found.append(_rect(x, y, size, _ROW - 8, _colour(index), f"{name}: {part}"))
+            x += size
+        found.append(_text(x + 6, y + 16, total))
+        y += _ROW
+    if mark:
+        at = _LEFT + mark * scale
+        found.append(f'<path d="M{at:.1f} 0V{y:.1f}" stroke="#c0392b" stroke-dasharray="4 3" fill="none"/>')
+    return _svg(y + _legend_height(names) + 6, [*found, *_legend(names, y + 6)], label)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 27 else name[:26] + "…"
+
+
+def _memory(entries: Sequence[Entry]) -> str:
+    shown = entries[:12]
+    rows = [(entry.label, entry.counted.step.peak.parts, _gib(entry.counted.step.peak.total)) for entry in shown]
+    core = shown[0].counted.core_bytes or 0
+    picture = _bars(rows, PARTS, "memory by part", core)
+    return picture + (f'<p class="note">The line is the {_gib(core)} of a core.</p>' if core else "")
+
+
+def _timeline(time: StepTime) -> str:
+    """Lanes of a rank: what it computes, and what travels meanwhile."""
+    spans = time.spans
+    end = max((span.end for span in spans), default=0.0) or 1.0
+    scale = (_WIDTH - _LEFT - 20) / end
+    labels = sorted({span.label for span in spans}, key=[span.label for span in spans].index)
+    found = []
+    for row, lane in enumerate(("compute", "communication")):
+        y = 4 + row * (_ROW + 6)
+        found.append(_text(_LEFT - 8, y + 18, lane, "end"))
+        found.append(_rect(_LEFT, y, end * scale, _ROW - 2, "#eef0f2", "idle"))
+        for span in _merged([span for span in spans if span.lane == lane], 0.25 / scale):
+            title = f"{span.label}, {_s(span.start)} to {_s(span.end)}"
+            x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
+            found.append(_rect(x, y, width, _ROW - 2, _colour(labels.index(span.label)), title))
+    y = 4 + 2 * (_ROW + 6)
+    found += [_text(_LEFT, y + 8, "0"), _text(_WIDTH - 20, y + 8, _s(end), "end")]
+    return _svg(y + 18 + _legend_height(labels), [*found, *_legend(labels, y + 18)], "the step over time")
+
+
+def _merged(spans: Sequence[Span], gap: float) -> list[Span]:
+    """Spans of a lane; those of one label that are less than ``gap`` seconds apart are one."""
+    found: list[Span] = []
+    for span in spans:
+        if found and found[-1].label == span.label and span.start - found[-1].end < gap:
+            found[-1] = Span(span.lane, span.label, found[-1].start, max(found[-1].end, span.end))
+        elif span.end > span.start:
+            found.append(span)
+    return found
+
+
+def _parts(parts: Mapping[str, float], total: float) -> str:
+    names = sorted(parts, key=lambda part: -parts[part])
+    return _bars([("time of the step", parts, _s(total))], names, "what the time is spent on")
+
+
+def _traffic(counted: LayoutCount) -> str:
+    by_axis: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for flow in counted.step.flows:
+        by_axis[f"{flow.axis} ({flow.ranks} ranks)"][flow.op] += flow.sent
+    sent = {axis: ops for axis, ops in by_axis.items() if sum(ops.values())}
+    if not sent:
+        return '<p class="note">Nothing.</p>'
+    names = sorted({op for ops in sent.values() for op in ops})
+    rows = [(axis, ops, f"{sum(ops.values()) / 2**20:,.1f} MiB") for axis, ops in sent.items()]
+    return _bars(sorted(rows, key=lambda row: -sum(row[1].values())), names, "traffic by axis")
+
+
+def _frontier(entries: Sequence[Entry]) -> str:
+    """Layouts by memory and time; those than which no other is better in both are joined."""
+    points = [(e.counted.step.peak.total, e.time.seconds, e) for e in entries if e.time is not None]
+    if not points:
+        return '<p class="note">No time is predicted.</p>'
+    height, bottom = 320, 280
+    most = max([*(memory for memory, _, _ in points), entries[0].counted.core_bytes or 0]) * 1.05
+    slowest = max(time.high for e in entries if (time := e.time)) * 1.05
+
+    def place(memory: float, seconds: float) -> tuple[float, float]:
+        return _LEFT / 2 + memory / most * (_WIDTH - _LEFT / 2 - 40), bottom - seconds / slowest * (bottom - 20)
+
+    left, right = place(0, 0)[0], place(most, 0)[0]
+    found = [f'<path d="M{left:.1f} 10V{bottom}H{right:.1f}" stroke="#57606a" fill="none"/>']
+    found += [_text(right, bottom + 30, "memory of a rank", "end"), _text(left + 6, 18, "time of a step")]
+    for share in (0.25, 0.5, 0.75, 1.0):
+        x, y = place(share * most, share * slowest)
+        found += [
+            _text(x, bottom + 16, _gib(share * most), "middle"),
+            _text(left - 6, y + 4, _s(share * slowest), "end"),
+        ]
+    core = entries[0].counted.core_bytes
+    if core:
+        x = place(core, 0)[0]
+        found.append(f'<path d="M{x:.1f} 10V{bottom}" stroke="#c0392b" stroke-dasharray="4 3" fill="none"/>')
+        found.append(_text(x - 4, 22, "a core", "end"))
+    best = [p for p in points if not any(q[0] <= p[0] and q[1] <= p[1] and q[:2] != p[:2] for q in points)]
+    line = " ".join(
+        "{:.1f},{:.1f}".format(*place(memory, seconds)) for memory, seconds, _ in sorted(best, key=lambda p: p[0])
+    )
+    found.append(f'<polyline points="{line}" fill="none" stroke="#3366a8"/>')
+    for memory, seconds, entry in points:
+        assert entry.time is not None
+        x, y = place(memory, seconds)
+        top, low = place(memory, entry.time.high)[1], place(memory, entry.time.low)[1]
+        found.append(f'<path d="M{x:.1f} {top:.1f}V{low:.1f}" stroke="#9b9b9b" fill="none"/>')
+        title = f"{entry.label}: {_gib(memory)}, {_s(seconds)}"
+        colour = "#3366a8" if (memory, seconds, entry) in best else "#9b9b9b"
+        found.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{escape(title)}</title></circle>')
+    return _svg(height, found, "time against memory")
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 1 << 26 else f"{size / 2**20:.2f} MiB"
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

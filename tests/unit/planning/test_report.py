@@ -1,0 +1,105 @@
+"""The page about layouts: well-formed, complete, and without anything from elsewhere."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from neuron_accel.planning.layout import LayoutCount
+from neuron_accel.planning.memory import PARTS, Moment, Peak
+from neuron_accel.planning.report import Entry, html_report
+from neuron_accel.planning.step import Flow, StepCount
+from neuron_accel.planning.time import Span, StepTime
+
+FLOWS = tuple(
+    Flow(op=op, axis=axis, ranks=2, dtype="bfloat16", messages=1, sent=sent)
+    for op, axis, sent in (("all_reduce", "tp", 30 << 20), ("all_gather", "dp", 10 << 20), ("broadcast", "pp", 0))
+)
+
+
+def entry(label: str = "tp2 x dp2 <best>", gib: int = 1, seconds: float = 2.0) -> Entry:
+    parts = {part: (index + 1) * gib << 30 for index, part in enumerate(PARTS)}
+    step = StepCount(peaks=(Peak(Moment("backward"), parts),), flows=FLOWS, operations=10**12, weights=1)
+    required = {name: 0 for name in LayoutCount.__dataclass_fields__ if LayoutCount.__dataclass_fields__[name].init}
+    named = {
+        "model": "Llama & Co",
+        "mesh": label,
+        "plugins": ("tensor_parallel",),
+        "step": step,
+        "instance": "trn1.32xlarge",
+        "core_bytes": 16 << 30,
+        "extrapolated": True,
+    }
+    given = {name: named.get(name, value) for name, value in required.items()}
+    time = StepTime(
+        seconds=seconds,
+        low=seconds / 2,
+        high=2 * seconds,
+        parts={"matrix products": seconds - 0.5, "waiting for tp": 0.5},
+        sources={"overlap": "assumed (a test)"},
+        spans=(
+            Span("compute", "forward", 0.0, 1.0),
+            Span("compute", "forward", 1.0, 1.2),
+            Span("communication", "all_reduce tp", 0.5, 1.5),
+            Span("compute", "backward", 1.5, 2.0),
+        ),
+    )
+    return Entry(label, LayoutCount(**given), time)
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag not in ("meta", "link"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def pictures(page: str) -> list[ET.Element]:
+    return [ET.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+
+
+def test_a_page_is_well_formed_and_needs_nothing_else():
+    text = html_report([entry(), entry("dp4", gib=2, seconds=1.0), entry("tp4", gib=3, seconds=3.0)])
+    page = Page(text)
+    assert not page.open
+    assert "script" not in page.tags
+    assert not re.search(r"https?:|src=|url\(|@import", text)
+    assert "Llama &amp; Co on tp2 x dp2 &lt;best&gt;" in text
+    for words in ("does not fit its 16.00 GiB", "2 s, between 1 s and 4 s", "assumed (a test)"):
+        assert words in text
+    memory, timeline, parts, traffic, frontier = pictures(text)
+    titles = [title.text for title in memory.iter("title")]
+    assert [part for part in PARTS if f"dp4: {part}" not in titles] == []
+    bars = {title.text: rect for rect in memory.iter("rect") for title in rect.iter("title")}
+    widths = [float(bars[f"dp4: {part}"].get("width")) for part in PARTS]
+    assert [width / widths[0] for width in widths] == pytest.approx(range(1, len(PARTS) + 1), rel=0.01)
+    spans = [title.text for title in timeline.iter("title")]
+    assert "forward, 0 ms to 1.2 s" in spans  # neighbours of one kind are one
+    assert "all_reduce tp, 500 ms to 1.5 s" in spans
+    assert "time of the step: waiting for tp" in [title.text for title in parts.iter("title")]
+    labels = [text.text for text in traffic.iter("text")]
+    assert {"tp (2 ranks)", "30.0 MiB", "dp (2 ranks)"} <= set(labels)
+    assert not any("pp" in label for label in labels)
+    dots = {circle.find("title").text.split(":")[0]: circle.get("fill") for circle in frontier.iter("circle")}
+    assert dots["tp2 x dp2 <best>"] == dots["dp4"] != dots["tp4"]  # the last is worse than the first in both
+
+
+def test_one_layout_without_time_has_a_page_too():
+    text = html_report([replace(entry(), time=None)])
+    assert not Page(text).open
+    assert "no time is predicted" in text
+    assert len(pictures(text)) == 2
