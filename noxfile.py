@@ -66,7 +66,7 @@ def tests(session: nox.Session) -> None:
     record, environment = record_of(session), {"ACCELERATE_SDIST": accelerates_tests(session)}
     if not session.posargs:
         session.run("pytest", *UNIT)
-    rest = session.posargs or ["--ignore-glob=*/tests/unit/*"]
+    rest = session.posargs or ["--ignore-glob=tests/unit/*"]
     session.run("pytest", f"--record-runs={record}", *rest, env=environment)
     if not session.posargs:
         session.run("python", "-m", "tests.what_runs", record, "--check", "--kinds", "gloo", "native")
