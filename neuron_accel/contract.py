@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from neuron_accel.engine.plan.plugin import (
         API_VERSION,
         Claim,
+        LayoutSpace,
         Phase,
         PlanContext,
         PluginSpec,
@@ -195,6 +196,7 @@ _NAMES = {
     "engine.plan.plugin": (
         "API_VERSION",
         "Claim",
+        "LayoutSpace",
         "Phase",
         "PlanContext",
         "PluginSpec",
@@ -282,6 +284,7 @@ __all__ = [
     "JoinAction",
     "Layout",
     "LayoutError",
+    "LayoutSpace",
     "Mesh",
     "NeuronAccelError",
     "NonFiniteError",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -19,11 +20,14 @@ from neuron_accel.backends.dry_run import DryRunBackend
 from neuron_accel.backends.select import DryRun
 from neuron_accel.engine.plan.config import load_config
 from neuron_accel.engine.plan.planner import make_plan
+from neuron_accel.engine.plan.plugin import LayoutSpace
 from neuron_accel.engine.plan.registry import default_registry
-from neuron_accel.errors import ConfigurationError, PlanError
+from neuron_accel.errors import ConfigurationError, PlanError, UnsupportedModelError, UsageError
 from neuron_accel.models.support import model_without_weights
 from neuron_accel.neuron.instances import Instance, find_instance
+from neuron_accel.planning.calibration import Machine
 from neuron_accel.planning.step import DEPTHS, StepCount, count_step, extrapolate, repeat
+from neuron_accel.planning.time import BUBBLE, StepTime, predict_time
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,8 +35,11 @@ if TYPE_CHECKING:
     from neuron_accel.engine.plan.mesh import Mesh
     from neuron_accel.engine.plan.plan import Plan
     from neuron_accel.engine.plan.plugin import Stages, StrategyPlugin
+    from neuron_accel.planning.search import Search
 
 DTYPES = ("bfloat16", "float32")
+INSIDE, BETWEEN = "NeuronLink", "EFA"
+"""Links within a machine and between machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +63,8 @@ class LayoutCount:
         bubble: fraction of time, from 0 to 1, in which the rank that computes longest waits for other stages.
         instance: the instance type, or None.
         core_bytes: memory of one of its cores, or None.
+        axes: the axes of the mesh, outer to inner, and their degrees.
+        tokens: tokens in a step, over all ranks.
     """
 
     model: str
@@ -73,6 +82,41 @@ class LayoutCount:
     bubble: float = 0.0
     instance: str | None = None
     core_bytes: int | None = None
+    axes: tuple[tuple[str, int], ...] = ()
+    tokens: int = 0
+
+    def predict(self, calibration: Machine | None = None) -> StepTime:
+        """Returns the predicted time of a step: that of the rank that computes longest, and the bubble.
+
+        Args:
+            calibration: measured constants, instead of the published ones.
+
+        Raises:
+            UsageError: without an instance.
+        """
+        if self.instance is None:
+            raise UsageError("The time of a step cannot be predicted without an instance.", fix="name an instance")
+        time = predict_time(self.slowest, self.instance, calibration)
+        if not self.bubble:
+            return time
+        factor = 1 / (1 - self.bubble)
+        parts = {**time.parts, BUBBLE: time.seconds * (factor - 1)}
+        return replace(time, seconds=time.seconds * factor, low=time.low * factor, high=time.high * factor, parts=parts)
+
+    def by_link(self) -> dict[str, int]:
+        """Returns the bytes that the rank sends, by whether a group is within a machine; empty without an instance."""
+        if self.instance is None:
+            return {}
+        full = find_instance(self.instance).hardware().full
+        found = {INSIDE: 0, BETWEEN: 0}
+        for flow in self.step.flows:
+            extent, inner = 1, 1
+            for name, degree in reversed(self.axes):
+                inner *= degree
+                if name in flow.axis.split(" x ") and degree > 1:
+                    extent = inner
+            found[BETWEEN if extent > full or (flow.axis == "world" and inner > full) else INSIDE] += flow.sent
+        return found
 
     @property
     def fits(self) -> bool | None:
@@ -90,11 +134,13 @@ class LayoutCount:
             "fits": self.fits,
             "memory": {"total": peak.total, "moment": str(peak.moment), "parts": dict(peak.parts)},
             "traffic": [asdict(flow) for flow in self.step.flows],
+            "sent_by_link": self.by_link(),
             "operations": self.step.operations,
             "uncounted": list(self.step.uncounted),
         }
 
 
+@overload
 def plan(
     model: str | os.PathLike[str] | Any,
     *,
@@ -109,14 +155,50 @@ def plan(
     attention: str = "eager",
     rank: int | None = None,
     full_depth: bool = False,
-) -> LayoutCount:
-    """Counts what one rank of a layout needs, by running it dry: the plan, ``prepare``, forward and backward passes and
-    the step of AdamW are those of a real run, on tensors without memory. Nothing is loaded and no other rank exists.
+) -> LayoutCount: ...
+@overload
+def plan(
+    model: str | os.PathLike[str] | Any,
+    *,
+    instances: int,
+    instance: str,
+    global_batch: int,
+    sequence: int,
+    dtype: str = "bfloat16",
+    attention: str = "eager",
+    price_per_hour: float | None = None,
+    calibration: Machine | None = None,
+    best: int = 10,
+    progress: Callable[[int, int], None] = ...,
+) -> Search: ...
+def plan(
+    model: str | os.PathLike[str] | Any,
+    *,
+    world_size: int | None = None,
+    instances: int | None = None,
+    global_batch: int,
+    sequence: int,
+    plugins: Sequence[StrategyPlugin] = (),
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    accumulation: int | None = None,
+    instance: str | None = None,
+    dtype: str = "bfloat16",
+    attention: str = "eager",
+    rank: int | None = None,
+    full_depth: bool = False,
+    **options: Any,
+) -> LayoutCount | Search:
+    """Counts what a rank needs, by running it dry: the plan, ``prepare``, forward and backward passes and the step of
+    AdamW are those of a real run, on tensors without memory. Nothing is loaded and no other rank exists.
+
+    With ``world_size`` one layout is counted, which ``plugins`` and ``config`` name. With ``instances`` layouts are
+    searched: all that installed plugins offer, those that do not fit ruled out, the others ranked by predicted time.
 
     Args:
         model: a folder with a transformers ``config.json``, that file, or a configuration object, of a causal language
             model.
         world_size: number of ranks.
+        instances: number of instances; all of their cores are used.
         global_batch: samples in an optimizer step, over all ranks.
         sequence: tokens in a sample.
         plugins: the strategies.
@@ -128,6 +210,9 @@ def plan(
         rank: the rank that is counted; by default the one that keeps the most, of which each stage of a pipeline has
             its own.
         full_depth: whether to run all blocks and micro-batches, instead of few and extrapolating.
+        options: of a search: ``price_per_hour`` of an instance; ``calibration``, measured constants for the prediction
+            of time; ``best``, the number of layouts to find, 10 by default; ``progress``, which is called with the
+            number of dry runs that are done and that will be done.
 
     Raises:
         ConfigurationError: for an unknown model, instance or option.
@@ -135,11 +220,39 @@ def plan(
         LayoutError: if the model cannot be sharded so.
         UnsupportedModelError: if no plan covers the model.
     """
-    options: dict[str, Any] = {}
+    if instances is not None:
+        from neuron_accel.planning.search import search
+
+        given = {"world_size": world_size, "plugins": plugins or None, "config": config, "accumulation": accumulation}
+        given |= {"rank": rank, "full_depth": full_depth or None}
+        wrong = [name for name, value in given.items() if value is not None]
+        if wrong or instance is None:
+            raise ConfigurationError(
+                f"A search does not take {', '.join(wrong)}." if wrong else "A search needs an instance.",
+                where="instances",
+                why="it tries all layouts on so many instances, with all of their cores",
+                fix="leave instances out to count one layout" if wrong else "name an instance type",
+            )
+        return search(
+            model,
+            instances=instances,
+            instance=instance,
+            global_batch=global_batch,
+            sequence=sequence,
+            dtype=dtype,
+            attention=attention,
+            **options,
+        )
+    if world_size is None or options:
+        raise ConfigurationError(
+            f"{', '.join(options)} belong to a search." if options else "The number of ranks is not given.",
+            fix="pass world_size to count one layout, or instances to search",
+        )
+    accelerate: dict[str, Any] = {}
     chosen = list(plugins)
     if config is not None:
         loaded = load_config(config)
-        options, steps = dict(loaded.accelerate), loaded.accelerate.get("gradient_accumulation_steps", 1)
+        accelerate, steps = dict(loaded.accelerate), loaded.accelerate.get("gradient_accumulation_steps", 1)
         chosen += loaded.plugins
         if accumulation is not None and accumulation != steps and steps != 1:
             raise ConfigurationError(
@@ -155,7 +268,7 @@ def plan(
         instance=instance,
         dtype=dtype,
         attention=attention,
-        options=options,
+        options=accelerate,
     )
     with no_collection_of_what_is_there():
         return planner.count(chosen, accumulation or 1, rank=rank, full_depth=full_depth)
@@ -216,7 +329,7 @@ class Planner:
         self._options = {k: v for k, v in (options or {}).items() if k != "gradient_accumulation_steps"}
         self.model = model_without_weights(self.config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self._blocks = _alike_blocks(self.config, self.model)
+        self.blocks = _alike_blocks(self.config, self.model)
         self._counts: dict[str, StepCount] = {}
 
     @property
@@ -274,7 +387,7 @@ class Planner:
                 fix=f"choose {' or '.join(_divisors_near(stages.microbatches, rows))} micro-batches",
             )
         ranks = [rank or 0] if stages is None or rank is not None else _different_ranks(plan.mesh, stages)
-        extrapolated = self._blocks is not None and not full_depth
+        extrapolated = self.blocks is not None and not full_depth
         counts = {
             each: self._extrapolated(plan, pipeline, stages, accumulation, rows, each)
             if extrapolated
@@ -298,6 +411,41 @@ class Planner:
             bubble=0.0 if stages is None else stages.bubble,
             instance=None if self.instance is None else self.instance.name,
             core_bytes=None if self.instance is None else self.instance.core_bytes(),
+            axes=tuple((axis.name, axis.degree) for axis in plan.mesh.axes),
+            tokens=self.global_batch * self.sequence,
+        )
+
+    def shallow(self, plugins: Sequence[StrategyPlugin]) -> list[StepCount]:
+        """Counts a step of one sample for each data-parallel rank, on the smallest mesh with these plugins, of models
+        with each number of blocks in :data:`~neuron_accel.planning.step.DEPTHS`.
+
+        Raises:
+            NeuronAccelError: if that is not possible.
+            UnsupportedModelError: if the blocks of the model differ.
+        """
+        if self.blocks is None:
+            raise UnsupportedModelError(
+                f"The blocks of {type(self.model).__name__} differ, or there are few.",
+                why="layouts are compared by one block, which stands for all",
+                fix="count layouts one by one: give --world-size and the degrees",
+            )
+        small = copy.copy(self)
+        small.world_size = math.prod(axis.degree for plugin in plugins for axis in plugin.axes())
+        small.global_batch, small.instance = small.space(plugins).data_ranks, None
+        plan = small.make_plan(plugins)
+        return [small._run(_Run(plugins=plan.plugins, rank=0, accumulation=1, rows=1, depth=depth)) for depth in DEPTHS]
+
+    def space(self, plugins: Sequence[StrategyPlugin]) -> LayoutSpace:
+        """Returns what a search of layouts has chosen with ``plugins``."""
+        hardware = None if self.instance is None else self.instance.hardware()
+        return LayoutSpace(
+            config=self.config,
+            world_size=self.world_size,
+            global_batch=self.global_batch,
+            sequence=self.sequence,
+            model_groups=() if hardware is None else hardware.model_groups,
+            ranks_per_host=self.world_size if hardware is None else hardware.full,
+            chosen=tuple(plugins),
         )
 
     def _rows(self, plan: Plan, accumulation: int) -> int:
@@ -324,7 +472,7 @@ class Planner:
         rank: int,
     ) -> StepCount:
         """Counts of a step, from steps with few blocks and one or two micro-batches."""
-        assert self._blocks is not None
+        assert self.blocks is not None
         position = 0 if stages is None else plan.mesh.coordinates(rank)[stages.axis]
         own = (self.layers,) if stages is None else stages.blocks[position]
         width = 1 if stages is None else len(stages.blocks) * len(own)
@@ -336,11 +484,11 @@ class Planner:
                 staged = plugins
                 if pipeline is not None and stages is not None:
                     staged = tuple(
-                        plugin.with_stages(self._blocks or "", depth, rows // (rows_each or 1)) for plugin in plugins
+                        plugin.with_stages(self.blocks or "", depth, rows // (rows_each or 1)) for plugin in plugins
                     )
                 run = _Run(plugins=staged, rank=rank, accumulation=accumulation, rows=rows, depth=depth * width)
                 shallow.append(self._run(run))
-            return extrapolate(shallow, sum(own) / len(own), self._blocks or "", last - 1)
+            return extrapolate(shallow, sum(own) / len(own), self.blocks or "", last - 1)
 
         rows_each = 0 if stages is None else rows // stages.microbatches
         if stages is None or accumulation > 1:
@@ -353,7 +501,7 @@ class Planner:
         assert pipeline is not None
         kept = []
         for number in numbers:
-            few_stages = pipeline.with_stages(self._blocks, 1, number).stages(self._shallow(width))
+            few_stages = pipeline.with_stages(self.blocks, 1, number).stages(self._shallow(width))
             assert few_stages is not None
             kept.append(few_stages.in_flight[position])
         counts = [with_depths(plan.plugins, 1, number * rows_each) for number in numbers]
@@ -364,7 +512,7 @@ class Planner:
         return model_without_weights(_with_depth(self.config, depth))
 
     def _run(self, run: _Run) -> StepCount:
-        key = repr(run)  # options of plugins may have no hash
+        key = f"{self.world_size} {run!r}"  # options of plugins may have no hash
         if key not in self._counts:
             self._counts[key] = self._dry(run)
         return self._counts[key]
@@ -390,7 +538,7 @@ class Planner:
                 return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
             try:
-                return count_step(accelerator, build, batch, blocks=self._blocks)
+                return count_step(accelerator, build, batch, blocks=self.blocks)
             finally:
                 accelerator.end_training()
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -23,7 +24,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from neuron_accel.engine.plan.coerce import check_arguments, check_fields
-from neuron_accel.engine.plan.mesh import AxisSpec
+from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec
 from neuron_accel.errors import NeuronAccelError, PluginError
 
 if TYPE_CHECKING:
@@ -166,6 +167,48 @@ class Stages:
     multiple: int = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayoutSpace:
+    """Argument of :meth:`StrategyPlugin.layouts`: what a search of layouts is for, and what is chosen so far.
+
+    Args:
+        config: the configuration of the model, as of transformers.
+        world_size: number of ranks.
+        global_batch: samples in an optimizer step, over all ranks.
+        sequence: tokens in a sample.
+        model_groups: possible sizes of groups of neighbouring ranks that shard parameters.
+        ranks_per_host: number of ranks of a machine.
+        chosen: plugins that act earlier, configured.
+    """
+
+    config: Any
+    world_size: int
+    global_batch: int
+    sequence: int
+    model_groups: tuple[int, ...]
+    ranks_per_host: int
+    chosen: tuple[StrategyPlugin, ...] = ()
+
+    def degree(self, axis: str) -> int:
+        """Number of ranks along an axis of the chosen plugins; 1 without it."""
+        return math.prod(found.degree for found in self._axes if found.name == axis)
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that no axis of the chosen plugins takes."""
+        return self.world_size // math.prod(axis.degree for axis in self._axes)
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks with other samples, if all :attr:`replicas` are data-parallel."""
+        data = (AxisKind.DATA, AxisKind.REPLICA)
+        return self.replicas * math.prod(axis.degree for axis in self._axes if axis.kind in data)
+
+    @property
+    def _axes(self) -> tuple[AxisSpec, ...]:
+        return tuple(axis for plugin in self.chosen for axis in plugin.axes())
+
+
 class _KnownOptionsOnly:
     """A constructor that raises a ConfigurationError with the nearest name for an unknown option, instead of Python's
     TypeError."""
@@ -253,6 +296,18 @@ class StrategyPlugin(_KnownOptionsOnly):
             microbatches: number of micro-batches.
         """
         return self
+
+    @classmethod
+    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
+        """Returns the configurations of this plugin that a search of layouts tries, besides doing without it. Classes
+        are asked in the order in which they act; combinations that cannot run are ruled out later, by the plan and by a
+        dry run."""
+        return ()
+
+    def shards(self) -> frozenset[str]:
+        """Returns which of ``"weights"``, ``"gradients"`` and ``"optimizer state"`` this plugin shards over ranks that
+        hold the same parameters: for estimates, before a layout is counted."""
+        return frozenset()
 
     # ---- life of a run -----------------------------------------------------------------------------------------------
     @hook("the run begins")
@@ -485,7 +540,7 @@ def hook_problems(cls: type[StrategyPlugin]) -> list[str]:
     """Returns descriptions of methods whose name is similar to that of a hook, and of hooks that do not accept their
     arguments."""
     problems = []
-    known = [*HOOKS, "axes", "companions", "validate", "stages", "with_stages"]
+    known = [*HOOKS, "axes", "companions", "validate", "stages", "with_stages", "shards"]
     for base in cls.__mro__:
         if base is StrategyPlugin or not issubclass(base, StrategyPlugin):
             continue

@@ -14,6 +14,7 @@ from torch import nn
 
 from neuron_accel.contract import (
     ConfigurationError,
+    LayoutSpace,
     Phase,
     PluginSpec,
     StrategyPlugin,
@@ -60,6 +61,11 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
     every: int = 1
 
     spec: ClassVar[PluginSpec] = PluginSpec(name="activation_checkpointing", phase=Phase.MEMORY)
+
+    @classmethod
+    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
+        """Every block, or the scores of attention."""
+        return [cls(), cls(modules=CORE_ATTENTION)]
 
     def __post_init__(self) -> None:
         if self.every < 1:

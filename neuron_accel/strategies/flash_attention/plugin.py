@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from neuron_accel.contract import ConfigurationError, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract import ConfigurationError, LayoutSpace, Phase, PluginSpec, StrategyPlugin
 from neuron_accel.models.attention import BlockwiseAttention, install_attention
 from neuron_accel.strategies.flash_attention.nki import nki_attention, why_not_nki, why_not_nki_here
 
@@ -42,6 +43,11 @@ class FlashAttentionPlugin(StrategyPlugin):
     right_padded: bool = False
 
     spec: ClassVar[PluginSpec] = PluginSpec(name="flash_attention", phase=Phase.MEMORY)
+
+    @classmethod
+    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
+        """As it is."""
+        return [cls()]
 
     def __post_init__(self) -> None:
         if self.kernel not in (AUTO, TORCH, NKI):

@@ -98,6 +98,9 @@ class FullyShardedPlugin(Zero1Plugin):
     prefetch: int = 1
     persistence_threshold: int = 0
 
+    def shards(self) -> frozenset[str]:
+        return frozenset({"weights", "gradients", "optimizer state"})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.reshard_after_forward, self.hybrid_shard_size, "plugin 'fully_sharded'")

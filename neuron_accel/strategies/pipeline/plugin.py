@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,11 +15,13 @@ from neuron_accel.contract import (
     AxisSpec,
     Claim,
     ConfigurationError,
+    LayoutSpace,
     Phase,
     PlanContext,
     PlanError,
     PluginSpec,
     Stages,
+    StrategyPlugin,
     is_separable,
     needs_closure,
 )
@@ -81,6 +84,24 @@ class PipelineParallelPlugin(PipelineOptions):
                 + context.missing.get("point-to-point", "the backend cannot send to a single rank"),
                 fix="shard the model with tensor_parallel_size, or use a backend with point-to-point messages, or xla",
             )
+
+    @classmethod
+    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
+        """Up to 16 stages, micro-batches of 1, 2 or 4 samples, at least as many as there are stages, and every schedule
+        but GPipe, which has the bubble of 1F1B and keeps more."""
+        layers = getattr(space.config, "num_hidden_layers", 0)
+        for ranks in (2, 4, 8, 16):
+            if ranks > layers or space.replicas % ranks:
+                continue
+            batch, rest = divmod(space.global_batch * ranks, space.data_ranks)
+            for number in () if rest else [batch // size for size in (1, 2, 4) if batch % size == 0]:
+                if number < ranks:
+                    continue
+                options = {"pipeline_parallel_size": ranks, "num_microbatches": number}
+                yield cls(**options)
+                yield cls(**options, schedule="zero-bubble")
+                if 2 * ranks <= layers and number % ranks == 0:
+                    yield cls(**options, schedule="interleaved", virtual_stages=2)
 
     def stages(self, model: torch.nn.Module) -> Stages:
         """Returns how blocks and micro-batches are distributed; the bubble is that of passes of equal stages."""

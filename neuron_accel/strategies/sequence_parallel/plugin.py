@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from neuron_accel.contract import (
+    LayoutSpace,
     ParameterMap,
     Phase,
     PlanError,
@@ -43,6 +44,11 @@ class SequenceParallelPlugin(StrategyPlugin):
     """
 
     spec = PluginSpec(name="sequence_parallel", phase=Phase.ACTIVATIONS, requires=frozenset({"axis:tp"}))
+
+    @classmethod
+    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
+        """With tensor parallelism."""
+        return [cls()] if space.degree(AXIS) > 1 else []
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Shards activations between regions along the sequence.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,6 +11,7 @@ from neuron_accel.contract import (
     AxisKind,
     AxisSpec,
     ConfigurationError,
+    LayoutSpace,
     NeuronAccelError,
     Phase,
     PluginSpec,
@@ -68,6 +69,11 @@ class TensorParallelPlugin(TensorParallelOptions):
 
     def axes(self) -> tuple[AxisSpec, ...]:
         return (AxisSpec(name=AXIS, degree=self.tensor_parallel_size, kind=AxisKind.MODEL),)
+
+    @classmethod
+    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
+        """Every size of group that the machine can form."""
+        return [cls(tensor_parallel_size=size) for size in space.model_groups if space.replicas % size == 0]
 
     def lazy_load(self) -> AbstractContextManager[None]:
         """A context in which a model for these ranks is created or loaded without memory for its weights; see

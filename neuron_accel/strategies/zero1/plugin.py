@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,6 +14,7 @@ from neuron_accel.contract import (
     Claim,
     ConfigurationError,
     GradientReducer,
+    LayoutSpace,
     Phase,
     PlanError,
     PluginSpec,
@@ -77,6 +79,14 @@ class Zero1Plugin(StrategyPlugin):
     save_master_weights: bool = True
     overlap: bool = True
     broadcast_buffers: bool = True
+
+    @classmethod
+    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
+        """Over the replicas, if there are several."""
+        return [cls()] if space.replicas > 1 else []
+
+    def shards(self) -> frozenset[str]:
+        return frozenset({"optimizer state"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -9,6 +10,7 @@ from neuron_accel.contract import (
     AxisKind,
     AxisSpec,
     ConfigurationError,
+    LayoutSpace,
     Phase,
     PluginSpec,
     StrategyPlugin,
@@ -49,6 +51,12 @@ class ContextParallelPlugin(StrategyPlugin):
         after=frozenset({"sequence_parallel"}),
         provides=frozenset({"gathered-weights"}),  # weights are read by the model's own layers only
     )
+
+    @classmethod
+    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
+        """2, 4 or 8 ranks, each with two slices of at least 512 tokens."""
+        sizes = [size for size in (2, 4, 8) if space.replicas % size == 0 and space.sequence >= 1024 * size]
+        return [cls(context_parallel_size=size) for size in sizes]
 
     def __post_init__(self) -> None:
         if type(self.context_parallel_size) is not int or self.context_parallel_size < 1:

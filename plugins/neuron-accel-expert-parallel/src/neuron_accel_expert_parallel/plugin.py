@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,6 +12,7 @@ from neuron_accel.contract import (
     AxisKind,
     AxisSpec,
     ConfigurationError,
+    LayoutSpace,
     Phase,
     PluginSpec,
     StrategyPlugin,
@@ -64,6 +66,15 @@ class ExpertParallelPlugin(StrategyPlugin):
         after=frozenset({"tensor_parallel"}),
         provides=frozenset({"gathered-weights"}),
     )
+
+    @classmethod
+    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
+        """The divisors of the number of experts, up to a machine."""
+        names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        experts = next((value for name in names if isinstance(value := getattr(space.config, name, None), int)), 0)
+        sizes = [size for size in (2, 4, 8, 16, 32, 64) if experts % size == 0 and size <= experts]
+        fitting = [size for size in sizes if space.replicas % size == 0 and size <= space.ranks_per_host]
+        return [cls(expert_parallel_size=size) for size in fitting]
 
     def __post_init__(self) -> None:
         if type(self.expert_parallel_size) is not int or self.expert_parallel_size < 1:

@@ -1,0 +1,481 @@
+"""Searches the layouts of a model on a number of machines: all that the installed plugins offer, those that cannot fit
+or run ruled out with the reason, the others ranked by predicted time.
+
+What one micro-batch of one sample needs is run dry once for every way to compute a block (tensor parallelism, sequence
+parallelism, recomputation and so on), on the smallest mesh. From that the memory and a bound of the time of each layout
+are estimated, whatever its stages, replicas and micro-batches are. The best are then counted, each by its own dry run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from neuron_accel.engine.plan.mesh import AxisKind
+from neuron_accel.engine.plan.plugin import LayoutSpace, Phase, Stages, StrategyPlugin
+from neuron_accel.engine.plan.registry import default_registry
+from neuron_accel.engine.plan.serialize import to_plain
+from neuron_accel.errors import ConfigurationError, NeuronAccelError, PluginError
+from neuron_accel.neuron.instances import Instance, find_instance
+from neuron_accel.planning.layout import LayoutCount, Planner, no_collection_of_what_is_there
+from neuron_accel.planning.memory import ACTIVATIONS, GRADIENTS, MASTERS, STATE, TEMPORARY, WEIGHTS
+from neuron_accel.planning.step import StepCount, extrapolate
+
+_REST = frozenset({Phase.STAGES, Phase.GRADIENTS, Phase.OPTIMIZER})
+"""Phases of plugins that do not change what a block computes."""
+_STATE_BYTES = 12  # of an fp32 master weight and two moments
+_MICRO_BATCHES = (1, 2, 4, 8)
+_SLACK = 1.1
+"""Layouts whose estimate exceeds the memory of a core by more than this factor are not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A layout that may be tried.
+
+    Args:
+        plugins: the strategies.
+        accumulation: optimizer steps every so many calls of the model.
+    """
+
+    plugins: tuple[StrategyPlugin, ...]
+    accumulation: int
+
+    def __str__(self) -> str:
+        parts = [_text(plugin) for plugin in self.plugins]
+        parts += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
+        return ", ".join(parts) or "data parallelism"
+
+    def configuration(self) -> dict[str, Any]:
+        """Returns the keys of a configuration file."""
+        found: dict[str, Any] = {}
+        if self.accumulation > 1:
+            found["gradient_accumulation_steps"] = self.accumulation
+        found["plugins"] = [_entry(plugin) for plugin in self.plugins]
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuledOut:
+    """A layout that was not chosen, and why."""
+
+    layout: Layout
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A layout that fits, with what it needs.
+
+    Args:
+        layout: the layout.
+        count: memory, traffic and operations.
+        seconds, low, high: predicted time of a step and its bounds, seconds.
+    """
+
+    layout: Layout
+    count: LayoutCount
+    seconds: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The layouts of a model on some machines.
+
+    Args:
+        model: name of the model's class.
+        parameters: number of its parameters.
+        instance: instance type.
+        instances: number of instances.
+        tokens: tokens in a step.
+        best: layouts that fit, the fastest first.
+        ruled_out: all others.
+        price_per_hour: price of an instance for an hour; None if it was not given.
+    """
+
+    model: str
+    parameters: int
+    instance: str
+    instances: int
+    tokens: int
+    best: tuple[Ranked, ...]
+    ruled_out: tuple[RuledOut, ...] = field(repr=False)
+    price_per_hour: float | None = None
+
+    def price(self, seconds: float) -> float | None:
+        """Price of a million tokens, if a step takes that long."""
+        if self.price_per_hour is None:
+            return None
+        return self.price_per_hour * self.instances / 3600 * seconds / self.tokens * 1e6
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as plain numbers and text: bytes, seconds."""
+        return {
+            "model": self.model,
+            "parameters": self.parameters,
+            "instance": self.instance,
+            "instances": self.instances,
+            "tokens": self.tokens,
+            "layouts": [
+                {
+                    **ranked.count.to_dict(),
+                    "layout": str(ranked.layout),
+                    "config": ranked.layout.configuration(),
+                    "seconds": {"likely": ranked.seconds, "low": ranked.low, "high": ranked.high},
+                    "price_per_million_tokens": self.price(ranked.seconds),
+                }
+                for ranked in self.best
+            ],
+            "ruled_out": [{"layout": str(ruled.layout), "reason": ruled.reason} for ruled in self.ruled_out],
+        }
+
+    def write(self, path: str | os.PathLike[str], number: int = 1) -> None:
+        """Writes the configuration that trains with a layout.
+
+        Args:
+            path: a YAML file, which is replaced.
+            number: the layout, from 1.
+
+        Raises:
+            ConfigurationError: if no layout fits, or the file cannot be written.
+        """
+        if not self.best:
+            raise ConfigurationError("No layout fits, so there is no configuration to write.", where=os.fspath(path))
+        ranked = self.best[number - 1]
+        count = ranked.count
+        calls = ranked.layout.accumulation
+        head = (
+            f"# {self.model} on {self.instances} x {self.instance}: {count.mesh}, {ranked.layout}\n"
+            f"# samples of a data-parallel rank in a call of the model: {count.micro_batch * count.accumulation // calls}"
+            f", of {count.sequence} tokens\n"
+        )
+        try:
+            text = head + yaml.safe_dump(ranked.layout.configuration(), sort_keys=False)
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(
+                f"{os.fspath(path)} cannot be written: {error.strerror or error}.",
+                fix="pass a file in an existing folder that can be written",
+            ) from error
+
+
+def search(
+    model: str | os.PathLike[str] | Any,
+    *,
+    instances: int,
+    instance: str,
+    global_batch: int,
+    sequence: int,
+    dtype: str = "bfloat16",
+    attention: str = "eager",
+    price_per_hour: float | None = None,
+    calibration: Any = None,
+    best: int = 10,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Search:
+    """Finds the fastest layouts of a model that fit on some machines. See :func:`neuron_accel.plan`.
+
+    Args:
+        model, instance, global_batch, sequence, dtype, attention: see :func:`neuron_accel.plan`.
+        instances: number of instances, all cores of which are used.
+        price_per_hour: price of an instance for an hour.
+        calibration: measured constants for the prediction of time.
+        best: number of layouts to find.
+        progress: called with the number of dry runs that are done, and that will be done.
+
+    Raises:
+        ConfigurationError: for an unknown model, instance or option.
+    """
+    kind = find_instance(instance)
+    if instances < 1:
+        raise ConfigurationError(f"instances is {instances}.", fix="pass at least 1")
+    if instances > 1 and not kind.multi_node:
+        raise ConfigurationError(
+            f"{instances} instances of {instance} cannot train together.",
+            where="instances",
+            why="they have no network for groups over several machines",
+            fix="pass 1, or a larger instance",
+        )
+    planner = Planner(
+        model,
+        world_size=instances * kind.hardware().full,
+        global_batch=global_batch,
+        sequence=sequence,
+        instance=instance,
+        dtype=dtype,
+        attention=attention,
+    )
+    with no_collection_of_what_is_there():
+        found, ruled_out = _Searcher(planner, kind, calibration, progress).run(best)
+    return Search(
+        model=type(planner.model).__name__,
+        parameters=planner.parameters,
+        instance=instance,
+        instances=instances,
+        tokens=global_batch * sequence,
+        best=tuple(found),
+        ruled_out=tuple(ruled_out),
+        price_per_hour=price_per_hour,
+    )
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    """Of a layout: bytes of a rank, and seconds of a step if nothing but products and sending took time."""
+
+    layout: Layout
+    memory: float
+    seconds: float
+
+
+class _Searcher:
+    def __init__(
+        self, planner: Planner, instance: Instance, calibration: Any, progress: Callable[[int, int], None]
+    ) -> None:
+        self._planner, self._instance, self._calibration, self._progress = planner, instance, calibration, progress
+        self._core = instance.core_bytes()
+        self._families: dict[str, Sequence[StepCount] | str] = {}
+        self._sizes: dict[tuple[str, int], StepCount] = {}
+        self._stages: dict[str, Stages | str | None] = {}
+
+    def run(self, best: int) -> tuple[list[Ranked], list[RuledOut]]:
+        """Returns the fastest layouts that fit, and all others."""
+        ruled_out: list[RuledOut] = []
+        possible: list[Layout] = []
+        for layout in self._layouts():
+            reason = self._cannot_fit(layout)
+            if reason is None:
+                possible.append(layout)
+            else:
+                ruled_out.append(RuledOut(layout=layout, reason=reason))
+        families = {repr(_family(layout.plugins)): _family(layout.plugins) for layout in possible}
+        total = len(families) + best
+        for done, (key, plugins) in enumerate(families.items()):
+            self._progress(done, total)
+            self._families[key] = self._run_family(plugins)
+        estimates = []
+        for layout in possible:
+            estimate = self._estimate(layout)
+            if isinstance(estimate, str):
+                ruled_out.append(RuledOut(layout=layout, reason=estimate))
+            else:
+                estimates.append(estimate)
+        estimates.sort(key=lambda estimate: (estimate.seconds, estimate.memory))
+        found: list[Ranked] = []
+        slowest = None
+        for estimate in estimates:
+            if len(found) >= best:
+                slowest = slowest or max(ranked.seconds for ranked in found)
+                reason = f"at least {estimate.seconds:.3g} s for products and sending alone; {best} others are counted"
+                ruled_out.append(RuledOut(layout=estimate.layout, reason=reason))
+                continue
+            self._progress(len(families) + len(found), total)
+            ranked = self._count(estimate.layout)
+            if isinstance(ranked, str):
+                ruled_out.append(RuledOut(layout=estimate.layout, reason=ranked))
+            else:
+                found.append(ranked)
+        self._progress(total, total)
+        return sorted(found, key=lambda ranked: ranked.seconds), ruled_out
+
+    # ---- what there is -----------------------------------------------------------------------------------------------
+    def _layouts(self) -> Iterator[Layout]:
+        space = self._planner.space(())
+        for chosen in _combinations(_offering(), space):
+            rows, rest = divmod(space.global_batch, dataclasses.replace(space, chosen=chosen).data_ranks)
+            if rest or not rows:
+                continue  # fewer samples than ranks: the plugins' degrees are too small
+            if any(axis.kind is AxisKind.STAGE and axis.degree > 1 for p in chosen for axis in p.axes()):
+                yield Layout(plugins=chosen, accumulation=1)
+                continue
+            for size in _MICRO_BATCHES:
+                if rows % size == 0:
+                    yield Layout(plugins=chosen, accumulation=rows // size)
+
+    # ---- bounds ------------------------------------------------------------------------------------------------------
+    def _cannot_fit(self, layout: Layout) -> str | None:
+        """The reason why the model's state alone does not fit, or None."""
+        sharded = math.prod(axis.degree for plugin in layout.plugins for axis in plugin.axes() if _shards(axis.kind))
+        replicas = self._planner.world_size // sharded
+        own = self._planner.parameters / sharded
+        parts = {part for plugin in layout.plugins for part in plugin.shards()}
+        width = 2 if self._planner.dtype == "bfloat16" else 4
+        least = sum(width * own / (replicas if part in parts else 1) for part in ("weights", "gradients"))
+        least += _STATE_BYTES * own / replicas if "optimizer state" in parts else 2 * width * own
+        if least <= self._core:
+            return None
+        return f"weights, gradients and optimizer state are {least / 2**30:.1f} GiB, a core has {self._core >> 30} GiB"
+
+    def _run_family(self, plugins: tuple[StrategyPlugin, ...]) -> Sequence[StepCount] | str:
+        try:
+            return self._planner.shallow(plugins)
+        except NeuronAccelError as error:
+            return _first_line(error)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            return f"it cannot run dry: {_first_line(error)}"
+
+    def _of_stage(self, plugins: tuple[StrategyPlugin, ...]) -> Stages | str | None:
+        for plugin in plugins:
+            key = repr(plugin)
+            if key not in self._stages:
+                try:
+                    self._stages[key] = plugin.stages(self._planner.model)
+                except NeuronAccelError as error:
+                    self._stages[key] = _first_line(error)
+            if self._stages[key] is not None:
+                return self._stages[key]
+        return None
+
+    def _estimate(self, layout: Layout) -> _Estimate | str:
+        key = repr(_family(layout.plugins))
+        shallow = self._families[key]
+        stages = self._of_stage(layout.plugins)
+        if isinstance(shallow, str):
+            return shallow
+        if isinstance(stages, str):
+            return stages
+        ranks = 1 if stages is None else len(stages.blocks)
+        own = math.ceil(self._planner.layers / ranks)
+        if (key, own) not in self._sizes:
+            depth = min(own, self._planner.layers)
+            self._sizes[key, own] = extrapolate(shallow, depth, self._planner.blocks or "", depth - 1)
+        count = self._sizes[key, own]
+        space = self._planner.space(layout.plugins)
+        rows = self._planner.global_batch // space.data_ranks
+        batch = rows // (layout.accumulation if stages is None else stages.microbatches)
+        kept = 1.0
+        if stages is not None:
+            kept = max(stages.in_flight) / len(stages.blocks[0])
+        memory = self._memory(layout, count, batch, kept)
+        if memory > self._core * _SLACK:
+            return f"about {memory / 2**30:.1f} GiB, estimated from one sample; a core has {self._core >> 30} GiB"
+        busy = rows * count.operations / (self._instance.peak_tflops() * 1e12)
+        sending = rows * sum(flow.sent for flow in count.flows) / self._bandwidth(_inner(layout.plugins))
+        bubble = 0.0 if stages is None else stages.bubble
+        return _Estimate(layout, memory, (busy + sending) / (1 - bubble) + self._gradients(layout, count))
+
+    def _memory(self, layout: Layout, count: StepCount, batch: int, kept: float) -> float:
+        peak = max(count.peaks, key=lambda peak: peak.total).parts
+        parts = {part for plugin in layout.plugins for part in plugin.shards()}
+        replicas = self._planner.space(layout.plugins).replicas
+        elements = peak[WEIGHTS] / (2 if self._planner.dtype == "bfloat16" else 4)
+        state = _STATE_BYTES * elements / replicas if "optimizer state" in parts else peak[MASTERS] + peak[STATE]
+        held = peak[WEIGHTS] / (replicas if "weights" in parts else 1)
+        held += peak[GRADIENTS] / (replicas if "gradients" in parts else 1)
+        return held + state + batch * (kept * peak[ACTIVATIONS] + peak[TEMPORARY])
+
+    def _gradients(self, layout: Layout, count: StepCount) -> float:
+        """Seconds in which gradients are summed over replicas."""
+        space = self._planner.space(layout.plugins)
+        if space.replicas == 1:
+            return 0.0
+        sent = 2 * count.weights * (space.replicas - 1) / space.replicas
+        return sent / self._bandwidth(self._planner.world_size)
+
+    def _bandwidth(self, extent: int) -> float:
+        """Bytes per second of a rank in groups within ``extent`` neighbouring ranks: NeuronLink, or EFA."""
+        return link_bandwidth(self._instance, extent)
+
+    # ---- counting ----------------------------------------------------------------------------------------------------
+    def _count(self, layout: Layout) -> Ranked | str:
+        try:
+            count = self._planner.count(layout.plugins, layout.accumulation)
+        except NeuronAccelError as error:
+            return _first_line(error)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            return f"it cannot run dry: {_first_line(error)}"
+        if not count.fits:
+            peak = count.step.peak
+            largest = max(peak.parts, key=lambda part: peak.parts[part])
+            return (
+                f"{peak.total / 2**30:.1f} GiB, most of it {largest} ({peak.parts[largest] / 2**30:.1f} GiB); "
+                f"a core has {self._core >> 30} GiB"
+            )
+        time = count.predict(self._calibration)
+        return Ranked(layout=layout, count=count, seconds=time.seconds, low=time.low, high=time.high)
+
+
+def link_bandwidth(instance: Instance, extent: int) -> float:
+    """Bytes per second of one rank of ``instance`` to ranks among ``extent`` neighbours: a rank's part of the bandwidth
+    of its chip's NeuronLinks within a machine, of the machine's network beyond it; infinite if it is not known."""
+    full = instance.hardware().full
+    if extent <= full:
+        chip = max(1, instance.cores() // instance.chips)
+        return math.inf if instance.link_gb_per_s is None else instance.link_gb_per_s * 1e9 / chip
+    return math.inf if instance.efa_gbps is None else instance.efa_gbps * 1e9 / 8 / full
+
+
+def _shards(kind: AxisKind) -> bool:
+    """Whether weights may be sharded along an axis that a plugin adds."""
+    return kind in (AxisKind.MODEL, AxisKind.STAGE, AxisKind.DATA)
+
+
+def _family(plugins: tuple[StrategyPlugin, ...]) -> tuple[StrategyPlugin, ...]:
+    return tuple(plugin for plugin in plugins if plugin.spec.phase not in _REST)
+
+
+def _inner(plugins: tuple[StrategyPlugin, ...]) -> int:
+    return math.prod(axis.degree for plugin in _family(plugins) for axis in plugin.axes())
+
+
+def _offering() -> list[type[StrategyPlugin]]:
+    """The plugin classes that offer layouts, in the order in which they act. Packages that cannot be loaded are left
+    out, as they are for training."""
+    registry, found = default_registry(), []
+    for entry in registry.entries():
+        try:
+            cls = registry.get(entry.name)
+        except PluginError:
+            continue
+        if cls.layouts.__func__ is not StrategyPlugin.layouts.__func__:  # type: ignore[attr-defined]
+            found.append(cls)
+    return sorted(found, key=lambda cls: (cls.spec.phase, cls.spec.name))
+
+
+def _combinations(classes: Sequence[type[StrategyPlugin]], space: LayoutSpace) -> Iterator[tuple[StrategyPlugin, ...]]:
+    if not classes:
+        yield space.chosen
+        return
+    first, *others = classes
+    yield from _combinations(others, space)
+    if any(_exclude(first, type(plugin)) for plugin in space.chosen):
+        return
+    for plugin in first.layouts(space):
+        yield from _combinations(others, dataclasses.replace(space, chosen=(*space.chosen, plugin)))
+
+
+def _exclude(one: type[StrategyPlugin], other: type[StrategyPlugin]) -> bool:
+    a, b = one.spec, other.spec
+    return bool(a.claims & b.claims or b.name in a.conflicts or a.name in b.conflicts)
+
+
+def _text(plugin: StrategyPlugin) -> str:
+    options = ", ".join(f"{name}={value}" for name, value in _options(plugin).items())
+    return f"{plugin.spec.name}({options})" if options else plugin.spec.name
+
+
+def _options(plugin: StrategyPlugin) -> dict[str, Any]:
+    given = {}
+    for option in dataclasses.fields(plugin):
+        value = getattr(plugin, option.name)
+        if option.init and value != option.default:
+            given[option.name] = to_plain(value)
+    return given
+
+
+def _entry(plugin: StrategyPlugin) -> str | Mapping[str, Any]:
+    options = _options(plugin)
+    return {plugin.spec.name: options} if options else plugin.spec.name
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
