@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ from neuron_accel.errors import ConfigurationError
 if TYPE_CHECKING:
     from neuron_accel.engine.plan.plugin import StrategyPlugin
     from neuron_accel.planning import LayoutCount
+    from neuron_accel.planning.search import Search
     from neuron_accel.planning.time import StepTime
 
 SUMMARY = "count what a training run needs, without hardware"
@@ -35,18 +37,23 @@ counted. Of the stages of a pipeline the fullest is shown. Autocast (mixed_preci
 With an instance or a calibration (see `neuron-accel calibrate`) the time of a step is predicted, as an interval: that
 of public constants, of which the share a training achieves is assumed, or of measured ones.
 
-The exit code is 1 if an instance is named and the layout does not fit its cores.
+With --instances, all layouts that the installed plugins offer are searched: those that do not fit are ruled out, the
+others are ranked by their predicted time, with an interval. The fastest are counted by dry runs of their own.
+
+The exit code is 1 if an instance is named and the layout, or none, fits its cores.
 """
 EXAMPLES = """\
 examples:
   neuron-accel plan --model some/folder --world-size 32 --global-batch 64 --sequence 4096 --zero-1
-  neuron-accel plan --model some/folder --world-size 512 --global-batch 512 --sequence 4096 --tensor-parallel 8 \
+  neuron-accel plan --model some/folder --world-size 512 --global-batch 512 --sequence 4096 --tensor-parallel-size 8 \
 --sequence-parallel --zero-1 --recompute --instance trn1.32xlarge
+  neuron-accel plan --model some/folder --instances 16 --instance trn1.32xlarge --global-batch 1024 --sequence 4096 \
+--write train.yaml
   neuron-accel plan --model config.json --world-size 64 --global-batch 64 --sequence 2048 --config train.yaml --json
 """
 _LESS = {
-    "weights": "a higher --tensor-parallel",
-    "gradients": "--zero-1, or a higher --tensor-parallel",
+    "weights": "a higher --tensor-parallel-size",
+    "gradients": "--zero-1, or a higher --tensor-parallel-size",
     "master weights": "--zero-1, or more ranks",
     "optimizer state": "--zero-1, or more ranks",
     "saved activations": "--recompute, --sequence-parallel, or a higher --accumulation",
@@ -60,8 +67,10 @@ _OPTIONS = {
     "global_batch": "--global-batch",
     "sequence": "--sequence",
     "accumulation": "--accumulation",
-    "tensor_parallel_size": "--tensor-parallel",
+    "tensor_parallel_size": "--tensor-parallel-size",
     "full_depth": "--full-depth",
+    "instances": "--instances",
+    "zero1": "--zero-1",
     "model": "--model",
 }
 """Arguments of functions in error messages, and the options that they correspond to."""
@@ -72,14 +81,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--model", required=True, metavar="FOLDER", help="folder with a config.json of transformers, or that file"
     )
-    what.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks (cores)")
+    what.add_argument("--world-size", type=int, metavar="N", help="number of ranks (cores), to count one layout")
+    what.add_argument("--instances", type=int, metavar="N", help="number of instances, to search layouts on all cores")
     what.add_argument("--global-batch", type=int, required=True, metavar="N", help="samples in a step, over all ranks")
     what.add_argument("--sequence", type=int, required=True, metavar="N", help="tokens in a sample")
     what.add_argument("--accumulation", type=int, metavar="N", help="micro-batches in a step (default: 1)")
     what.add_argument("--dtype", default="bfloat16", help="of the weights: bfloat16 (default) or float32")
     how = parser.add_argument_group("layout")
     how.add_argument("--config", type=Path, metavar="FILE", help="configuration of the training, with its plugins")
-    how.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share each layer")
+    how.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks that share each layer")
     how.add_argument(
         "--sequence-parallel", action="store_true", help="shard activations between layers over these ranks"
     )
@@ -96,12 +106,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--rank", type=int, metavar="N", help="the rank that is counted (default: the fullest)")
     where.add_argument("--full-depth", action="store_true", help="run every block instead of extrapolating")
     where.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures, for a browser")
+    search = parser.add_argument_group("search, with --instances")
+    search.add_argument("--best", type=int, default=10, metavar="N", help="layouts to find (default: 10)")
+    search.add_argument("--why", action="store_true", help="also print why each other layout was ruled out")
+    search.add_argument("--write", type=Path, metavar="FILE", help="write the configuration of the fastest layout")
+    search.add_argument("--price-per-hour", type=float, metavar="X", help="of an instance, for the price of tokens")
     where.add_argument("--json", action="store_true", help="print JSON: bytes, messages and operations")
 
 
 def run(args: argparse.Namespace) -> int:
     from neuron_accel.planning import plan
 
+    if args.instances is not None:
+        return _search(args)
+    if args.world_size is None:
+        raise ConfigurationError(
+            "The number of ranks is not given.",
+            fix="pass --world-size to count one layout, or --instances to search layouts",
+        )
     with naming_options(_OPTIONS):
         counted = plan(
             args.model,
@@ -151,6 +173,48 @@ def _predicted(counted: LayoutCount, args: argparse.Namespace) -> StepTime | Non
     return None if machine is None else predict_time(counted.slowest, machine, calibration, bubble=counted.bubble)
 
 
+def _search(args: argparse.Namespace) -> int:
+    from neuron_accel.planning import plan
+    from neuron_accel.planning.calibration import load_calibration
+
+    layout = ("world_size", "config", "accumulation", "rank", "full_depth", "sequence_parallel", "zero1", "recompute")
+    given = [name for name in (*layout, "flash_attention") if getattr(args, name)]
+    given += ["tensor_parallel_size"] if args.tensor_parallel_size != 1 else []
+    if given:
+        options = ", ".join(_OPTIONS.get(name, f"--{name.replace('_', '-')}") for name in given)
+        raise ConfigurationError(
+            f"--instances searches layouts, and {options} name one.",
+            fix="leave --instances out and give --world-size to count it, or leave the others out",
+        )
+    if args.instance is None:
+        raise ConfigurationError("A search needs an instance.", fix="add --instance, such as trn1.32xlarge")
+    with naming_options(_OPTIONS):
+        found = plan(
+            args.model,
+            instances=args.instances,
+            instance=args.instance,
+            global_batch=args.global_batch,
+            sequence=args.sequence,
+            dtype=args.dtype,
+            price_per_hour=args.price_per_hour,
+            calibration=None if args.calibration is None else load_calibration(args.calibration),
+            best=args.best,
+            progress=_progress,
+        )
+    if args.write is not None and found.best:
+        found.write(args.write)
+    print(json.dumps(found.to_dict(), indent=2) if args.json else describe_search(found, why=args.why))
+    if args.write is not None and found.best and not args.json:
+        print(f"\nthe configuration of the first is written to {args.write}")
+    return 0 if found.best else 1
+
+
+def _progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\033[K" if done == total else f"\r\033[Kdry runs: {done} of at least {total}")
+        sys.stderr.flush()
+
+
 def _plugins(args: argparse.Namespace) -> list[StrategyPlugin]:
     from neuron_accel.strategies.activation_checkpointing import ActivationCheckpointingPlugin
     from neuron_accel.strategies.flash_attention import FlashAttentionPlugin
@@ -158,16 +222,16 @@ def _plugins(args: argparse.Namespace) -> list[StrategyPlugin]:
     from neuron_accel.strategies.tensor_parallel.plugin import TensorParallelPlugin
     from neuron_accel.strategies.zero1 import Zero1Plugin
 
-    if args.tensor_parallel < 1:
-        raise ConfigurationError(f"--tensor-parallel is {args.tensor_parallel}.", fix="pass at least 1")
-    if args.sequence_parallel and args.tensor_parallel == 1 and args.config is None:
+    if args.tensor_parallel_size < 1:
+        raise ConfigurationError(f"--tensor-parallel-size is {args.tensor_parallel_size}.", fix="pass at least 1")
+    if args.sequence_parallel and args.tensor_parallel_size == 1 and args.config is None:
         raise ConfigurationError(
             "--sequence-parallel has no effect without tensor parallelism.",
-            fix="add --tensor-parallel, or leave it out",
+            fix="add --tensor-parallel-size, or leave it out",
         )
     wanted: list[StrategyPlugin] = []
-    if args.tensor_parallel > 1:
-        wanted.append(TensorParallelPlugin(tensor_parallel_size=args.tensor_parallel))
+    if args.tensor_parallel_size > 1:
+        wanted.append(TensorParallelPlugin(tensor_parallel_size=args.tensor_parallel_size))
     for chosen, kind in (
         (args.sequence_parallel, SequenceParallelPlugin),
         (args.zero1, Zero1Plugin),
@@ -244,6 +308,48 @@ def describe_time(predicted: StepTime, tokens: int) -> list[str]:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def describe_search(found: Search, *, why: bool = False) -> str:
+    """Returns the layouts that were found as a table, and with ``why`` the reasons of all others."""
+    lines = [
+        f"{found.model}, {_big(found.parameters)} parameters, on {found.instances} x {found.instance}",
+        f"{len(found.best)} layouts are counted and fit, {len(found.ruled_out)} are ruled out"
+        + ("" if why else " (--why says why)"),
+        "",
+    ]
+    rows = []
+    for number, ranked in enumerate(found.best, start=1):
+        count, links = ranked.count, ranked.count.by_link()
+        price = found.price(ranked.seconds)
+        speeds = [f"{found.tokens / seconds:,.0f}" for seconds in (ranked.seconds, ranked.high, ranked.low)]
+        rows.append(
+            [
+                str(number),
+                count.mesh,
+                _gib(count.step.peak.total).strip(),
+                f"{ranked.seconds:.3g}",
+                f"{speeds[0]} ({speeds[1]} to {speeds[2]})",
+                f"{count.bubble:.0%}",
+                *(f"{size / 2**30:,.2f}" for size in links.values()),
+                *([] if price is None else [f"{price:,.2f}"]),
+            ]
+        )
+    head = ["", "mesh", "GiB", "s a step", "tokens/s", "bubble", "GiB inside", "GiB between"]
+    if found.best:
+        lines += _table([*head, *([] if found.price_per_hour is None else ["price of 1M"])], rows)
+        lines += ["", "GiB inside and between machines: sent by a rank in a step, by NeuronLink and by EFA", ""]
+        for number, ranked in enumerate(found.best, start=1):
+            sent: dict[str, int] = {}
+            for flow in ranked.count.step.flows:
+                sent[flow.axis] = sent.get(flow.axis, 0) + flow.sent
+            axes = ", ".join(f"{axis} {size / 2**20:,.0f}" for axis, size in sent.items() if size >> 20)
+            lines += [f"{number}: {ranked.layout}", f"   sent by axis, MiB: {axes or 'nothing'}"]
+    else:
+        lines.append("no layout fits: more instances, or an instance with more memory, are needed")
+    if why:
+        lines += ["", "ruled out", *(f"  {ruled.layout}: {ruled.reason}" for ruled in found.ruled_out)]
+    return "\n".join(lines)
 
 
 def _table(head: list[str], rows: Iterable[list[str]]) -> list[str]:

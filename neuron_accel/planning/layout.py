@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -27,7 +27,7 @@ from neuron_accel.models.support import model_without_weights
 from neuron_accel.neuron.instances import Instance, find_instance
 from neuron_accel.planning.calibration import Machine
 from neuron_accel.planning.step import DEPTHS, StepCount, count_step, extrapolate, repeat
-from neuron_accel.planning.time import BUBBLE, StepTime, predict_time
+from neuron_accel.planning.time import StepTime, predict_time
 
 if TYPE_CHECKING:
     from torch import nn
@@ -96,12 +96,7 @@ class LayoutCount:
         """
         if self.instance is None:
             raise UsageError("The time of a step cannot be predicted without an instance.", fix="name an instance")
-        time = predict_time(self.slowest, self.instance, calibration)
-        if not self.bubble:
-            return time
-        factor = 1 / (1 - self.bubble)
-        parts = {**time.parts, BUBBLE: time.seconds * (factor - 1)}
-        return replace(time, seconds=time.seconds * factor, low=time.low * factor, high=time.high * factor, parts=parts)
+        return predict_time(self.slowest, self.instance, calibration, bubble=self.bubble)
 
     def by_link(self) -> dict[str, int]:
         """Returns the bytes that the rank sends, by whether a group is within a machine; empty without an instance."""
@@ -416,8 +411,8 @@ class Planner:
         )
 
     def shallow(self, plugins: Sequence[StrategyPlugin]) -> list[StepCount]:
-        """Counts a step of one sample for each data-parallel rank, on the smallest mesh with these plugins, of models
-        with each number of blocks in :data:`~neuron_accel.planning.step.DEPTHS`.
+        """Counts a first step of one sample for each data-parallel rank, on the smallest mesh with these plugins, of
+        models with each number of blocks in :data:`~neuron_accel.planning.step.DEPTHS`.
 
         Raises:
             NeuronAccelError: if that is not possible.
@@ -433,7 +428,10 @@ class Planner:
         small.world_size = math.prod(axis.degree for plugin in plugins for axis in plugin.axes())
         small.global_batch, small.instance = small.space(plugins).data_ranks, None
         plan = small.make_plan(plugins)
-        return [small._run(_Run(plugins=plan.plugins, rank=0, accumulation=1, rows=1, depth=depth)) for depth in DEPTHS]
+        return [
+            small._dry(_Run(plugins=plan.plugins, rank=0, accumulation=1, rows=1, depth=depth), warm_up=False)
+            for depth in DEPTHS
+        ]
 
     def space(self, plugins: Sequence[StrategyPlugin]) -> LayoutSpace:
         """Returns what a search of layouts has chosen with ``plugins``."""
@@ -517,7 +515,7 @@ class Planner:
             self._counts[key] = self._dry(run)
         return self._counts[key]
 
-    def _dry(self, run: _Run) -> StepCount:
+    def _dry(self, run: _Run, *, warm_up: bool = True) -> StepCount:
         with _accelerate_set_aside():
             from neuron_accel.accelerator import NeuronAccelerator
 
@@ -538,7 +536,7 @@ class Planner:
                 return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
             try:
-                return count_step(accelerator, build, batch, blocks=self.blocks)
+                return count_step(accelerator, build, batch, blocks=self.blocks, warm_up=warm_up)
             finally:
                 accelerator.end_training()
 

@@ -25,7 +25,7 @@ from neuron_accel.engine.plan.serialize import to_plain
 from neuron_accel.errors import ConfigurationError, NeuronAccelError, PluginError
 from neuron_accel.neuron.instances import Instance, find_instance
 from neuron_accel.planning.layout import LayoutCount, Planner, no_collection_of_what_is_there
-from neuron_accel.planning.memory import ACTIVATIONS, GRADIENTS, MASTERS, STATE, TEMPORARY, WEIGHTS
+from neuron_accel.planning.memory import ACTIVATIONS, GRADIENTS, TEMPORARY, WEIGHTS
 from neuron_accel.planning.step import StepCount, extrapolate
 
 _REST = frozenset({Phase.STAGES, Phase.GRADIENTS, Phase.OPTIMIZER})
@@ -155,8 +155,8 @@ class Search:
         calls = ranked.layout.accumulation
         head = (
             f"# {self.model} on {self.instances} x {self.instance}: {count.mesh}, {ranked.layout}\n"
-            f"# samples of a data-parallel rank in a call of the model: {count.micro_batch * count.accumulation // calls}"
-            f", of {count.sequence} tokens\n"
+            f"# a data-parallel rank calls the model with {count.micro_batch * count.accumulation // calls} samples of "
+            f"{count.sequence} tokens\n"
         )
         try:
             text = head + yaml.safe_dump(ranked.layout.configuration(), sort_keys=False)
@@ -368,7 +368,7 @@ class _Searcher:
         parts = {part for plugin in layout.plugins for part in plugin.shards()}
         replicas = self._planner.space(layout.plugins).replicas
         elements = peak[WEIGHTS] / (2 if self._planner.dtype == "bfloat16" else 4)
-        state = _STATE_BYTES * elements / replicas if "optimizer state" in parts else peak[MASTERS] + peak[STATE]
+        state = _STATE_BYTES * elements / replicas if "optimizer state" in parts else 2 * peak[WEIGHTS]
         held = peak[WEIGHTS] / (replicas if "weights" in parts else 1)
         held += peak[GRADIENTS] / (replicas if "gradients" in parts else 1)
         return held + state + batch * (kept * peak[ACTIVATIONS] + peak[TEMPORARY])

@@ -82,6 +82,7 @@ def count_step(
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     max_norm: float | None = 1.0,
     blocks: str | None = None,
+    warm_up: bool = True,
 ) -> StepCount:
     """Prepares a model, runs two optimizer steps, and counts the second.
 
@@ -92,6 +93,7 @@ def count_step(
         optimizer: creates the optimizer of parameters.
         max_norm: norm to which gradients are clipped; None: not clipped.
         blocks: FQN of the list of the model's blocks, for moments.
+        warm_up: False to count the first step, in which there is no optimizer state yet.
 
     Raises:
         NeuronAccelError: the error of ``prepare``, if the layout is not possible.
@@ -104,7 +106,7 @@ def count_step(
         kept = [*_kept(accelerator.run.prepared(model)), *model.buffers()]
         counter.label(kept, WEIGHTS)
         counter.name_modules(model, blocks)
-        for _ in range(2):
+        for _ in range(2 if warm_up else 1):
             counter.forget_peaks()
             before = counter.operations
             with _no_collection(), backend.record() as traffic:

@@ -97,11 +97,11 @@ class PipelineParallelPlugin(PipelineOptions):
             for number in () if rest else [batch // size for size in (1, 2, 4) if batch % size == 0]:
                 if number < ranks:
                     continue
-                options = {"pipeline_parallel_size": ranks, "num_microbatches": number}
-                yield cls(**options)
-                yield cls(**options, schedule="zero-bubble")
+                plain = cls(pipeline_parallel_size=ranks, num_microbatches=number)
+                yield plain
+                yield dataclasses.replace(plain, schedule="zero-bubble")
                 if 2 * ranks <= layers and number % ranks == 0:
-                    yield cls(**options, schedule="interleaved", virtual_stages=2)
+                    yield dataclasses.replace(plain, schedule="interleaved", virtual_stages=2)
 
     def stages(self, model: torch.nn.Module) -> Stages:
         """Returns how blocks and micro-batches are distributed; the bubble is that of passes of equal stages."""

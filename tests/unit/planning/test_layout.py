@@ -194,7 +194,7 @@ def command(folder, *words):
 
 def test_the_command_prints_memory_traffic_and_operations(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    options = ("--tensor-parallel", "2", "--sequence-parallel", "--zero-1", "--recompute")
+    options = ("--tensor-parallel-size", "2", "--sequence-parallel", "--zero-1", "--recompute")
     assert command(folder, *options, "--instance", "trn1.32xlarge") == 0
     text = capsys.readouterr().out
     assert "as rank 0 of dp 16 x tp 2" in text
@@ -226,8 +226,8 @@ def test_json_has_plain_numbers(folder, capsys):
 
 def test_errors_name_options(folder, capsys):
     assert command(folder, "--sequence-parallel") == 2
-    assert "--tensor-parallel" in capsys.readouterr().err
-    assert command(folder, "--tensor-parallel", "0") == 2
-    assert "--tensor-parallel is 0" in capsys.readouterr().err
-    assert command(folder, "--tensor-parallel", "3") == 2
+    assert "--tensor-parallel-size" in capsys.readouterr().err
+    assert command(folder, "--tensor-parallel-size", "0") == 2
+    assert "--tensor-parallel-size is 0" in capsys.readouterr().err
+    assert command(folder, "--tensor-parallel-size", "3") == 2
     assert "32 ranks cannot be divided into groups of 3" in capsys.readouterr().err

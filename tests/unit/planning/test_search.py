@@ -1,0 +1,93 @@
+"""The search of layouts: what it finds, rules out and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from neuron_accel.cli.main import main
+from neuron_accel.errors import ConfigurationError
+
+SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from transformers import LlamaConfig
+
+    path = tmp_path_factory.mktemp("model")
+    LlamaConfig(num_hidden_layers=8, vocab_size=256, max_position_embeddings=128, **SIZE).save_pretrained(path)
+    return path
+
+
+def command(folder, *words):
+    known = ["plan", "--model", str(folder), "--global-batch", "4", "--sequence", "64"]
+    return main([*known, "--instances", "1", "--instance", "trn1.2xlarge", *words])
+
+
+def test_a_search_ranks_what_fits_and_writes_a_configuration_that_loads(folder, tmp_path, capsys, monkeypatch):
+    from neuron_accel.engine.plan.config import load_config
+    from neuron_accel.neuron.instances import Instance
+
+    # Few layouts to run: a core that holds what is sharded, and not the whole state.
+    monkeypatch.setattr(Instance, "core_bytes", lambda self, lnc=None: 3 << 20)
+    path = tmp_path / "train.yaml"
+    assert command(folder, "--best", "2", "--price-per-hour", "1.5", "--write", str(path), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    first, second = found["layouts"]
+    assert first["seconds"]["likely"] <= second["seconds"]["likely"]
+    for layout in (first, second):
+        assert layout["memory"]["total"] <= 3 << 20
+        assert layout["seconds"]["low"] <= layout["seconds"]["likely"] <= layout["seconds"]["high"]
+        assert layout["price_per_million_tokens"] > 0
+        assert layout["sent_by_link"]["EFA"] == 0
+    assert len(found["ruled_out"]) > 20
+    assert all(ruled["reason"] for ruled in found["ruled_out"])
+    loaded = load_config(path)
+    names = {entry if isinstance(entry, str) else next(iter(entry)) for entry in first["config"]["plugins"]}
+    assert {plugin.spec.name for plugin in loaded.plugins} == names
+    assert loaded.accelerate.get("gradient_accumulation_steps", 1) == first["config"].get(
+        "gradient_accumulation_steps", 1
+    )
+
+
+def test_nothing_fits_is_an_exit_code_and_says_why(folder, capsys, monkeypatch):
+    from neuron_accel.neuron.instances import Instance
+
+    monkeypatch.setattr(Instance, "core_bytes", lambda self, lnc=None: 1 << 10)
+    assert command(folder, "--why") == 1
+    text = capsys.readouterr().out
+    assert "no layout fits" in text
+    assert "weights, gradients and optimizer state are" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"instances": 2, "instance": "trn1.2xlarge"},
+            ["2 instances", "no network", "larger instance"],
+        ),
+        ({"instances": 0, "instance": "trn1.32xlarge"}, ["instances is 0", "at least 1"]),
+        ({"instances": 1, "instance": "trn1.32xlarge", "rank": 3}, ["does not take rank"]),
+        ({"instances": 1}, ["needs an instance"]),
+        ({}, ["world_size", "instances"]),
+    ],
+)
+def test_what_a_search_refuses(folder, options, words):
+    from neuron_accel import plan
+
+    with pytest.raises(ConfigurationError) as caught:
+        plan(folder, global_batch=4, sequence=64, **options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_command_searches_or_counts(folder, capsys):
+    assert command(folder, "--zero-1", "--tensor-parallel-size", "2") == 2
+    error = capsys.readouterr().err
+    assert "--zero-1" in error
+    assert "--tensor-parallel-size" in error
+    assert main(["plan", "--model", str(folder), "--global-batch", "4", "--sequence", "64"]) == 2
+    assert "--instances" in capsys.readouterr().err
