@@ -313,7 +313,7 @@ class _Searcher:
         least += _STATE_BYTES * own / replicas if "optimizer state" in parts else 2 * width * own
         if least <= self._core:
             return None
-        return f"weights, gradients and optimizer state are {least / 2**30:.1f} GiB, a core has {self._core >> 30} GiB"
+        return f"weights, gradients and optimizer state are {least / 2**30:.1f} GiB, a core has {self._core / 2**30:.3g} GiB"
 
     def _run_family(self, plugins: tuple[StrategyPlugin, ...]) -> Sequence[StepCount] | str:
         try:
@@ -357,7 +357,7 @@ class _Searcher:
             kept = max(stages.in_flight) / len(stages.blocks[0])
         memory = self._memory(layout, count, batch, kept)
         if memory > self._core * _SLACK:
-            return f"about {memory / 2**30:.1f} GiB, estimated from one sample; a core has {self._core >> 30} GiB"
+            return f"about {memory / 2**30:.1f} GiB, estimated from one sample; a core has {self._core / 2**30:.3g} GiB"
         busy = rows * count.operations / (self._instance.peak_tflops() * 1e12)
         sending = rows * sum(flow.sent for flow in count.flows) / self._bandwidth(_inner(layout.plugins))
         bubble = 0.0 if stages is None else stages.bubble
@@ -398,7 +398,7 @@ class _Searcher:
             largest = max(peak.parts, key=lambda part: peak.parts[part])
             return (
                 f"{peak.total / 2**30:.1f} GiB, most of it {largest} ({peak.parts[largest] / 2**30:.1f} GiB); "
-                f"a core has {self._core >> 30} GiB"
+                f"a core has {self._core / 2**30:.3g} GiB"
             )
         time = count.predict(self._calibration)
         return Ranked(layout=layout, count=count, seconds=time.seconds, low=time.low, high=time.high)
