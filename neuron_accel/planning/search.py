@@ -313,7 +313,8 @@ class _Searcher:
         least += _STATE_BYTES * own / replicas if "optimizer state" in parts else 2 * width * own
         if least <= self._core:
             return None
-        return f"weights, gradients and optimizer state are {least / 2**30:.1f} GiB, a core has {self._core / 2**30:.3g} GiB"
+        room = self._core / 2**30
+        return f"weights, gradients and optimizer state are {least / 2**30:.3g} GiB, a core has {room:.3g} GiB"
 
     def _run_family(self, plugins: tuple[StrategyPlugin, ...]) -> Sequence[StepCount] | str:
         try:

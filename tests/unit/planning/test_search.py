@@ -26,6 +26,8 @@ def command(folder, *words):
     return main([*known, "--instances", "1", "--instance", "trn1.2xlarge", *words])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_search_ranks_what_fits_and_writes_a_configuration_that_loads(folder, tmp_path, capsys, monkeypatch):
     from neuron_accel.engine.plan.config import load_config
     from neuron_accel.neuron.instances import Instance
