@@ -7,18 +7,17 @@ import gc
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from neuron_accel.backends.dry_run import DryRunBackend
 from neuron_accel.backends.select import DryRun
-from neuron_accel.engine.plan.config import load_config
 from neuron_accel.engine.plan.planner import make_plan
 from neuron_accel.engine.plan.plugin import LayoutSpace
 from neuron_accel.engine.plan.registry import default_registry
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from neuron_accel.engine.plan.mesh import Mesh
     from neuron_accel.engine.plan.plan import Plan
     from neuron_accel.engine.plan.plugin import Stages, StrategyPlugin
-    from neuron_accel.planning.search import Search
 
 DTYPES = ("bfloat16", "float32")
 INSIDE, BETWEEN = "NeuronLink", "EFA"
@@ -133,140 +131,6 @@ class LayoutCount:
             "operations": self.step.operations,
             "uncounted": list(self.step.uncounted),
         }
-
-
-@overload
-def plan(
-    model: str | os.PathLike[str] | Any,
-    *,
-    world_size: int,
-    global_batch: int,
-    sequence: int,
-    plugins: Sequence[StrategyPlugin] = (),
-    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-    accumulation: int | None = None,
-    instance: str | None = None,
-    dtype: str = "bfloat16",
-    attention: str = "eager",
-    rank: int | None = None,
-    full_depth: bool = False,
-) -> LayoutCount: ...
-@overload
-def plan(
-    model: str | os.PathLike[str] | Any,
-    *,
-    instances: int,
-    instance: str,
-    global_batch: int,
-    sequence: int,
-    dtype: str = "bfloat16",
-    attention: str = "eager",
-    price_per_hour: float | None = None,
-    calibration: Machine | None = None,
-    best: int = 10,
-    progress: Callable[[int, int], None] = ...,
-) -> Search: ...
-def plan(
-    model: str | os.PathLike[str] | Any,
-    *,
-    world_size: int | None = None,
-    instances: int | None = None,
-    global_batch: int,
-    sequence: int,
-    plugins: Sequence[StrategyPlugin] = (),
-    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-    accumulation: int | None = None,
-    instance: str | None = None,
-    dtype: str = "bfloat16",
-    attention: str = "eager",
-    rank: int | None = None,
-    full_depth: bool = False,
-    **options: Any,
-) -> LayoutCount | Search:
-    """Counts what a rank needs, by running it dry: the plan, ``prepare``, forward and backward passes and the step of
-    AdamW are those of a real run, on tensors without memory. Nothing is loaded and no other rank exists.
-
-    With ``world_size`` one layout is counted, which ``plugins`` and ``config`` name. With ``instances`` layouts are
-    searched: all that installed plugins offer, those that do not fit ruled out, the others ranked by predicted time.
-
-    Args:
-        model: a folder with a transformers ``config.json``, that file, or a configuration object, of a causal language
-            model.
-        world_size: number of ranks.
-        instances: number of instances; all of their cores are used.
-        global_batch: samples in an optimizer step, over all ranks.
-        sequence: tokens in a sample.
-        plugins: the strategies.
-        config: further strategies, and ``gradient_accumulation_steps``: as for ``NeuronAccelerator``.
-        accumulation: micro-batches in a step; by default those of ``config``, or 1.
-        instance: instance type, whose limits the layout is held to and whose core memory is compared to.
-        dtype: dtype of the weights, ``"bfloat16"`` or ``"float32"``.
-        attention: ``attn_implementation`` of transformers.
-        rank: the rank that is counted; by default the one that keeps the most, of which each stage of a pipeline has
-            its own.
-        full_depth: whether to run all blocks and micro-batches, instead of few and extrapolating.
-        options: of a search: ``price_per_hour`` of an instance; ``calibration``, measured constants for the prediction
-            of time; ``best``, the number of layouts to find, 10 by default; ``progress``, which is called with the
-            number of dry runs that are done and that will be done.
-
-    Raises:
-        ConfigurationError: for an unknown model, instance or option.
-        PlanError: if the plugins cannot run together, on this many ranks or hardware, or the batch does not divide.
-        LayoutError: if the model cannot be sharded so.
-        UnsupportedModelError: if no plan covers the model.
-    """
-    if instances is not None:
-        from neuron_accel.planning.search import search
-
-        given = {"world_size": world_size, "plugins": plugins or None, "config": config, "accumulation": accumulation}
-        given |= {"rank": rank, "full_depth": full_depth or None}
-        wrong = [name for name, value in given.items() if value is not None]
-        if wrong or instance is None:
-            raise ConfigurationError(
-                f"A search does not take {', '.join(wrong)}." if wrong else "A search needs an instance.",
-                where="instances",
-                why="it tries all layouts on so many instances, with all of their cores",
-                fix="leave instances out to count one layout" if wrong else "name an instance type",
-            )
-        return search(
-            model,
-            instances=instances,
-            instance=instance,
-            global_batch=global_batch,
-            sequence=sequence,
-            dtype=dtype,
-            attention=attention,
-            **options,
-        )
-    if world_size is None or options:
-        raise ConfigurationError(
-            f"{', '.join(options)} belong to a search." if options else "The number of ranks is not given.",
-            fix="pass world_size to count one layout, or instances to search",
-        )
-    accelerate: dict[str, Any] = {}
-    chosen = list(plugins)
-    if config is not None:
-        loaded = load_config(config)
-        accelerate, steps = dict(loaded.accelerate), loaded.accelerate.get("gradient_accumulation_steps", 1)
-        chosen += loaded.plugins
-        if accumulation is not None and accumulation != steps and steps != 1:
-            raise ConfigurationError(
-                f"accumulation={accumulation} and the configuration's {steps} contradict each other.",
-                fix="leave one of them out",
-            )
-        accumulation = steps if accumulation is None else accumulation
-    planner = Planner(
-        model,
-        world_size=world_size,
-        global_batch=global_batch,
-        sequence=sequence,
-        instance=instance,
-        dtype=dtype,
-        attention=attention,
-        options=accelerate,
-    )
-    with no_collection_of_what_is_there():
-        return planner.count(chosen, accumulation or 1, rank=rank, full_depth=full_depth)
 
 
 @dataclass(frozen=True, kw_only=True)
