@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,8 @@ With an instance or a calibration (see `neuron-accel calibrate`) the time of a s
 of public constants, of which the share a training achieves is assumed, or of measured ones.
 
 With --instances, all layouts that the installed plugins offer are searched: those that do not fit are ruled out, the
-others are ranked by their predicted time, with an interval. The fastest are counted by dry runs of their own.
+others are ranked by their predicted time, with an interval. The fastest are counted by dry runs of their own. That
+takes minutes; progress is shown on a terminal.
 
 The exit code is 1 if an instance is named and the layout, or none, fits its cores.
 """
@@ -106,12 +107,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--rank", type=int, metavar="N", help="the rank that is counted (default: the fullest)")
     where.add_argument("--full-depth", action="store_true", help="run every block instead of extrapolating")
     where.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures, for a browser")
+    where.add_argument("--json", action="store_true", help="print JSON: bytes, messages and operations")
     search = parser.add_argument_group("search, with --instances")
     search.add_argument("--best", type=int, default=10, metavar="N", help="layouts to find (default: 10)")
     search.add_argument("--why", action="store_true", help="also print why each other layout was ruled out")
     search.add_argument("--write", type=Path, metavar="FILE", help="write the configuration of the fastest layout")
     search.add_argument("--price-per-hour", type=float, metavar="X", help="of an instance, for the price of tokens")
-    where.add_argument("--json", action="store_true", help="print JSON: bytes, messages and operations")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -140,9 +141,7 @@ def run(args: argparse.Namespace) -> int:
         )
     predicted = _predicted(counted, args)
     if args.html is not None:
-        from neuron_accel.planning.report import Entry, html_report
-
-        _write(args.html, html_report([Entry(counted.mesh, counted, predicted)]))
+        _write(args.html, {counted.mesh: (counted, predicted)})
     if args.json:
         plain = None if predicted is None else predicted.to_dict()
         print(json.dumps({**counted.to_dict(), "time": plain}, indent=2))
@@ -153,7 +152,10 @@ def run(args: argparse.Namespace) -> int:
     return 0 if counted.fits in (True, None) else 1
 
 
-def _write(path: Path, page: str) -> None:
+def _write(path: Path, layouts: Mapping[str, tuple[LayoutCount, StepTime | None]]) -> None:
+    from neuron_accel.planning.report import Entry, html_report
+
+    page = html_report([Entry(label, counted, time) for label, (counted, time) in layouts.items()])
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -203,6 +205,8 @@ def _search(args: argparse.Namespace) -> int:
         )
     if args.write is not None and found.best:
         found.write(args.write)
+    if args.html is not None and found.best:
+        _write(args.html, {str(ranked.layout): (ranked.count, ranked.time) for ranked in found.best})
     print(json.dumps(found.to_dict(), indent=2) if args.json else describe_search(found, why=args.why))
     if args.write is not None and found.best and not args.json:
         print(f"\nthe configuration of the first is written to {args.write}")
@@ -321,14 +325,16 @@ def describe_search(found: Search, *, why: bool = False) -> str:
     rows = []
     for number, ranked in enumerate(found.best, start=1):
         count, links = ranked.count, ranked.count.by_link()
-        price = found.price(ranked.seconds)
-        speeds = [f"{found.tokens / seconds:,.0f}" for seconds in (ranked.seconds, ranked.high, ranked.low)]
+        price = found.price(ranked.time.seconds)
+        speeds = [
+            f"{found.tokens / seconds:,.0f}" for seconds in (ranked.time.seconds, ranked.time.high, ranked.time.low)
+        ]
         rows.append(
             [
                 str(number),
                 count.mesh,
                 _gib(count.step.peak.total).strip(),
-                f"{ranked.seconds:.3g}",
+                f"{ranked.time.seconds:.3g}",
                 f"{speeds[0]} ({speeds[1]} to {speeds[2]})",
                 f"{count.bubble:.0%}",
                 *(f"{size / 2**30:,.2f}" for size in links.values()),

@@ -27,6 +27,7 @@ from neuron_accel.neuron.instances import Instance, find_instance
 from neuron_accel.planning.layout import LayoutCount, Planner, no_collection_of_what_is_there
 from neuron_accel.planning.memory import ACTIVATIONS, GRADIENTS, TEMPORARY, WEIGHTS
 from neuron_accel.planning.step import StepCount, extrapolate
+from neuron_accel.planning.time import StepTime
 
 _REST = frozenset({Phase.STAGES, Phase.GRADIENTS, Phase.OPTIMIZER})
 """Phases of plugins that do not change what a block computes."""
@@ -77,14 +78,12 @@ class Ranked:
     Args:
         layout: the layout.
         count: memory, traffic and operations.
-        seconds, low, high: predicted time of a step and its bounds, seconds.
+        time: predicted time of a step.
     """
 
     layout: Layout
     count: LayoutCount
-    seconds: float
-    low: float
-    high: float
+    time: StepTime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +129,8 @@ class Search:
                     **ranked.count.to_dict(),
                     "layout": str(ranked.layout),
                     "config": ranked.layout.configuration(),
-                    "seconds": {"likely": ranked.seconds, "low": ranked.low, "high": ranked.high},
-                    "price_per_million_tokens": self.price(ranked.seconds),
+                    "seconds": {"likely": ranked.time.seconds, "low": ranked.time.low, "high": ranked.time.high},
+                    "price_per_million_tokens": self.price(ranked.time.seconds),
                 }
                 for ranked in self.best
             ],
@@ -274,7 +273,7 @@ class _Searcher:
         slowest = None
         for estimate in estimates:
             if len(found) >= best:
-                slowest = slowest or max(ranked.seconds for ranked in found)
+                slowest = slowest or max(ranked.time.seconds for ranked in found)
                 reason = f"at least {estimate.seconds:.3g} s for products and sending alone; {best} others are counted"
                 ruled_out.append(RuledOut(layout=estimate.layout, reason=reason))
                 continue
@@ -285,7 +284,7 @@ class _Searcher:
             else:
                 found.append(ranked)
         self._progress(total, total)
-        return sorted(found, key=lambda ranked: ranked.seconds), ruled_out
+        return sorted(found, key=lambda ranked: ranked.time.seconds), ruled_out
 
     # ---- what there is -----------------------------------------------------------------------------------------------
     def _layouts(self) -> Iterator[Layout]:
@@ -401,8 +400,7 @@ class _Searcher:
                 f"{peak.total / 2**30:.1f} GiB, most of it {largest} ({peak.parts[largest] / 2**30:.1f} GiB); "
                 f"a core has {self._core / 2**30:.3g} GiB"
             )
-        time = count.predict(self._calibration)
-        return Ranked(layout=layout, count=count, seconds=time.seconds, low=time.low, high=time.high)
+        return Ranked(layout=layout, count=count, time=count.predict(self._calibration))
 
 
 def link_bandwidth(instance: Instance, extent: int) -> float:
