@@ -306,7 +306,7 @@ class _Searcher:
         sharded = math.prod(axis.degree for plugin in layout.plugins for axis in plugin.axes() if _shards(axis.kind))
         replicas = self._planner.world_size // sharded
         own = self._planner.parameters / sharded
-        parts = {part for plugin in layout.plugins for part in plugin.shards()}
+        parts = {part for plugin in layout.plugins for part in plugin.sharded_over_replicas()}
         width = 2 if self._planner.dtype == "bfloat16" else 4
         least = sum(width * own / (replicas if part in parts else 1) for part in ("weights", "gradients"))
         least += _STATE_BYTES * own / replicas if "optimizer state" in parts else 2 * width * own
@@ -365,7 +365,7 @@ class _Searcher:
 
     def _memory(self, layout: Layout, count: StepCount, batch: int, kept: float) -> float:
         peak = max(count.peaks, key=lambda peak: peak.total).parts
-        parts = {part for plugin in layout.plugins for part in plugin.shards()}
+        parts = {part for plugin in layout.plugins for part in plugin.sharded_over_replicas()}
         replicas = self._planner.space(layout.plugins).replicas
         elements = peak[WEIGHTS] / (2 if self._planner.dtype == "bfloat16" else 4)
         state = _STATE_BYTES * elements / replicas if "optimizer state" in parts else 2 * peak[WEIGHTS]

@@ -123,7 +123,7 @@ def column(title: str, number: int = 0) -> list[str]:
 
 def test_every_hook_is_there():
     assert sorted(column("hook")) == sorted(
-        ["axes", "companions", "layouts", "shards", "stages", "validate", "with_stages", *HOOKS]
+        ["axes", "companions", "layouts", "sharded_over_replicas", "stages", "validate", "with_stages", *HOOKS]
     )
 
 

@@ -304,7 +304,7 @@ class StrategyPlugin(_KnownOptionsOnly):
         dry run."""
         return ()
 
-    def shards(self) -> frozenset[str]:
+    def sharded_over_replicas(self) -> frozenset[str]:
         """Returns which of ``"weights"``, ``"gradients"`` and ``"optimizer state"`` this plugin shards over ranks that
         hold the same parameters: for estimates, before a layout is counted."""
         return frozenset()
@@ -540,7 +540,7 @@ def hook_problems(cls: type[StrategyPlugin]) -> list[str]:
     """Returns descriptions of methods whose name is similar to that of a hook, and of hooks that do not accept their
     arguments."""
     problems = []
-    known = [*HOOKS, "axes", "companions", "validate", "stages", "with_stages", "shards"]
+    known = [*HOOKS, "axes", "companions", "validate", "stages", "with_stages", "layouts", "sharded_over_replicas"]
     for base in cls.__mro__:
         if base is StrategyPlugin or not issubclass(base, StrategyPlugin):
             continue

@@ -98,7 +98,7 @@ class FullyShardedPlugin(Zero1Plugin):
     prefetch: int = 1
     persistence_threshold: int = 0
 
-    def shards(self) -> frozenset[str]:
+    def sharded_over_replicas(self) -> frozenset[str]:
         return frozenset({"weights", "gradients", "optimizer state"})
 
     def __post_init__(self) -> None:

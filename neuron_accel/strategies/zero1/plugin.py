@@ -85,7 +85,7 @@ class Zero1Plugin(StrategyPlugin):
         """Over the replicas, if there are several."""
         return [cls()] if space.replicas > 1 else []
 
-    def shards(self) -> frozenset[str]:
+    def sharded_over_replicas(self) -> frozenset[str]:
         return frozenset({"optimizer state"})
 
     def __post_init__(self) -> None:
