@@ -15,8 +15,9 @@ from neuron_accel.errors import ConfigurationError
 SUMMARY = "measure this machine, so that plan predicts time on it"
 DESCRIPTION = """\
 Measure the constants that the time of a step is predicted with, on ranks of this machine: products of matrices by size
-and dtype, kernels that are bound by memory, the fixed cost of a kernel, collectives by kind, size and number of ranks,
-and how much of a collective is hidden behind computation. All ranks measure at the same time, as they train.
+and dtype, kernels that are bound by memory, the fixed cost of a kernel, how much slower kernels are in a training step
+than alone, collectives by kind, size and number of ranks, and how much of a collective is hidden behind computation.
+All ranks measure at the same time, as they train.
 
 The constants are written to a YAML file, for `neuron-accel plan --calibration`. Measure with as many ranks as will
 train on the machine, while nothing else runs on it. It takes about a minute.
@@ -72,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
             rows.append([op, f"{ranks} ranks", f"{least * 1e6:.0f} us, and {size / most / 1e9:.2f} GB/s"])
     for phase, constant in machine.fixed.items():
         rows.append(["fixed cost of a kernel", phase or "otherwise", f"{constant.at() * 1e6:.1f} us"])
+    for phase, constant in machine.in_training.items():
+        rows.append(["kernels in a training step", phase, f"{constant.at():.2f} times the time alone"])
     rows.append(["overlap", "", f"{machine.overlap.at():.0%}"])
     print(format_table(["constant", "of", "measured"], rows))
     print(f"written to {args.output} in {time.monotonic() - start:.0f} s")

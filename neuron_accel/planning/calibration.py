@@ -95,6 +95,9 @@ class Machine:
             kernel. The dtype ``""`` stands for all that are not named, and a kind that is missing is like the first
             of its group, ``"product"`` or ``"element-wise"``.
         fixed: seconds that a kernel takes whatever its size, by phase of the step; ``""`` stands for other phases.
+        in_training: by how much the work of a kernel takes longer in a training step than called alone again and
+            again, with operands in the caches and memory that is in use already, by phase of the step; 1 for phases
+            that are not named.
         fuses: whether memory-bound kernels between two products are compiled into one.
         overlap: share of a collective's time in which the core can compute.
         levels: the network, from the innermost level to the outermost, for collectives that were not measured.
@@ -107,6 +110,7 @@ class Machine:
     fixed: Mapping[str, Constant]
     fuses: bool
     overlap: Constant
+    in_training: Mapping[str, Constant] = field(default_factory=dict)
     levels: tuple[Level, ...] = ()
     collectives: Mapping[str, Mapping[int, Constant]] = field(default_factory=dict)
     measured_ranks: int = 0
@@ -116,6 +120,8 @@ class Machine:
         found = {f"{kind} kernels": next(iter(by.values())).source for kind, by in self.kernels.items()}
         for phase, constant in self.fixed.items():
             found[f"fixed cost of a kernel{f', {phase}' * bool(phase)}"] = constant.source
+        for phase, constant in self.in_training.items():
+            found[f"kernels in training, {phase}"] = constant.source
         for op, by_ranks in self.collectives.items():
             found[op] = next(iter(by_ranks.values())).source
         for level in self.levels:
@@ -236,6 +242,7 @@ class CalibrationFile:
         fuses: whether the device compiles memory-bound kernels into one.
         kernels: by kind and dtype, rate by size: operations per second by operations, or bytes per second by bytes.
         fixed: seconds of a kernel without work, by phase of a step; ``""`` for other phases.
+        in_training: time of a kernel's work in a training step by that of the same kernel alone, by phase of a step.
         collectives: by name and number of ranks, seconds by the bytes that a rank sends.
         overlap: share of a collective's time in which a core computes, from 0 to 1.
         spread: by family of constants, lower and upper quartile of rounds by the median.
@@ -252,6 +259,7 @@ class CalibrationFile:
     kernels: dict[str, dict[str, Points]]
     fixed: dict[str, float]
     collectives: dict[str, dict[int, Points]] = field(default_factory=dict)
+    in_training: dict[str, float] = field(default_factory=dict)
     overlap: float = 0.0
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -279,6 +287,9 @@ class CalibrationFile:
         for phase, seconds in self.fixed.items():
             if not 0 <= seconds < 1:
                 _refuse(f"A fixed cost of {seconds} seconds is not possible.", where=f"fixed.{phase}")
+        for phase, factor in self.in_training.items():
+            if not 0 < factor < math.inf:
+                _refuse(f"A factor of {factor} is not possible.", where=f"in_training.{phase}")
         for family, factors in self.spread.items():
             if family not in FAMILIES or not 0 < factors[0] <= 1 <= factors[1] < math.inf:
                 _refuse(f"A spread of {list(factors)} is not possible.", where=f"spread.{family}")
@@ -315,6 +326,7 @@ class CalibrationFile:
             fixed={phase: seconds([(1.0, value)], "fixed") for phase, value in self.fixed.items()},
             fuses=self.fuses,
             overlap=Constant.of(self.overlap, source),
+            in_training={phase: Constant.of(factor, source) for phase, factor in self.in_training.items()},
             collectives={
                 op: {n: seconds(p, "collectives") for n, p in by.items()} for op, by in self.collectives.items()
             },

@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,8 +23,9 @@ from torch.nn import functional as F
 
 from neuron_accel import NeuronAccelerator
 from neuron_accel.backends.base import Backend, Group, Traffic
-from neuron_accel.planning.calibration import CalibrationFile, dump_calibration
+from neuron_accel.planning.calibration import FORMAT, CalibrationFile, Machine, dump_calibration
 from neuron_accel.planning.memory import StepCounter
+from neuron_accel.planning.time import kernel_seconds
 from neuron_accel.planning.trace import (
     BATCHED_PRODUCT,
     ELEMENTWISE,
@@ -45,6 +47,8 @@ PRODUCTS = ((64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 256, 512), (51
 BATCHED = ((16, 32, 16, 32), (16, 64, 32, 64), (16, 128, 32, 128), (32, 128, 64, 128), (32, 256, 64, 256))
 """Matrices, rows, inner dim and columns."""
 ELEMENTS = (1 << 10, 1 << 13, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
+REFERENCE = (192, 320)
+"""Width and tokens of the blocks that are trained to compare kernels in a step with kernels alone."""
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast")
 BYTES = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Sizes of the tensors of collectives."""
@@ -66,12 +70,12 @@ class Meter:
     """
 
     def __init__(self, backend: Backend, world: Group, quick: bool = False) -> None:
-        self.backend, self.world, self._quick = backend, world, quick
+        self.backend, self.world, self.quick = backend, world, quick
         self.spread: list[tuple[float, float]] = []
 
     def of(self, sizes: Sequence[_T]) -> Sequence[_T]:
         """The sizes that are measured, of all."""
-        return sizes[1:4:2] if self._quick else sizes
+        return sizes[1:4:2] if self.quick else sizes
 
     def seconds(self, function: Callable[[], Any]) -> float:
         """Returns the seconds that one call takes. Collective."""
@@ -79,9 +83,9 @@ class Meter:
         begin = time.perf_counter()
         self._finish(function())
         once = max(self.backend.all_gather_object(time.perf_counter() - begin, self.world))
-        calls = max(1, min(1000, round((_QUICK if self._quick else _LEAST) / max(once, 1e-7))))
+        calls = max(1, min(1000, round((_QUICK if self.quick else _LEAST) / max(once, 1e-7))))
         rounds = []
-        for _ in range(ROUNDS if once < 0.2 and not self._quick else 3):
+        for _ in range(ROUNDS if once < 0.2 and not self.quick else 3):
             self.backend.barrier()
             begin = time.perf_counter()
             for _ in range(calls):
@@ -243,6 +247,43 @@ def _fixed(meter: Meter) -> dict[str, float]:
     return {"forward": seconds["forward"] / numbers["forward"], "backward": backward, "optimizer step": step, "": step}
 
 
+def _in_training(meter: Meter, machine: Machine) -> dict[str, float]:
+    """Time of kernels in steps of a model of a few blocks, without their fixed cost, by that of the same kernels alone,
+    by phase. A step runs on memory that was given back in the meantime and on operands that have left the caches."""
+    device = meter.backend.device
+    size, sequence = (32, 16) if meter.quick else REFERENCE
+    model = nn.Sequential(*(_Block(size) for _ in range(4))).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.ones(2, sequence, size, device=device)
+    tensors = [*model.parameters(), x]
+
+    def forward() -> torch.Tensor:
+        return model(x).square().mean()
+
+    def passes() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = forward()
+        loss.backward()
+        return loss
+
+    def step() -> torch.Tensor:
+        loss = passes()
+        optimizer.step()
+        return loss
+
+    step()
+    found: dict[str, float] = {}
+    before = (0.0, 0.0, 0)
+    for phase, function in (("forward", forward), ("backward", passes), ("optimizer step", step)):
+        kernels = _traced(device, tensors, function)
+        alone = sum(number * kernel_seconds(machine, kernel) for kernel, number in kernels)
+        now = (meter.seconds(function), alone, sum(number for _, number in kernels))
+        seconds, alone, number = (after - earlier for after, earlier in zip(now, before, strict=True))
+        found[phase] = max(0.1, (seconds - number * machine.fixed[phase].at()) / alone)
+        before = now
+    return found
+
+
 # ---- collectives -----------------------------------------------------------------------------------------------------
 def _collective(meter: Meter, op: str, group: Group) -> Points:
     """Seconds by the bytes that a rank sends."""
@@ -306,6 +347,19 @@ def measure(
     note("fixed cost of a kernel")
     fixed = {"": 0.0} if backend.is_lazy else _fixed(meter)
     spread["fixed"] = (1.0, 1.0) if backend.is_lazy else meter.take_spread()
+    found = CalibrationFile(
+        neuron_accel_calibration=FORMAT,
+        machine=f"{platform.machine()}, {backend.name} backend on {backend.device.type}, torch {torch.__version__}",
+        ranks=world.size,
+        date=time.strftime("%Y-%m-%d"),
+        fuses=backend.is_lazy,
+        kernels=kernels,
+        fixed=fixed,
+    )
+    if not backend.is_lazy:
+        note("kernels in a training step")
+        found = replace(found, in_training=_in_training(meter, found.to_machine()))
+        meter.take_spread()
     collectives: dict[str, dict[int, Points]] = {op: {} for op in COLLECTIVES} if world.size > 1 else {}
     degrees = [degree for degree in range(2, world.size + 1) if world.size % degree == 0 and degree & (degree - 1) == 0]
     for degree in dict.fromkeys([*degrees, world.size] if world.size > 1 else []):
@@ -317,18 +371,7 @@ def measure(
     spread["collectives"] = meter.take_spread() if collectives else (1.0, 1.0)
     note("overlap of collectives and kernels")
     overlap = _overlap(meter) if world.size > 1 else 0.0
-    return CalibrationFile(
-        neuron_accel_calibration=1,
-        machine=f"{platform.machine()}, {backend.name} backend on {backend.device.type}, torch {torch.__version__}",
-        ranks=world.size,
-        date=time.strftime("%Y-%m-%d"),
-        fuses=backend.is_lazy,
-        kernels=kernels,
-        fixed=fixed,
-        collectives=collectives,
-        overlap=overlap,
-        spread=spread,
-    )
+    return replace(found, collectives=collectives, overlap=overlap, spread=spread)
 
 
 def main(file: str, *options: str) -> None:

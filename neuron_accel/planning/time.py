@@ -183,13 +183,14 @@ class _Run:
     def _work(self, work: Work) -> None:
         start, self._phase = self._now, work.phase
         machine, bound = self._machine, self._bound
+        fixed = (machine.fixed.get(work.phase) or machine.fixed[""]).at(bound=bound)
+        factor = machine.in_training[work.phase].at(bound=bound) if work.phase in machine.in_training else 1.0
         for kernel, number in work.kernels:
-            fixed = machine.fixed.get(work.phase) or machine.fixed[""]
-            self._spend(FIXED, number * fixed.at(bound=bound))
+            self._spend(FIXED, number * fixed)
             if kernel.kind in _MULTIPLIES:
-                self._spend(PRODUCTS, number * kernel_seconds(machine, kernel, bound))
+                self._spend(PRODUCTS, number * factor * kernel_seconds(machine, kernel, bound))
             elif not machine.fuses:
-                self._spend(OTHERS, number * kernel_seconds(machine, kernel, bound))
+                self._spend(OTHERS, number * factor * kernel_seconds(machine, kernel, bound))
         if machine.fuses and work.fused:
             self._spend(OTHERS, work.fused / _rate(machine, "element-wise", "").at(work.fused, bound))
         self.spans.append(Span("compute", work.phase, start, self._now))
@@ -202,7 +203,7 @@ class _Run:
 
 
 def kernel_seconds(machine: Machine, kernel: Kernel, bound: Bound = "likely") -> float:
-    """Returns the time of one kernel without its fixed cost, by the roofline."""
+    """Returns the time of one kernel, called alone, without its fixed cost, by the roofline."""
     if kernel.kind not in _MULTIPLIES:
         return kernel.moved / _rate(machine, kernel.kind, kernel.dtype).at(kernel.moved, bound)
     computing = kernel.operations / _rate(machine, kernel.kind, kernel.dtype).at(kernel.operations, bound)

@@ -19,6 +19,7 @@ FILE = {
     "kernels": {"product": {"float32": [[1e6, 1e9], [1e9, 4e9]]}, "element-wise": {"float32": [[1e3, 1e8]]}},
     "fixed": {"forward": 2e-5, "": 1e-5},
     "collectives": {"all_reduce": {2: [[1e3, 1e-4]]}},
+    "in_training": {"forward": 1.5},
     "overlap": 0.25,
     "spread": {"kernels": [0.5, 2.0]},
 }
@@ -33,6 +34,7 @@ def test_constants_are_those_of_the_file(tmp_path):
     assert product.at(1e9, "best") == pytest.approx(4e9 * 2 * (1 + FORM_ERROR))
     assert product.at(1e9, "worst") == pytest.approx(4e9 / 2 / (1 + FORM_ERROR))
     assert machine.collectives["all_reduce"][2].at(1e3, "worst") == pytest.approx(1e-4 * (1 + FORM_ERROR))
+    assert machine.in_training["forward"].at() == 1.5
     assert (machine.overlap.at(), machine.measured_ranks, machine.fuses) == (0.25, 2, False)
     assert set(machine.sources().values()) == {"calibrated (on a test, 2 ranks)"}
 
@@ -50,6 +52,7 @@ def test_constants_are_those_of_the_file(tmp_path):
         (("kernels", "element-wise"), {}, ["no rate of element-wise"]),
         (("fixed",), {"forward": 1e-5}, ["no fixed cost"]),
         (("fixed", "forward"), -1.0, ["-1.0 seconds", "fixed.forward"]),
+        (("in_training", "forward"), 0.0, ["factor of 0.0", "in_training.forward"]),
         (("overlap",), 1.5, ["overlap is 1.5", "from 0 to 1"]),
         (("ranks",), 0, ["ranks is 0"]),
         (("spread", "kernels"), [2.0, 0.5], ["spread of [2.0, 0.5]"]),
@@ -113,3 +116,5 @@ def test_ranks_measure_this_machine():
         assert least < most
         assert 0 < quick < slow * 20
     assert 0 < machine.fixed["forward"].at() < 0.1
+    assert {*machine.in_training} == {"forward", "backward", "optimizer step"}
+    assert all(0.1 <= factor.at() < 100 for factor in machine.in_training.values())

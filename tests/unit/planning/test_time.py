@@ -71,6 +71,13 @@ def test_a_step_is_its_kernels_and_what_it_waits_for():
     assert (stage.seconds, stage.parts["bubble"]) == pytest.approx((11 / 0.8 + 4, 11 / 4))
 
 
+def test_kernels_of_a_phase_take_longer_in_training_than_alone():
+    slower = machine(in_training={"backward": constant(2.0)})
+    both = predict_time(counted(work(PRODUCT), work(SUM, phase="backward")), slower)
+    assert both.parts == pytest.approx({"fixed cost of kernels": 1.5, "matrix products": 10, "other kernels": 6})
+    assert slower.sources()["kernels in training, backward"] == "calibrated (a test)"
+
+
 def test_fused_kernels_move_their_bytes_once():
     fusing = machine(fuses=True, fixed={"": constant(0.0)})
     assert predict_time(counted(work(SUM, SUM, PRODUCT, fused=40)), fusing).seconds == pytest.approx(14)
