@@ -201,6 +201,8 @@ class NeuronAccelerator(Accelerator):
         check_dry_precision(self.mixed_precision, decision.backend)
         if self.is_precompiling:
             wanted = precompile_plugins(wanted, self.gradient_accumulation_steps, os.environ)
+        if decision.dry_run is not None:
+            wanted = [*wanted, *decision.dry_run.observers]
         ranks = connect(decision, timeout=timeout_of(handlers), adopts=not was_connected)
         if decision.dry_run is None:
             check_connected(ranks.world_size, self.state.num_processes)

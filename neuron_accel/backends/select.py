@@ -12,13 +12,15 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from neuron_accel.backends.base import Backend
 from neuron_accel.errors import ConfigurationError, UsageError, did_you_mean
@@ -70,6 +72,7 @@ class DryRun:
     Args:
         world_size: number of ranks.
         rank: the rank that this process is.
+        observers: plugins that are added to those of the run.
 
     Raises:
         ConfigurationError: if there is no such rank.
@@ -77,6 +80,7 @@ class DryRun:
 
     world_size: int = 1
     rank: int = 0
+    observers: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -89,6 +93,19 @@ class DryRun:
                 where="DryRun",
                 fix=f"pass a rank from 0 to {self.world_size - 1}",
             )
+
+
+_RUNS_DRY: ContextVar[DryRun | None] = ContextVar("neuron_accel.runs_dry", default=None)
+
+
+@contextmanager
+def runs_dry(dry_run: DryRun) -> Iterator[None]:
+    """A context in which every run of this thread is ``dry_run``, whatever backend it asks for."""
+    token = _RUNS_DRY.set(dry_run)
+    try:
+        yield
+    finally:
+        _RUNS_DRY.reset(token)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +239,7 @@ def settle(
     """Chooses the backend and makes Accelerate choose the same. Must be called before Accelerate is imported.
 
     If torch_xla can be imported but XLA is not used, sets ``USE_TORCH_XLA=false`` in ``environ``, which Accelerate
-    reads.
+    reads. Inside :func:`runs_dry` every run is dry.
 
     Args:
         environ: environment variables, ``os.environ``.
@@ -234,7 +251,7 @@ def settle(
         UsageError: if Accelerate was imported before and chose differently.
     """
     probes = probes or Machine()
-    decision = choose(requested, environ, probes, cpu=cpu)
+    decision = choose(_RUNS_DRY.get() or requested, environ, probes, cpu=cpu)
     has_decided = modules.get("accelerate.utils.imports")
     if has_decided is not None:
         _check_agrees(decision, bool(has_decided.is_torch_xla_available()))
@@ -312,7 +329,7 @@ def _requested(requested: str | None, environ: Mapping[str, str]) -> tuple[str, 
 
 def _dry_run_of(environ: Mapping[str, str]) -> DryRun:
     """The ranks of a dry run, from the environment: one rank by default."""
-    values: dict[str, int] = {}
+    values: dict[str, Any] = {}
     for name, option in ((DRY_RUN_SIZE_VARIABLE, "world_size"), (DRY_RUN_RANK_VARIABLE, "rank")):
         text = environ.get(name, "").strip()
         if text and not text.isdecimal():

@@ -79,16 +79,26 @@ def _line(line: str, width: int) -> Iterator[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose error messages begin with its own usage and suggest the most similar option."""
+    """An ArgumentParser whose error messages begin with its own usage and suggest the most similar option.
+
+    Attributes:
+        rest: name of the argument that receives the words after ``--``; None: they are arguments as all others.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": HelpFormatter, "allow_abbrev": False, **kwargs})
+        self.rest: str | None = None
         self._words: list[str] = []
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         if args is None:
             return super().parse_known_args(args, namespace)
         self._words = list(args)
+        if self.rest is not None:
+            end = self._words.index("--") if "--" in self._words else len(self._words)
+            args, rest = self._words[:end], self._words[end + 1 :]
+            namespace = argparse.Namespace() if namespace is None else namespace
+            setattr(namespace, self.rest, rest)
         namespace, left = super().parse_known_args(args, namespace)
         unknown = [word for word in left if word.startswith("-") and word != "--"]
         if left:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+import traceback
+import types
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuron_accel.cli.parser import naming_options
+from neuron_accel.cli import _rank
+from neuron_accel.cli.parser import Parser, naming_options
 from neuron_accel.cli.terminal import format_table, terminal_width
-from neuron_accel.errors import ConfigurationError
+from neuron_accel.errors import ConfigurationError, NeuronAccelError
 
 if TYPE_CHECKING:
     from neuron_accel.engine.plan.plugin import StrategyPlugin
     from neuron_accel.planning import LayoutCount
+    from neuron_accel.planning.script import ScriptCount
     from neuron_accel.planning.search import Search
     from neuron_accel.planning.time import StepTime
 
@@ -30,6 +37,10 @@ alike are run two and three at a time and extrapolated, so that a model of any d
 
 Strategies are given as options, or in the configuration that the training uses. Without any, every rank is a
 data-parallel replica. Ranks that are left over by tensor parallelism are data-parallel.
+
+With a training script instead of a model, the script itself is run dry, as it is, up to the end of its second optimizer
+step, and that step is counted. Its arguments follow --. It runs as one rank of --nproc-per-node x --nnodes; what it
+prints goes to stderr, and files that it writes until then are written. Values that it reads (loss.item()) are zeros.
 
 Memory is that of the tensors which are alive at the peak of a step. What the runtime and compiled graphs take is not
 counted. Of the stages of a pipeline the fullest is shown. Autocast (mixed_precision) is refused.
@@ -50,6 +61,7 @@ examples:
 --sequence-parallel --zero-1 --recompute --instance trn1.32xlarge
   neuron-accel plan --model some/folder --instances 16 --instance trn1.32xlarge --global-batch 1024 --sequence 4096 \
 --write train.yaml
+  neuron-accel plan train.py --nproc-per-node 32 --nnodes 16 --instance trn1.32xlarge -- --epochs 3
   neuron-accel plan --model config.json --world-size 64 --global-batch 64 --sequence 2048 --config train.yaml --json
 """
 _LESS = {
@@ -77,17 +89,20 @@ _OPTIONS = {
 """Arguments of functions in error messages, and the options that they correspond to."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_argument_group("what is trained")
-    what.add_argument(
-        "--model", required=True, metavar="FOLDER", help="folder with a config.json of transformers, or that file"
-    )
-    what.add_argument("--world-size", type=int, metavar="N", help="number of ranks (cores), to count one layout")
+def add_arguments(parser: Parser) -> None:
+    parser.rest = "script_args"
+    parser.add_argument("script", nargs="?", help="a training script, to be counted as it is; its arguments follow --")
+    what = parser.add_argument_group("what is trained, without a script")
+    what.add_argument("--model", metavar="FOLDER", help="folder with a config.json of transformers, or that file")
     what.add_argument("--instances", type=int, metavar="N", help="number of instances, to search layouts on all cores")
-    what.add_argument("--global-batch", type=int, required=True, metavar="N", help="samples in a step, over all ranks")
-    what.add_argument("--sequence", type=int, required=True, metavar="N", help="tokens in a sample")
+    what.add_argument("--global-batch", type=int, metavar="N", help="samples in a step, over all ranks")
+    what.add_argument("--sequence", type=int, metavar="N", help="tokens in a sample")
     what.add_argument("--accumulation", type=int, metavar="N", help="micro-batches in a step (default: 1)")
-    what.add_argument("--dtype", default="bfloat16", help="of the weights: bfloat16 (default) or float32")
+    what.add_argument("--dtype", help="of the weights: bfloat16 (default) or float32")
+    script = parser.add_argument_group("with a script")
+    script.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks of a machine, as of launch")
+    script.add_argument("--nnodes", type=int, metavar="N", help="number of machines (default: 1)")
+    script.add_argument("--steps", type=int, metavar="N", help="the optimizer step that is counted (default: 2)")
     how = parser.add_argument_group("layout")
     how.add_argument("--config", type=Path, metavar="FILE", help="configuration of the training, with its plugins")
     how.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks that share each layer")
@@ -100,11 +115,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--recompute", action="store_true", help="recompute every block in the backward pass")
     how.add_argument("--flash-attention", action="store_true", help="attention without a full matrix of scores")
     where = parser.add_argument_group("where, and output")
+    where.add_argument("--world-size", type=int, metavar="N", help="number of ranks (cores), to count one layout")
     where.add_argument("--instance", metavar="TYPE", help="instance type, such as trn1.32xlarge: limits, core memory")
     where.add_argument(
         "--calibration", type=Path, metavar="FILE", help="constants of neuron-accel calibrate, to predict time with"
     )
-    where.add_argument("--rank", type=int, metavar="N", help="the rank that is counted (default: the fullest)")
+    where.add_argument(
+        "--rank", type=int, metavar="N", help="the rank that is counted (default: fullest; of a script 0)"
+    )
     where.add_argument("--full-depth", action="store_true", help="run every block instead of extrapolating")
     where.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures, for a browser")
     where.add_argument("--json", action="store_true", help="print JSON: bytes, messages and operations")
@@ -118,6 +136,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from neuron_accel.planning import plan
 
+    if args.script is not None:
+        return _count_script(args)
+    _check_model(args)
     if args.instances is not None:
         return _search(args)
     if args.world_size is None:
@@ -139,17 +160,145 @@ def run(args: argparse.Namespace) -> int:
             rank=args.rank,
             full_depth=args.full_depth,
         )
+    return _report(counted, args)
+
+
+def _report(counted: LayoutCount, args: argparse.Namespace, script: ScriptCount | None = None) -> int:
+    """Prints and writes a count; returns the exit code."""
     predicted = _predicted(counted, args)
     if args.html is not None:
         _write(args.html, {counted.mesh: (counted, predicted)})
     if args.json:
         plain = None if predicted is None else predicted.to_dict()
-        print(json.dumps({**counted.to_dict(), "time": plain}, indent=2))
+        print(json.dumps({**(script or counted).to_dict(), "time": plain}, indent=2))
     else:
         print(describe(counted, terminal_width()))
+        if script is not None:
+            print("\n".join(_remarks(script, args.script)))
         if predicted is not None:
-            print("\n".join(["", *describe_time(predicted, args.global_batch * args.sequence)]))
+            print("\n".join(["", *describe_time(predicted, counted.tokens)]))
     return 0 if counted.fits in (True, None) else 1
+
+
+# ---- a script --------------------------------------------------------------------------------------------------------
+_OF_A_SCRIPT = ("nproc_per_node", "nnodes", "steps", "script_args")
+_OF_A_MODEL = (
+    *(
+        "model",
+        "instances",
+        "global_batch",
+        "sequence",
+        "accumulation",
+        "dtype",
+        "config",
+        "sequence_parallel",
+        "zero1",
+    ),
+    *("recompute", "flash_attention", "full_depth", "why", "write", "price_per_hour"),
+)
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    """Checks that what belongs to a model is given, and nothing that belongs to a script."""
+    if args.script_args:
+        raise ConfigurationError(
+            f"There is no script to pass {shlex.join(args.script_args)} to.", fix="name the script before --"
+        )
+    if args.model is None:
+        raise ConfigurationError(
+            "There is nothing to count.",
+            fix="name a training script, or pass --model with a folder or config.json",
+        )
+    missing = [option for option in ("global_batch", "sequence") if getattr(args, option) is None]
+    if missing:
+        raise ConfigurationError(
+            f"A model needs {' and '.join(map(_option, missing))}.", fix="pass samples in a step and tokens in a sample"
+        )
+    given = [name for name in _OF_A_SCRIPT if getattr(args, name)]
+    if given:
+        raise ConfigurationError(
+            f"{', '.join(map(_option, given))} belong to a script.", fix="pass --world-size for the number of ranks"
+        )
+    args.dtype = args.dtype or "bfloat16"
+
+
+def _option(name: str) -> str:
+    return _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+
+
+def _count_script(args: argparse.Namespace) -> int:
+    from neuron_accel.planning.script import count_training
+
+    given = [name for name in _OF_A_MODEL if getattr(args, name)]
+    given += ["tensor_parallel_size"] if args.tensor_parallel_size != 1 else []
+    if given:
+        raise ConfigurationError(
+            f"A script is counted as it is, and {', '.join(map(_option, given))} would be without effect.",
+            fix="leave them out; the model and its layout are those of the script, whose arguments follow --",
+        )
+    if not os.path.isfile(args.script):
+        raise ConfigurationError(f"There is no file {args.script}.", where=f"relative to {os.getcwd()}")
+    ranks = (args.nproc_per_node or 1) * (args.nnodes or 1)
+    if args.nproc_per_node is None and args.world_size is None:
+        raise ConfigurationError("The number of ranks is not given.", fix="pass --nproc-per-node and --nnodes")
+    if args.world_size not in (None, ranks) and (args.nproc_per_node or args.nnodes):
+        raise ConfigurationError(
+            f"--world-size {args.world_size} and {ranks} ranks on all machines contradict each other.",
+            fix="leave --world-size out",
+        )
+    try:
+        with naming_options({"step": "--steps"}), _as_main(args.script, args.script_args):
+            counted = count_training(
+                lambda: _rank.run_script(args.script),
+                world_size=args.world_size or ranks,
+                rank=args.rank or 0,
+                step=2 if args.steps is None else args.steps,
+                instance=args.instance,
+            )
+    except NeuronAccelError as error:
+        _show_cause(error)
+        raise
+    return _report(counted.layout, args, counted)
+
+
+@contextlib.contextmanager
+def _as_main(script: str, arguments: list[str]) -> Iterator[None]:
+    """A context in which a script runs as ``__main__``, and prints to stderr."""
+    main, path, words = sys.modules["__main__"], list(sys.path), sys.argv
+    sys.argv = [script, *arguments]
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.modules["__main__"], sys.path[:], sys.argv = main, path, words
+
+
+def _show_cause(error: BaseException) -> None:
+    """Prints the traceback of the script's own error, if it was one."""
+    cause: BaseException | None = error
+    while isinstance(cause, NeuronAccelError):
+        cause = cause.__cause__
+    if isinstance(cause, Exception):
+        traceback.print_exception(type(cause), cause, _of_script(cause))
+
+
+def _of_script(error: BaseException) -> types.TracebackType | None:
+    """The traceback of an error from the first line of the script on."""
+    stack = error.__traceback__
+    while stack is not None and stack.tb_frame.f_globals.get("__name__") != "__main__":
+        stack = stack.tb_next
+    return stack or error.__traceback__
+
+
+def _remarks(counted: ScriptCount, script: str) -> list[str]:
+    """What has to be known about the count of a script."""
+    lines = ["", f"counted: optimizer step {counted.step} of {script}, with all that it does since the one before"]
+    if counted.layout.bubble:
+        lines.append("stages of a pipeline differ: this is one of them, --rank counts others")
+    if counted.reads:
+        lines.append("values that it reads are zeros in a dry run; what it decides by them may differ:")
+        lines += [f"  {place}: {times} times" for place, times in counted.reads.items()]
+    return lines
 
 
 def _write(path: Path, layouts: Mapping[str, tuple[LayoutCount, StepTime | None]]) -> None:
@@ -183,7 +332,7 @@ def _search(args: argparse.Namespace) -> int:
     given = [name for name in (*layout, "flash_attention") if getattr(args, name)]
     given += ["tensor_parallel_size"] if args.tensor_parallel_size != 1 else []
     if given:
-        options = ", ".join(_OPTIONS.get(name, f"--{name.replace('_', '-')}") for name in given)
+        options = ", ".join(map(_option, given))
         raise ConfigurationError(
             f"--instances searches layouts, and {options} name one.",
             fix="leave --instances out and give --world-size to count it, or leave the others out",
@@ -254,8 +403,7 @@ def describe(counted: LayoutCount, width: int) -> str:
     lines = [
         f"{counted.model}, {_big(counted.parameters)} parameters, as rank {counted.rank} of {counted.mesh}",
         f"plugins: {', '.join(counted.plugins) or 'none'}",
-        f"micro-batches of a data-parallel rank in a step: {counted.accumulation} of {counted.micro_batch} x "
-        f"{counted.sequence} tokens",
+        f"micro-batches of a data-parallel rank in a step: {counted.batch}",
         *([f"bubble of the pipeline: {counted.bubble:.0%} of the time"] if counted.bubble else []),
         "",
         "memory of a rank at the peak of a step",
@@ -289,11 +437,12 @@ def describe(counted: LayoutCount, width: int) -> str:
 
 
 def describe_time(predicted: StepTime, tokens: int) -> list[str]:
-    """Returns lines that say how long a step of so many tokens takes, and what the constants are."""
+    """Returns lines that say how long a step of so many tokens (0: unknown) takes, and what the constants are."""
     lines = [f"predicted time of a step: {_duration(predicted.seconds)}"]
     lines.append(f"between {_duration(predicted.low)} and {_duration(predicted.high)}")
     slow, fast = tokens / predicted.high, tokens / predicted.low
-    lines.append(f"{tokens / predicted.seconds:,.0f} tokens/s over all ranks ({slow:,.0f} to {fast:,.0f})")
+    if tokens:
+        lines.append(f"{tokens / predicted.seconds:,.0f} tokens/s over all ranks ({slow:,.0f} to {fast:,.0f})")
     rows = [
         [part, _duration(seconds), _bar(seconds, predicted.seconds)]
         for part, seconds in sorted(predicted.parts.items(), key=lambda item: -item[1])

@@ -52,8 +52,8 @@ class LayoutCount:
         rank: the rank that was counted.
         micro_batch: samples of a data-parallel rank in a micro-batch.
         accumulation: micro-batches in a step, accumulated ones and those of a pipeline.
-        sequence: tokens in a sample.
-        layers: number of blocks of the model.
+        sequence: tokens in a sample; 0 if the samples are not known to consist of tokens.
+        layers: number of blocks of the model; 0 if it is not known.
         extrapolated: whether the count is that of few blocks and micro-batches, extrapolated. Messages in buckets are
             then approximate, bytes exact but for the padding of buckets, and operations exact.
         step: what was counted.
@@ -110,6 +110,12 @@ class LayoutCount:
                     extent = inner
             found[BETWEEN if extent > full or (flow.axis == "world" and inner > full) else INSIDE] += flow.sent
         return found
+
+    @property
+    def batch(self) -> str:
+        """The micro-batches of a data-parallel rank in a step, as text."""
+        each = f"x {self.sequence} tokens" if self.sequence else "samples"
+        return f"{self.accumulation} of {self.micro_batch} {each}"
 
     @property
     def fits(self) -> bool | None:
@@ -380,7 +386,7 @@ class Planner:
         return self._counts[key]
 
     def _dry(self, run: _Run, *, warm_up: bool = True) -> StepCount:
-        with _accelerate_set_aside():
+        with accelerate_set_aside():
             from neuron_accel.accelerator import NeuronAccelerator
 
             accelerator = NeuronAccelerator(
@@ -440,7 +446,7 @@ def no_collection_of_what_is_there() -> Iterator[None]:
 
 
 @contextmanager
-def _accelerate_set_aside() -> Iterator[None]:
+def accelerate_set_aside() -> Iterator[None]:
     """A context in which Accelerate's state, which all accelerators of a process share, is a new one."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 

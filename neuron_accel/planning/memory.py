@@ -324,6 +324,7 @@ class StepCounter(TorchDispatchMode):
         """Begins to look for peaks anew, from what is alive now."""
         self._follow(self._live)
         self._peaks = {}
+        self._all = [storage for storage in self._all if storage.died is None]
 
     def peaks(self) -> list[Peak]:
         """Returns the peak of each moment that was seen since :meth:`forget_peaks`, in the order of first allocation.

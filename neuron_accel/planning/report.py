@@ -80,10 +80,7 @@ def _facts(entry: Entry) -> str:
     rows = [
         ("plugins", ", ".join(counted.plugins) or "none"),
         ("parameters", f"{counted.parameters:,}"),
-        (
-            "batch of a data-parallel rank",
-            f"{counted.accumulation} of {counted.micro_batch} x {counted.sequence} tokens",
-        ),
+        ("batch of a data-parallel rank", counted.batch),
         ("operations of a rank in a step", f"{counted.step.operations / 1e12:,.2f} T"),
         ("memory", f"{_gib(counted.step.peak.total)}, reached in {counted.step.peak.moment}"),
     ]

@@ -103,19 +103,19 @@ def count_step(
         model = build()
         counter.label([*model.parameters(), *model.buffers()], HOST)
         model, stepper = accelerator.prepare(model, optimizer(model.parameters()))
-        kept = [*_kept(accelerator.run.prepared(model)), *model.buffers()]
+        kept = [*kept_tensors(accelerator.run.prepared(model)), *model.buffers()]
         counter.label(kept, WEIGHTS)
         counter.name_modules(model, blocks)
         for _ in range(2 if warm_up else 1):
             counter.forget_peaks()
             before = counter.operations
-            with _no_collection(), backend.record() as traffic:
+            with no_collection(), backend.record() as traffic:
                 if isinstance(backend, DryRunBackend):
                     counter.tracer = Tracer(traffic, counter.find, lambda: backend.imitating)
                 _train(accelerator, counter, model, stepper, batch, max_norm)
         return StepCount(
             peaks=tuple(counter.peaks()),
-            flows=tuple(_flows(traffic.transfers)),
+            flows=tuple(flows_of(traffic.transfers)),
             operations=counter.operations - before,
             weights=sum(tensor.nbytes for tensor in kept),
             uncounted=tuple(sorted(counter.uncounted)),
@@ -124,8 +124,8 @@ def count_step(
         )
 
 
-def _kept(model: PreparedModel | None) -> Iterator[torch.Tensor]:
-    """What this rank keeps of the parameters: where their values are gathered for use, its elements."""
+def kept_tensors(model: PreparedModel | None) -> Iterator[torch.Tensor]:
+    """Yields what this rank keeps of the parameters: where their values are gathered for use, its elements."""
     for record in model.parameters if model is not None else ():
         if record.weights is not None:
             yield record.weights.tensor
@@ -139,7 +139,7 @@ def _own_blocks(container: nn.Module) -> tuple[int, ...]:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """A context in which cycles of references are not collected, at moments that would differ from run to run."""
     gc.collect()
     enabled = gc.isenabled()
@@ -175,7 +175,8 @@ def _train(
                 optimizer.zero_grad()
 
 
-def _flows(transfers: Iterable[Transfer]) -> list[Flow]:
+def flows_of(transfers: Iterable[Transfer]) -> list[Flow]:
+    """Returns the transfers, those that are alike together."""
     messages: Counter[tuple[str, str, int, str]] = Counter()
     sent: Counter[tuple[str, str, int, str]] = Counter()
     for transfer in transfers:

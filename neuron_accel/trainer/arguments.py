@@ -11,6 +11,7 @@ from neuron_accel.backends.select import connect, settle
 
 settle(os.environ)
 
+import torch  # noqa: E402
 from transformers import Seq2SeqTrainingArguments, TrainingArguments  # noqa: E402
 from transformers.training_args import OptimizerNames  # noqa: E402
 
@@ -94,12 +95,19 @@ class StrategyArguments:
         self._check_values()
         theirs: Any = self  # the type of the class that follows this mixin
         self.decision = settle(os.environ, cpu=bool(theirs.use_cpu))
-        if self.decision.device == "cpu":
+        if self.decision.device in ("cpu", "meta"):
             theirs.use_cpu = True
-        if self.decision.backend == "xla" and self.optim == OptimizerNames.ADAMW_TORCH_FUSED:  # type: ignore[has-type]
-            self.optim = OptimizerNames.ADAMW_TORCH  # the same updates; torch does not support the fused version on XLA
+        has_fused = self.decision.device not in ("xla", "meta")
+        if not has_fused and self.optim == OptimizerNames.ADAMW_TORCH_FUSED:  # type: ignore[has-type]
+            self.optim = OptimizerNames.ADAMW_TORCH  # the same updates
         super().__post_init__()  # type: ignore[misc]
         self.make_plan()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of tensors; the meta device in a dry run, which transformers does not know."""
+        known = super().device  # type: ignore[misc]  # connects to the other ranks
+        return known if self.decision.dry_run is None else torch.device("meta")
 
     # ---- strategies and plan -----------------------------------------------------------------------------------------
     def strategies(self) -> list[StrategyPlugin]:
