@@ -33,7 +33,7 @@ from neuron_accel.engine.plan.config import RunConfig, load_config  # noqa: E402
 from neuron_accel.engine.plan.mesh import AxisKind  # noqa: E402
 from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin  # noqa: E402
 from neuron_accel.engine.plan.registry import default_registry  # noqa: E402
-from neuron_accel.engine.runtime.preview import explain_parameters, preview  # noqa: E402
+from neuron_accel.engine.runtime.preview import explain_memory, explain_parameters, preview  # noqa: E402
 from neuron_accel.errors import UsageError  # noqa: E402
 from neuron_accel.loop import gather as values  # noqa: E402
 from neuron_accel.loop import prepare  # noqa: E402
@@ -206,7 +206,8 @@ class NeuronAccelerator(Accelerator):
         ranks = connect(decision, timeout=timeout_of(handlers), adopts=not was_connected)
         if decision.dry_run is None:
             check_connected(ranks.world_size, self.state.num_processes)
-        self.run = begin(wanted, ranks, registry, hardware_of_run(os.environ, decision))
+        self._hardware = hardware_of_run(os.environ, decision)
+        self.run = begin(wanted, ranks, registry, self._hardware)
         self.run.backward_scale = self._backward_scale
         self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
         self._session = Session(self._source())
@@ -311,7 +312,8 @@ class NeuronAccelerator(Accelerator):
     def explain(self, model: nn.Module, *, tokens: int | None = None) -> str:
         """Describes how every parameter of a model is sharded on this rank, by which rule, and what its modules send.
 
-        For a model that is not prepared yet, describes what `prepare` would do to it. Not collective.
+        For a model that is not prepared yet, describes what `prepare` would do to it. Not collective. On an instance,
+        or for one (NEURON_ACCEL_INSTANCE), also compares what training takes at least with the memory of a core.
 
         Args:
             model: a model, prepared or not.
@@ -327,7 +329,9 @@ class NeuronAccelerator(Accelerator):
         prepared, run = self.run.prepared(model), self.run
         if prepared is None:
             prepared, run = preview(model, self.run)
-        return explain_parameters(prepared, run, tokens=tokens)
+        text = explain_parameters(prepared, run, tokens=tokens)
+        memory = "" if self._hardware is None else explain_memory(prepared, run, self._hardware)
+        return f"{text}\n\n{memory}" if memory else text
 
     # ---- prepare -----------------------------------------------------------------------------------------------------
     @overload

@@ -133,6 +133,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --slurm: the job gets SIGTERM before its time limit, time enough for --grace, and is queued again",
     )
+    _option(
+        neuron,
+        "--check-memory",
+        action="store_true",
+        help="first run the script dry up to its second optimizer step, and warn if that does not fit a core",
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--tee", action="store_true", help="show every rank's output, prefixed with the rank")
     _option(output, "--log-dir", metavar="DIR", help="keep every rank's output in DIR/rank_N/{stdout,stderr}.log")
@@ -195,6 +201,10 @@ def run(args: argparse.Namespace) -> int:
             why="it is a property of the job that a batch file describes",
             fix="add --slurm FILE, or leave it out",
         )
+    if args.check_memory and request.node_rank == 0:
+        from neuron_accel.cli.memory_check import check_memory
+
+        _say(check_memory(plan))
     if args.slurm is not None:
         _write_batch_files(args.slurm, plan, args)
         return 0

@@ -64,7 +64,7 @@ examples:
   neuron-accel plan train.py --nproc-per-node 32 --nnodes 16 --instance trn1.32xlarge -- --epochs 3
   neuron-accel plan --model config.json --world-size 64 --global-batch 64 --sequence 2048 --config train.yaml --json
 """
-_LESS = {
+LESS = {
     "weights": "a higher --tensor-parallel-size",
     "gradients": "--zero-1, or a higher --tensor-parallel-size",
     "master weights": "--zero-1, or more ranks",
@@ -100,6 +100,7 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--accumulation", type=int, metavar="N", help="micro-batches in a step (default: 1)")
     what.add_argument("--dtype", help="of the weights: bfloat16 (default) or float32")
     script = parser.add_argument_group("with a script")
+    script.add_argument("--module", "-m", action="store_true", help="the script is a module name")
     script.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks of a machine, as of launch")
     script.add_argument("--nnodes", type=int, metavar="N", help="number of machines (default: 1)")
     script.add_argument("--steps", type=int, metavar="N", help="the optimizer step that is counted (default: 2)")
@@ -181,7 +182,7 @@ def _report(counted: LayoutCount, args: argparse.Namespace, script: ScriptCount 
 
 
 # ---- a script --------------------------------------------------------------------------------------------------------
-_OF_A_SCRIPT = ("nproc_per_node", "nnodes", "steps", "script_args")
+_OF_A_SCRIPT = ("module", "nproc_per_node", "nnodes", "steps", "script_args")
 _OF_A_MODEL = (
     *(
         "model",
@@ -236,7 +237,7 @@ def _count_script(args: argparse.Namespace) -> int:
             f"A script is counted as it is, and {', '.join(map(_option, given))} would be without effect.",
             fix="leave them out; the model and its layout are those of the script, whose arguments follow --",
         )
-    if not os.path.isfile(args.script):
+    if not args.module and not os.path.isfile(args.script):
         raise ConfigurationError(f"There is no file {args.script}.", where=f"relative to {os.getcwd()}")
     ranks = (args.nproc_per_node or 1) * (args.nnodes or 1)
     if args.nproc_per_node is None and args.world_size is None:
@@ -249,7 +250,7 @@ def _count_script(args: argparse.Namespace) -> int:
     try:
         with naming_options({"step": "--steps"}), _as_main(args.script, args.script_args):
             counted = count_training(
-                lambda: _rank.run_script(args.script),
+                lambda: (_rank.run_module if args.module else _rank.run_script)(args.script),
                 world_size=args.world_size or ranks,
                 rank=args.rank or 0,
                 step=2 if args.steps is None else args.steps,
@@ -417,7 +418,7 @@ def describe(counted: LayoutCount, width: int) -> str:
         lines.append(f"{verdict}: {share:.0%} of the {core} GiB of a core of {counted.instance}")
         if not counted.fits:
             largest = max(peak.parts, key=lambda part: peak.parts[part])
-            lines += [f"the largest part, {largest}, becomes smaller with", f"  {_LESS[largest]}"]
+            lines += [f"the largest part, {largest}, becomes smaller with", f"  {LESS[largest]}"]
     lines += ["", "sent by a rank in a step"]
     flows = sorted(step.flows, key=lambda flow: -flow.sent)
     approximate = "~" if counted.extrapolated else ""

@@ -117,6 +117,7 @@ class Instance:
             partitions=MAX_PARTITIONS,
             torus=self.torus,
             ranks_per_chip=max(1, self.cores(degree) // self.chips),
+            core_bytes=self.core_bytes(degree),
         )
 
     def core_bytes(self, lnc: int | None = None) -> int:

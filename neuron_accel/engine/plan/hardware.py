@@ -25,6 +25,7 @@ class Hardware:
         torus: number of chips of a host along each dim of the torus that connects them, row-major; empty if all chips
             are connected with each other, or there is only one.
         ranks_per_chip: number of neighbouring ranks on one chip.
+        core_bytes: memory of the device of one rank, in bytes; None if it is not known.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Hardware:
     partitions: int | None = None
     torus: tuple[int, ...] = ()
     ranks_per_chip: int = 1
+    core_bytes: int | None = None
 
     @property
     def full(self) -> int:

@@ -19,6 +19,7 @@ from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend
+    from neuron_accel.engine.plan.hardware import Hardware
     from neuron_accel.engine.sharding.parameters import ParameterRecord
 
 
@@ -100,6 +101,36 @@ def explain_parameters(prepared: PreparedModel, run: Run, *, tokens: int | None 
         text = explain_model(prepared, run, tokens=tokens)
         lines += ["", text] if text else []
     return "\n".join(lines)
+
+
+def explain_memory(prepared: PreparedModel, run: Run, hardware: Hardware) -> str:
+    """Returns a line that compares what a rank keeps at least, when the optimizer updates the model, with its memory:
+    weights, the gradients of those that train, and two moments for each, as Adam has, in their dtype. What plugins
+    shard over replicas is divided by the number of replicas; so are gradients where the optimizer's state is. Empty if
+    the memory is not known.
+
+    Args:
+        prepared: the model.
+        run: the run.
+        hardware: limits of the instance.
+    """
+    room = hardware.core_bytes
+    if room is None:
+        return ""
+    held = [(record.current, record.trains) for record in prepared.parameters if record.current is not None]
+    weights = sum(tensor.numel() * tensor.element_size() for tensor, _ in held)
+    trained = sum(tensor.numel() * tensor.element_size() for tensor, trains in held if trains)
+    sharded = {part for plugin in run.plan.plugins for part in plugin.sharded_over_replicas()}
+    sharded |= {"gradients"} if "optimizer state" in sharded else set()
+    replicas = run.group(*run.mesh.gradient_axes).size
+    sizes = {"weights": weights, "gradients": trained, "optimizer state": 2 * trained}
+    least = {part: size / (replicas if part in sharded else 1) for part, size in sizes.items()}
+    total = sum(least.values())
+    parts = ", ".join(f"{part} {size / 2**30:.3g}" for part, size in least.items())
+    return (
+        f"{'Does NOT fit: a' if total > room else 'A'} core of {hardware.name} has {room / 2**30:.3g} GiB; at least "
+        f"{total / 2**30:.3g} GiB are needed with Adam ({parts}); activations, buckets and temporary memory come on top"
+    )
 
 
 def _layout(record: ParameterRecord) -> tuple[str, str, str, str]:

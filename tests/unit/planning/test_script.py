@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -209,6 +212,12 @@ def test_the_command_prints_the_tables_and_a_page(script, tmp_path, capsys, monk
         assert text in output.out
     assert "tokens/s" not in output.out
     assert "1 of 4 samples" in page.read_text()
+
+
+def test_a_module_is_counted(script, capsys, monkeypatch):
+    monkeypatch.chdir(Path(script).parent)
+    assert main(["plan", "--module", "train", "--world-size", "2", "--steps", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 1
 
 
 def test_the_error_of_a_script_names_the_values_that_it_has_read(script, capsys):
