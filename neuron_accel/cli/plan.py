@@ -19,6 +19,7 @@ from neuron_accel.cli import _rank
 from neuron_accel.cli.parser import Parser, naming_options
 from neuron_accel.cli.terminal import format_table, terminal_width
 from neuron_accel.errors import ConfigurationError, NeuronAccelError
+from neuron_accel.strategies.pipeline.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from neuron_accel.engine.plan.plugin import StrategyPlugin
@@ -81,6 +82,10 @@ _OPTIONS = {
     "sequence": "--sequence",
     "accumulation": "--accumulation",
     "tensor_parallel_size": "--tensor-parallel-size",
+    "pipeline_parallel_size": "--pipeline-parallel-size",
+    "num_microbatches": "--num-microbatches",
+    "virtual_stages": "--virtual-stages",
+    "schedule": "--schedule",
     "full_depth": "--full-depth",
     "instances": "--instances",
     "zero1": "--zero-1",
@@ -113,6 +118,10 @@ def add_arguments(parser: Parser) -> None:
     how.add_argument(
         "--zero-1", dest="zero1", action="store_true", help="shard masters and optimizer state over replicas"
     )
+    how.add_argument("--pipeline-parallel-size", type=int, default=1, metavar="N", help="stages of a pipeline")
+    how.add_argument("--num-microbatches", type=int, metavar="N", help="micro-batches of a pipeline's batch")
+    how.add_argument("--schedule", choices=SCHEDULES, help="of the pipeline (default: 1f1b)")
+    how.add_argument("--virtual-stages", type=int, metavar="N", help="stages on each rank, for --schedule interleaved")
     how.add_argument("--recompute", action="store_true", help="recompute every block in the backward pass")
     how.add_argument("--flash-attention", action="store_true", help="attention without a full matrix of scores")
     where = parser.add_argument_group("where, and output")
@@ -148,12 +157,13 @@ def run(args: argparse.Namespace) -> int:
             fix="pass --world-size to count one layout, or --instances to search layouts",
         )
     with naming_options(_OPTIONS):
+        plugins = _plugins(args)
         counted = plan(
             args.model,
             world_size=args.world_size,
             global_batch=args.global_batch,
             sequence=args.sequence,
-            plugins=_plugins(args),
+            plugins=plugins,
             config=args.config,
             accumulation=args.accumulation,
             instance=args.instance,
@@ -183,6 +193,7 @@ def _report(counted: LayoutCount, args: argparse.Namespace, script: ScriptCount 
 
 # ---- a script --------------------------------------------------------------------------------------------------------
 _OF_A_SCRIPT = ("module", "nproc_per_node", "nnodes", "steps", "script_args")
+_DEGREES = ("tensor_parallel_size", "pipeline_parallel_size")
 _OF_A_MODEL = (
     *(
         "model",
@@ -231,7 +242,7 @@ def _count_script(args: argparse.Namespace) -> int:
     from neuron_accel.planning.script import count_training
 
     given = [name for name in _OF_A_MODEL if getattr(args, name)]
-    given += ["tensor_parallel_size"] if args.tensor_parallel_size != 1 else []
+    given += [name for name in _DEGREES if getattr(args, name) != 1]
     if given:
         raise ConfigurationError(
             f"A script is counted as it is, and {', '.join(map(_option, given))} would be without effect.",
@@ -330,8 +341,9 @@ def _search(args: argparse.Namespace) -> int:
     from neuron_accel.planning.calibration import load_calibration
 
     layout = ("world_size", "config", "accumulation", "rank", "full_depth", "sequence_parallel", "zero1", "recompute")
-    given = [name for name in (*layout, "flash_attention") if getattr(args, name)]
-    given += ["tensor_parallel_size"] if args.tensor_parallel_size != 1 else []
+    pipeline = ("num_microbatches", "schedule", "virtual_stages")
+    given = [name for name in (*layout, *pipeline, "flash_attention") if getattr(args, name)]
+    given += [name for name in _DEGREES if getattr(args, name) != 1]
     if given:
         options = ", ".join(map(_option, given))
         raise ConfigurationError(
@@ -372,12 +384,14 @@ def _progress(done: int, total: int) -> None:
 def _plugins(args: argparse.Namespace) -> list[StrategyPlugin]:
     from neuron_accel.strategies.activation_checkpointing import ActivationCheckpointingPlugin
     from neuron_accel.strategies.flash_attention import FlashAttentionPlugin
+    from neuron_accel.strategies.pipeline.plugin import PipelineParallelPlugin
     from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin
     from neuron_accel.strategies.tensor_parallel.plugin import TensorParallelPlugin
     from neuron_accel.strategies.zero1 import Zero1Plugin
 
-    if args.tensor_parallel_size < 1:
-        raise ConfigurationError(f"--tensor-parallel-size is {args.tensor_parallel_size}.", fix="pass at least 1")
+    for name in _DEGREES:
+        if getattr(args, name) < 1:
+            raise ConfigurationError(f"{_option(name)} is {getattr(args, name)}.", fix="pass at least 1")
     if args.sequence_parallel and args.tensor_parallel_size == 1 and args.config is None:
         raise ConfigurationError(
             "--sequence-parallel has no effect without tensor parallelism.",
@@ -386,6 +400,15 @@ def _plugins(args: argparse.Namespace) -> list[StrategyPlugin]:
     wanted: list[StrategyPlugin] = []
     if args.tensor_parallel_size > 1:
         wanted.append(TensorParallelPlugin(tensor_parallel_size=args.tensor_parallel_size))
+    names = ("num_microbatches", "schedule", "virtual_stages")
+    pipeline = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.pipeline_parallel_size > 1:
+        wanted.append(PipelineParallelPlugin(pipeline_parallel_size=args.pipeline_parallel_size, **pipeline))
+    elif pipeline:
+        raise ConfigurationError(
+            f"{', '.join(map(_option, pipeline))} have no effect without a pipeline.",
+            fix="add --pipeline-parallel-size, or leave them out",
+        )
     for chosen, kind in (
         (args.sequence_parallel, SequenceParallelPlugin),
         (args.zero1, Zero1Plugin),

@@ -77,11 +77,24 @@ def runs_here(command):
     return not re.search(r"precompile|--compiler-flags|--cpu|--network|accel test|s3://", command.values[0])
 
 
+TRAINING = """
+import torch
+from neuron_accel import NeuronAccelerator
+
+accelerator = NeuronAccelerator()
+model = torch.nn.Linear(8, 8)
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+for step in range(3):
+    accelerator.backward(model(torch.ones(4, 8, device=accelerator.device)).sum())
+    optimizer.step()
+"""
+
+
 @pytest.mark.parametrize("command", [*filter(runs_here, commands())])
 def test_commands_run(command, tmp_path, monkeypatch, capsys):
     """On what a reader would have; a launch says what it would do, the tests beside this folder start ranks."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
+    (tmp_path / "train.py").write_text(TRAINING)
     (tmp_path / "cache").mkdir()
     model = {
         "model_type": "llama",

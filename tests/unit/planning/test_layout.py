@@ -231,3 +231,20 @@ def test_errors_name_options(folder, capsys):
     assert "--tensor-parallel-size is 0" in capsys.readouterr().err
     assert command(folder, "--tensor-parallel-size", "3") == 2
     assert "32 ranks cannot be divided into groups of 3" in capsys.readouterr().err
+
+
+def test_the_command_counts_a_pipeline(folder, capsys):
+    from neuron_accel import PipelineParallelPlugin
+
+    degrees = {"pipeline_parallel_size": 2, "num_microbatches": 4, "virtual_stages": 2}
+    options = [word for name, value in degrees.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert command(folder, "--schedule", "interleaved", *options, "--world-size", "8", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    layout = [PipelineParallelPlugin(**degrees, schedule="interleaved")]
+    counted = planned(folder, global_batch=32, plugins=layout)
+    assert {**found, "time": None} == {**json.loads(json.dumps(counted.to_dict())), "time": None}
+    assert found["bubble"] == pytest.approx(counted.bubble) == pytest.approx(1 / 9)
+    assert command(folder, "--num-microbatches", "4", "--schedule", "gpipe") == 2
+    assert "--num-microbatches, --schedule have no effect without a pipeline" in capsys.readouterr().err
+    assert command(folder, *options[:4], "--virtual-stages", "0") == 2
+    assert "--virtual-stages" in capsys.readouterr().err

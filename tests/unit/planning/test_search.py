@@ -54,6 +54,55 @@ def test_a_search_ranks_what_fits_and_writes_a_configuration_that_loads(folder, 
     )
 
 
+def test_what_is_written_trains_with_the_layout(folder, tmp_path):
+    """Every option of the layout, also those of plugins that others bring."""
+    from neuron_accel import (
+        ActivationCheckpointingPlugin,
+        FullyShardedPlugin,
+        PipelineParallelPlugin,
+        SequenceParallelPlugin,
+        TensorParallelPlugin,
+        Zero1Plugin,
+    )
+    from neuron_accel.engine.plan.config import load_config
+    from neuron_accel.planning.layout import Planner
+    from neuron_accel.planning.search import Layout, Ranked, Search
+
+    tensor, sequence = TensorParallelPlugin(tensor_parallel_size=2), SequenceParallelPlugin()
+    pipeline = PipelineParallelPlugin(
+        pipeline_parallel_size=2, num_microbatches=4, schedule="interleaved", virtual_stages=2
+    )
+    recompute = ActivationCheckpointingPlugin(modules="core_attention")
+    layouts = [
+        Layout(plugins=(), accumulation=1),
+        Layout(plugins=(tensor, sequence, pipeline, recompute, Zero1Plugin(bucket_cap_mb=8)), accumulation=1),
+        Layout(plugins=(tensor, FullyShardedPlugin(reshard_after_forward=False)), accumulation=4),
+    ]
+    planner = Planner(folder, world_size=8, global_batch=32, sequence=64, instance="trn1.32xlarge")
+    counted, meshes = planner.count([tensor]), []
+    ranked = tuple(Ranked(layout=layout, count=counted, time=counted.predict()) for layout in layouts)
+    found = Search(
+        model="LlamaForCausalLM",
+        parameters=1,
+        instance="trn1.32xlarge",
+        instances=1,
+        tokens=2048,
+        best=ranked,
+        ruled_out=(),
+    )
+    for number, layout in enumerate(layouts, start=1):
+        path = tmp_path / f"{number}.yaml"
+        found.write(path, number)
+        loaded = load_config(path)
+        assert tuple(loaded.plugins) == layout.plugins
+        assert loaded.accelerate.get("gradient_accumulation_steps", 1) == layout.accumulation
+        meshes.append(str(planner.make_plan(loaded.plugins).mesh))
+    assert meshes == ["dp 8", "pp 2 x dp 2 x tp 2", "dp 4 x tp 2"]
+    assert "LlamaForCausalLM on 1 x trn1.32xlarge: dp 4 x tp 2" in (tmp_path / "1.yaml").read_text()
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        found.write(tmp_path / "nowhere" / "train.yaml")
+
+
 def test_nothing_fits_is_an_exit_code_and_says_why(folder, capsys, monkeypatch):
     from neuron_accel.neuron.instances import Instance
 
