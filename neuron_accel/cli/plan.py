@@ -66,13 +66,13 @@ examples:
   neuron-accel plan --model config.json --world-size 64 --global-batch 64 --sequence 2048 --config train.yaml --json
 """
 LESS = {
-    "weights": "a higher --tensor-parallel-size",
-    "gradients": "--zero-1, or a higher --tensor-parallel-size",
-    "master weights": "--zero-1, or more ranks",
-    "optimizer state": "--zero-1, or more ranks",
-    "saved activations": "--recompute, --sequence-parallel, or a higher --accumulation",
+    "weights": "more tensor parallelism, a pipeline, or fully sharded parameters",
+    "gradients": "ZeRO-1, or more tensor parallelism",
+    "master weights": "ZeRO-1, or more ranks",
+    "optimizer state": "ZeRO-1, or more ranks",
+    "saved activations": "recomputation, sequence parallelism, or smaller micro-batches that are accumulated",
     "buckets": "a smaller bucket_cap_mb in the configuration",
-    "temporary": "a higher --accumulation, --flash-attention, or --sequence-parallel",
+    "temporary": "smaller micro-batches that are accumulated, flash attention, or sequence parallelism",
 }
 """What makes each part of memory smaller."""
 
@@ -441,7 +441,10 @@ def describe(counted: LayoutCount, width: int) -> str:
         lines.append(f"{verdict}: {share:.0%} of the {core} GiB of a core of {counted.instance}")
         if not counted.fits:
             largest = max(peak.parts, key=lambda part: peak.parts[part])
-            lines += [f"the largest part, {largest}, becomes smaller with", f"  {LESS[largest]}"]
+            lines += [
+                f"the largest part, {largest}, becomes smaller with",
+                *textwrap.wrap(LESS[largest], width - 1, initial_indent="  "),
+            ]
     lines += ["", "sent by a rank in a step"]
     flows = sorted(step.flows, key=lambda flow: -flow.sent)
     approximate = "~" if counted.extrapolated else ""

@@ -363,7 +363,9 @@ class _Observer(StrategyPlugin):
 class _First(_Observer):
     """What happens before other plugins act."""
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="aa_planning", phase=Phase.ADAPTATION)
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="aa_planning", phase=Phase.ADAPTATION, provides=frozenset({"gathered-weights"})
+    )
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Notes the model as it is given."""
@@ -383,7 +385,9 @@ class _First(_Observer):
 class _Last(_Observer):
     """What happens after other plugins have acted."""
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="zz_planning", phase=Phase.OPTIMIZER)
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="zz_planning", phase=Phase.OPTIMIZER, provides=frozenset({"gathered-weights"})
+    )
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Notes the model that trains."""

@@ -44,7 +44,7 @@ def test_what_does_not_fit_is_named():
     text = compare({"total": 26 << 30, "parts": parts}, find_instance("trn2.48xlarge"), 1)
     assert text.startswith("WARNING: this run does NOT fit: 26 GiB")
     assert "more than the 12 GiB of a core of trn2.48xlarge" in text
-    assert "saved activations, becomes smaller with --recompute" in text
+    assert "saved activations, becomes smaller with recomputation" in text
     assert compare({"total": 20 << 30, "parts": parts}, find_instance("trn2.48xlarge"), 2).startswith("memory: 20 GiB")
 
 

@@ -57,6 +57,44 @@ def test_the_step_is_the_one_that_is_asked_for_and_the_last_that_runs():
     assert (flow.op, flow.axis, flow.ranks, flow.sent) == ("all_reduce", "dp", 4, 2 * 3 * 4 * parameters // 4)
 
 
+@pytest.mark.parametrize(
+    ("names", "ranks", "rank"), [(("pp", "tp", "sp", "zero1"), 4, 3), (("tp", "stage 3", "recompute"), 4, 0)]
+)
+def test_every_strategy_counts_as_for_a_model(names, ranks, rank):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from neuron_accel import DryRun
+    from neuron_accel.planning.layout import accelerate_set_aside
+    from tests.distributed.backends.test_dry_run import plugins_of
+    from tests.distributed.planning.test_step import count
+
+    def train():
+        from neuron_accel import NeuronAccelerator
+
+        accelerator = NeuronAccelerator(plugins=plugins_of(names), gradient_accumulation_steps=2)
+        size = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, vocab_size=256, attn_implementation="eager", **size))
+        loader = torch.utils.data.DataLoader(torch.ones(64, 64, dtype=torch.int64), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+        for ids in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids)).loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    found = count_training(train, world_size=ranks, rank=rank).layout
+    with accelerate_set_aside():
+        peak, parts, flows, operations, weights = count(names, DryRun(world_size=ranks, rank=rank))
+    assert (found.step.flows, found.step.operations, found.step.weights) == (flows, operations, weights)
+    assert found.step.peak.total == pytest.approx(peak, rel=0.002)
+    for part, most in parts.items():
+        assert max(each.parts[part] for each in found.step.peaks) == pytest.approx(most, rel=0.03)
+    assert found.bubble == (pytest.approx(1 / 3) if "pp" in names else 0)
+    assert (found.micro_batch, found.accumulation) == ((1, 4) if "pp" in names else (2, 2))
+
+
 def test_a_second_optimizer_that_steps_less_is_part_of_the_step():
     def train():
         from neuron_accel import NeuronAccelerator
