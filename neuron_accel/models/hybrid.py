@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from neuron_accel.models.llama import AUXILIARY, LFM2, LLAMA, QWEN3
+from neuron_accel.models.llama import LFM2, LLAMA, QWEN3, ROUTER_LOGITS
 from neuron_accel.models.plan import colwise, experts, partial, rowwise, shared
 
 _ATTENTION = {name: style for name, style in LLAMA.styles.items() if ".self_attn." in name}
@@ -31,8 +31,7 @@ JAMBA = replace(
         "layers.*.feed_forward.router": shared(),
         "layers.*.feed_forward.experts": experts(),
     },
-    unsupported={"output_router_logits": AUXILIARY},
-    refused={"output_router_logits": AUXILIARY},
+    region_outputs=ROUTER_LOGITS,
 )
 
 LFM2_MOE = replace(
@@ -56,8 +55,7 @@ _GRANITE_WITH_EXPERTS = replace(
         "layers.*.block_sparse_moe.router": shared(),
         "layers.*.block_sparse_moe.experts": experts(),
     },
-    unsupported={"output_router_logits": AUXILIARY},
-    refused={"output_router_logits": AUXILIARY},
+    region_outputs=ROUTER_LOGITS,
 )
 
 GRANITE_HYBRID = replace(

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from neuron_accel.models.plan import ArchitecturePlan, colwise, experts, rowwise, sharded, shared, spanning
 
-AUXILIARY = "its gradient is the same on all ranks, while that of the rest of a router is a partial sum"
-"""Why the auxiliary loss of a router is refused."""
+ROUTER_LOGITS = ("router_logits",)
+"""What mixtures of experts compute beside their output; load-balancing losses are computed from it."""
 
 LLAMA = ArchitecturePlan(
     model_types=("llama", "mistral", "qwen2"),
@@ -103,6 +103,5 @@ GPT_OSS = replace(
         "layers.*.mlp.router": shared(),
         "layers.*.mlp.experts": experts(),
     },
-    unsupported={"output_router_logits": AUXILIARY},
-    refused={"output_router_logits": AUXILIARY},
+    region_outputs=ROUTER_LOGITS,
 )

@@ -133,7 +133,8 @@ class ArchitecturePlan:
         per_head: arguments of modules, [batch x heads, ...] or, with four dims, [batch, heads, ...]; each rank receives
             those of its heads.
         unsupported: configuration attributes that this plan does not support when they are set, and why.
-        refused: arguments of forward that are not possible when the model is sharded, and why.
+        region_outputs: fields of the base model's output, tuples of tensors, that regions compute beside their own
+            output, and that are equal on all ranks, such as the routers' logits.
         replicated_if_uneven: regions that are replicated if the value of these configuration attributes is not
             divisible by the number of ranks.
         sequence: why the family does not support sequence parallelism; empty if it does.
@@ -154,7 +155,7 @@ class ArchitecturePlan:
     per_rank: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     per_head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unsupported: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
+    region_outputs: tuple[str, ...] = ()
     replicated_if_uneven: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sequence: str = ""
     variants: Mapping[str, ArchitecturePlan] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from torch import nn
 
 from neuron_accel.errors import UnsupportedModelError
 from neuron_accel.models.delta import DeltaForm, delta_form
-from neuron_accel.models.llama import AUXILIARY
+from neuron_accel.models.llama import ROUTER_LOGITS
 from neuron_accel.models.plan import (
     ArchitecturePlan,
     Style,
@@ -199,8 +199,7 @@ class _Translation:
                 for region, form in delta.items()
                 for part, counted in form.counters.items()
             },
-            unsupported={"output_router_logits": AUXILIARY} if mixtures else {},
-            refused={"output_router_logits": AUXILIARY} if mixtures else {},
+            region_outputs=ROUTER_LOGITS if mixtures else (),
             replicated_if_uneven={region: tuple(form.heads) for region, form in delta.items()},
             sequence=self._why_no_sequence(blocks, regions),
         )

@@ -146,19 +146,6 @@ def shard_arguments(architecture: Architecture, tp_region: TpRegion, heads: Head
             module.register_forward_pre_hook(slice_heads, with_kwargs=True)
 
 
-def refuse_arguments(architecture: Architecture) -> None:
-    """Raises an error for calls with arguments that a plan excludes."""
-    refused = architecture.plan.refused
-
-    def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for name, why in refused.items():
-            if kwargs.get(name):
-                raise UsageError(f"{name}={kwargs[name]!r} is not possible under tensor parallelism.", why=why)
-
-    if refused:
-        architecture.owner.register_forward_pre_hook(check, with_kwargs=True)
-
-
 def span_features(module: nn.Module, tp_region: TpRegion, split: HeadSplit | None = None) -> None:
     """Applies a module, such as a norm, to the gathered features (the last dim) of all ranks; each rank continues with
     its own.
@@ -237,7 +224,7 @@ class _OutputField:
         if kwargs.get(option, getattr(self._config, option, None)):
             raise UsageError(
                 f"{option} is not possible with return_dict=False under tensor parallelism.",
-                why=f"each rank has a shard of the {self._field}, and a plain tuple does not name its elements",
+                why=f"the ranks' {self._field} are changed, and a plain tuple does not name its elements",
                 fix="use return_dict=True",
             )
 
@@ -263,3 +250,26 @@ def gather_heads(tp_region: TpRegion, heads: HeadSplit | None) -> Callable[[torc
         return each.narrow(2, 0, heads.count // heads.groups).flatten(1, 2)
 
     return gather
+
+
+class _Fraction(torch.autograd.Function):
+    """The identity, whose gradient is divided by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, degree: int) -> torch.Tensor:
+        ctx.degree = degree
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient / ctx.degree, None
+
+
+def fraction_of_gradient(tp_region: TpRegion) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns a function that leaves a tensor as it is and divides its gradient by the degree.
+
+    It is for tensors that every rank computes alike in a region and uses alike outside of it, as a load-balancing loss
+    does the logits of routers: the gradient is the full one on every rank, while the gradients of everything before it
+    in the region are summed over ranks."""
+    degree = tp_region.group.size
+    return lambda tensor: _Fraction.apply(tensor, degree)

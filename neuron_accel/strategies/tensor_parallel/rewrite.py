@@ -28,10 +28,10 @@ from neuron_accel.strategies.tensor_parallel.linear import (
 from neuron_accel.strategies.tensor_parallel.regions import (
     change_output,
     count_once,
+    fraction_of_gradient,
     gather_heads,
     install_logits_switch,
     install_regions,
-    refuse_arguments,
     shard_arguments,
     span_features,
 )
@@ -105,10 +105,11 @@ def rewrite(architecture: Architecture, shard_plans: list[ShardPlan], model: Pre
     heads = splits.get(architecture.plan.heads)
     _shard_attributes(architecture, splits)
     install_regions(architecture, tp_region, [d.fqn for d in shard_plans if d.kind in _SUMMED])
-    refuse_arguments(architecture)
     if heads is not None:
         shard_arguments(architecture, tp_region, heads)
     change_output(architecture, "attentions", gather_heads(tp_region, heads))
+    for field in architecture.plan.region_outputs:
+        change_output(architecture, field, fraction_of_gradient(tp_region))
     install_resize(model, run)
     head = architecture.head
     if head is not None and isinstance(head[1], VocabularyParallelHead):

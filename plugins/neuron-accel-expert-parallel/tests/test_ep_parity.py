@@ -9,14 +9,21 @@ import pytest
 import torch
 from neuron_accel_expert_parallel import ExpertParallelPlugin
 
-from neuron_accel import ActivationCheckpointingPlugin, FullyShardedPlugin, TensorParallelPlugin, Zero1Plugin
+from neuron_accel import (
+    ActivationCheckpointingPlugin,
+    FullyShardedPlugin,
+    SequenceParallelPlugin,
+    TensorParallelPlugin,
+    Zero1Plugin,
+)
 from neuron_accel.testing import Training, assert_parallel_equivalence
 
 EP2 = ExpertParallelPlugin(expert_parallel_size=2)
+TP2 = TensorParallelPlugin(tensor_parallel_size=2)
 STEPS = Training(max_norm=0.5)
 LAYOUTS = {
     "ep2": ([EP2], 2),
-    "ep2-tp2": ([EP2, TensorParallelPlugin(tensor_parallel_size=2)], 4),
+    "ep2-tp2": ([EP2, TP2], 4),
     "ep2-dp2-zero1": ([EP2, Zero1Plugin()], 4),
     "ep4": ([ExpertParallelPlugin(expert_parallel_size=4)], 4),
 }
@@ -46,7 +53,7 @@ def test_trains_like_one_process(family, layout):
         pytest.param([FullyShardedPlugin(reshard_after_forward=False)], 4, marks=SLOW),
         pytest.param([FullyShardedPlugin(persistence_threshold=100, use_grad_acc_hook=True)], 4, marks=SLOW),
         pytest.param([FullyShardedPlugin(), ActivationCheckpointingPlugin()], 4, marks=SLOW),
-        pytest.param([FullyShardedPlugin(), TensorParallelPlugin(tensor_parallel_size=2)], 8, marks=SLOW),
+        pytest.param([FullyShardedPlugin(), TP2], 8, marks=SLOW),
     ],
     ids=["stage3", "stage3-dp1", "stage2", "keeps-small", "recomputes", "tp2"],
 )
@@ -62,9 +69,18 @@ def test_beside_data_parallel_ranks_and_zero1():
     )
 
 
-@pytest.mark.parametrize("data", [pytest.param(ep_models.batches, marks=SLOW), ep_models.padded])
-def test_the_load_balancing_loss_is_that_of_all_tokens(data):
-    assert_parallel_equivalence(ep_models.balanced, data(3), [EP2], ranks=4, training=STEPS)
+@pytest.mark.parametrize(
+    ("data", "others"),
+    [
+        pytest.param(ep_models.batches, [], marks=SLOW),
+        (ep_models.padded, []),
+        pytest.param(ep_models.padded, [TP2], marks=SLOW),
+        (ep_models.padded, [TP2, SequenceParallelPlugin()]),
+    ],
+    ids=["plain", "padded", "padded-tp2", "padded-sequence"],
+)
+def test_the_load_balancing_loss_is_that_of_all_tokens(data, others):
+    assert_parallel_equivalence(ep_models.balanced, data(3), [EP2, *others], ranks=4, training=STEPS)
 
 
 def sgd(parameters):

@@ -28,6 +28,7 @@ DIVERSE = (
 )  # fmt: skip
 WITHOUT_SEQUENCE = ("gemma4_text",)
 
+_BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 _TWELVE = {"hidden_size": 96, "num_attention_heads": 12, "head_dim": 8}
 
 VARIANTS = {
@@ -57,6 +58,7 @@ VARIANTS = {
         "diffllama",
         {"hidden_size": 64, "num_attention_heads": 16, "head_dim": 4, "num_key_value_heads": 4},
     ),
+    **{f"{name}, balanced": (name, _BALANCED) for name in ("mixtral", "gpt_oss", "granitemoehybrid")},
     "bitnet, features padded": ("bitnet", {"intermediate_size": 45, **_TWELVE, "num_key_value_heads": 6}),
 }
 
