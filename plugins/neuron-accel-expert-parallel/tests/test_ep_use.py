@@ -65,11 +65,13 @@ def test_every_family_is_tried():
 
 
 # ---- checkpoints and lazy loading ------------------------------------------------------------------------------------
-def trained(steps: slice, plugins, *, saved: str | None = None, loaded: str | None = None) -> dict[str, torch.Tensor]:
+def trained(
+    steps: slice, plugins, *, saved: str | None = None, loaded: str | None = None, lazily_from: str | None = None
+) -> dict[str, torch.Tensor]:
     """Weights after the steps, in full."""
     accelerator = NeuronAccelerator(plugins=plugins)
     torch.manual_seed(0 if loaded is None else 1)
-    model = ep_models.mixtral()
+    model = ep_models.mixtral() if lazily_from is None else loaded_lazily(lazily_from, accelerator)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     if loaded:
         accelerator.load_state(loaded)
@@ -80,6 +82,15 @@ def trained(steps: slice, plugins, *, saved: str | None = None, loaded: str | No
     if saved:
         accelerator.save_state(saved)
     return accelerator.get_state_dict(model)
+
+
+def loaded_lazily(folder: str, accelerator: NeuronAccelerator) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with accelerator.model_init():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    assert all(parameter.is_meta for parameter in model.parameters()), "it takes memory before it is sharded"
+    return model
 
 
 def close(found, expected):
@@ -101,27 +112,29 @@ def test_a_checkpoint_loads_on_any_mesh(tmp_path, others):
     close(run_ranks(trained, 2, slice(2, 4), [EP2, *others], loaded=str(tmp_path / "one"))[0], expected)
 
 
-def lazily_loaded(folder: str) -> tuple[bool, dict[str, torch.Tensor]]:
-    """Whether the experts took no memory before they were sharded; then this rank's shards of them."""
-    from transformers import AutoModelForCausalLM
-
+def experts_of(folder: str) -> dict[str, torch.Tensor]:
+    """This rank's shards of the experts."""
     accelerator = NeuronAccelerator(plugins=[EP2])
-    with accelerator.model_init():
-        model = AutoModelForCausalLM.from_pretrained(folder)
-    empty = all(p.is_meta for name, p in model.named_parameters() if ".experts." in name)
-    model = accelerator.prepare(model)
-    return empty, {name: p.detach().clone() for name, p in model.named_parameters() if ".experts." in name}
+    model = accelerator.prepare(loaded_lazily(folder, accelerator))
+    return {name: p.detach().clone() for name, p in model.named_parameters() if ".experts." in name}
 
 
 def test_a_rank_loads_its_own_experts(tmp_path):
     model = ep_models.mixtral()
     model.save_pretrained(tmp_path)
     weights = model.state_dict()
-    for rank, (empty, shards) in enumerate(run_ranks(lazily_loaded, 2, str(tmp_path))):
-        assert empty
+    for rank, shards in enumerate(run_ranks(experts_of, 2, str(tmp_path))):
         assert len(shards) == 4
         for name, shard in shards.items():
             assert torch.equal(shard, weights[name].chunk(2)[rank])
+
+
+def test_a_lazily_loaded_model_trains_fully_sharded(tmp_path):
+    """Experts are read in shards over one axis, all other parameters over both."""
+    torch.manual_seed(0)
+    ep_models.mixtral().save_pretrained(tmp_path)
+    expected = run_ranks(trained, 1, slice(0, 2), [])[0]
+    close(run_ranks(trained, 4, slice(0, 2), [EP2, SHARDED], lazily_from=str(tmp_path))[0], expected)
 
 
 # ---- ranks without tokens --------------------------------------------------------------------------------------------
