@@ -3,8 +3,9 @@
     python convergence.py --output out --plot convergence.svg
 
 runs ``examples/quickstart/train.py`` of the repository on two ranks, once for each variant; one that has run already
-into the same folder is read from there. Prints the loss on held-out text for each, and writes the plot. Options of that
-script follow ``--``; these try it out in a minute:
+into the same folder is read from there. Prints the loss on held-out text for each, and by how much it differs from that
+of data parallelism with the same seed and learning rate; with several ``--seeds``, means and ranges. Writes a plot of
+the first seed. Options of the quickstart follow ``--``; these try it out in a minute:
 
     python convergence.py --output try --plot try.svg -- --steps 8 --hidden-size 32 --corpus-share 0.02 --vocab-size 300
 """
@@ -15,9 +16,10 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -49,8 +51,15 @@ VARIANTS = (
     Variant(name="data-parallel-0.004", title="data parallel, 0.004", color="#aaaaaa", learning_rate=0.004),
     Variant(name="local-0.002", title="local SGD, 0.002", color="#9ecae1", learning_rate=0.002, options=ISLANDS),
     Variant(name="local-0.004", title="local SGD, 0.004", color="#1f77b4", learning_rate=0.004, options=ISLANDS),
+    Variant(
+        name="post-local-0.004",
+        title="post-local SGD, 0.004",
+        color="#d62728",
+        learning_rate=0.004,
+        options={**ISLANDS, "warmup_steps": 96},
+    ),
 )
-"""The first is the quickstart as it is, with which the others are compared."""
+"""The first is the quickstart as it is."""
 
 
 def configuration(variant: Variant) -> dict[str, Any]:
@@ -59,22 +68,38 @@ def configuration(variant: Variant) -> dict[str, Any]:
     return {"mixed_precision": "no", "plugins": plugins}
 
 
-def train(variant: Variant, output: Path, arguments: Sequence[str]) -> dict[str, Any]:
-    """Trains one variant, unless its history is there already.
+def train(variant: Variant, seed: int, output: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """Trains one variant from the weights and in the order of one seed, unless its history is there already.
 
     Returns:
         The history that the quickstart writes: ``losses`` of each step, ``evaluation_loss``.
     """
-    folder = output / variant.name
+    folder = output / f"{variant.name}-seed{seed}"
     history = folder / "history.json"
     if not history.exists():
         folder.mkdir(parents=True, exist_ok=True)
         config = folder / "config.yaml"
         config.write_text(json.dumps(configuration(variant)))  # JSON is YAML
-        rate = ["--learning-rate", str(variant.learning_rate)]
+        chosen = ["--learning-rate", str(variant.learning_rate), "--seed", str(seed)]
         launch = [sys.executable, "-m", "neuron_accel.cli.main", "launch", "--nproc-per-node", "2", str(QUICKSTART)]
-        subprocess.run([*launch, "--config", str(config), "--output", str(folder), *rate, *arguments], check=True)
+        subprocess.run([*launch, "--config", str(config), "--output", str(folder), *chosen, *arguments], check=True)
     return json.loads(history.read_text())
+
+
+def table(losses: Mapping[str, Sequence[float]]) -> list[str]:
+    """Returns a line for each variant: its loss, and the difference from data parallelism at its learning rate.
+
+    Args:
+        losses: by the names of variants, the loss on held-out text with each seed.
+    """
+    lines = []
+    for variant in VARIANTS:
+        same = next(each for each in VARIANTS if not each.options and each.learning_rate == variant.learning_rate)
+        mine = losses[variant.name]
+        apart = [loss / other - 1 for loss, other in zip(mine, losses[same.name], strict=True)]
+        spread = f" ({min(apart):+.2%} to {max(apart):+.2%})" if len(apart) > 1 else ""
+        lines.append(f"{variant.title:22} {fmean(mine):.4f}  {fmean(apart):+.2%}{spread}")
+    return lines
 
 
 # ---- the plot --------------------------------------------------------------------------------------------------------
@@ -127,15 +152,17 @@ def plot(lines: Sequence[tuple[Variant, dict[str, Any]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out"), help="folder of the runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of weights and order (default: 0)")
     parser.add_argument("--plot", type=Path, default=HERE / "convergence.svg", help="file of the plot")
     parser.add_argument("rest", nargs="*", help="options of the quickstart, after --")
     options = parser.parse_args()
-    lines = [(variant, train(variant, options.output, options.rest)) for variant in VARIANTS]
-    _, quickstart = lines[0]
-    for variant, history in lines:
-        ratio = history["evaluation_loss"] / quickstart["evaluation_loss"] - 1
-        print(f"{variant.title:22} {history['evaluation_loss']:.4f}  {ratio:+.2%}")
-    options.plot.write_text(plot(lines))
+    histories = {
+        variant.name: [train(variant, seed, options.output, options.rest) for seed in options.seeds]
+        for variant in VARIANTS
+    }
+    losses = {name: [history["evaluation_loss"] for history in found] for name, found in histories.items()}
+    print("\n".join(table(losses)))
+    options.plot.write_text(plot([(variant, histories[variant.name][0]) for variant in VARIANTS]))
 
 
 if __name__ == "__main__":

@@ -62,6 +62,15 @@ def test_the_script_trains_what_it_says() -> None:
         assert LocalSGDPlugin(**options).inner_steps == 16
 
 
+def test_losses_are_compared_at_the_same_seed_and_rate() -> None:
+    script = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "convergence.py"))
+    losses = {variant.name: [4.0, 5.0] for variant in script["VARIANTS"]}
+    losses |= {"data-parallel-0.004": [2.0, 4.0], "local-0.004": [2.2, 4.0]}
+    lines = {line.split("  ")[0]: line for line in script["table"](losses)}
+    assert lines["local SGD, 0.004"].endswith("3.1000  +5.00% (+0.00% to +10.00%)")
+    assert "+0.00%" in lines["local SGD, 0.002"]
+
+
 def test_every_option_is_in_the_table() -> None:
     table = README.partition("## Options")[2].partition("## ")[0]
     first_cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
