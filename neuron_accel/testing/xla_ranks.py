@@ -3,8 +3,10 @@
 The CPU client of PJRT connects only devices of one process, so ranks are threads of one process, each with its own
 device (see :mod:`neuron_accel.backends.xla_channel`). They share the state of the process: torch's CPU generator, so
 models have to be built one at a time (:func:`one_at_a_time`), and environment variables, some of which Accelerate
-removes for a moment, so pass ``NeuronAccelerator(backend="xla")`` instead of setting a variable. Graphs are compiled
-without optimizations; for measurements set ``XLA_FLAGS=--xla_backend_optimization_level=3
+removes for a moment, so pass ``NeuronAccelerator(backend="xla")`` instead of setting a variable. A collective completes
+only if its graph was compiled once for all threads, which ``backend.step_boundary`` and ``backend.to_host`` see to:
+``item()`` of a tensor that is still to be computed by one aborts the process. Graphs are compiled without
+optimizations; for measurements set ``XLA_FLAGS=--xla_backend_optimization_level=3
 --xla_llvm_disable_expensive_passes=false``.
 
 The process is forked from one that has imported torch_xla, Accelerate and transformers, which is started at the first

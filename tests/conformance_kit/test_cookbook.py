@@ -139,7 +139,8 @@ def read_average(plugin, accelerator, model, loader):
     before = weights()
     with plugin.averaged(accelerator.run), torch.no_grad():
         within = weights()
-        loss = accelerator.reduce(model(**next(iter(loader))).loss, "mean").item()
+        loss = accelerator.reduce(model(**next(iter(loader))).loss, "mean")
+        loss = accelerator.run.backend.to_host(loss).item()  # at once: XLA's ranks here are threads
     after = weights()
     return within, loss, all(torch.equal(before[name], after[name]) for name in before)
 
@@ -154,6 +155,7 @@ def load_average(others, folder):
 def average_cases():
     yield pytest.param([TP, ZERO1], 4, "gloo", id="tp2-zero1")
     yield pytest.param([PP], 2, "gloo", id="pp2", marks=pytest.mark.slow)
+    yield pytest.param([ZERO1], 2, "xla", id="zero1-xla", marks=ON_XLA)
 
 
 @pytest.mark.parametrize(("others", "ranks", "backend"), list(average_cases()))
