@@ -13,12 +13,18 @@ DESCRIPTION = """\
 Write the model of a checkpoint as a standard folder of transformers: original names and shapes, weights split by
 size, configuration and tokenizer beside them. Needs no accelerator and a few megabytes of memory, however large
 the model is.
+
+Checkpoints of optimum-neuron and neuronx-distributed are read too, with neither of them installed, and without
+running code that their pickled files may contain: weights, not optimizer state. neuronx-distributed does not write
+how tensors are sharded: give --config.
 """
 EXAMPLES = """\
 examples:
   neuron-accel consolidate runs/checkpoints/checkpoint_3 my-model
   neuron-accel consolidate runs/checkpoints/checkpoint_3/tensor_parallel_shards my-model
   neuron-accel consolidate -f pytorch --max-shard-size 2GB checkpoint my-model
+  neuron-accel consolidate optimum-output/checkpoint-500 my-model
+  neuron-accel consolidate --config meta-llama/config.json nxd-output/step_500 my-model
 """
 
 
@@ -40,13 +46,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="replica to write, for replicas that differ, as with local SGD (default: 0)",
     )
-    parser.add_argument("--no-verify", action="store_true", help="do not check checksums first")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="the model's config.json, or its folder, for a checkpoint of neuronx-distributed",
+    )
+    parser.add_argument(
+        "--no-verify",
+        action="store_true",
+        help="do not check checksums first; of optimum-neuron and neuronx-distributed, do not check that replicas are "
+        "equal",
+    )
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
 
 def run(args: argparse.Namespace) -> int:
     from neuron_accel.checkpoint.tools.consolidate import consolidate, parse_size
 
+    config = args.config
+    if config is not None and config.name == "config.json" and not config.is_dir():
+        config = config.parent
     with Bar(sys.stderr, hidden=args.quiet) as bar:
         paths = consolidate(
             args.checkpoint_dir,
@@ -55,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
             max_shard_size=parse_size(args.max_shard_size),
             verify=not args.no_verify,
             replica=args.replica,
+            config=config,
             progress=bar.show,
         )
     print(f"{args.output_dir}: {len(paths)} file{'s' if len(paths) > 1 else ''} of weights")

@@ -39,9 +39,14 @@ def read_pickled(path: Path) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in loaded.items()}
 
 
-def read_containers(path: Path) -> Any:
+def read_containers(path: Path, classes: Mapping[str, type] | None = None) -> Any:
     """Returns the contents of a file written by ``torch.save``: tensors, on the CPU and memory-mapped if the format
     allows, numbers, strings and containers of these.
+
+    Args:
+        path: the file.
+        classes: further classes that it may contain, by the name that it has for them. Nothing of that name is
+            imported: an object of the given class is made, without calling it, and gets the stored attributes.
 
     Raises:
         CheckpointError: if the file cannot be read, is damaged, or reading it would run code.
@@ -52,7 +57,8 @@ def read_containers(path: Path) -> Any:
         os.close(open_file(path))  # raises for a pipe, on which torch would wait
         if is_mapped(path):
             _check_stored(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped(path))
+        with torch.serialization.safe_globals([(kind, name) for name, kind in (classes or {}).items()]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped(path))
     except OSError as error:
         raise failure("read", path, error) from error
     except pickle.UnpicklingError as error:

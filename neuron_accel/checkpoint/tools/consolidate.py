@@ -1,17 +1,21 @@
-"""Consolidates a checkpoint of any mesh into a standard folder of transformers, a few megabytes at a time."""
+"""Consolidates a checkpoint of any mesh into a standard folder of transformers, a few megabytes at a time.
+
+Checkpoints of neuronx-distributed and optimum-neuron are read too; see ``checkpoint/format/neuronx.py``.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuron_accel.checkpoint.format.files import Extent, Files, read_bytes
+from neuron_accel.checkpoint.format import neuronx
+from neuron_accel.checkpoint.format.files import Extent, Files, failure, read_bytes
 from neuron_accel.checkpoint.format.index import index_checkpoint, kind_of, model_collection, replicas_in
 from neuron_accel.checkpoint.format.manifest import (
     MODEL_FOLDER,
@@ -31,6 +35,10 @@ if TYPE_CHECKING:
 
 _WEIGHTS = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 _BLOCK = 1 << 20  # fits into a core's cache
+_BESIDE = (
+    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.*", "merges.txt", "*.jinja"),
+)
 _SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 Progress = Callable[[int, int], None]
 """Is called with the number of bytes done and the total number of bytes."""
@@ -69,6 +77,7 @@ def consolidate(
     max_shard_size: int = 5 * 10**9,
     verify: bool = True,
     replica: int = 0,
+    config: Path | None = None,
     progress: Progress = lambda done, total: None,
     files: Files | None = None,
 ) -> list[Path]:
@@ -76,13 +85,15 @@ def consolidate(
     is removed.
 
     Args:
-        folder: the checkpoint, or the folder of its model's shards.
+        folder: the checkpoint, or the folder of its model's shards; also one of neuronx-distributed or optimum-neuron.
         output: the folder to create; if it exists, it must not contain weights.
         form: ``"safetensors"`` or ``"pytorch"``.
         max_shard_size: maximum size of a file of weights in bytes; a larger tensor gets a file of its own.
         verify: whether to compare the model's files with their checksums. If they differ, the written files are
-            removed.
+            removed. In a checkpoint of neuronx-distributed or optimum-neuron, which have none, whether ranks that
+            hold the same elements must hold the same values.
         replica: the replica whose copy is written, if the checkpoint has a copy for each replica.
+        config: folder with the model's ``config.json``, for a checkpoint of neuronx-distributed, which has none.
         progress: is called with the bytes written so far and the total.
         files: performs the operations on files.
 
@@ -94,50 +105,116 @@ def consolidate(
     """
     files = files or Files()
     folder = checkpoint_folder(folder)
+    if not has_manifest(folder) and (found := neuronx.find(folder)):
+        return _consolidate_neuronx(found, output, form, max_shard_size, verify, replica, config, progress, files)
     manifest = read_manifest(folder)
+    if config is not None:
+        raise CheckpointError(
+            "The checkpoint describes its own tensors; a configuration of the model is not needed.",
+            where=str(folder),
+            fix="leave it out: it is for checkpoints of neuronx-distributed",
+        )
     for relative in manifest.of_kind("auxiliary"):
         check_file(folder, relative, manifest.files[relative])
     if not 0 <= replica < (copies := replicas_in(manifest)):
-        raise CheckpointError(
-            f"The checkpoint has no replica {replica}.",
-            where=str(folder),
-            why=f"it has {copies} replicas, numbered from 0" if copies > 1 else "it has a single copy of the model",
-            fix="give the number of one of them, or leave it out for the first",
-        )
+        raise _no_replica(replica, copies, folder)
     index = index_checkpoint(folder, manifest, ("model",), replica)
     tensors = sorted(index.tensors(model_collection(0)), key=lambda tensor: tensor.name)
     for tensor in tensors:
         tensor.check()
     if not tensors:
         raise CheckpointError("The checkpoint contains no model.", where=str(folder))
-    held = [path.name for pattern in ("*.safetensors*", "*.bin*") for path in output.glob(pattern)]
     reserved = [name for name in manifest.of_kind("auxiliary") if _WEIGHTS.fullmatch(name)]
     if reserved:
         raise CheckpointError(
             f"The checkpoint has an auxiliary file with the name of a weight file: {reserved[0]!r}.", where=str(folder)
         )
+    _make_output(output, files)
+    with checked_meanwhile(folder, manifest, (kind_of("model", replica),) if verify else ()) as check:
+        paths = _write_weights(tensors, output, form, max_shard_size, progress, files, check)
+    beside = [(relative, locate(folder, relative)) for relative in manifest.of_kind("auxiliary")]
+    _write_beside(beside, output, files)
+    return paths
+
+
+def _consolidate_neuronx(
+    found: neuronx.Found,
+    output: Path,
+    form: str,
+    max_shard_size: int,
+    verify: bool,
+    replica: int,
+    config: Path | None,
+    progress: Progress,
+    files: Files,
+) -> list[Path]:
+    """Writes the model of a checkpoint of neuronx-distributed or optimum-neuron."""
+    if replica:
+        raise _no_replica(replica, 1, found.home)
+    tensors = sorted(neuronx.tensors_of(found, config, compare=verify), key=lambda tensor: tensor.name)
+    if not tensors:
+        raise CheckpointError("The checkpoint contains no model.", where=str(found.home))
+    beside = {path.name: path for pattern in _BESIDE for path in sorted(found.home.glob(pattern)) if path.is_file()}
+    beside = {name: locate(found.home, name) for name in beside}
+    if config is not None:
+        beside["config.json"] = config / "config.json"
+    _make_output(output, files)
+    paths = _write_weights(tensors, output, form, max_shard_size, progress, files)
+    _write_beside(list(beside.items()), output, files)
+    return paths
+
+
+def _no_replica(replica: int, copies: int, folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint has no replica {replica}.",
+        where=str(folder),
+        why=f"it has {copies} replicas, numbered from 0" if copies > 1 else "it has a single copy of the model",
+        fix="give the number of one of them, or leave it out for the first",
+    )
+
+
+def _make_output(output: Path, files: Files) -> None:
+    held = [path.name for pattern in ("*.safetensors*", "*.bin*") for path in output.glob(pattern)]
     if held:
         raise CheckpointError(
             f"{str(output)!r} already contains weights: {held[0]}.", where=str(output), fix="give a new folder"
         )
     files.make_folder(output)
-    shards = split_by_size(tensors, max_shard_size)
-    with checked_meanwhile(folder, manifest, (kind_of("model", replica),) if verify else ()) as check:
-        written: list[Path] = []
-        try:
-            paths = _write_shards(shards, output, form, progress, files, written)
-            check()
-        except BaseException:
-            for path in written:  # the files that were read may be damaged
-                path.unlink(missing_ok=True)
-            raise
-    for relative in manifest.of_kind("auxiliary"):  # last, since a folder without a configuration cannot be loaded
+
+
+def _write_weights(
+    tensors: Sequence[SourceTensor],
+    output: Path,
+    form: str,
+    max_shard_size: int,
+    progress: Progress,
+    files: Files,
+    check: Callable[[], None] = lambda: None,
+) -> list[Path]:
+    """Writes the files of weights; if ``check`` or reading raises, they are removed."""
+    written: list[Path] = []
+    try:
+        paths = _write_shards(split_by_size(tensors, max_shard_size), output, form, progress, files, written)
+        check()
+    except BaseException:
+        for path in written:  # the files that were read may be damaged
+            path.unlink(missing_ok=True)
+        raise
+    return paths
+
+
+def _write_beside(beside: list[tuple[str, Path]], output: Path, files: Files) -> None:
+    """Copies configuration and tokenizer, last, since a folder without a configuration cannot be loaded."""
+    for relative, source in beside:
         path = output / relative
         if path.parent != output:
             files.make_folder(path.parent)
-        files.write(path, [read_bytes(locate(folder, relative))])
+        try:
+            contents = read_bytes(source)
+        except OSError as error:
+            raise failure("read", source, error) from error
+        files.write(path, [contents])
     files.sync_folder(output)
-    return paths
 
 
 @contextmanager
@@ -159,7 +236,7 @@ def checked_meanwhile(folder: Path, manifest: Manifest, kinds: tuple[str, ...]) 
                 each.cancel()
 
 
-def split_by_size(tensors: list[SourceTensor], limit: int) -> list[list[SourceTensor]]:
+def split_by_size(tensors: Sequence[SourceTensor], limit: int) -> list[list[SourceTensor]]:
     """Splits tensors into consecutive lists of at most ``limit`` bytes, or of one larger tensor."""
     shards: list[list[SourceTensor]] = [[]]
     size = 0
