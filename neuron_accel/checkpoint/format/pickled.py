@@ -71,7 +71,10 @@ def read_containers(path: Path, classes: Mapping[str, type] | None = None) -> An
 
 def is_mapped(path: Path) -> bool:
     """Returns whether a file is of the format that can be memory-mapped."""
-    return zipfile.is_zipfile(path)
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # in the records of a large archive
+        return False
 
 
 def _check_stored(path: Path) -> None:

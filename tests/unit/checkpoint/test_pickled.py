@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuron_accel.checkpoint.format.index import index_pretrained, is_pretrained
-from neuron_accel.checkpoint.format.pickled import read_pickled
+from neuron_accel.checkpoint.format.pickled import is_mapped, read_pickled
 from neuron_accel.checkpoint.format.source import Bytes, words
 from neuron_accel.engine.sharding.layout import Cut, Layout
 from neuron_accel.errors import CheckpointError
@@ -118,6 +118,19 @@ def test_compressed_records_are_refused(tmp_path):
         for record in plain.infolist():
             packed.writestr(record.filename, plain.read(record))
     with pytest.raises(CheckpointError, match="compressed"):
+        index_pretrained(tmp_path)
+
+
+def test_an_archive_of_several_disks_is_damaged(tmp_path):
+    """Looking whether it is an archive already raises an error of zipfile."""
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(WEIGHTS, path)
+    contents = bytearray(path.read_bytes())
+    disks = contents.rindex(b"PK\x06\x07") + 16
+    contents[disks : disks + 4] = (2).to_bytes(4, "little")
+    path.write_bytes(contents)
+    assert not is_mapped(path)
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
         index_pretrained(tmp_path)
 
 
