@@ -63,6 +63,8 @@ from neuron_accel.loop.precompile_mode import (  # noqa: E402
     returns_folder,
     returns_none,
     skipped_when_precompiling,
+    skipped_without_values,
+    without_value_checks,
 )
 from neuron_accel.loop.prepare import NoSync  # noqa: E402
 from neuron_accel.loop.start import begin, check_connected  # noqa: E402
@@ -202,7 +204,7 @@ class NeuronAccelerator(Accelerator):
         if self.is_precompiling:
             wanted = precompile_plugins(wanted, self.gradient_accumulation_steps, os.environ)
         if decision.dry_run is not None:
-            wanted = [*wanted, *decision.dry_run.observers]
+            wanted = [*without_value_checks(wanted), *decision.dry_run.observers]
         ranks = connect(decision, timeout=timeout_of(handlers), adopts=not was_connected)
         if decision.dry_run is None:
             check_connected(ranks.world_size, self.state.num_processes)
@@ -825,7 +827,7 @@ class NeuronAccelerator(Accelerator):
         logging neither splits the graph nor waits for the device.
         """
         # When precompiling, the values are kept as well: they are outputs of the graph.
-        write = returns_none if self.is_precompiling else super().log
+        write = returns_none if self.is_precompiling or not self.run.backend.has_values else super().log
         here = self.is_main_process
         call_after_step(values, self.run.backend, lambda now: write(numbers(now), step, log_kwargs or {}), here=here)
 
@@ -897,7 +899,7 @@ class NeuronAccelerator(Accelerator):
         self._step.items.settle()
         return full_gradients(record, self.run)
 
-    @skipped_when_precompiling(returns_none)
+    @skipped_without_values(returns_none)
     @collective
     def save_model(
         self,
@@ -930,7 +932,7 @@ class NeuronAccelerator(Accelerator):
                     value.save_pretrained(Path(save_directory))
         self.wait_for_everyone()
 
-    @skipped_when_precompiling(returns_folder)
+    @skipped_without_values(returns_folder)
     @collective
     @known_names_only
     def save_state(
@@ -971,7 +973,7 @@ class NeuronAccelerator(Accelerator):
             check_equal=check_equal,
         )
 
-    @skipped_when_precompiling(returns_false)
+    @skipped_without_values(returns_false)
     @collective
     @known_names_only
     def load_state(
@@ -1035,7 +1037,7 @@ class NeuronAccelerator(Accelerator):
         )
 
     # ---- the end -----------------------------------------------------------------------------------------------------
-    @skipped_when_precompiling(returns_none)
+    @skipped_without_values(returns_none)
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Writes an object on the main process, as Accelerate does."""
         super().save(*args, **kwargs)

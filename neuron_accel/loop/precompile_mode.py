@@ -108,12 +108,17 @@ class ShortLoader:
 EXTRACT_GRAPHS_VARIABLE = "NEURON_EXTRACT_GRAPHS_ONLY"
 STEPS_VARIABLE = "NEURON_ACCEL_PRECOMPILE_STEPS"
 LOOKS_AT_VALUES = "looks-at-values"
-"""Provided by plugins that only inspect values; a run that only collects graphs leaves them out."""
+"""Provided by plugins that only inspect values; a run that only collects graphs, and a dry run, leave them out."""
 
 
 def is_precompiling(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether neuron_parallel_compile runs this process to collect graphs."""
     return flag(environ, EXTRACT_GRAPHS_VARIABLE)
+
+
+def without_value_checks(plugins: list[StrategyPlugin]) -> list[StrategyPlugin]:
+    """Returns the plugins without those that only inspect values, for a run that has none."""
+    return [p for p in plugins if LOOKS_AT_VALUES not in getattr(getattr(p, "spec", None), "provides", ())]
 
 
 def precompile_plugins(
@@ -137,8 +142,7 @@ def precompile_plugins(
             where=STEPS_VARIABLE,
             fix="set it to an integer of at least 1",
         )
-    kept = [p for p in plugins if LOOKS_AT_VALUES not in getattr(getattr(p, "spec", None), "provides", ())]
-    return [*kept, PrecompilationPlugin(max_steps=int(text), batches_per_step=accumulation)]
+    return [*without_value_checks(plugins), PrecompilationPlugin(max_steps=int(text), batches_per_step=accumulation)]
 
 
 def skipped_when_precompiling(result: Callable[..., Any]) -> Callable[[F], F]:
@@ -152,6 +156,21 @@ def skipped_when_precompiling(result: Callable[..., Any]) -> Callable[[F], F]:
         @functools.wraps(method)
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             return result(*args, **kwargs) if self.is_precompiling else method(self, *args, **kwargs)
+
+        return wrapper  # type: ignore[return-value]  # it has the signature of the method
+
+    return decorate
+
+
+def skipped_without_values(result: Callable[..., Any]) -> Callable[[F], F]:
+    """As :func:`skipped_when_precompiling`, for a method that saves or loads values: it does nothing in a dry run
+    either."""
+
+    def decorate(method: F) -> F:
+        @functools.wraps(method)
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            has_none = self.is_precompiling or not self.run.backend.has_values
+            return result(*args, **kwargs) if has_none else method(self, *args, **kwargs)
 
         return wrapper  # type: ignore[return-value]  # it has the signature of the method
 

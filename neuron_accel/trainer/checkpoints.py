@@ -39,7 +39,9 @@ class Checkpointing:
     # ---- saving ------------------------------------------------------------------------------------------------------
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the full model, which ``from_pretrained`` loads, and the tokenizer; for a checkpoint of the Trainer, a
-        sharded checkpoint instead. Collective."""
+        sharded checkpoint instead. Collective. Without values, when precompiling or in a dry run, writes nothing."""
+        if self._has_no_values:
+            return
         folder = self.args.output_dir if output_dir is None else output_dir
         if _internal_call and not self.args.save_only_model:
             self.accelerator.save_state(folder, tokenizer=self._tokenizer_to_save, async_save=self.args.async_save)
@@ -55,13 +57,19 @@ class Checkpointing:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
     @property
+    def _has_no_values(self) -> bool:
+        return self.accelerator.is_precompiling or not self.accelerator.run.backend.has_values
+
+    @property
     def _tokenizer_to_save(self) -> Any:
         given = getattr(self, "processing_class", None)
         return given if given is not None else getattr(getattr(self, "data_collator", None), "tokenizer", None)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As in transformers, but with ``async_save`` older checkpoints are deleted only when the new one is
-        complete."""
+        complete. Without values, writes nothing."""
+        if self._has_no_values:
+            return
         args, limit = self.args, self.args.save_total_limit
         if not args.async_save or limit is None:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
@@ -115,11 +123,14 @@ class Checkpointing:
 
     # ---- loading -----------------------------------------------------------------------------------------------------
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; ``resume_from_checkpoint=True`` resumes from the newest complete checkpoint.
+        """As in transformers; ``resume_from_checkpoint=True`` resumes from the newest complete checkpoint. A dry run
+        starts from the first step.
 
         Raises:
             CheckpointError: if there is none, or the checkpoint cannot be loaded.
         """
+        if not self.accelerator.run.backend.has_values:
+            resume_from_checkpoint = None
         if resume_from_checkpoint is True:
             run = self.accelerator.run
             found = _newest(Path(self.args.output_dir)) if run.backend.rank == 0 else None

@@ -151,18 +151,42 @@ def test_a_trainer_is_counted(tmp_path):
             per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
             logging_steps=1,
+            save_steps=1,
             tensor_parallel_size=2,
             zero_1=True,
             max_steps=3,
             report_to=[],
         )
         row = {name: torch.ones(8, dtype=torch.int64) for name in ("input_ids", "labels")}
-        NeuronTrainer(model=model, args=args, train_dataset=[row] * 32).train()
+        NeuronTrainer(model=model, args=args, train_dataset=[row] * 32).train(resume_from_checkpoint=True)
 
     layout = count_training(train, world_size=4).layout
     assert (layout.mesh, layout.accumulation, layout.micro_batch, layout.sequence) == ("dp 2 x tp 2", 2, 2, 8)
     assert {"tp", "dp"} <= {flow.axis for flow in layout.step.flows}
     assert layout.step.peak.parts["optimizer state"] > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_guards_are_left_out_and_nothing_is_saved_or_loaded(tmp_path):
+    def train():
+        from neuron_accel import NeuronAccelerator
+
+        accelerator = NeuronAccelerator(config={"plugins": ["desync_guard", "finite_guard", "replica_check"]})
+        model = nn.Linear(8, 8)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        assert accelerator.load_state(resume="latest") is False
+        for _ in range(3):
+            loss = model(torch.ones(1, 8, device=accelerator.device)).sum()
+            accelerator.backward(loss)
+            optimizer.step()
+            accelerator.log({"loss": loss})
+            accelerator.save_state(tmp_path / "state")
+            accelerator.save_model(model, tmp_path / "model")
+            accelerator.save(model.state_dict(), tmp_path / "weights.pt")
+
+    found = count_training(train, world_size=4)
+    assert (found.step, found.layout.plugins) == (2, ("data_parallel",))
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_accelerators_are_not_disturbed():
