@@ -120,7 +120,8 @@ class Parser(argparse.ArgumentParser):
         letters = name.lstrip("-").replace("_", "-")
         near = difflib.get_close_matches(f"--{letters}", options, n=1, cutoff=0.6) if len(letters) > 2 else []
         near += [option for option in options if option.startswith(f"--{letters[:1]}")]
-        return f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else "")
+        rest = "" if self.rest is None else " (arguments of a script follow --)"
+        return f"unknown option {name}{rest}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def no_command(word: str, commands: Mapping[str, Any]) -> str:

@@ -276,6 +276,12 @@ def test_the_command_prints_the_tables_and_a_page(script, tmp_path, capsys, monk
     assert "1 of 4 samples" in page.read_text()
 
 
+def test_arguments_of_the_script_that_do_not_follow_the_dashes(script, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", script, "--nproc-per-node", "2", "--epochs", "3"])
+    assert "unknown option --epochs (arguments of a script follow --)" in capsys.readouterr().err
+
+
 def test_a_module_is_counted(script, capsys, monkeypatch):
     monkeypatch.chdir(Path(script).parent)
     assert main(["plan", "--module", "train", "--world-size", "2", "--steps", "1", "--json"]) == 0
