@@ -11,7 +11,7 @@ from neuron_accel_expert_parallel import ExpertParallelPlugin, expert_load
 from neuron_accel_expert_parallel.families import FAMILIES
 from torch import nn
 
-from neuron_accel import FullyShardedPlugin, NeuronAccelerator, Zero1Plugin
+from neuron_accel import FullyShardedPlugin, NeuronAccelerator, TensorParallelPlugin, Zero1Plugin
 from neuron_accel.contract import ConfigurationError, NeuronAccelError
 from neuron_accel.testing import RanksError, run_ranks
 
@@ -26,10 +26,10 @@ def share(batch: dict[str, torch.Tensor], accelerator: NeuronAccelerator) -> dic
 
 
 # ---- families --------------------------------------------------------------------------------------------------------
-def errors_of(families: list[str]) -> dict[str, float]:
+def errors_of(families: list[str], others: list) -> dict[str, float]:
     """For each family the largest error of the loss and of a gradient, relative to the largest entry; with the
     load-balancing loss of those that have one."""
-    accelerator = NeuronAccelerator(plugins=[EP2])
+    accelerator = NeuronAccelerator(plugins=[EP2, *others])
     results = {}
     (batch,) = ep_models.batches(1)
     for family in families:
@@ -53,10 +53,16 @@ def errors_of(families: list[str]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "families", [ep_models.FAMILIES, pytest.param(ep_models.MORE, marks=pytest.mark.slow)], ids=["families", "more"]
+    ("families", "others", "ranks"),
+    [
+        (ep_models.FAMILIES, [], 2),
+        pytest.param(ep_models.MORE, [], 2, marks=pytest.mark.slow),
+        pytest.param(ep_models.FAMILIES, [TensorParallelPlugin(tensor_parallel_size=2)], 4, marks=pytest.mark.slow),
+    ],
+    ids=["families", "more", "families-tp2"],
 )
-def test_families(families):
-    errors = run_ranks(errors_of, 2, list(families), timeout=110)[0]
+def test_families(families, others, ranks):
+    errors = run_ranks(errors_of, ranks, list(families), others, timeout=110)[0]
     assert not {family: error for family, error in errors.items() if not error < 1e-4}
 
 
