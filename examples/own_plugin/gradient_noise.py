@@ -54,11 +54,11 @@ class GradientNoise(StrategyPlugin):
         run.state(self).update(moments=moments, squares={}, handles=[])
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
+        state = run.state(self)
         for record in model.parameters:
             if record.current is not None and record.trains:
-                run.state(self)["squares"][record.current] = []
-                handle = record.current.register_hook(partial(self.observe, record, run))
-                run.state(self)["handles"].append(handle)
+                state["squares"][record.current] = []
+                state["handles"].append(record.current.register_hook(partial(self.observe, record, run)))
 
     def observe(self, record: ParameterRecord, run: Run, gradient: torch.Tensor) -> None:
         """The gradient of one micro-batch, before it is accumulated and reduced."""
@@ -80,9 +80,8 @@ class GradientNoise(StrategyPlugin):
             squares.clear()
         # Each was divided by `count`, the number of micro-batches of a step.
         one = run.backend.all_reduce(global_norm(parts, run) ** 2 * count, ranks) / ranks.size
-        clipping, parameters = run.owner(Claim.GRADIENT_CLIPPING), list(state["squares"])
-        mean = clipping.clip_grad_norm(parameters, math.inf, 2.0, run) ** 2  # clips nothing
-        n = count * ranks.size
+        clipping, n = run.owner(Claim.GRADIENT_CLIPPING), count * ranks.size
+        mean = clipping.clip_grad_norm(list(state["squares"]), math.inf, 2.0, run) ** 2  # clips nothing
         estimates = torch.stack([(one - mean) * n / max(n - 1, 1), (n * mean - one) / max(n - 1, 1)])
         state["moments"] = self.decay * state["moments"] + (1 - self.decay) * estimates
 

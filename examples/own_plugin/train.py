@@ -1,4 +1,4 @@
-"""Plugins of one screen each, in a loop of your own: a small network learns to tell two spirals apart.
+"""Small plugins, each a file, in a loop of your own: a small network learns to tell two spirals apart.
 
 neuron-accel launch --nproc-per-node 2 train.py --plugin weight_average
 neuron-accel launch --nproc-per-node 4 train.py --plugin gradient_noise --zero1
