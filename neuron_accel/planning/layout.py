@@ -25,6 +25,7 @@ from neuron_accel.errors import ConfigurationError, PlanError, UnsupportedModelE
 from neuron_accel.models.support import model_without_weights
 from neuron_accel.neuron.instances import Instance, find_instance
 from neuron_accel.planning.calibration import Machine
+from neuron_accel.planning.shapes import Results
 from neuron_accel.planning.step import DEPTHS, StepCount, count_step, extrapolate, repeat
 from neuron_accel.planning.time import StepTime, predict_time
 
@@ -196,6 +197,7 @@ class Planner:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.blocks = _alike_blocks(self.config, self.model)
         self._counts: dict[str, StepCount] = {}
+        self._results = Results()
 
     @property
     def layers(self) -> int:
@@ -406,7 +408,7 @@ class Planner:
                 return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
             try:
-                return count_step(accelerator, build, batch, blocks=self.blocks, warm_up=warm_up)
+                return count_step(accelerator, build, batch, blocks=self.blocks, warm_up=warm_up, results=self._results)
             finally:
                 accelerator.end_training()
 

@@ -9,7 +9,6 @@ convolutions and attention kernels, a multiplication and an addition each.
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,8 +21,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
+from neuron_accel.planning.shapes import Results
 from neuron_accel.planning.trace import Tracer
 
 WEIGHTS = "weights"
@@ -38,18 +37,6 @@ PARTS = (WEIGHTS, GRADIENTS, MASTERS, STATE, ACTIVATIONS, BUCKETS, TEMPORARY)
 """What memory is for: parameters and buffers of the model, of fully sharded ones this rank's elements and those that
 are gathered; gradients that an optimizer receives; what an optimizer updates instead of the weights; its state; what
 lives from the forward pass to the backward pass; memory that is kept from step to step for communication; all else."""
-
-
-_IS_PRODUCT = re.compile(r"(^|[._])(\w*mm|matmul|linear|conv\w*|\w*attention\w*)$")
-"""Names of operations that multiply matrices, and for which torch's counter has no formula."""
-
-
-def _grouped_operations(one: torch.Tensor, other: torch.Tensor) -> int:
-    """Operations of a product of matrices in groups, as of the experts of a mixture: each row, or column, of the one
-    without a dim of groups is in one group."""
-    if one.dim() == 3 and other.dim() == 2:
-        return 2 * other.numel() * one.shape[-2]
-    return 2 * one.numel() * other.shape[-1]
 
 
 @dataclass(frozen=True)
@@ -157,6 +144,7 @@ class StepCounter(TorchDispatchMode):
 
     Args:
         device: the device, by its type.
+        results: what operations on tensors without memory return, if that is shared with others.
 
     Attributes:
         operations: floating-point operations since the context was entered.
@@ -165,8 +153,9 @@ class StepCounter(TorchDispatchMode):
         tracer: receives every operation; None: none does.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, results: Results | None = None) -> None:
         super().__init__()
+        self._results = results or Results()
         self.operations = 0
         self.uncounted: set[str] = set()
         self.tracer: Tracer | None = None
@@ -209,25 +198,17 @@ class StepCounter(TorchDispatchMode):
         if differentiating and not self._differentiating:
             self._save_activations()
         self._differentiating = differentiating
-        result = func(*args, **(kwargs or {}))
+        result, operations = self._results.call(func, args, kwargs or {})
         self._follow(self._resized)
         for value in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self._see(value)
-        before = self.operations
-        self._count(func._overloadpacket, args, kwargs or {}, result)
+        if operations is None:
+            self.uncounted.add(str(func._overloadpacket))
+        self.operations += operations or 0
         if self.tracer is not None:
-            self.tracer.operation(func, (args, kwargs), result, self.operations - before, self._phase)
+            self.tracer.operation(func, (args, kwargs), result, operations or 0, self._phase)
         return result
-
-    def _count(self, operation: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        count = flop_registry.get(operation)
-        if count is not None:
-            self.operations += count(*args, **kwargs, out_val=result)
-        elif operation is getattr(torch.ops.aten, "_grouped_mm", None):
-            self.operations += _grouped_operations(*args[:2])
-        elif _IS_PRODUCT.search(str(operation)):
-            self.uncounted.add(str(operation))
 
     def find(self, tensor: torch.Tensor) -> _Storage | None:
         """Returns the storage of a tensor on the device; None for other tensors."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from neuron_accel.backends.dry_run import DryRunBackend
 from neuron_accel.planning.memory import ACTIVATIONS, HOST, PARTS, WEIGHTS, Moment, Peak, StepCounter
+from neuron_accel.planning.shapes import Results
 from neuron_accel.planning.trace import Trace, Tracer
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def count_step(
     max_norm: float | None = 1.0,
     blocks: str | None = None,
     warm_up: bool = True,
+    results: Results | None = None,
 ) -> StepCount:
     """Prepares a model, runs two optimizer steps, and counts the second.
 
@@ -94,11 +96,12 @@ def count_step(
         max_norm: norm to which gradients are clipped; None: not clipped.
         blocks: FQN of the list of the model's blocks, for moments.
         warm_up: False to count the first step, in which there is no optimizer state yet.
+        results: what operations on tensors without memory return, to be shared by several dry runs.
 
     Raises:
         NeuronAccelError: the error of ``prepare``, if the layout is not possible.
     """
-    counter, backend = StepCounter(accelerator.device), accelerator.run.backend
+    counter, backend = StepCounter(accelerator.device, results), accelerator.run.backend
     with counter:
         model = build()
         counter.label([*model.parameters(), *model.buffers()], HOST)
@@ -106,11 +109,11 @@ def count_step(
         kept = [*kept_tensors(accelerator.run.prepared(model)), *model.buffers()]
         counter.label(kept, WEIGHTS)
         counter.name_modules(model, blocks)
-        for _ in range(2 if warm_up else 1):
+        for again in (True, False) if warm_up else (False,):
             counter.forget_peaks()
             before = counter.operations
             with no_collection(), backend.record() as traffic:
-                if isinstance(backend, DryRunBackend):
+                if isinstance(backend, DryRunBackend) and not again:
                     counter.tracer = Tracer(traffic, counter.find, lambda: backend.imitating)
                 _train(accelerator, counter, model, stepper, batch, max_norm)
         return StepCount(
