@@ -345,18 +345,22 @@ class Planner:
         assert self.blocks is not None
         position = 0 if stages is None else plan.mesh.coordinates(rank)[stages.axis]
         own = (self.layers,) if stages is None else stages.blocks[position]
-        width = 1 if stages is None else len(stages.blocks) * len(own)
         last = sum(sum(blocks) for blocks in stages.blocks[: position + 1]) if stages and len(own) == 1 else self.layers
+
+        def sizes(depth: int) -> list[list[int]]:
+            """Blocks of every stage: one in those of other ranks, which this rank does not run."""
+            ranks = [own] if stages is None else stages.blocks
+            return [[depth if index == position else 1] * len(own) for index, own in enumerate(ranks)]
 
         def with_depths(plugins: tuple[StrategyPlugin, ...], accumulation: int, rows: int) -> StepCount:
             shallow = []
             for depth in DEPTHS:
                 staged = plugins
-                if pipeline is not None and stages is not None:
-                    staged = tuple(
-                        plugin.with_stages(self.blocks or "", depth, rows // (rows_each or 1)) for plugin in plugins
-                    )
-                run = _Run(plugins=staged, rank=rank, accumulation=accumulation, rows=rows, depth=depth * width)
+                if pipeline is not None:
+                    number = rows // rows_each
+                    staged = tuple(plugin.with_stages(self.blocks or "", sizes(depth), number) for plugin in plugins)
+                blocks = sum(map(sum, sizes(depth)))
+                run = _Run(plugins=staged, rank=rank, accumulation=accumulation, rows=rows, depth=blocks)
                 shallow.append(self._run(run))
             return extrapolate(shallow, sum(own) / len(own), self.blocks or "", last - 1)
 
@@ -371,7 +375,9 @@ class Planner:
         assert pipeline is not None
         kept = []
         for number in numbers:
-            few_stages = pipeline.with_stages(self.blocks, 1, number).stages(self._shallow(width))
+            few_stages = pipeline.with_stages(self.blocks, sizes(1), number).stages(
+                self._shallow(sum(map(sum, sizes(1))))
+            )
             assert few_stages is not None
             kept.append(few_stages.in_flight[position])
         counts = [with_depths(plan.plugins, 1, number * rows_each) for number in numbers]

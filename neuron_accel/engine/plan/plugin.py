@@ -16,7 +16,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -287,12 +287,12 @@ class StrategyPlugin(_KnownOptionsOnly):
         """
         return None
 
-    def with_stages(self, blocks: str, depth: int, microbatches: int) -> StrategyPlugin:
+    def with_stages(self, blocks: str, sizes: Sequence[Sequence[int]], microbatches: int) -> StrategyPlugin:
         """Returns this plugin for a smaller model and batch, from which those of a large one are extrapolated.
 
         Args:
             blocks: FQN of the list of blocks.
-            depth: number of blocks in each stage.
+            sizes: number of blocks in each stage of each rank, as in :class:`Stages`.
             microbatches: number of micro-batches.
         """
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -123,10 +123,10 @@ class PipelineParallelPlugin(PipelineOptions):
             bubble=make_timeline(schedule).bubble_share,
         )
 
-    def with_stages(self, blocks: str, depth: int, microbatches: int) -> PipelineParallelPlugin:
-        """Returns a pipeline with ``depth`` blocks in each stage."""
-        stages = range(1, self.pipeline_parallel_size * self.virtual_stages)
-        cuts = tuple(f"{blocks}.{stage * depth}" for stage in stages)
+    def with_stages(self, blocks: str, sizes: Sequence[Sequence[int]], microbatches: int) -> PipelineParallelPlugin:
+        """Returns a pipeline with ``sizes[rank][index]`` blocks in the stages of each rank."""
+        in_order = [own[index] for index in range(self.virtual_stages) for own in sizes]
+        cuts = tuple(f"{blocks}.{start}" for start in itertools.accumulate(in_order[:-1]))
         return dataclasses.replace(self, stage_cuts=cuts, num_microbatches=microbatches)
 
     def model_init(self, run: Run) -> AbstractContextManager[None]:
