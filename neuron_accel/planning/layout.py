@@ -140,7 +140,7 @@ class LayoutCount:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Run:
     """A step that is run dry.
 
@@ -150,6 +150,7 @@ class _Run:
         accumulation: optimizer steps every so many calls of the model.
         rows: samples in a call of the model.
         depth: number of blocks of the model; None for all.
+        warm_up: whether a step is run before the one that is counted.
     """
 
     plugins: tuple[StrategyPlugin, ...]
@@ -157,6 +158,7 @@ class _Run:
     accumulation: int
     rows: int
     depth: int | None
+    warm_up: bool
 
 
 class Planner:
@@ -229,6 +231,7 @@ class Planner:
         *,
         rank: int | None = None,
         full_depth: bool = False,
+        warm_up: bool = True,
     ) -> LayoutCount:
         """Counts a layout.
 
@@ -236,6 +239,7 @@ class Planner:
             plugins: the strategies.
             accumulation: micro-batches in a step.
             rank, full_depth: see :func:`plan`.
+            warm_up: see :func:`~neuron_accel.planning.step.count_step`.
 
         Raises:
             PlanError, LayoutError, UnsupportedModelError: if the layout is not possible.
@@ -256,9 +260,9 @@ class Planner:
         ranks = [rank or 0] if stages is None or rank is not None else _different_ranks(plan.mesh, stages)
         extrapolated = self.blocks is not None and not full_depth
         counts = {
-            each: self._extrapolated(plan, pipeline, stages, accumulation, rows, each)
+            each: self._extrapolated(plan, pipeline, stages, accumulation, rows, each, warm_up)
             if extrapolated
-            else self._run(_Run(plugins=plan.plugins, rank=each, accumulation=accumulation, rows=rows, depth=None))
+            else self._run(_Run(plan.plugins, each, accumulation, rows, depth=None, warm_up=warm_up))
             for each in ranks
         }
         fullest = max(counts, key=lambda each: counts[each].peak.total)
@@ -301,7 +305,7 @@ class Planner:
         small.global_batch, small.instance = small.space(plugins).data_ranks, None
         plan = small.make_plan(plugins)
         return [
-            small._dry(_Run(plugins=plan.plugins, rank=0, accumulation=1, rows=1, depth=depth), warm_up=False)
+            small._dry(_Run(plan.plugins, rank=0, accumulation=1, rows=1, depth=depth, warm_up=False))
             for depth in DEPTHS
         ]
 
@@ -340,6 +344,7 @@ class Planner:
         accumulation: int,
         rows: int,
         rank: int,
+        warm_up: bool,
     ) -> StepCount:
         """Counts of a step, from steps with few blocks and one or two micro-batches."""
         assert self.blocks is not None
@@ -360,8 +365,7 @@ class Planner:
                     number = rows // rows_each
                     staged = tuple(plugin.with_stages(self.blocks or "", sizes(depth), number) for plugin in plugins)
                 blocks = sum(map(sum, sizes(depth)))
-                run = _Run(plugins=staged, rank=rank, accumulation=accumulation, rows=rows, depth=blocks)
-                shallow.append(self._run(run))
+                shallow.append(self._run(_Run(staged, rank, accumulation, rows, depth=blocks, warm_up=warm_up)))
             return extrapolate(shallow, sum(own) / len(own), self.blocks or "", last - 1)
 
         rows_each = 0 if stages is None else rows // stages.microbatches
@@ -393,7 +397,7 @@ class Planner:
             self._counts[key] = self._dry(run)
         return self._counts[key]
 
-    def _dry(self, run: _Run, *, warm_up: bool = True) -> StepCount:
+    def _dry(self, run: _Run) -> StepCount:
         with accelerate_set_aside():
             from neuron_accel.accelerator import NeuronAccelerator
 
@@ -414,7 +418,9 @@ class Planner:
                 return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
             try:
-                return count_step(accelerator, build, batch, blocks=self.blocks, warm_up=warm_up, results=self._results)
+                return count_step(
+                    accelerator, build, batch, blocks=self.blocks, warm_up=run.warm_up, results=self._results
+                )
             finally:
                 accelerator.end_training()
 

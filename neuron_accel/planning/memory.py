@@ -84,9 +84,6 @@ class _Storage:
     died: int | None = None
     reference: Any = field(default=None, repr=False)
 
-    def lives_at(self, time: int) -> bool:
-        return self.born <= time and (self.died is None or self.died >= time)
-
 
 class _Position:
     """Which module's forward or backward pass runs: a backward pass of a module begins with the gradient of its output
@@ -314,11 +311,31 @@ class StepCounter(TorchDispatchMode):
         for storage in self._live.values():
             if storage.part is None and storage.phase != "forward":
                 storage.part = BUCKETS
-        return [Peak(moment, self._parts_at(time)) for moment, (_, time) in self._peaks.items()]
+        parts = self._parts_at(sorted(time for _, time in self._peaks.values()))
+        return [Peak(moment, parts[time]) for moment, (_, time) in self._peaks.items()]
 
-    def _parts_at(self, time: int) -> dict[str, int]:
+    def alive(self) -> dict[str, int]:
+        """Returns the bytes of each part that are alive now; to be called after :meth:`peaks`."""
         parts = dict.fromkeys(PARTS, 0)
-        for storage in self._all:
-            if storage.part != HOST and storage.lives_at(time):
+        for storage in self._live.values():
+            if storage.part != HOST:
                 parts[storage.part or TEMPORARY] += storage.nbytes
         return parts
+
+    def _parts_at(self, times: Iterable[int]) -> dict[int, dict[str, int]]:
+        """Bytes by part at each of the times, which ascend: in one pass over births, which are in order, and deaths."""
+        now, found = dict.fromkeys(PARTS, 0), {}
+        counted = [storage for storage in self._all if storage.part != HOST]
+        born = iter([*counted, None])
+        ended = [(each.died, each.part or TEMPORARY, each.nbytes) for each in counted if each.died is not None]
+        died = iter([*sorted(ended), None])
+        birth, death = next(born), next(died)
+        for time in times:
+            while birth is not None and birth.born <= time:
+                now[birth.part or TEMPORARY] += birth.nbytes
+                birth = next(born)
+            while death is not None and death[0] < time:
+                now[death[1]] -= death[2]
+                death = next(died)
+            found[time] = dict(now)
+        return found

@@ -25,7 +25,7 @@ from neuron_accel.engine.plan.serialize import to_plain
 from neuron_accel.errors import ConfigurationError, NeuronAccelError, PluginError
 from neuron_accel.neuron.instances import Instance, find_instance
 from neuron_accel.planning.layout import LayoutCount, Planner, no_collection_of_what_is_there
-from neuron_accel.planning.memory import ACTIVATIONS, GRADIENTS, TEMPORARY, WEIGHTS
+from neuron_accel.planning.memory import ACTIVATIONS, GRADIENTS, TEMPORARY
 from neuron_accel.planning.step import StepCount, extrapolate
 from neuron_accel.planning.time import StepTime
 
@@ -308,7 +308,9 @@ class _Searcher:
         own = self._planner.parameters / sharded
         parts = {part for plugin in layout.plugins for part in plugin.sharded_over_replicas()}
         width = 2 if self._planner.dtype == "bfloat16" else 4
-        least = sum(width * own / (replicas if part in parts else 1) for part in ("weights", "gradients"))
+        least = width * own / (replicas if "weights" in parts else 1)
+        # Where the state is sharded, gradients may be summed into shards as they come.
+        least += width * own / (replicas if parts & {"gradients", "optimizer state"} else 1)
         least += _STATE_BYTES * own / replicas if "optimizer state" in parts else 2 * width * own
         if least <= self._core:
             return None
@@ -364,14 +366,19 @@ class _Searcher:
         return _Estimate(layout, memory, (busy + sending) / (1 - bubble) + self._gradients(layout, count))
 
     def _memory(self, layout: Layout, count: StepCount, batch: int, kept: float) -> float:
-        peak = max(count.peaks, key=lambda peak: peak.total).parts
+        """Bytes of a rank, from a step of one sample that began without optimizer state."""
         parts = {part for plugin in layout.plugins for part in plugin.sharded_over_replicas()}
         replicas = self._planner.space(layout.plugins).replicas
-        elements = peak[WEIGHTS] / (2 if self._planner.dtype == "bfloat16" else 4)
-        state = _STATE_BYTES * elements / replicas if "optimizer state" in parts else 2 * peak[WEIGHTS]
-        held = peak[WEIGHTS] / (replicas if "weights" in parts else 1)
-        held += peak[GRADIENTS] / (replicas if "gradients" in parts else 1)
-        return held + state + batch * (kept * peak[ACTIVATIONS] + peak[TEMPORARY])
+        elements = count.weights / (2 if self._planner.dtype == "bfloat16" else 4)
+        held = count.weights / (replicas if "weights" in parts else 1)
+        held += _STATE_BYTES * elements / replicas if "optimizer state" in parts else 2 * count.weights
+        most = 0.0
+        for peak in count.peaks:
+            now = peak.parts[GRADIENTS] / (replicas if "gradients" in parts else 1)
+            if peak.moment.phase in ("forward", "backward"):
+                now += batch * (kept * peak.parts[ACTIVATIONS] + peak.parts[TEMPORARY])
+            most = max(most, now)
+        return held + most
 
     def _gradients(self, layout: Layout, count: StepCount) -> float:
         """Seconds in which gradients are summed over replicas."""
@@ -388,7 +395,9 @@ class _Searcher:
     # ---- counting ----------------------------------------------------------------------------------------------------
     def _count(self, layout: Layout) -> Ranked | str:
         try:
-            count = self._planner.count(layout.plugins, layout.accumulation)
+            count = self._planner.count(layout.plugins, layout.accumulation, rank=0, warm_up=False)
+            if count.fits:  # other ranks may keep more
+                count = self._planner.count(layout.plugins, layout.accumulation, warm_up=False)
         except NeuronAccelError as error:
             return _first_line(error)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:

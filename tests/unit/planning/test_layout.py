@@ -68,6 +68,25 @@ def test_the_fullest_stage_is_found(folder):
     assert found.rank == (0, 4)[peaks.index(max(peaks))]
 
 
+@pytest.mark.parametrize("kind", ["zero1", "plain", "pipeline"])
+def test_one_step_stands_for_the_second(kind):
+    from transformers import LlamaConfig
+
+    from neuron_accel import PipelineParallelPlugin, Zero1Plugin
+    from neuron_accel.planning.layout import Planner
+
+    pipeline = PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=4, schedule="zero-bubble")
+    plugins = {"zero1": [Zero1Plugin()], "plain": [], "pipeline": [pipeline, Zero1Plugin()]}[kind]
+    llama = LlamaConfig(num_hidden_layers=6, vocab_size=256, max_position_embeddings=128, **SIZE)
+    planner = Planner(llama, world_size=8, global_batch=32, sequence=64)
+    exact, fast = (planner.count(plugins, warm_up=warm_up) for warm_up in (True, False))
+    assert fast.step.flows == exact.step.flows
+    assert fast.step.operations == exact.step.operations
+    assert fast.step.peak.total == pytest.approx(exact.step.peak.total, rel=0.03)
+    for part in ("weights", "optimizer state", "buckets"):
+        assert fast.step.peak.parts[part] == pytest.approx(exact.step.peak.parts[part], rel=0.01), part
+
+
 def test_models_whose_blocks_differ_run_at_full_depth():
     from transformers import LlamaConfig, Qwen3Config
 
