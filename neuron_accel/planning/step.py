@@ -17,6 +17,7 @@ from neuron_accel.backends.dry_run import DryRunBackend
 from neuron_accel.planning.memory import (
     ACTIVATIONS,
     BUCKETS,
+    GRADIENTS,
     HOST,
     MASTERS,
     PARTS,
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import PreparedModel
 
 
-KEPT = (MASTERS, STATE, BUCKETS)
-"""Parts of memory that a first step creates, and that all later steps have from their beginning."""
+KEPT = (GRADIENTS, MASTERS, STATE, BUCKETS)
+"""Parts of memory of which later steps have from their beginning what a first step has created and kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ def count_step(
         max_norm: norm to which gradients are clipped; None: not clipped.
         blocks: FQN of the list of the model's blocks, for moments.
         warm_up: False to run one step only, and to add what it creates and keeps (:data:`KEPT`) to its earlier moments:
-            faster, and approximate where a second step differs otherwise.
+            faster, and approximate where a second step differs otherwise, such as by a first exchange of shapes.
         results: what operations on tensors without memory return, to be shared by several dry runs.
 
     Raises:

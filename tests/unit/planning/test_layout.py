@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -68,6 +69,10 @@ def test_the_fullest_stage_is_found(folder):
     assert found.rank == (0, 4)[peaks.index(max(peaks))]
 
 
+def sent(count):
+    return tuple(flow for flow in count.step.flows if flow.dtype != "uint8")
+
+
 @pytest.mark.parametrize("kind", ["zero1", "plain", "pipeline"])
 def test_one_step_stands_for_the_second(kind):
     from transformers import LlamaConfig
@@ -75,11 +80,13 @@ def test_one_step_stands_for_the_second(kind):
     from neuron_accel import PipelineParallelPlugin, Zero1Plugin
     from neuron_accel.planning.layout import Planner
 
-    pipeline = PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=4, schedule="zero-bubble")
+    pipeline = PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=2)
     plugins = {"zero1": [Zero1Plugin()], "plain": [], "pipeline": [pipeline, Zero1Plugin()]}[kind]
     llama = LlamaConfig(num_hidden_layers=6, vocab_size=256, max_position_embeddings=128, **SIZE)
     planner = Planner(llama, world_size=8, global_batch=32, sequence=64)
     exact, fast = (planner.count(plugins, warm_up=warm_up) for warm_up in (True, False))
+    if kind == "pipeline":  # the first time, stages tell each other shapes
+        exact, fast = (replace(count, step=replace(count.step, flows=sent(count))) for count in (exact, fast))
     assert fast.step.flows == exact.step.flows
     assert fast.step.operations == exact.step.operations
     assert fast.step.peak.total == pytest.approx(exact.step.peak.total, rel=0.03)
