@@ -26,6 +26,7 @@ else:
 from torch import nn  # noqa: E402
 
 from neuron_accel.checkpoint.state.full_state import full_gradients, full_state_dict, without_ties  # noqa: E402
+from neuron_accel.checkpoint.state.resume import Resumed, step_of  # noqa: E402
 from neuron_accel.checkpoint.state.session import Session, Source  # noqa: E402
 from neuron_accel.checkpoint.state.training import TrainingObjects  # noqa: E402
 from neuron_accel.data.loaders import prepare_data_loader, skip_first_batches  # noqa: E402
@@ -973,7 +974,7 @@ class NeuronAccelerator(Accelerator):
             check_equal=check_equal,
         )
 
-    @skipped_without_values(returns_false)
+    @skipped_without_values(lambda *_, **__: Resumed())
     @collective
     @known_names_only
     def load_state(
@@ -984,21 +985,25 @@ class NeuronAccelerator(Accelerator):
         resume: Literal["latest"] | None = None,
         verify: bool = True,
         map_location: Literal["cpu", "on_device"] | None = None,
-    ) -> bool:
+    ) -> Resumed:
         """Loads a checkpoint of :meth:`save_state`, saved on any mesh, or a folder of transformers' weights.
 
-        Collective. Prepared loaders continue in the middle of their epoch, with the next batch.
+        Collective. Prepared loaders continue in the middle of their epoch, with the next batch. With
+        ``resume="latest"`` one line at the beginning of a script makes every start of it continue where the one before
+        stopped, and does nothing at the first; the main process prints which of the two happens.
 
         Args:
             input_dir: the folder; None with automatic checkpoint naming, for the latest complete checkpoint.
             load_kwargs: must be empty: nothing is unpickled.
-            resume: "latest" to load the latest complete checkpoint of the project folder if there is one.
+            resume: "latest" to load the latest complete checkpoint if there is one: with automatic checkpoint naming
+                the one of the project folder with the highest number; else, of ``input_dir`` or the project folder, the
+                folders in it and those in its folder ``checkpoints``, the one that was saved last.
             verify: whether to compare every file with its checksum first.
             map_location: None, "cpu" or "on_device", accepted as in Accelerate; every tensor is loaded to the device of
                 its parameter.
 
         Returns:
-            whether something was loaded; False only with ``resume``.
+            what was loaded; false in a condition if there was nothing, which happens only with ``resume``.
 
         Raises:
             CheckpointError: on every rank, before anything is changed.
@@ -1006,11 +1011,9 @@ class NeuronAccelerator(Accelerator):
         check_map_location(map_location)
         if load_kwargs:
             raise UsageError("`load_kwargs` are arguments for unpickling, and nothing is unpickled here.")
-        counters = self._session.load(input_dir, resume=resume, verify=verify)
-        if counters is None:
-            return False
-        self.step = counters.get("step", self.step)
-        return True
+        counters, resumed = self._session.load(input_dir, resume=resume, verify=verify)
+        self.step = step_of(counters, self.step, self.gradient_accumulation_steps)
+        return resumed
 
     def _source(self) -> Source:
         """The objects that a checkpoint contains."""
@@ -1033,7 +1036,11 @@ class NeuronAccelerator(Accelerator):
             loaders=self._dataloaders,
             custom=self._custom_objects,
             scaler=self.scaler,
-            counters={"step": self.step, "iteration": self.save_iteration},
+            counters={
+                "step": self.step,
+                "iteration": self.save_iteration,
+                "accumulation": self.gradient_accumulation_steps,
+            },
         )
 
     # ---- the end -----------------------------------------------------------------------------------------------------

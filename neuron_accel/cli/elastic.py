@@ -35,6 +35,7 @@ from neuron_accel.cli.heartbeat import Heartbeat
 from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, LaunchPlan
 from neuron_accel.cli.run_secret import RunSecret, take_secret
 from neuron_accel.errors import CommunicationError
+from neuron_accel.loop.restart import LAUNCHED
 
 ERROR_FILE = "error.json"
 SILENT_EXIT_SECONDS = 5.0
@@ -162,6 +163,7 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
         CommunicationError: if the rendezvous of the machines failed.
     """
     os.environ.update({setting.name: setting.value for setting in plan.settings})
+    os.environ[LAUNCHED] = str(time.time())
     secret = take_secret(os.environ, plan.request.secret_file)
     _silence_agent()
     log_dir = Path(plan.request.log_dir or tempfile.mkdtemp(prefix="neuron_accel_"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,13 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate_checkpoints
 
 from neuron_accel.checkpoint.format.index import is_pretrained
+from neuron_accel.checkpoint.format.manifest import NAME as MANIFEST
 from neuron_accel.checkpoint.format.manifest import has_manifest
 from neuron_accel.checkpoint.state.training import random_state, set_random_state
 from neuron_accel.checkpoint.tools.consolidate import consolidate
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.errors import CheckpointError
+from neuron_accel.loop.restart import find_restart
 
 if TYPE_CHECKING:
     from torch import nn
@@ -123,14 +126,18 @@ class Checkpointing:
 
     # ---- loading -----------------------------------------------------------------------------------------------------
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; ``resume_from_checkpoint=True`` resumes from the newest complete checkpoint. A dry run
-        starts from the first step.
+        """As in transformers; ``resume_from_checkpoint=True`` resumes from the newest complete checkpoint. If the run
+        was started again, by ``neuron-accel launch`` or because Slurm queued the job again, it resumes from the newest
+        complete checkpoint that it has saved, if there is one, whatever ``resume_from_checkpoint`` is. A dry run starts
+        from the first step.
 
         Raises:
             CheckpointError: if there is none, or the checkpoint cannot be loaded.
         """
         if not self.accelerator.run.backend.has_values:
             resume_from_checkpoint = None
+        elif (own := self._own_checkpoint()) is not None:
+            resume_from_checkpoint = own
         if resume_from_checkpoint is True:
             run = self.accelerator.run
             found = _newest(Path(self.args.output_dir)) if run.backend.rank == 0 else None
@@ -141,6 +148,14 @@ class Checkpointing:
                     fix="start without resume_from_checkpoint, or pass the folder of a checkpoint",
                 )
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _own_checkpoint(self) -> str | None:
+        """The newest complete checkpoint that this run saved before it was started again, or None. Collective."""
+        run, restart, found = self.accelerator.run, find_restart(os.environ), None
+        if restart is not None and run.backend.rank == 0:
+            found = _newest(Path(self.args.output_dir), since=restart.since)
+            print(f"neuron_accel: {restart.by}: {_resuming(found)}", file=sys.stderr, flush=True)
+        return run.backend.broadcast_object(found, run.world)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Only checks the folder: the weights are loaded with the optimizer's state, when the model is prepared."""
@@ -199,14 +214,32 @@ class Checkpointing:
         self.accelerator.load_weights(self.model, Path(self.state.best_model_checkpoint))  # type: ignore[attr-defined]
 
 
-def _newest(folder: Path) -> str | None:
-    """The complete checkpoint ``checkpoint-N`` with the highest number, or None."""
+def _resuming(found: str | None) -> str:
+    return "it saved no complete checkpoint" if found is None else f"resuming from {found}"
+
+
+def _newest(folder: Path, since: float = 0.0) -> str | None:
+    """The complete checkpoint ``checkpoint-N`` with the highest number, or None.
+
+    Args:
+        folder: contains the checkpoints.
+        since: if positive, only checkpoints saved since then count, in seconds since the epoch.
+    """
     found = []
     for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         number = path.name.rpartition("-")[2]
         if number.isdecimal() and (has_manifest(path) or is_pretrained(path)) and _has_state(path):
+            if since > 0 and not _is_saved_since(path, since):
+                continue
             found.append((int(number), path))
     return str(max(found)[1]) if found else None
+
+
+def _is_saved_since(path: Path, since: float) -> bool:
+    try:
+        return os.stat(path / MANIFEST).st_mtime >= since
+    except OSError:
+        return False
 
 
 def _has_state(path: Path) -> bool:

@@ -64,7 +64,7 @@ def trains(data: TensorDataset) -> None:
     if accelerator.is_main_process:
         accelerator.print("done", accelerator.process_index, accelerator.num_processes)
     assert_type(accelerator.save_state("checkpoint", async_save=True), str)
-    assert_type(accelerator.load_state(resume="latest"), bool)
+    assert_type(accelerator.load_state(resume="latest").folder, str | None)
 
 
 def prepares_any_number(accelerator: NeuronAccelerator, net: Net, sgd: torch.optim.SGD, loader: Loader) -> None:

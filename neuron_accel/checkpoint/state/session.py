@@ -6,7 +6,6 @@ import atexit
 import importlib.metadata
 import logging
 import os
-import re
 import sys
 import tempfile
 import time
@@ -18,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.checkpoint.format.files import Files, failure
+from neuron_accel.checkpoint.format.files import Files
 from neuron_accel.checkpoint.format.manifest import NAME, has_manifest, read_manifest
 from neuron_accel.checkpoint.state.full_state import full_state_dict, save_in_full
 from neuron_accel.checkpoint.state.load import load, load_weights
 from neuron_accel.checkpoint.state.lock import SaveLock, is_this_process, this_process
 from neuron_accel.checkpoint.state.lock import describe as describe_process
+from neuron_accel.checkpoint.state.resume import NUMBERED, Resumed, describe_loaded, latest, latest_of, numbered
 from neuron_accel.checkpoint.state.save import BackgroundSave, Contents, Destination, save
 from neuron_accel.checkpoint.state.snapshot import check_equal as check_equal_values
 from neuron_accel.checkpoint.state.snapshot import folder_of, written_here
@@ -120,17 +120,19 @@ class Session:
 
     def load(
         self, input_dir: str | os.PathLike[str] | None, *, resume: str | None = None, verify: bool = True
-    ) -> Mapping[str, int] | None:
+    ) -> tuple[Mapping[str, int], Resumed]:
         """See :meth:`NeuronAccelerator.load_state`.
 
         Returns:
-            The saved counters, an empty dict if the folder contains only weights, or None if there was nothing to load.
+            The saved counters, empty if the folder contains only weights or there was nothing to load, and a
+            description of what was loaded.
         """
-        if resume is not None and (input_dir is not None or resume != LATEST):
+        if resume not in (None, LATEST):
             raise UsageError(f"`resume={resume!r}` is not possible here.", fix="use load_state(resume='latest')")
         folder = self._found(input_dir, optional=resume is not None)
         if folder is None:
-            return None
+            self._say(str(Resumed()))
+            return {}, Resumed()
         models = list(self._source.modules())
         for hook in self._source.load_hooks.values():
             hook(models, str(folder))
@@ -142,7 +144,20 @@ class Session:
             )
         if self._project.automatic_checkpoint_naming:
             self._project.iteration = counters.get("iteration", self._project.iteration - 1) + 1
-        return counters
+        resumed = describe_loaded(folder, self._info_of(folder) if counters else {}, training.loaders)
+        if resume is not None:
+            self._say(str(resumed))
+        return counters, resumed
+
+    def _info_of(self, folder: Path) -> dict[str, Any]:
+        """When and by how many ranks a checkpoint was saved. Collective."""
+        run, told = self._run, ("saved", "world_size")
+        info = agreed(run, lambda: read_manifest(folder).info if self._is_main else {})
+        return run.backend.broadcast_object({name: info[name] for name in told if name in info}, run.world)
+
+    def _say(self, text: str) -> None:
+        if self._is_main:
+            print(f"neuron_accel: {text}", file=sys.stderr, flush=True)
 
     def adopt(self, record: PreparedModel) -> None:
         """Loads the weights that a plugin names into a sharded model, and makes its ``save_pretrained`` write the full
@@ -169,14 +184,17 @@ class Session:
         run = self._run
         return Path(run.backend.broadcast_object(str(folder), run.world))
 
-    def _root(self) -> Path:
+    def _project_dir(self) -> Path:
         if self._project.project_dir is None:
             raise UsageError(
                 "No project folder is configured for checkpoints.",
                 fix="NeuronAccelerator(project_config=ProjectConfiguration(project_dir, "
-                "automatic_checkpoint_naming=True))",
+                "automatic_checkpoint_naming=True)), or load_state(folder, resume='latest')",
             )
-        return Path(os.path.abspath(os.path.expanduser(self._project.project_dir)), "checkpoints")
+        return Path(os.path.abspath(os.path.expanduser(self._project.project_dir)))
+
+    def _root(self) -> Path:
+        return self._project_dir() / NUMBERED
 
     def _numbered(self) -> Path:
         folder = self._root() / f"checkpoint_{self._project.iteration}"
@@ -195,9 +213,14 @@ class Session:
         return folder
 
     def _found(self, input_dir: str | os.PathLike[str] | None, *, optional: bool) -> Path | None:
+        """The folder to load; None if there is none and it is ``optional``."""
+        automatic = self._project.automatic_checkpoint_naming
+        if optional and (input_dir is not None or not automatic):
+            folder = self._common(self._project_dir() if input_dir is None else _given(input_dir))
+            return self._checkpoints.latest(folder, latest_of)
         if input_dir is not None:
             return self._common(_given(input_dir))
-        if not optional and not self._project.automatic_checkpoint_naming:
+        if not automatic:
             raise UsageError("No input_dir provided and automatic checkpoint naming is disabled.")
         root = self._root()
         found = self._checkpoints.latest(root)
@@ -438,12 +461,11 @@ class Checkpoints:
             after_load(self._run)
         return counters
 
-    def latest(self, folder: Path) -> Path | None:
-        """Returns the newest complete checkpoint ``checkpoint_N`` in ``folder``, the same on every rank, or None.
-        Collective."""
+    def latest(self, folder: Path, find: Callable[[Path], Path | None] = latest) -> Path | None:
+        """Returns the checkpoint that ``find`` finds in ``folder``, the same on every rank, or None. Collective."""
         self.wait()
         run = self._run
-        found = agreed(run, lambda: latest(folder) if run.backend.rank == 0 else None)
+        found = agreed(run, lambda: find(folder) if run.backend.rank == 0 else None)
         return run.backend.broadcast_object(found, run.world)
 
 
@@ -494,34 +516,6 @@ def auxiliary_files(model: torch.nn.Module | None, tokenizer: Any, staging: Path
 
 
 # ---- Numbered checkpoints in one folder ------------------------------------------------------------------------------
-_NAME = re.compile(r"checkpoint_(\d+)")
-
-
-def numbered(folder: Path) -> dict[int, Path]:
-    """Returns the folders ``checkpoint_N`` by number, complete or not."""
-    try:
-        names = list(folder.iterdir()) if folder.is_dir() else []
-    except OSError as error:
-        raise failure("read", folder, error) from error
-    matches = ((_NAME.fullmatch(path.name), path) for path in names)
-    return dict(sorted((int(m.group(1)), path) for m, path in matches if m and path.is_dir()))
-
-
-def latest(folder: Path) -> Path | None:
-    """Returns the newest complete checkpoint in ``folder``, or None if there is none.
-
-    Incomplete checkpoints, and those whose manifest is damaged, are skipped.
-    """
-    for path in reversed(numbered(folder).values()):
-        if has_manifest(path):
-            try:
-                read_manifest(path)
-            except CheckpointError:
-                continue
-            return path
-    return None
-
-
 def prune(folder: Path, keep: int, files: Files) -> list[Path]:
     """Removes all but the newest ``keep`` complete checkpoints, and incomplete ones that are older than the newest.
 

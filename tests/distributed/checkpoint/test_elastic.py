@@ -23,7 +23,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 data = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
 loader = DataLoader(data, batch_size=12 // accelerator.num_processes, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-resumed = accelerator.load_state(resume="latest")
+resumed = bool(accelerator.load_state(resume="latest"))
 losses = []
 while loader.iteration < epochs:
     for batch in loader:

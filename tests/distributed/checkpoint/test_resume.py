@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from neuron_accel import NeuronAccelerator
+from neuron_accel.checkpoint.state.resume import step_of
 from neuron_accel.checkpoint.state.snapshot import pieces_of
 from neuron_accel.errors import CheckpointError, ConfigurationError, UsageError
 from neuron_accel.testing import run_ranks
@@ -288,7 +290,7 @@ def _project(root: str, steps: int) -> list[str]:
     trained = Trained("gpt2-tied", [], project_config=project)
     accelerator = trained.accelerator
     found = accelerator.load_state(resume="latest")
-    assert found == Path(root, "checkpoints").exists()
+    assert bool(found) == Path(root, "checkpoints").exists()
     for index in range(steps):
         trained.step(BATCHES[index])
         accelerator.save_state()
@@ -298,6 +300,44 @@ def _project(root: str, steps: int) -> list[str]:
 def test_numbered_checkpoints(tmp_path):
     assert run_ranks(_project, 2, str(tmp_path), 3)[0] == ["checkpoint_1", "checkpoint_2"]
     assert run_ranks(_project, 1, str(tmp_path), 1)[0] == ["checkpoint_2", "checkpoint_3"]
+
+
+def _given_folder(root: str, steps: int) -> list[str]:
+    """Resumes from ``root``, saves after each step into a folder of its own, and returns what was said of resuming."""
+    accelerator = NeuronAccelerator(gradient_accumulation_steps=2 // int(os.environ["WORLD_SIZE"]))
+    loader = accelerator.prepare(DataLoader(torch.arange(24), batch_size=2, shuffle=True))
+    resumed = accelerator.load_state(root, resume="latest")
+    for index, _ in zip(range(steps), loader, strict=False):
+        accelerator.save_state(os.path.join(root, f"{'zyx'[index]}{accelerator.world_size}"))
+    assert resumed.positions == tuple((place, samples) for place, samples in resumed.positions if place == 0)
+    return [str(resumed), str(accelerator.step)]
+
+
+def test_the_latest_checkpoint_of_a_given_folder(tmp_path, capfd):
+    """Names do not matter, an incomplete checkpoint is not taken, and the accumulation goes on with more micro-batches
+    on fewer ranks."""
+    root = str(tmp_path / "runs")
+    first = run_ranks(_given_folder, 2, root, 2)[0][0]
+    assert first == "nothing to resume: training starts from the beginning"
+    assert f"neuron_accel: {first}\n" in capfd.readouterr().out  # of `run_ranks`, which shows it
+    (tmp_path / "runs" / "incomplete").mkdir()
+    then = run_ranks(_given_folder, 1, root, 1)[0][0]
+    assert re.fullmatch(rf"resumed from {root}/y2, saved \S+Z by 2 ranks: epoch 0, after 8 samples", then), then
+    assert f"neuron_accel: {then}\n" in capfd.readouterr().out
+    assert "z1, saved" in run_ranks(_given_folder, 1, root, 0)[0][0]
+    with pytest.raises(Exception, match="`resume='newest'` is not possible"):
+        run_ranks(_newest, 1, root)
+
+
+def _newest(root: str) -> None:
+    NeuronAccelerator().load_state(root, resume="newest")  # type: ignore[arg-type]
+
+
+def test_a_step_of_more_micro_batches_is_as_far():
+    assert step_of({}, 3, 1) == 3
+    assert step_of({"step": 6}, 0, 4) == 6  # of a version that did not save the accumulation
+    assert step_of({"step": 6, "accumulation": 2}, 0, 4) == 12
+    assert step_of({"step": 6, "accumulation": 4}, 0, 2) == 6  # within a step, it cannot be converted
 
 
 def _hooks(folder: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +100,24 @@ def test_resume(before, after, at, stock, tmp_path):
     for result in run_ranks(train_on_rank, ranks, str(tmp_path), with_data, more | MIDDLE, None, True):
         result["train_loss"] = None  # of the steps of this call
         assert_same(result, stock[with_data])
+
+
+def train_started_again(folder, launched, more):
+    """What the launcher sets when it has restarted ranks, and a script that says nothing of checkpoints."""
+    os.environ.update(TORCHELASTIC_RESTART_COUNT="1", NEURON_ACCEL_LAUNCHED=str(launched))
+    return train_on_rank(folder, 1, more)
+
+
+def test_a_restarted_run_resumes_by_itself(stock, tmp_path, capfd):
+    more = MIDDLE | {"stop_after": 2}
+    run_ranks(train_on_rank, 1, str(tmp_path), 1, more)
+    (result,) = run_ranks(train_started_again, 1, str(tmp_path), time.time() + 60, more)  # the checkpoint is older
+    assert result["steps"] == 2
+    assert "it saved no complete checkpoint" in capfd.readouterr().out
+    (result,) = run_ranks(train_started_again, 1, str(tmp_path), time.time() - 600, MIDDLE)
+    assert f"the launcher restarted the ranks: resuming from {tmp_path}/checkpoint-2\n" in capfd.readouterr().out
+    result["train_loss"] = None  # of the steps of this call
+    assert_same(result, stock[1])
 
 
 def test_sigterm_to_one_rank_saves_a_checkpoint_on_all_of_them(stock, tmp_path):

@@ -174,7 +174,7 @@ def test_guards_are_left_out_and_nothing_is_saved_or_loaded(tmp_path):
         accelerator = NeuronAccelerator(config={"plugins": ["desync_guard", "finite_guard", "replica_check"]})
         model = nn.Linear(8, 8)
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        assert accelerator.load_state(resume="latest") is False
+        assert not accelerator.load_state(resume="latest")
         for _ in range(3):
             loss = model(torch.ones(1, 8, device=accelerator.device)).sum()
             accelerator.backward(loss)
