@@ -34,8 +34,8 @@ from neuron_accel.cli.failures import RankFailure, RankSuccess
 from neuron_accel.cli.heartbeat import Heartbeat
 from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, LaunchPlan
 from neuron_accel.cli.run_secret import RunSecret, take_secret
+from neuron_accel.engine.plan.restart import LAUNCHED
 from neuron_accel.errors import CommunicationError
-from neuron_accel.loop.restart import LAUNCHED
 
 ERROR_FILE = "error.json"
 SILENT_EXIT_SECONDS = 5.0

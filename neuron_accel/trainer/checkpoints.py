@@ -17,9 +17,9 @@ from neuron_accel.checkpoint.format.manifest import NAME as MANIFEST
 from neuron_accel.checkpoint.format.manifest import has_manifest
 from neuron_accel.checkpoint.state.training import random_state, set_random_state
 from neuron_accel.checkpoint.tools.consolidate import consolidate
+from neuron_accel.engine.plan.restart import find_restart
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.errors import CheckpointError
-from neuron_accel.loop.restart import find_restart
 
 if TYPE_CHECKING:
     from torch import nn
