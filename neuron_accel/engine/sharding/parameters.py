@@ -1,20 +1,21 @@
 """Parameters by their name in the original model.
 
 A parameter is identified by its FQN in the original model only. A :class:`ParameterMap` is created before any
-transformation. It keeps the parameter objects that earlier optimizers hold, is updated after every transformation, and
-:func:`rebind` uses it to make an optimizer hold the new parameters.
+transformation and updated after each. It still knows the parameters that were replaced, as long as something else, such
+as an optimizer, holds them, and :func:`rebind` uses it to make an optimizer hold the new parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import LayoutError, ParameterError, did_you_mean
@@ -89,7 +90,6 @@ class ParameterRecord:
     reduce_dtype: torch.dtype | None = None
     weights: WeightShard | None = None
     is_unread: bool = False
-    _known: list[nn.Parameter] = field(default_factory=list, repr=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -139,16 +139,15 @@ class ParameterMap:
         self._records: dict[str, ParameterRecord] = {}
         self._by_name: dict[str, ParameterRecord] = {}
         self._by_object: dict[nn.Parameter, ParameterRecord] = {}
+        self._replaced: MutableMapping[nn.Parameter, ParameterRecord] = WeakTensorKeyDictionary()
         named = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else model
         for name, parameter in named:
             self._add(name, parameter)
 
     def _add(self, name: str, parameter: nn.Parameter, *, added: bool = False) -> None:
-        record = self._by_object.get(parameter)
+        record = self.find(parameter)
         if record is None:
-            record = ParameterRecord(
-                fqn=name, layout=Layout.of(parameter), current=parameter, added=added, _known=[parameter]
-            )
+            record = ParameterRecord(fqn=name, layout=Layout.of(parameter), current=parameter, added=added)
             self._records[name] = self._by_object[parameter] = record
         else:
             record.aliases += (name,)
@@ -200,7 +199,8 @@ class ParameterMap:
 
     def find(self, parameter: torch.Tensor) -> ParameterRecord | None:
         """Returns the record of a parameter object, original or transformed; None if it is not in this model."""
-        return self._by_object.get(parameter)  # type: ignore[call-overload]  # keys hash by identity
+        record = self._by_object.get(parameter)  # type: ignore[call-overload]  # keys hash by identity
+        return self._replaced.get(parameter) if record is None else record  # type: ignore[call-overload]
 
     def set_layout(self, name: str, layout: Layout) -> None:
         """Sets the layout of a parameter.
@@ -256,7 +256,7 @@ class ParameterMap:
         Raises:
             ParameterError: if a parameter vanished, or its shape is not that of its layout.
         """
-        absent = set(absent)
+        absent, moved = set(absent), set[str]()
         found = dict(model.named_parameters(remove_duplicate=False))
         for record in self:
             present = [name for name in record.names if name in found]
@@ -266,9 +266,8 @@ class ParameterMap:
                         f"Parameter {record.fqn!r} is no longer in the model.",
                         why="a strategy that transforms a model keeps the names of its parameters",
                     )
-                record.current = None
-                for parameter in record._known:  # an optimizer may hold it, but its memory is no longer needed
-                    parameter.data = parameter.data.new_empty(0)
+                self._set_current(record, None)
+                moved.add(record.fqn)
                 continue
             parameter = found[present[0]]
             for name in present[1:]:
@@ -286,18 +285,28 @@ class ParameterMap:
             if record.current is not None and record.current is not parameter:
                 own = {k: v for k, v in vars(record.current).items() if not isinstance(v, torch.Tensor)}
                 vars(parameter).update({k: v for k, v in own.items() if k not in vars(parameter)})
-            record.current = parameter
-            if parameter not in self._by_object:
-                record._known.append(parameter)
-                self._by_object[parameter] = record
+            self._set_current(record, parameter)
+        for parameter, record in self._replaced.items():
+            if record.fqn in moved:  # an optimizer holds it, but its memory is no longer needed
+                parameter.data = parameter.data.new_empty(0)
         for name, parameter in found.items():
             if name not in self._by_name:
                 self._add(name, parameter, added=True)
 
+    def _set_current(self, record: ParameterRecord, parameter: nn.Parameter | None) -> None:
+        if parameter is record.current:
+            return
+        if record.current is not None:
+            del self._by_object[record.current]
+            self._replaced[record.current] = record
+        if parameter is not None:
+            self._by_object[parameter] = record
+        record.current = parameter
+
     def add(self, name: str, parameter: nn.Parameter) -> ParameterRecord:
         """Adds a further parameter of the original model, or a further name of a known one."""
         self._add(name, parameter)
-        return self._by_object[parameter]
+        return self[name]
 
 
 def rebind(optimizer: torch.optim.Optimizer, maps: Iterable[ParameterMap], coordinates: Mapping[str, int]) -> None:
