@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from neuron_accel.cli.parser import naming_options
-from neuron_accel.cli.terminal import format_pairs, format_table, table_width
+from neuron_accel.cli.terminal import format_pairs, format_table, show, table_width
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import CompileCache, check_location, is_s3, location_of
 from neuron_accel.neuron.cache_remote import RemoteEntry, is_remote, refusal_to_prune, remote_entries
@@ -76,7 +76,10 @@ def run(args: argparse.Namespace) -> int:
     _check_options(args)
     with naming_options(OPTIONS):
         report, text = _report(args)
-    print(json.dumps(report, indent=2) if args.json else text)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        show(text)
     return 0
 
 
@@ -141,7 +144,7 @@ def _stats(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
         *versions,
         ("jobs", ", ".join(f"{job['host']} (process {job['pid']})" for job in jobs) or "none registered"),
     ]
-    return report, format_pairs(pairs, indent="")
+    return report, format_pairs(pairs, indent="", width=table_width())
 
 
 def _totals(found: Sequence[Entry | RemoteEntry]) -> tuple[dict[str, Any], Pairs, Pairs]:
@@ -203,7 +206,7 @@ def _stats_remote(url: str, args: argparse.Namespace) -> tuple[Any, str]:
         *versions,
         ("jobs", "unknown: jobs register in folders only"),
     ]
-    return report, format_pairs(pairs, indent="")
+    return report, format_pairs(pairs, indent="", width=table_width())
 
 
 def _refuse(url: str, args: argparse.Namespace) -> tuple[Any, str]:

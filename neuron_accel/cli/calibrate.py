@@ -6,11 +6,15 @@ import argparse
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from neuron_accel.cli.launch import launch, prepare
 from neuron_accel.cli.launch_plan import LaunchRequest
-from neuron_accel.cli.terminal import format_table
+from neuron_accel.cli.terminal import format_table, show, table_width
 from neuron_accel.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from neuron_accel.planning.calibration import Machine
 
 SUMMARY = "measure this machine, so that plan predicts time on it"
 DESCRIPTION = """\
@@ -59,8 +63,13 @@ def run(args: argparse.Namespace) -> int:
     code = launch(prepare(request), quiet=True)
     if code != 0:
         return code
-    machine = load_calibration(args.output)
-    print(machine.name)
+    show(describe(load_calibration(args.output), table_width()))
+    show(f"written to {args.output} in {time.monotonic() - start:.0f} s")
+    return 0
+
+
+def describe(machine: Machine, width: int | None = None) -> str:
+    """Returns the measured constants as text, wrapped to ``width`` columns."""
     rows = []
     for kind, by_dtype in machine.kernels.items():
         for dtype, constant in by_dtype.items():
@@ -76,9 +85,7 @@ def run(args: argparse.Namespace) -> int:
     for phase, constant in machine.in_training.items():
         rows.append(["kernels in a training step", phase, f"{constant.at():.2f} times the time alone"])
     rows.append(["overlap", "", f"{machine.overlap.at():.0%}"])
-    print(format_table(["constant", "of", "measured"], rows))
-    print(f"written to {args.output} in {time.monotonic() - start:.0f} s")
-    return 0
+    return f"{machine.name}\n{format_table(['constant', 'of', 'measured'], rows, width)}"
 
 
 def _check_writable(path: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from neuron_accel.cli.parser import Parser
-from neuron_accel.cli.terminal import format_table, terminal_width
+from neuron_accel.cli.terminal import format_table, table_width, terminal_width
 from neuron_accel.errors import ConfigurationError, UsageError
 from neuron_accel.neuron.graph_report import GraphReport, check_recorded, show_ranks
 from neuron_accel.neuron.graph_rules import Finding, partitions
@@ -201,7 +201,9 @@ def show(report: GraphReport) -> str:
         ]
         for graph in report.graphs
     ]
-    lines.append(format_table(["graph", "ranks", "runs", "operations", "collectives", "groups", "live"], rows))
+    lines.append(
+        format_table(["graph", "ranks", "runs", "operations", "collectives", "groups", "live"], rows, table_width())
+    )
     if report.instance:
         lines.append(f"\na core has {report.instance.core_bytes(report.lnc) / 2**30:g} GiB")
     if not report.findings:
@@ -210,7 +212,11 @@ def show(report: GraphReport) -> str:
         [str(i), f.level, f.code, f.graph, show_ranks(f.ranks), _op(f), _short(f.source)]
         for i, f in enumerate(report.findings, start=1)
     ]
-    lines += ["", format_table(["", "level", "code", "graph", "ranks", "operation", "source"], cells), ""]
+    lines += [
+        "",
+        format_table(["", "level", "code", "graph", "ranks", "operation", "source"], cells, table_width()),
+        "",
+    ]
     width = terminal_width() - 1
     said: dict[tuple[str, str], list[int]] = {}
     for number, finding in enumerate(report.findings, start=1):

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from neuron_accel.cli.terminal import Bar
+from neuron_accel.cli.terminal import Bar, show
 
 SUMMARY = "turn a sharded checkpoint into a standard model folder"
 DESCRIPTION = """\
@@ -78,5 +78,5 @@ def run(args: argparse.Namespace) -> int:
             config=config,
             progress=bar.show,
         )
-    print(f"{args.output_dir}: {len(paths)} file{'s' if len(paths) > 1 else ''} of weights")
+    show(f"{args.output_dir}: {len(paths)} file{'s' if len(paths) > 1 else ''} of weights")
     return 0

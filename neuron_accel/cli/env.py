@@ -15,7 +15,7 @@ from typing import Any
 from neuron_accel.backends.select import Machine, choose, hardware_root, neuron_flavour
 from neuron_accel.cli.host import count_cores, count_neuron_devices, memory_bytes
 from neuron_accel.cli.network import collect_network, format_network
-from neuron_accel.cli.terminal import format_pairs
+from neuron_accel.cli.terminal import format_pairs, table_width
 from neuron_accel.engine.plan.registry import Registry
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.instances import detect_instance
@@ -65,7 +65,10 @@ def run(args: argparse.Namespace) -> int:
     report = collect(os.environ)
     if args.network:
         report["network"] = collect_network(os.environ, detect_instance(), hardware_root())
-    print(json.dumps(report, indent=2) if args.json else format_report(report))
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print(format_report(report, table_width()))
     failed = [check["name"] for check in report.get("network", ()) if check["ok"] is False]
     return 1 if failed or "error" in report["backend"] else 0
 
@@ -149,7 +152,8 @@ def _backend(environment: Mapping[str, str], probes: Machine) -> dict[str, str]:
     return {"name": decision.backend, "device": decision.device, "reason": decision.reason}
 
 
-def format_report(report: Mapping[str, Any]) -> str:
+def format_report(report: Mapping[str, Any], width: int | None = None) -> str:
+    """Formats a report as text, wrapped to ``width`` columns if that is given."""
     system, backend = report["system"], report["backend"]
     sections = {
         "versions": [(name, version or "not installed") for name, version in report["versions"].items()],
@@ -161,7 +165,7 @@ def format_report(report: Mapping[str, Any]) -> str:
             ("Neuron devices", str(system["neuron_devices"])),
             ("CUDA devices", ", ".join(system["cuda_devices"]) or "0"),
         ],
-        "backend": [(name, value.replace("\n", "\n    ")) for name, value in backend.items()],
+        "backend": [(name, value) for name, value in backend.items()],
         "environment": list(report["environment"].items()) or [("(none set)", "")],
         "plugins": [
             (plugin["name"], plugin["source"] + (" (disabled)" if plugin["disabled"] else ""))
@@ -170,4 +174,4 @@ def format_report(report: Mapping[str, Any]) -> str:
     }
     if "network" in report:
         sections["network"] = format_network(report["network"])
-    return "\n".join(f"{title}\n{format_pairs(pairs)}" for title, pairs in sections.items())
+    return "\n".join(f"{title}\n{format_pairs(pairs, width=width)}" for title, pairs in sections.items())

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from neuron_accel.cli.terminal import format_pairs, format_table, table_width
+from neuron_accel.cli.terminal import format_pairs, format_table, show, table_width
 
 SUMMARY = "show the contents of a checkpoint"
 DESCRIPTION = """\
@@ -33,7 +33,10 @@ def run(args: argparse.Namespace) -> int:
     from neuron_accel.checkpoint.tools.report import inspect
 
     report = inspect(checkpoint_folder(args.checkpoint_dir))
-    print(json.dumps(report, indent=2) if args.json else format_report(report, everything=args.all))
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        show(format_report(report, everything=args.all))
     return 0
 
 
@@ -49,7 +52,7 @@ def format_report(report: dict[str, Any], *, everything: bool = False) -> str:
         *([("replicas", f"{report['replicas']}; the first is shown")] if report["replicas"] > 1 else []),
         ("files", f"{len(report['files'])}, {_size(total)}"),
     ]
-    sections = [format_pairs(pairs, indent="")]
+    sections = [format_pairs(pairs, indent="", width=table_width())]
     for collection, tensors in report["collections"].items():
         size = sum(tensor["bytes"] for tensor in tensors)
         sections.append(f"{collection}: {len(tensors)} tensors, {_size(size)}")

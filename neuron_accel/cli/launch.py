@@ -32,6 +32,7 @@ from neuron_accel.cli.launch_plan import (
 )
 from neuron_accel.cli.parser import naming_options
 from neuron_accel.cli.run_secret import VARIABLE
+from neuron_accel.cli.terminal import format_command, show, table_width
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import HOST, CompileCache, is_s3, location_of
 from neuron_accel.neuron.cache_store import register_job
@@ -209,7 +210,9 @@ def run(args: argparse.Namespace) -> int:
         _write_batch_files(args.slurm, plan, args)
         return 0
     if args.dry_run:
-        print(f"{plan.explain()}\neach rank runs:\n  {shlex.join([sys.executable, *plan.command('LAUNCHER_PID')])}")
+        width = table_width()
+        show(f"{plan.explain(width)}\neach rank runs:")
+        print(f"  {format_command([sys.executable, *plan.command('LAUNCHER_PID')], width)}")
         return 0
     return launch(plan, quiet=args.quiet)
 
@@ -250,14 +253,14 @@ def _write_batch_files(place: str, plan: LaunchPlan, args: argparse.Namespace) -
         return
     write_batch_files(files)
     for file in files:
-        print(f"{file.path}: {file.purpose}")
+        show(f"{file.path}: {file.purpose}")
     training = shlex.quote(str(files[-1].path))
     print(f"next: sbatch {training}")
     if len(files) > 1:
         first = shlex.quote(str(files[0].path))
         print(f"to compile first: job=$(sbatch --parsable {first}) && sbatch --dependency=afterok:$job {training}")
         if args.cache_dir and HOST in args.cache_dir:
-            print(f"each machine has its own cache, {args.cache_dir}: run both jobs on the same machines (--nodelist)")
+            show(f"each machine has its own cache, {args.cache_dir}: run both jobs on the same machines (--nodelist)")
 
 
 def _options_of(args: argparse.Namespace) -> list[str]:
@@ -325,7 +328,7 @@ def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:
     from neuron_accel.cli.elastic import run_ranks
 
     if not quiet:
-        _say(plan.explain())
+        _say(plan.explain(table_width(sys.stderr)))
     with _using_cache(plan):
         outcome = run_ranks(plan)
     if outcome.signal is not None:
@@ -416,4 +419,4 @@ def _check_log_dir(plan: LaunchPlan) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"neuron-accel: {text}", file=sys.stderr, flush=True)
+    show(f"neuron-accel: {text}", sys.stderr)

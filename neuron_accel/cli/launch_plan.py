@@ -109,8 +109,8 @@ class LaunchPlan:
         rank = ["-u", str(Path(__file__).with_name("_rank.py")), str(launcher_pid), kind]
         return [*rank, self.request.target, *self.request.arguments]
 
-    def explain(self) -> str:
-        """The plan as text: settings with reasons, rendezvous, output and notes."""
+    def explain(self, width: int | None = None) -> str:
+        """The plan as text: settings with reasons, rendezvous, output and notes, wrapped to ``width`` columns."""
         request = self.request
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         where = "this machine" if request.nnodes == 1 else f"{request.nnodes} machines, this is {request.node_rank}"
@@ -127,7 +127,8 @@ class LaunchPlan:
             pairs.append((f"rendezvous {self.endpoint}", waits))
         pairs.append(("output", _explain_output(request)))
         pairs += [("note", remark) for remark in self.remarks]
-        return f"{ranks} of {request.target} on {where}; device {self.device}: {self.reason}\n{format_pairs(pairs)}"
+        what = f"{ranks} of {request.target} on {where}; device {self.device}: {self.reason}"
+        return f"{what}\n{format_pairs(pairs, width=width)}"
 
 
 def plan_launch(request: LaunchRequest, host: Host, decision: Decision, environment: Mapping[str, str]) -> LaunchPlan:

@@ -6,8 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 
+from neuron_accel import __version__
 from neuron_accel.cli import (
     cache,
     calibrate,
@@ -25,6 +25,7 @@ from neuron_accel.cli import (
     verify,
 )
 from neuron_accel.cli.parser import Parser, no_command
+from neuron_accel.cli.terminal import show
 from neuron_accel.errors import NeuronAccelError
 
 COMMANDS = {
@@ -52,7 +53,7 @@ examples:
   neuron-accel env                                              print versions and settings for a bug report
   neuron-accel plugins                                          list the installed strategies
   neuron-accel new-plugin stripes                               create a package with a strategy of your own
-  neuron-accel schedule --stages 4 --microbatches 8             draw a pipeline schedule
+  neuron-accel schedule --pipeline-parallel-size 4              draw a pipeline schedule
 """
 
 
@@ -62,20 +63,13 @@ def build_parser() -> argparse.ArgumentParser:
         description="Launch, inspect and check sharded training with neuron_accel.",
         epilog=EPILOG,
     )
-    parser.add_argument("--version", action="version", version=f"neuron-accel {_version()}")
+    parser.add_argument("--version", action="version", version=f"neuron-accel {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, help=module.SUMMARY, description=module.DESCRIPTION, epilog=module.EXAMPLES)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
-
-
-def _version() -> str:
-    try:
-        return metadata.version("neuron-accel")
-    except metadata.PackageNotFoundError:  # a source tree that is not installed
-        return "of unknown version"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except NeuronAccelError as error:
-        print(f"neuron-accel: error: {error}", file=sys.stderr)
+        show(f"neuron-accel: error: {error}", sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
+from neuron_accel.cli.terminal import show
 from neuron_accel.engine.plan.registry import Registry
 from neuron_accel.errors import UsageError
 
@@ -86,7 +87,11 @@ PREFIX = "neuron-accel-"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="the plugin's name in configuration files: lowercase letters, digits, underscores")
     parser.add_argument(
-        "--kind", choices=KINDS, default=next(iter(KINDS)), help="what it begins with, see below (default: %(default)s)"
+        "--kind",
+        choices=KINDS,
+        metavar="KIND",
+        default=next(iter(KINDS)),
+        help="what it begins with, see below (default: %(default)s)",
     )
     parser.add_argument(
         "--output", type=Path, default=Path(), metavar="FOLDER", help="parent folder (default: the current one)"
@@ -95,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     folder = write(args.name, args.output, args.kind)
-    print(f"{folder}: a package with the plugin {plugin_name(args.name)!r}, which {KINDS[args.kind].does}. Next steps:")
+    show(f"{folder}: a package with the plugin {plugin_name(args.name)!r}, which {KINDS[args.kind].does}. Next steps:")
     print(f"  cd {folder}")
     print("  pip install -e '.[test]'")
     print("  pytest")

@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from neuron_accel.cli.terminal import terminal_width
+from neuron_accel.cli.terminal import show, terminal_width, wrap_words
 from neuron_accel.errors import NeuronAccelError
 
 
@@ -23,7 +24,8 @@ class HelpFormatter(argparse.HelpFormatter):
     two columns of examples, and leaves out spellings of options with underscores."""
 
     def __init__(self, prog: str, **kwargs: Any) -> None:
-        super().__init__(prog, **{"width": terminal_width() - 1, "max_help_position": 30, **kwargs})
+        width = terminal_width() - 1
+        super().__init__(prog, **{"width": width, "max_help_position": min(30, width // 3), **kwargs})
 
     def add_argument(self, action: argparse.Action) -> None:
         super().add_argument(action)
@@ -33,6 +35,9 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(_filled(text, width))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap_words(text, width)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
@@ -50,7 +55,7 @@ def _filled(text: str, width: int) -> Iterator[str]:
             for line in lines:
                 yield from _line(line, width)
         else:
-            yield from textwrap.wrap(" ".join(lines), width, break_long_words=False, break_on_hyphens=False)
+            yield from wrap_words(" ".join(lines), width)
         yield ""
 
 
@@ -111,17 +116,38 @@ class Parser(argparse.ArgumentParser):
             words = self._words[: self._words.index("--")] if "--" in self._words else self._words
             unknown = [w for w in words if re.match(r"--?[A-Za-z]", w) and w.partition("=")[0] not in known]
             message = self._unknown(unknown[0]) if unknown else message
-        super().error(message)
+        elif invalid := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            near = difflib.get_close_matches(invalid[1], re.findall(r"[\w.-]+", invalid[2]), n=1, cutoff=0.5)
+            message += f"; did you mean {near[0]}?" if near else ""
+        self.print_usage(sys.stderr)
+        show(f"{self.prog}: error: {message}", sys.stderr)
+        self.exit(2)
 
     def _unknown(self, word: str) -> str:
         """The error message for an unknown option."""
         name = word.partition("=")[0]
-        options = [option for option in self._option_string_actions if option.startswith("--") and "_" not in option]
+        options = [
+            option
+            for option, action in self._option_string_actions.items()
+            if option.startswith("--") and "_" not in option and action.help is not argparse.SUPPRESS
+        ]
         letters = name.lstrip("-").replace("_", "-")
         near = difflib.get_close_matches(f"--{letters}", options, n=1, cutoff=0.6) if len(letters) > 2 else []
         near += [option for option in options if option.startswith(f"--{letters[:1]}")]
         rest = "" if self.rest is None else " (arguments of a script follow --)"
         return f"unknown option {name}{rest}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def add_former_name(parser: argparse.ArgumentParser, former: str, option: str) -> None:
+    """Lets ``former`` be written instead of ``option``, which has another name now. The help does not show it."""
+    (action,) = (action for action in parser._actions if option in action.option_strings)
+    parser.add_argument(
+        former,
+        dest=action.dest,
+        type=action.type or str,
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )
 
 
 def no_command(word: str, commands: Mapping[str, Any]) -> str:

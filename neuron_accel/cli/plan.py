@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from neuron_accel.cli import _rank
 from neuron_accel.cli.parser import Parser, naming_options
-from neuron_accel.cli.terminal import format_table, terminal_width
+from neuron_accel.cli.terminal import format_table, show, table_width, terminal_width, wrap_words
 from neuron_accel.errors import ConfigurationError, NeuronAccelError
 from neuron_accel.strategies.pipeline.schedules import SCHEDULES
 
@@ -120,7 +120,9 @@ def add_arguments(parser: Parser) -> None:
     )
     how.add_argument("--pipeline-parallel-size", type=int, default=1, metavar="N", help="stages of a pipeline")
     how.add_argument("--num-microbatches", type=int, metavar="N", help="micro-batches of a pipeline's batch")
-    how.add_argument("--schedule", choices=SCHEDULES, help="of the pipeline (default: 1f1b)")
+    how.add_argument(
+        "--schedule", choices=SCHEDULES, metavar="NAME", help=f"of the pipeline: {', '.join(SCHEDULES)} (default: 1f1b)"
+    )
     how.add_argument("--virtual-stages", type=int, metavar="N", help="stages on each rank, for --schedule interleaved")
     how.add_argument("--recompute", action="store_true", help="recompute every block in the backward pass")
     how.add_argument("--flash-attention", action="store_true", help="attention without a full matrix of scores")
@@ -183,11 +185,11 @@ def _report(counted: LayoutCount, args: argparse.Namespace, script: ScriptCount 
         plain = None if predicted is None else predicted.to_dict()
         print(json.dumps({**(script or counted).to_dict(), "time": plain}, indent=2))
     else:
-        print(describe(counted, terminal_width()))
+        show(describe(counted, terminal_width()))
         if script is not None:
-            print("\n".join(_remarks(script, args.script)))
+            show("\n".join(_remarks(script, args.script)))
         if predicted is not None:
-            print("\n".join(["", *describe_time(predicted, counted.tokens)]))
+            show("\n".join(["", *describe_time(predicted, counted.tokens)]))
     return 0 if counted.fits in (True, None) else 1
 
 
@@ -369,9 +371,12 @@ def _search(args: argparse.Namespace) -> int:
         found.write(args.write)
     if args.html is not None and found.best:
         _write(args.html, {str(ranked.layout): (ranked.count, ranked.time) for ranked in found.best})
-    print(json.dumps(found.to_dict(), indent=2) if args.json else describe_search(found, why=args.why))
+    if args.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        show(describe_search(found, why=args.why))
     if args.write is not None and found.best and not args.json:
-        print(f"\nthe configuration of the first is written to {args.write}")
+        show(f"\nthe configuration of the first is written to {args.write}")
     return 0 if found.best else 1
 
 
@@ -458,8 +463,11 @@ def describe(counted: LayoutCount, width: int) -> str:
     if step.uncounted:
         lines += ["operations without a known number, not counted:", f"  {', '.join(step.uncounted)}"]
     if counted.extrapolated:
-        lines.append(f"extrapolated to {counted.layers} blocks from two and three; messages are approximate, since")
-        lines.append("the size of buckets depends on that of the model: exact with --full-depth")
+        lines += wrap_words(
+            f"extrapolated to {counted.layers} blocks from two and three; messages are approximate, since the size of "
+            "buckets depends on that of the model: exact with --full-depth",
+            width,
+        )
     return "\n".join(lines)
 
 
@@ -535,7 +543,7 @@ def describe_search(found: Search, *, why: bool = False) -> str:
 
 
 def _table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
-    return format_table(head, list(rows)).split("\n")
+    return format_table(head, list(rows), table_width()).split("\n")
 
 
 def _bar(size: float, total: float) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from neuron_accel.cli import check_graphs, launch
 from neuron_accel.cli.host import read_mounts
 from neuron_accel.cli.parser import Parser, naming_options
-from neuron_accel.cli.terminal import format_pairs
+from neuron_accel.cli.terminal import format_command, format_pairs, show, table_width
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import CompileCache, location_of, remark_on_place
 from neuron_accel.neuron.compiler import CompilerOptions
@@ -65,11 +65,12 @@ class PrecompilePlan:
     place: str
     remarks: tuple[str, ...] = ()
 
-    def explain(self) -> str:
+    def explain(self, width: int | None = None) -> str:
+        """The plan as text, wrapped to ``width`` columns."""
         pairs = [(f"{setting.name}={setting.value}", setting.why) for setting in self.settings]
         pairs.append(("compile cache", self.place))
         pairs += [("note", remark) for remark in self.remarks]
-        return f"{shlex.join(self.words)}\n{format_pairs(pairs)}"
+        return f"{format_command(self.words, width)}\n{format_pairs(pairs, width=width)}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,10 +101,10 @@ def run(args: argparse.Namespace) -> int:
     check_graphs.refuse_without_check(args)
     tool = shutil.which(TOOL)
     plan = plan_precompile(args, os.environ, tool, mounts=read_mounts(), host=socket.gethostname())
-    print(f"neuron-accel: {plan.explain()}", flush=True)
+    print(plan.explain(table_width()), flush=True)
     if args.dry_run:
         if tool is None:
-            print(f"{TOOL}, which is part of torch-neuronx, is not on the PATH of this machine")
+            show(f"{TOOL}, which is part of torch-neuronx, is not on the PATH of this machine")
         return 0
     _check_command(args)
     environ = {**os.environ, **{setting.name: setting.value for setting in plan.settings}}

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuron_accel.cli.terminal import Bar
+from neuron_accel.cli.parser import add_former_name
+from neuron_accel.cli.terminal import Bar, show
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,9 +25,9 @@ transformers: it determines how the model is sharded. Other models cannot be res
 """
 EXAMPLES = """\
 examples:
-  neuron-accel reshard --tensor-parallel 8 checkpoint checkpoint-tp8
-  neuron-accel reshard --tensor-parallel 4 --data-parallel 8 --zero-1 checkpoint checkpoint-tp4-dp8
-  neuron-accel reshard --pipeline-parallel 4 --tensor-parallel 8 checkpoint checkpoint-pp4-tp8
+  neuron-accel reshard --tensor-parallel-size 8 checkpoint checkpoint-tp8
+  neuron-accel reshard --tensor-parallel-size 4 --data-parallel-size 8 --zero-1 checkpoint checkpoint-tp4-dp8
+  neuron-accel reshard --pipeline-parallel-size 4 --tensor-parallel-size 8 checkpoint checkpoint-pp4-tp8
   neuron-accel reshard checkpoint full                   unsharded: one file of weights, one of optimizer state
 """
 
@@ -35,19 +36,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint_dir", type=Path, help="the checkpoint, or its tensor_parallel_shards folder")
     parser.add_argument("output_dir", type=Path, help="an empty folder; created if it does not exist")
     parser.add_argument(
-        "--tensor-parallel",
+        "--tensor-parallel-size",
         type=int,
         default=1,
         metavar="N",
-        help="tensor-parallel degree; needs config.json in the checkpoint (default 1)",
+        help="tensor-parallel degree; needs config.json in the checkpoint (default: 1)",
     )
     parser.add_argument(
-        "--pipeline-parallel", type=int, default=1, metavar="N", help="pipeline-parallel degree; likewise (default 1)"
+        "--pipeline-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="pipeline-parallel degree; likewise (default: 1)",
     )
     parser.add_argument(
-        "--virtual-stages", type=int, default=1, metavar="N", help="pipeline stages of each rank (default 1)"
+        "--virtual-stages", type=int, default=1, metavar="N", help="pipeline stages of each rank (default: 1)"
     )
-    parser.add_argument("--data-parallel", type=int, default=1, metavar="N", help="data-parallel degree (default 1)")
+    parser.add_argument(
+        "--data-parallel-size", type=int, default=1, metavar="N", help="data-parallel degree (default: 1)"
+    )
+    for kind in ("tensor", "pipeline", "data"):
+        add_former_name(parser, f"--{kind}-parallel", f"--{kind}-parallel-size")
     parser.add_argument("--zero-1", action="store_true", help="shard the optimizer's state over data-parallel ranks")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
@@ -58,10 +67,11 @@ def run(args: argparse.Namespace) -> int:
     from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
     from neuron_accel.errors import ConfigurationError
 
-    tp, pp, dp = args.tensor_parallel, args.pipeline_parallel, args.data_parallel
+    tp, pp, dp = args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size
     if min(tp, pp, dp, args.virtual_stages) < 1:
         raise ConfigurationError(
-            "Degrees are at least 1.", where="--tensor-parallel, --pipeline-parallel, --virtual-stages, --data-parallel"
+            "Degrees are at least 1.",
+            where="--tensor-parallel-size, --pipeline-parallel-size, --virtual-stages, --data-parallel-size",
         )
     folder = checkpoint_folder(args.checkpoint_dir)
     model = None if tp == pp == 1 else model_of(folder)
@@ -78,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     )
     with Bar(sys.stderr, hidden=args.quiet) as bar:
         reshard(folder, args.output_dir, sharding, progress=bar.show)
-    print(f"{args.output_dir}: pp {pp} x dp {dp} x tp {tp}")
+    show(f"{args.output_dir}: pp {pp} x dp {dp} x tp {tp}")
     return 0
 
 

@@ -7,9 +7,9 @@ import math
 import textwrap
 from pathlib import Path
 
-from neuron_accel.cli.parser import naming_options
+from neuron_accel.cli.parser import add_former_name, naming_options
 from neuron_accel.cli.schedule_chart import summary, svg, text
-from neuron_accel.cli.terminal import terminal_width
+from neuron_accel.cli.terminal import show, terminal_width
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.strategies.pipeline.schedules import SCHEDULES, Kind, make_schedule
 from neuron_accel.strategies.pipeline.timeline import Timeline, make_timeline
@@ -21,26 +21,32 @@ of micro-batches whose activations a rank keeps. Transfers are drawn as taking n
 """
 EXAMPLES = """\
 examples:
-  neuron-accel schedule --stages 4 --microbatches 8 --schedule 1f1b
-  neuron-accel schedule --stages 4 --microbatches 8 --schedule interleaved --virtual-stages 2
-  neuron-accel schedule --stages 4 --microbatches 8 --schedule zero-bubble --svg schedule.svg
+  neuron-accel schedule --pipeline-parallel-size 4 --num-microbatches 8 --schedule 1f1b
+  neuron-accel schedule --pipeline-parallel-size 4 --schedule interleaved --virtual-stages 2
+  neuron-accel schedule --pipeline-parallel-size 4 --schedule zero-bubble --svg schedule.svg
 """
 
 
 MAX_COMPUTATIONS = 200_000
 _OPTIONS = {
-    "num_microbatches": "--microbatches",
-    "microbatches": "--microbatches",
+    "num_microbatches": "--num-microbatches",
+    "microbatches": "--num-microbatches",
     "virtual_stages": "--virtual-stages",
-    "stages": "--stages",
+    "stages": "--pipeline-parallel-size",
     "schedule": "--schedule",
 }
 """Arguments of functions in error messages, and the options that they correspond to."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--stages", type=int, default=4, metavar="N", help="ranks along the pipeline (default: 4)")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="N", help="number of micro-batches (default: 8)")
+    parser.add_argument(
+        "--pipeline-parallel-size", type=int, default=4, metavar="N", help="ranks along the pipeline (default: 4)"
+    )
+    parser.add_argument(
+        "--num-microbatches", type=int, default=8, metavar="N", help="number of micro-batches (default: 8)"
+    )
+    add_former_name(parser, "--stages", "--pipeline-parallel-size")
+    add_former_name(parser, "--microbatches", "--num-microbatches")
     parser.add_argument("--schedule", default="1f1b", metavar="NAME", help=f"{', '.join(SCHEDULES)} (default: 1f1b)")
     parser.add_argument("--virtual-stages", type=int, default=1, metavar="N", help="stages on each rank (default: 1)")
     parser.add_argument(
@@ -60,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     print(textwrap.fill(summary(timeline), terminal_width()))
     print(text(timeline, terminal_width()))
     if args.svg:
-        print(f"written to {args.svg}")
+        show(f"written to {args.svg}")
     return 0
 
 
@@ -71,16 +77,17 @@ def _timeline(args: argparse.Namespace) -> Timeline:
             where="--backward-cost",
             fix="pass a number above 0; 2 is usual",
         )
-    computations = max(1, args.stages) * max(1, args.microbatches) * max(1, args.virtual_stages)
+    stages, microbatches = args.pipeline_parallel_size, args.num_microbatches
+    computations = max(1, stages) * max(1, microbatches) * max(1, args.virtual_stages)
     if computations > MAX_COMPUTATIONS:
         raise ConfigurationError(
             f"{computations} forward passes are too many to draw.",
-            where="--stages, --microbatches, --virtual-stages",
+            where="--pipeline-parallel-size, --num-microbatches, --virtual-stages",
             fix=f"pass numbers whose product is at most {MAX_COMPUTATIONS}",
         )
     with naming_options(_OPTIONS):
         schedule = make_schedule(
-            args.schedule, stages=args.stages, microbatches=args.microbatches, virtual_stages=args.virtual_stages
+            args.schedule, stages=stages, microbatches=microbatches, virtual_stages=args.virtual_stages
         )
     half = args.backward_cost / 2
     return make_timeline(

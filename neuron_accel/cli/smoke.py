@@ -22,6 +22,7 @@ from torch import nn
 
 from neuron_accel import NeuronAccelerator
 from neuron_accel.backends.base import Backend, Group
+from neuron_accel.cli.terminal import show
 from neuron_accel.testing.parity import Training, compare, train_alone, train_on_rank
 
 STEPS = 3
@@ -183,9 +184,9 @@ class Checks:
         problems = self.backend.all_gather_object(verdict(), self.group)
         wrong = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
         if self.group.index == 0:
-            print(f"{'FAILED' if wrong else 'ok':<8}{name:<60}{time.monotonic() - start:6.2f} s", flush=True)
+            show(f"{'FAILED' if wrong else 'ok':<8}{time.monotonic() - start:6.2f} s  {name}")
             for line in wrong:
-                print(f"        {line}", flush=True)
+                show(f"        {line}")
         self.passed += not wrong
         self.failures += [name] if wrong else []
 

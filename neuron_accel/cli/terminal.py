@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -16,16 +18,17 @@ from typing import Any, TextIO
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
     """Formats a table with aligned columns, two spaces apart. If it is wider than ``width``, the cells of its widest
     columns are wrapped."""
-    lines = [list(headers), ["-" * len(header) for header in headers], *[list(row) for row in rows]]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
-    least = [min(full, max(len(header), 8)) for full, header in zip(widths, headers, strict=True)]
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    words = [max(map(len, header.split()), default=0) for header in headers]
+    least = [min(full, max(word, 8)) for full, word in zip(widths, words, strict=True)]
     while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
         column = max((i for i in range(len(widths)) if widths[i] > least[i]), key=widths.__getitem__, default=None)
         if column is None:
             break
         widths[column] -= 1
+    rule = ["-" * min(len(header), cell_width) for header, cell_width in zip(headers, widths, strict=True)]
     wrapped: list[Sequence[str]] = []
-    for line in lines:
+    for line in (headers, rule, *rows):
         cells = [_wrap_cell(cell, cell_width) for cell, cell_width in zip(line, widths, strict=True)]
         wrapped += itertools.zip_longest(*cells, fillvalue="")
     return "\n".join(
@@ -34,9 +37,10 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: i
 
 
 def _wrap_cell(text: str, width: int) -> list[str]:
-    """Lines of at most ``width`` characters, broken after a space or one of ``./+;,_-`` if possible."""
+    """Lines of at most ``width`` characters, broken after a space or one of ``./+;,_-`` if possible, not in numbers and
+    before one last letter."""
     lines = [""]
-    for word in re.split(r"(?<=[\s./+;,_-])", text):
+    for word in re.split(r"(?<=\s)|(?<=[./+;,_-])(?=\D\S)", text):
         if lines[-1] and len(lines[-1]) + len(word.rstrip()) > width:
             lines.append("")
         lines[-1] += word
@@ -46,15 +50,71 @@ def _wrap_cell(text: str, width: int) -> list[str]:
 
 
 def format_pairs(pairs: Sequence[tuple[str, str]], indent: str = "  ", width: int | None = None) -> str:
-    """Formats lines of ``name  value`` with aligned values, which are wrapped to ``width`` columns."""
-    longest = max((len(name) for name, _ in pairs), default=0)
-    lines = [(f"{indent}{name.ljust(longest)}  ", value) for name, value in pairs]
-    if width is None:
-        return "\n".join(f"{name}{value}".rstrip() for name, value in lines)
-    return "\n".join(
-        textwrap.fill(value, width, initial_indent=name, subsequent_indent=" " * len(name), break_on_hyphens=False)
-        for name, value in lines
+    """Formats lines of ``name  value`` with aligned values, which are wrapped to ``width`` columns. A value is
+    below its name if that is longer than half of that, or one of its own words does not fit beside it."""
+    most = math.inf if width is None else width // 2
+    column = max((len(name) for name, _ in pairs if len(name) <= most), default=0)
+    lines = []
+    for name, value in pairs:
+        before = f"{indent}{name.ljust(column)}  "
+        if width is None:
+            lines.append(f"{before}{value}".rstrip())
+            continue
+        longest = max(map(len, value.split()), default=0)
+        if len(name) > column or longest > width - len(before):
+            lines.append(f"{indent}{name}")
+            before = f"{indent}    "
+        wrapped = [part for line in value.split("\n") for part in wrap_words(line, width - len(before)) or [""]] or [""]
+        after = " " * len(before)
+        lines += [f"{after if number else before}{part}".rstrip() for number, part in enumerate(wrapped)]
+    return "\n".join(lines)
+
+
+def format_command(words: Sequence[str], width: int | None = None) -> str:
+    """Formats a command line for a shell, continued with backslashes after ``width`` columns."""
+    lines = [""]
+    for word in map(shlex.quote, words):
+        if width is not None and lines[-1].strip() and len(lines[-1]) + len(word) + 3 > width:
+            lines[-1] += " \\"
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)
+
+
+def wrap_words(text: str, width: int, indent: str = "", hanging: str = "") -> list[str]:
+    """Lines of at most ``width`` characters, the first with ``indent`` and the others with ``hanging`` before them.
+    Words are not broken, so that a path or an option can be copied: a longer one is a line by itself."""
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+
+
+def fit(text: str, stream: TextIO) -> str:
+    """Returns ``text`` as it is written to ``stream``: lines that are longer than a terminal is wide are wrapped, with
+    two more spaces before what follows. Text for a file or a pipe stays as it is."""
+    if not stream.isatty():
+        return text
+    width, lines = terminal_width(), []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        lines += wrap_words(line.strip(), width, indent, f"{indent}  ") if len(line) > width else [line]
+    return "\n".join(lines)
+
+
+def show(text: str, stream: TextIO | None = None) -> None:
+    """Prints ``text``, wrapped if it goes to a terminal.
+
+    Args:
+        text: what to print.
+        stream: where; None: standard output.
+    """
+    stream = sys.stdout if stream is None else stream
+    print(fit(text, stream), file=stream, flush=True)
 
 
 def terminal_width() -> int:
@@ -62,9 +122,9 @@ def terminal_width() -> int:
     return max(40, shutil.get_terminal_size().columns)
 
 
-def table_width() -> int | None:
-    """The width of tables: that of the terminal, or None if standard output is not a terminal."""
-    return terminal_width() if sys.stdout.isatty() else None
+def table_width(stream: TextIO | None = None) -> int | None:
+    """The width of tables: that of the terminal, or None if ``stream`` (standard output) is not a terminal."""
+    return terminal_width() if (sys.stdout if stream is None else stream).isatty() else None
 
 
 # ---- A progress bar for terminals ------------------------------------------------------------------------------------
@@ -100,8 +160,9 @@ class Bar:
         self._shown = now
         part = done / total if total else 1.0
         rate = done / max(now - self._begin, 1e-9) / 1e6
-        filled = "#" * int(part * _WIDTH)
-        self._stream.write(
-            f"\r[{filled:<{_WIDTH}}] {part:4.0%}  {done / 1e6:.0f} of {total / 1e6:.0f} MB  {rate:.0f} MB/s"
-        )
+        text = f" {part:4.0%}  {done / 1e6:.0f} of {total / 1e6:.0f} MB  {rate:.0f} MB/s"
+        width = terminal_width() - 1  # a character in the last column may move the cursor to the next line
+        room = min(_WIDTH, width - len(text) - 2)
+        bar = f"[{'#' * int(part * room):<{room}}]" if room >= 4 else ""
+        self._stream.write(f"\r{(bar + text)[:width]}\033[K")
         self._stream.flush()

@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from neuron_accel.cli.terminal import show
+
 SUMMARY = "check that a checkpoint is complete and undamaged"
 DESCRIPTION = """\
 Compare every file of a checkpoint with its checksum, and check that all shards of all tensors are present and that
@@ -29,8 +31,8 @@ def run(args: argparse.Namespace) -> int:
     folder = checkpoint_folder(args.checkpoint_dir)
     wrong = verify(folder, (lambda path: print(path, flush=True)) if args.verbose else (lambda path: None))
     for problem in wrong:
-        print(problem, file=sys.stderr)
-    print(
+        show(problem, sys.stderr)
+    show(
         f"{folder}: {len(wrong)} problem{'s' if len(wrong) != 1 else ''}" if wrong else f"{folder}: complete, undamaged"
     )
     return 1 if wrong else 0

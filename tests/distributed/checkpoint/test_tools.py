@@ -347,7 +347,14 @@ def test_shards_are_never_saved_as_if_they_were_the_model(tmp_path):
 )
 def test_resharded_checkpoints_hold_the_same(saved, tmp_path, model, pp, tp, dp, zero):
     folder, contents, loss = saved(model)
-    arguments = ["--tensor-parallel", str(tp), "--data-parallel", str(dp), "--pipeline-parallel", str(pp)]
+    arguments = [
+        "--tensor-parallel-size",
+        str(tp),
+        "--data-parallel-size",
+        str(dp),
+        "--pipeline-parallel-size",
+        str(pp),
+    ]
     arguments += ["--zero-1"] if zero else []
     assert main(["reshard", "-q", *arguments, str(folder), str(tmp_path / "out")]) == 0
     assert verify(tmp_path / "out") == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from importlib import metadata
 
@@ -31,7 +32,7 @@ def test_the_version(capsys):
 
 
 # ---- help ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("columns", [60, 80, 120])
 @pytest.mark.parametrize("arguments", [["--help"], *[[name, "--help"] for name in COMMANDS]])
 def test_help_fits_the_terminal_and_breaks_between_words(arguments, columns, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -77,7 +78,9 @@ def test_examples_that_are_too_long_go_on_as_in_a_shell():
         ("precompile --max-step 3 -- train", "did you mean --max-steps?"),
         ("env --xyz", "unknown option --xyz\n"),
         ("env more", "unexpected argument 'more'"),
-        ("cache lst", "invalid choice: 'lst'"),
+        ("cache lst", "invalid choice: 'lst' (choose from"),
+        ("cache lst", "did you mean list?"),
+        ("reshard --tensor-paralel 2 a b", "did you mean --tensor-parallel-size?"),
     ],
 )
 def test_wrong_usage_is_answered_by_the_command(command, message, capsys):
@@ -85,6 +88,30 @@ def test_wrong_usage_is_answered_by_the_command(command, message, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"usage: neuron-accel {command.split()[0]} ")
     assert message in error
+
+
+def test_former_names_of_options_are_understood_and_not_shown(capsys):
+    words = "reshard --tensor-parallel 2 --pipeline-parallel 3 --data-parallel 4 in out"
+    args = build_parser().parse_args(words.split())
+    assert (args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size) == (2, 3, 4)
+    args = build_parser().parse_args(["schedule", "--stages", "3", "--microbatches", "5"])
+    assert (args.pipeline_parallel_size, args.num_microbatches) == (3, 5)
+    defaults = build_parser().parse_args(["schedule"])
+    assert (defaults.pipeline_parallel_size, defaults.num_microbatches) == (4, 8)
+    for name in ("reshard", "schedule"):
+        assert ends([name, "--help"]) == 0
+        assert not re.search(
+            r"--(tensor|pipeline|data)-parallel\b(?!-)|--stages|--microbatches", capsys.readouterr().out
+        )
+
+
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size", "num_microbatches", "cache_dir"])
+def test_an_option_has_one_name_in_every_command(option):
+    (commands,) = [a for a in build_parser()._actions if isinstance(a.choices, dict)]
+    actions = [a for parser in commands.choices.values() for a in parser._actions if a.dest == option]
+    shown = [a for a in actions if a.help != argparse.SUPPRESS]
+    assert len(shown) > 1
+    assert {f"--{option.replace('_', '-')}" in a.option_strings for a in shown} == {True}
 
 
 def test_arguments_of_the_script_are_not_ours():
@@ -108,11 +135,15 @@ def test_an_unknown_command(word, near, capsys):
         ("schedule --backward-cost 0", "cannot take 0 forward passes", "--backward-cost"),
         ("schedule --backward-cost -1", "cannot take -1 forward passes", "--backward-cost"),
         ("schedule --backward-cost inf", "cannot take inf forward passes", "--backward-cost"),
-        ("schedule --stages 99999 --microbatches 99999", "are too many to draw", "--stages"),
+        ("schedule --stages 99999 --microbatches 99999", "are too many to draw", "--pipeline-parallel-size"),
         ("schedule --schedule interleaved", "with --virtual-stages 1 is 1F1B", "--virtual-stages"),
         ("schedule --virtual-stages 3", "runs one stage on each rank", "--virtual-stages"),
-        ("schedule --stages 0", "--stages is 0", "--schedule"),
-        ("schedule --schedule interleaved --virtual-stages 2 --microbatches 6", "cannot run 6", "--microbatches"),
+        ("schedule --pipeline-parallel-size 0", "--pipeline-parallel-size is 0", "--schedule"),
+        (
+            "schedule --schedule interleaved --virtual-stages 2 --num-microbatches 6",
+            "cannot run 6",
+            "--num-microbatches",
+        ),
         ("test --timeout -5", "The time limit is -5 seconds", "--timeout"),
         ("test --timeout nan", "The time limit is nan seconds", "--timeout"),
         ("cache list --cache-dir s3://b/p", "'s3://b/p' is not a valid S3 address", "--cache-dir"),

@@ -264,7 +264,17 @@ def test_the_known_pictures():
 
 def test_the_command_line_draws(capsys, tmp_path):
     path = tmp_path / "picture.svg"
-    arguments = ["schedule", "--stages", "2", "--microbatches", "3", "--schedule", "1f1b", "--svg", str(path)]
+    arguments = [
+        "schedule",
+        "--pipeline-parallel-size",
+        "2",
+        "--num-microbatches",
+        "3",
+        "--schedule",
+        "1f1b",
+        "--svg",
+        str(path),
+    ]
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [
@@ -310,7 +320,7 @@ def test_costs_are_above_nothing(cost):
 
 def test_a_chart_with_a_fraction_is_drawn_to_scale(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["schedule", "--stages", "2", "--microbatches", "2", "--backward-cost", "1.5"]) == 0
+    assert main(["schedule", "--pipeline-parallel-size", "2", "--num-microbatches", "2", "--backward-cost", "1.5"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "rank 0  F0 F1 .  . B0- .  B1--",
         "rank 1  .  F0 B0-- F1 B1- .  .",
@@ -319,7 +329,7 @@ def test_a_chart_with_a_fraction_is_drawn_to_scale(capsys, monkeypatch):
 
 def test_the_command_line_draws_stages_of_one_rank_apart(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    arguments = "schedule --stages 2 --microbatches 2 --schedule interleaved --virtual-stages 2"
+    arguments = "schedule --pipeline-parallel-size 2 --num-microbatches 2 --schedule interleaved --virtual-stages 2"
     assert main(arguments.split()) == 0
     assert "rank 0  F0.0 F1.0 F0.1 F1.1 " in capsys.readouterr().out
 
