@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuron_accel.cli import _rank
+from neuron_accel.cli.host import count_cores
 from neuron_accel.cli.parser import Parser, naming_options
 from neuron_accel.cli.terminal import format_table, show, table_width, terminal_width, wrap_words
 from neuron_accel.errors import ConfigurationError, NeuronAccelError
@@ -51,7 +52,7 @@ of public constants, of which the share a training achieves is assumed, or of me
 
 With --instances, all layouts that the installed plugins offer are searched: those that do not fit are ruled out, the
 others are ranked by their predicted time, with an interval. The fastest are counted by dry runs of their own. That
-takes minutes; progress is shown on a terminal.
+takes a minute or more, on all cores (--jobs); progress is shown on a terminal.
 
 The exit code is 1 if an instance is named and the layout, or none, fits its cores.
 """
@@ -140,6 +141,7 @@ def add_arguments(parser: Parser) -> None:
     where.add_argument("--json", action="store_true", help="print JSON: bytes, messages and operations")
     search = parser.add_argument_group("search, with --instances")
     search.add_argument("--best", type=int, default=10, metavar="N", help="layouts to find (default: 10)")
+    search.add_argument("--jobs", type=int, default=count_cores(), metavar="N", help="processes (default: all cores)")
     search.add_argument("--why", action="store_true", help="also print why each other layout was ruled out")
     search.add_argument("--write", type=Path, metavar="FILE", help="write the configuration of the fastest layout")
     search.add_argument("--price-per-hour", type=float, metavar="X", help="of an instance, for the price of tokens")
@@ -365,6 +367,7 @@ def _search(args: argparse.Namespace) -> int:
             price_per_hour=args.price_per_hour,
             calibration=None if args.calibration is None else load_calibration(args.calibration),
             best=args.best,
+            jobs=args.jobs,
             progress=_progress,
         )
     if args.write is not None and found.best:

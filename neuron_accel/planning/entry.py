@@ -45,6 +45,7 @@ def plan(
     price_per_hour: float | None = None,
     calibration: Machine | None = None,
     best: int = 10,
+    jobs: int = 1,
     progress: Callable[[int, int], None] = ...,
 ) -> Search: ...
 def plan(
@@ -87,8 +88,10 @@ def plan(
             its own.
         full_depth: whether to run all blocks and micro-batches, instead of few and extrapolating.
         options: of a search: ``price_per_hour`` of an instance; ``calibration``, measured constants for the prediction
-            of time; ``best``, the number of layouts to find, 10 by default; ``progress``, which is called with the
-            number of dry runs that are done and that will be done.
+            of time; ``best``, the number of layouts to find, 10 by default; ``jobs``, the most processes that dry runs
+            are shared by, 1 by default (each has about half a gigabyte, and a script needs
+            ``if __name__ == "__main__":`` then); ``progress``, which is called with the number of dry runs that are
+            done and that will be done.
 
     Raises:
         ConfigurationError: for an unknown model, instance or option.

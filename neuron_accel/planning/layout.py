@@ -231,7 +231,7 @@ class Planner:
         *,
         rank: int | None = None,
         full_depth: bool = False,
-        warm_up: bool = True,
+        quick: bool = False,
     ) -> LayoutCount:
         """Counts a layout.
 
@@ -239,7 +239,9 @@ class Planner:
             plugins: the strategies.
             accumulation: micro-batches in a step.
             rank, full_depth: see :func:`plan`.
-            warm_up: see :func:`~neuron_accel.planning.step.count_step`.
+            quick: whether to run one step instead of two (see ``warm_up`` of
+                :func:`~neuron_accel.planning.step.count_step`), and of a pipeline's stages between the first and the
+                last only those with more blocks than both, or more micro-batches whose activations are kept.
 
         Raises:
             PlanError, LayoutError, UnsupportedModelError: if the layout is not possible.
@@ -257,12 +259,12 @@ class Planner:
                 f"{accumulation} accumulated batches",
                 fix=f"choose {' or '.join(_divisors_near(stages.microbatches, rows))} micro-batches",
             )
-        ranks = [rank or 0] if stages is None or rank is not None else _different_ranks(plan.mesh, stages)
+        ranks = [rank or 0] if stages is None or rank is not None else _different_ranks(plan.mesh, stages, quick)
         extrapolated = self.blocks is not None and not full_depth
         counts = {
-            each: self._extrapolated(plan, pipeline, stages, accumulation, rows, each, warm_up)
+            each: self._extrapolated(plan, pipeline, stages, accumulation, rows, each, not quick)
             if extrapolated
-            else self._run(_Run(plan.plugins, each, accumulation, rows, depth=None, warm_up=warm_up))
+            else self._run(_Run(plan.plugins, each, accumulation, rows, depth=None, warm_up=not quick))
             for each in ranks
         }
         fullest = max(counts, key=lambda each: counts[each].peak.total)
@@ -425,16 +427,19 @@ class Planner:
                 accelerator.end_training()
 
 
-def _different_ranks(mesh: Mesh, stages: Stages) -> list[int]:
+def _different_ranks(mesh: Mesh, stages: Stages, quick: bool) -> list[int]:
     """The first rank of each stage that differs: the first and the last, and of the others those that no other exceeds
-    in blocks and micro-batches in flight."""
+    in blocks and micro-batches in flight; with ``quick`` also not the first and the last, which have more than blocks.
+    """
     size = len(stages.blocks)
-    loads = {index: (sum(stages.blocks[index]), stages.in_flight[index]) for index in range(1, size - 1)}
-    inner = {
-        load: index
-        for index, load in reversed(loads.items())
-        if not any(other != load and all(a >= b for a, b in zip(other, load, strict=True)) for other in loads.values())
-    }
+    loads = {index: (sum(stages.blocks[index]), stages.in_flight[index]) for index in range(size)}
+    ends = (loads.pop(0), loads.pop(size - 1, (0, 0)))
+
+    def exceeded(load: tuple[int, int]) -> bool:
+        others = {other for other in loads.values() if other != load} | (set(ends) if quick else set())
+        return any(all(a >= b for a, b in zip(other, load, strict=True)) for other in others)
+
+    inner = {load: index for index, load in reversed(loads.items()) if not exceeded(load)}
     return [mesh.rank({stages.axis: index}) for index in sorted({0, *inner.values(), size - 1})]
 
 

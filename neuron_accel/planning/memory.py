@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from neuron_accel.planning.shapes import Results
+from neuron_accel.planning.shapes import Results, tensors_in
 from neuron_accel.planning.trace import Tracer
 
 WEIGHTS = "weights"
@@ -197,9 +197,8 @@ class StepCounter(TorchDispatchMode):
         self._differentiating = differentiating
         result, operations = self._results.call(func, args, kwargs or {})
         self._follow(self._resized)
-        for value in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
-            if isinstance(value, torch.Tensor):
-                self._see(value)
+        for tensor in tensors_in(result):
+            self._see(tensor)
         if operations is None:
             self.uncounted.add(str(func._overloadpacket))
         self.operations += operations or 0

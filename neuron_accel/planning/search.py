@@ -10,19 +10,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.engine.plan.plugin import LayoutSpace, Phase, Stages, StrategyPlugin
 from neuron_accel.engine.plan.registry import default_registry
 from neuron_accel.engine.plan.serialize import to_plain
-from neuron_accel.errors import ConfigurationError, NeuronAccelError, PluginError
+from neuron_accel.errors import ConfigurationError, NeuronAccelError, PluginError, UsageError
 from neuron_accel.neuron.instances import Instance, find_instance
 from neuron_accel.planning.layout import LayoutCount, Planner, no_collection_of_what_is_there
 from neuron_accel.planning.memory import ACTIVATIONS, GRADIENTS, TEMPORARY
@@ -179,6 +187,7 @@ def search(
     price_per_hour: float | None = None,
     calibration: Any = None,
     best: int = 10,
+    jobs: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Search:
     """Finds the fastest layouts of a model that fit on some machines. See :func:`neuron_accel.plan`.
@@ -189,6 +198,8 @@ def search(
         price_per_hour: price of an instance for an hour.
         calibration: measured constants for the prediction of time.
         best: number of layouts to find.
+        jobs: number of processes that dry runs are shared by, if they take long enough. Each has about half a gigabyte;
+            with more than one the script needs ``if __name__ == "__main__":``, as with ``multiprocessing``.
         progress: called with the number of dry runs that are done, and that will be done.
 
     Raises:
@@ -204,17 +215,20 @@ def search(
             why="they have no network for groups over several machines",
             fix="pass 1, or a larger instance",
         )
-    planner = Planner(
-        model,
-        world_size=instances * kind.hardware().full,
-        global_batch=global_batch,
-        sequence=sequence,
-        instance=instance,
-        dtype=dtype,
-        attention=attention,
-    )
-    with no_collection_of_what_is_there():
-        found, ruled_out = _Searcher(planner, kind, calibration, progress).run(best)
+    if jobs < 1:
+        raise ConfigurationError(f"jobs is {jobs}.", fix="pass at least 1")
+    arguments: dict[str, Any] = {
+        "model": model,
+        "world_size": instances * kind.hardware().full,
+        "global_batch": global_batch,
+        "sequence": sequence,
+        "instance": instance,
+        "dtype": dtype,
+        "attention": attention,
+    }
+    planner = Planner(**arguments)
+    with no_collection_of_what_is_there(), closing(_DryRuns(planner, arguments, calibration, jobs)) as dry_runs:
+        found, ruled_out = _Searcher(planner, kind, dry_runs, progress).run(best)
     return Search(
         model=type(planner.model).__name__,
         parameters=planner.parameters,
@@ -236,11 +250,19 @@ class _Estimate:
     seconds: float
 
 
+@dataclass(frozen=True)
+class _Failed:
+    """Why a layout is not possible; the bytes of a rank, if it is their number."""
+
+    reason: str
+    memory: int | None = None
+
+
 class _Searcher:
     def __init__(
-        self, planner: Planner, instance: Instance, calibration: Any, progress: Callable[[int, int], None]
+        self, planner: Planner, instance: Instance, dry_runs: _DryRuns, progress: Callable[[int, int], None]
     ) -> None:
-        self._planner, self._instance, self._calibration, self._progress = planner, instance, calibration, progress
+        self._planner, self._instance, self._dry_runs, self._progress = planner, instance, dry_runs, progress
         self._core = instance.core_bytes()
         self._families: dict[str, Sequence[StepCount] | str] = {}
         self._sizes: dict[tuple[str, int], StepCount] = {}
@@ -258,9 +280,13 @@ class _Searcher:
                 ruled_out.append(RuledOut(layout=layout, reason=reason))
         families = {repr(_family(layout.plugins)): _family(layout.plugins) for layout in possible}
         total = len(families) + best
-        for done, (key, plugins) in enumerate(families.items()):
+        self._progress(0, total)
+        for done, (key, answer) in enumerate(
+            self._dry_runs.answers(families.items(), len(families) + 3 * best), start=1
+        ):
+            assert not isinstance(answer, Ranked)
+            self._families[key] = answer.reason if isinstance(answer, _Failed) else answer
             self._progress(done, total)
-            self._families[key] = self._run_family(plugins)
         estimates = []
         for layout in possible:
             estimate = self._estimate(layout)
@@ -269,22 +295,56 @@ class _Searcher:
             else:
                 estimates.append(estimate)
         estimates.sort(key=lambda estimate: (estimate.seconds, estimate.memory))
-        found: list[Ranked] = []
-        slowest = None
-        for estimate in estimates:
-            if len(found) >= best:
-                slowest = slowest or max(ranked.time.seconds for ranked in found)
-                reason = f"at least {estimate.seconds:.3g} s for products and sending alone; {best} others are counted"
-                ruled_out.append(RuledOut(layout=estimate.layout, reason=reason))
-                continue
-            self._progress(len(families) + len(found), total)
-            ranked = self._count(estimate.layout)
-            if isinstance(ranked, str):
-                ruled_out.append(RuledOut(layout=estimate.layout, reason=ranked))
-            else:
-                found.append(ranked)
+        found, others = self._count_first(estimates, best, lambda done: self._progress(len(families) + done, total))
         self._progress(total, total)
-        return sorted(found, key=lambda ranked: ranked.time.seconds), ruled_out
+        return sorted(found, key=lambda ranked: ranked.time.seconds), ruled_out + others
+
+    def _count_first(
+        self, estimates: Sequence[_Estimate], best: int, progress: Callable[[int], None]
+    ) -> tuple[list[Ranked], list[RuledOut]]:
+        """Counts layouts, in order, until so many fit; returns these, and why each of the others is not among them."""
+        found: list[Ranked] = []
+        ruled_out: list[RuledOut] = []
+        too_low: dict[
+            str, float
+        ] = {}  # bytes that an estimate was too low by, of layouts that keep the same activations
+
+        def cannot_fit(estimate: _Estimate) -> str | None:
+            missing = too_low.get(self._same_activations(estimate.layout))
+            if missing is None or estimate.memory + missing <= self._core:
+                return None
+            memory = (estimate.memory + missing) / 2**30
+            return f"about {memory:.1f} GiB, from one that keeps the same activations; {self._of_core()}"
+
+        to_count = ((str(n), e.layout) for n, e in enumerate(estimates) if cannot_fit(e) is None)
+        counted = set()
+        for name, answer in self._dry_runs.answers(to_count, 3 * best):
+            estimate = estimates[int(name)]
+            counted.add(int(name))
+            reason = cannot_fit(estimate)  # again: others were counted in between
+            if reason is None and isinstance(answer, Ranked):
+                found.append(answer)
+                progress(len(found))
+                if len(found) == best:
+                    break
+                continue
+            assert isinstance(answer, _Failed)
+            if reason is None and answer.memory is not None:
+                too_low[self._same_activations(estimate.layout)] = max(0.0, answer.memory - estimate.memory)
+            ruled_out.append(RuledOut(layout=estimate.layout, reason=reason or answer.reason))
+        for number, estimate in enumerate(estimates):
+            if number not in counted:
+                slower = f"at least {estimate.seconds:.3g} s for products and sending alone; {best} others are counted"
+                ruled_out.append(RuledOut(layout=estimate.layout, reason=cannot_fit(estimate) or slower))
+        return found, ruled_out
+
+    def _same_activations(self, layout: Layout) -> str:
+        """What is equal for layouts that keep the same activations."""
+        staged = [plugin for plugin in layout.plugins if plugin.spec.phase == Phase.STAGES]
+        return f"{_family(layout.plugins)!r} {staged!r} {layout.accumulation}"
+
+    def _of_core(self) -> str:
+        return f"a core has {self._core / 2**30:.3g} GiB"
 
     # ---- what there is -----------------------------------------------------------------------------------------------
     def _layouts(self) -> Iterator[Layout]:
@@ -314,16 +374,7 @@ class _Searcher:
         least += _STATE_BYTES * own / replicas if "optimizer state" in parts else 2 * width * own
         if least <= self._core:
             return None
-        room = self._core / 2**30
-        return f"weights, gradients and optimizer state are {least / 2**30:.3g} GiB, a core has {room:.3g} GiB"
-
-    def _run_family(self, plugins: tuple[StrategyPlugin, ...]) -> Sequence[StepCount] | str:
-        try:
-            return self._planner.shallow(plugins)
-        except NeuronAccelError as error:
-            return _first_line(error)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            return f"it cannot run dry: {_first_line(error)}"
+        return f"weights, gradients and optimizer state are {least / 2**30:.3g} GiB, {self._of_core()}"
 
     def _of_stage(self, plugins: tuple[StrategyPlugin, ...]) -> Stages | str | None:
         for plugin in plugins:
@@ -359,7 +410,7 @@ class _Searcher:
             kept = max(stages.in_flight) / len(stages.blocks[0])
         memory = self._memory(layout, count, batch, kept)
         if memory > self._core * _SLACK:
-            return f"about {memory / 2**30:.1f} GiB, estimated from one sample; a core has {self._core / 2**30:.3g} GiB"
+            return f"about {memory / 2**30:.1f} GiB, estimated from one sample; {self._of_core()}"
         busy = rows * count.operations / (self._instance.peak_tflops() * 1e12)
         sending = rows * sum(flow.sent for flow in count.flows) / self._bandwidth(_inner(layout.plugins))
         bubble = 0.0 if stages is None else stages.bubble
@@ -392,26 +443,143 @@ class _Searcher:
         """Bytes per second of a rank in groups within ``extent`` neighbouring ranks: NeuronLink, or EFA."""
         return link_bandwidth(self._instance, extent)
 
-    # ---- counting ----------------------------------------------------------------------------------------------------
-    def _count(self, layout: Layout) -> Ranked | str:
-        try:
-            count = self._planner.count(layout.plugins, layout.accumulation, rank=0, warm_up=False)
-            if count.fits:  # other ranks may keep more
-                count = self._planner.count(layout.plugins, layout.accumulation, warm_up=False)
-        except NeuronAccelError as error:
-            return _first_line(error)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            return f"it cannot run dry: {_first_line(error)}"
-        if not count.fits:
-            peak = count.step.peak
-            largest = max(peak.parts, key=lambda part: peak.parts[part])
-            return (
-                f"{peak.total / 2**30:.1f} GiB, most of it {largest} ({peak.parts[largest] / 2**30:.1f} GiB); "
-                f"a core has {self._core / 2**30:.3g} GiB"
-            )
-        return Ranked(layout=layout, count=count, time=count.predict(self._calibration))
+
+# ---- dry runs, in one process or several -----------------------------------------------------------------------------
+_Task = tuple[StrategyPlugin, ...] | Layout
+"""Plugins whose steps of few blocks are run, or a layout that is counted."""
+_Answer = Sequence[StepCount] | Ranked | _Failed
+_WORTHWHILE = 20.0
+"""Seconds of dry runs from which on more processes gain more than their start takes."""
 
 
+class _DryRuns:
+    """Runs steps dry, in this process; in several if it takes long.
+
+    Args:
+        planner: the planner of this process.
+        arguments: those that it was created with.
+        calibration: measured constants for the prediction of time, or None.
+        jobs: the most processes.
+    """
+
+    def __init__(self, planner: Planner, arguments: Mapping[str, Any], calibration: Any, jobs: int) -> None:
+        self._planner, self._arguments, self._calibration, self._jobs = planner, arguments, calibration, jobs
+        self._processes: dict[Connection, SpawnProcess] = {}
+        self._seconds: list[float] = []
+
+    def answers(self, tasks: Iterable[tuple[str, _Task]], number: int) -> Iterator[tuple[str, _Answer]]:
+        """Yields the name and the answer of each task, in order.
+
+        Args:
+            tasks: names and tasks. The next one is taken when a process is free for it.
+            number: about how many there are.
+        """
+        tasks = iter(tasks)
+        if not self._processes:
+            for done, (name, task) in enumerate(tasks):
+                started = time.perf_counter()
+                answer = _answer(self._planner, self._calibration, task)
+                self._seconds.append(time.perf_counter() - started)
+                yield name, answer
+                mean = sum(self._seconds) / len(self._seconds)
+                if self._jobs > 1 and mean * (number - done - 1) > _WORTHWHILE:
+                    self._start()
+                    break
+        if self._processes:
+            yield from self._elsewhere(tasks)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for connection, process in self._processes.items():
+            process.kill()
+            process.join()
+            connection.close()
+        self._processes.clear()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for _ in range(self._jobs):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, self._arguments, self._calibration), daemon=True)
+            process.start()
+            there.close()
+            self._processes[here] = process
+
+    def _elsewhere(self, tasks: Iterator[tuple[str, _Task]]) -> Iterator[tuple[str, _Answer]]:
+        waiting: deque[str] = deque()
+        answers: dict[str, _Answer] = {}
+        free, busy = list(self._processes), dict[Connection, str]()
+        while True:
+            while free and (following := next(tasks, None)) is not None:
+                name, task = following
+                connection = free.pop()
+                try:
+                    connection.send(task)
+                except OSError:
+                    raise self._ended(connection) from None
+                busy[connection] = name
+                waiting.append(name)
+            if not waiting:
+                return
+            for connection in [each for each in wait(busy) if isinstance(each, Connection)]:
+                try:
+                    answers[busy.pop(connection)] = connection.recv()
+                except (EOFError, OSError):
+                    raise self._ended(connection) from None
+                free.append(connection)
+            while waiting and waiting[0] in answers:
+                name = waiting.popleft()
+                yield name, answers.pop(name)
+
+    def _ended(self, connection: Connection) -> UsageError:
+        process = self._processes[connection]
+        process.join()
+        return UsageError(
+            f"A process of the search ended with exit code {process.exitcode}.",
+            why="its own error, if it had one, is printed above; a negative code is a signal, and -9 often means that "
+            "the machine has too little memory",
+            fix="search in this process: jobs=1, or --jobs 1",
+        )
+
+
+def _serve(connection: Connection, arguments: Mapping[str, Any], calibration: Any) -> None:
+    """Answers tasks until there is nobody at the other end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks is interrupted, and ends this one
+    torch.set_num_threads(1)
+    planner = Planner(**arguments)
+    with no_collection_of_what_is_there():
+        while True:
+            try:
+                task = connection.recv()
+            except EOFError:
+                return
+            connection.send(_answer(planner, calibration, task))
+
+
+def _answer(planner: Planner, calibration: Any, task: _Task) -> _Answer:
+    try:
+        if not isinstance(task, Layout):
+            return planner.shallow(task)
+        count = planner.count(task.plugins, task.accumulation, rank=0, quick=True)
+        if count.fits:  # other ranks may keep more
+            count = planner.count(task.plugins, task.accumulation, quick=True)
+    except NeuronAccelError as error:
+        return _Failed(_first_line(error))
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        return _Failed(f"it cannot run dry: {_first_line(error)}")
+    if not count.fits:
+        assert count.core_bytes is not None
+        peak = count.step.peak
+        largest = max(peak.parts, key=lambda part: peak.parts[part])
+        return _Failed(
+            f"{peak.total / 2**30:.1f} GiB, most of it {largest} ({peak.parts[largest] / 2**30:.1f} GiB); "
+            f"a core has {count.core_bytes / 2**30:.3g} GiB",
+            peak.total,
+        )
+    return Ranked(layout=task, count=count, time=count.predict(calibration))
+
+
+# ---- layouts and links -----------------------------------------------------------------------------------------------
 def link_bandwidth(instance: Instance, extent: int) -> float:
     """Bytes per second of one rank of ``instance`` to ranks among ``extent`` neighbours: a rank's part of the bandwidth
     of its chip's NeuronLinks within a machine, of the machine's network beyond it; infinite if it is not known."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
@@ -84,6 +83,17 @@ class Results:
         return result, operations
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors among the arguments or the results of an operation, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    return [tensor for each in value if each is not None for tensor in tensors_in(each)]
+
+
 def _creates(func: Any) -> bool:
     """Whether an operation neither changes its arguments nor returns a view of them, by its schema."""
     schema = func._schema
@@ -111,7 +121,7 @@ def _of(result: Any, args: Any, kwargs: Any, operations: int | None) -> _Known |
     results = [result] if isinstance(result, torch.Tensor) else result
     if type(results) not in (list, tuple):
         return None
-    seen = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+    seen = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
     forms: list[_Form | None] = []
     for tensor in results:
         if tensor is None:

@@ -240,7 +240,7 @@ def extrapolate(counts: Sequence[StepCount], depth: float, blocks: str, last: in
 
     places = [_by_place(count, blocks) for count in counts]
     peaks = []
-    for place in places[0].keys() & places[1].keys():
+    for place in (place for place in places[0] if place in places[1]):
         first, second = (found[place] for found in places)
         least = second.parts if depth >= DEPTHS[1] else dict.fromkeys(PARTS, 0)
         parts = {part: max(least[part], at(first.parts[part], second.parts[part])) for part in PARTS}

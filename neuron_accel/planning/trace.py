@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from neuron_accel.planning.shapes import tensors_in
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Traffic
@@ -188,10 +189,10 @@ class Tracer:
             self._end_work()
             self._phase = phase
         name = func._schema.name.partition("::")[2]
-        sources = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        sources = tensors_in(inputs)
         if name in _OVERWRITES:
             sources = sources[1:]
-        targets = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        targets = tensors_in(result)
         if all(self._find(tensor) is None for tensor in targets):
             return
         rows = sum(_nbytes(tensor) for tensor in targets)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from neuron_accel.cli.main import main
-from neuron_accel.errors import ConfigurationError
+from neuron_accel.errors import ConfigurationError, UsageError
 
 SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
 
@@ -35,7 +35,7 @@ def test_a_search_ranks_what_fits_and_writes_a_configuration_that_loads(folder, 
     # Few layouts to run: a core that holds what is sharded, and not the whole state.
     monkeypatch.setattr(Instance, "core_bytes", lambda self, lnc=None: 3 << 20)
     path = tmp_path / "train.yaml"
-    assert command(folder, "--best", "2", "--price-per-hour", "1.5", "--write", str(path), "--json") == 0
+    assert command(folder, "--best", "2", "--jobs", "1", "--price-per-hour", "1.5", "--write", str(path), "--json") == 0
     found = json.loads(capsys.readouterr().out)
     first, second = found["layouts"]
     assert first["seconds"]["likely"] <= second["seconds"]["likely"]
@@ -52,6 +52,72 @@ def test_a_search_ranks_what_fits_and_writes_a_configuration_that_loads(folder, 
     assert loaded.accelerate.get("gradient_accumulation_steps", 1) == first["config"].get(
         "gradient_accumulation_steps", 1
     )
+
+
+@pytest.mark.timeout(120)
+def test_several_processes_answer_like_one_and_their_end_is_an_error(folder, monkeypatch):
+    from neuron_accel import TensorParallelPlugin
+    from neuron_accel.planning import search
+    from neuron_accel.planning.layout import Planner
+
+    monkeypatch.setattr(search, "_WORTHWHILE", 0.0)
+    arguments = {"model": folder, "world_size": 2, "global_batch": 4, "sequence": 64, "instance": "trn1.2xlarge"}
+    tensor = TensorParallelPlugin(tensor_parallel_size=2)
+    tasks = {
+        "family": (tensor,),
+        "layout": search.Layout(plugins=(tensor,), accumulation=2),
+        "impossible": search.Layout(plugins=(TensorParallelPlugin(tensor_parallel_size=64),), accumulation=1),
+    }
+    planner = Planner(**arguments)
+    alone, two = (search._DryRuns(planner, arguments, None, jobs) for jobs in (1, 2))
+    expected = dict(alone.answers(tasks.items(), 3))
+    try:
+        found = dict(two.answers(tasks.items(), 3))
+        assert list(found) == list(tasks)
+        assert repr(found) == repr(expected)
+        assert "64" in found["impossible"].reason
+        for process in two._processes.values():
+            process.kill()
+            process.join()
+        with pytest.raises(UsageError, match="--jobs 1"):
+            list(two.answers(tasks.items(), 3))
+    finally:
+        two.close()
+    assert not two._processes
+
+
+def test_layouts_that_keep_the_same_activations_are_judged_by_one(folder):
+    """The first is counted and does not fit; the second is not counted, and the third fits by the same correction."""
+    from neuron_accel import FullyShardedPlugin, Zero1Plugin
+    from neuron_accel.neuron.instances import find_instance
+    from neuron_accel.planning import search
+    from neuron_accel.planning.layout import Planner
+
+    arguments = {"model": folder, "world_size": 2, "global_batch": 4, "sequence": 64, "instance": "trn1.2xlarge"}
+    planner, asked = Planner(**arguments), []
+    fits = planner.count([]).predict()
+
+    class Answers:
+        def answers(self, tasks, number):
+            for name, layout in tasks:
+                asked.append(name)
+                fit = search.Ranked(layout=layout, count=planner.count([]), time=fits)
+                yield name, search._Failed("counted", 150) if name == "0" else fit
+
+    plugins = [(), (Zero1Plugin(),), (FullyShardedPlugin(),)]
+    searcher = search._Searcher(planner, find_instance("trn1.2xlarge"), Answers(), lambda done, total: None)
+    searcher._core = 100
+    estimates = [
+        search._Estimate(search.Layout(plugins=each, accumulation=1), memory, 1.0)
+        for each, memory in zip(plugins, (90, 80, 30), strict=True)
+    ]
+    found, ruled_out = searcher._count_first(estimates, 1, lambda done: None)
+    assert asked == ["0", "2"]
+    assert [ranked.layout.plugins for ranked in found] == [plugins[2]]
+    assert [ruled.reason.split(";")[0] for ruled in ruled_out] == [
+        "counted",
+        "about 0.0 GiB, from one that keeps the same activations",
+    ]
 
 
 def test_what_is_written_trains_with_the_layout(folder, tmp_path):
