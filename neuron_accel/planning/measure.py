@@ -97,6 +97,22 @@ class Meter:
         self.spread.append((low / middle, high / middle))
         return statistics.mean(self.backend.all_gather_object(middle, self.world))
 
+    def of_phases(self, phases: Mapping[str, Callable[[], Any]], after: Callable[[], Any]) -> dict[str, float]:
+        """Returns the seconds of several functions that are called in turn, each by its name, and ``after`` them.
+
+        Collective."""
+        rounds: dict[str, list[float]] = {phase: [] for phase in phases}
+        for _ in range(3 if self.quick else 5 * ROUNDS):
+            self.backend.barrier()
+            for phase, function in phases.items():
+                begin = time.perf_counter()
+                self._finish(function())
+                rounds[phase].append(time.perf_counter() - begin)
+            after()
+        medians = {phase: statistics.median(seconds) for phase, seconds in rounds.items()}
+        of_ranks = self.backend.all_gather_object(medians, self.world)
+        return {phase: statistics.mean(seconds[phase] for seconds in of_ranks) for phase in phases}
+
     def _finish(self, result: Any) -> None:
         """Waits for the device."""
         result = result[-1] if isinstance(result, tuple) else result
@@ -256,31 +272,31 @@ def _in_training(meter: Meter, machine: Machine) -> dict[str, float]:
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.ones(2, sequence, size, device=device)
     tensors = [*model.parameters(), x]
+    losses: list[torch.Tensor] = []
 
     def forward() -> torch.Tensor:
-        return model(x).square().mean()
+        losses[:] = [model(x).square().mean()]
+        return losses[0]
 
-    def passes() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = forward()
+    def backward() -> torch.Tensor:
+        loss = losses.pop()
         loss.backward()
         return loss
 
-    def step() -> torch.Tensor:
-        loss = passes()
+    def update() -> torch.Tensor:
         optimizer.step()
-        return loss
+        return x
 
-    step()
-    found: dict[str, float] = {}
-    before = (0.0, 0.0, 0)
-    for phase, function in (("forward", forward), ("backward", passes), ("optimizer step", step)):
-        kernels = _traced(device, tensors, function)
-        alone = sum(number * kernel_seconds(machine, kernel) for kernel, number in kernels)
-        now = (meter.seconds(function), alone, sum(number for _, number in kernels))
-        seconds, alone, number = (after - earlier for after, earlier in zip(now, before, strict=True))
-        found[phase] = max(0.1, (seconds - number * machine.fixed[phase].at()) / alone)
-        before = now
+    phases = {"forward": forward, "backward": backward, "optimizer step": update}
+    for function in phases.values():  # creates the state of the optimizer
+        function()
+    kernels = {phase: _traced(device, tensors, function) for phase, function in phases.items()}
+    seconds = meter.of_phases(phases, optimizer.zero_grad)
+    found = {}
+    for phase in phases:
+        alone = sum(number * kernel_seconds(machine, kernel) for kernel, number in kernels[phase])
+        fixed = sum(number for _, number in kernels[phase]) * machine.fixed[phase].at()
+        found[phase] = max(0.1, (seconds[phase] - fixed) / alone)
     return found
 
 
@@ -359,7 +375,6 @@ def measure(
     if not backend.is_lazy:
         note("kernels in a training step")
         found = replace(found, in_training=_in_training(meter, found.to_machine()))
-        meter.take_spread()
     collectives: dict[str, dict[int, Points]] = {op: {} for op in COLLECTIVES} if world.size > 1 else {}
     degrees = [degree for degree in range(2, world.size + 1) if world.size % degree == 0 and degree & (degree - 1) == 0]
     for degree in dict.fromkeys([*degrees, world.size] if world.size > 1 else []):
