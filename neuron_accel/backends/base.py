@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 class CollectiveObserver(ABC):
     """Receives a call before each collective is issued. If the observer raises, the collective is not issued."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
     @abstractmethod
     def issued(self, op: str, group: Group, sent: int, *, deferred: bool) -> None:
         """Is called before a collective is issued.
@@ -45,6 +48,9 @@ class CollectiveObserver(ABC):
 
 class Board(ABC):
     """A key-value store for short notes between ranks. Reading and writing involves no collective and does not wait."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
 
     @abstractmethod
     def put(self, key: str, note: bytes) -> None:
@@ -151,6 +157,9 @@ class Group:
 class Pending(ABC):
     """A collective that has been started and may not be complete."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
     @abstractmethod
     def wait(self) -> torch.Tensor:
         """Waits for the collective and returns its result."""
@@ -161,6 +170,9 @@ class Done(Pending):
 
     def __init__(self, result: torch.Tensor) -> None:
         self._result = result
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {tuple(self._result.shape)} of {self._result.dtype}>"
 
     def wait(self) -> torch.Tensor:
         return self._result
@@ -221,6 +233,10 @@ class Traffic:
     transfers: list[Transfer] = field(default_factory=list)
     order: list[tuple[Literal["start", "wait"], int]] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        by_op = ", ".join(f"{op} {self.count(op=op)}" for op in dict.fromkeys(t.op for t in self.transfers))
+        return f"<{type(self).__name__}: {self.sent()} bytes sent; collectives: {by_op or 'none'}>"
+
     def sent(self, *, op: str | None = None, group: str | None = None) -> int:
         """Returns the bytes sent by this rank, optionally of one collective ``op`` or one ``group`` only."""
         return sum(t.sent for t in self._select(op, group))
@@ -264,6 +280,9 @@ class Backend(ABC):
     def __init__(self) -> None:
         self._recordings: list[Traffic] = []
         self._observers: list[CollectiveObserver] = []
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: rank {self.rank} of {self.world_size} on {self.device}>"
 
     # ---- rank and device ---------------------------------------------------------------------------------------------
     @property

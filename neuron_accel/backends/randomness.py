@@ -24,6 +24,9 @@ class DeviceGenerator:
         device = self._device
         self._where = () if device.type == "cpu" else (device,)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._device!r})"
+
     @property
     def apart(self) -> bool:
         """Whether this is another generator than the CPU's."""
@@ -93,6 +96,10 @@ class RankRandomness:
     def __init__(self, device: torch.device, index: int, generator: DeviceGenerator | None = None) -> None:
         self._generator, self._index = generator or DeviceGenerator(device), index
         self._saved: Any = None
+
+    def __repr__(self) -> str:
+        now = "different numbers" if self.differs else "equal numbers"
+        return f"<{type(self).__name__}: {self._generator!r}, position {self._index}; ranks draw {now}>"
 
     @property
     def differs(self) -> bool:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class EmulatedInstance:
 
     folder: Path
     cores: int
-    environ: Mapping[str, str]
+    environ: Mapping[str, str] = field(repr=False)
 
     @property
     def cache(self) -> Path:

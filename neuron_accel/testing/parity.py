@@ -45,6 +45,10 @@ class Training:
     max_norm: float | None = None
     prepare_model: Callable[[nn.Module], Any] | None = None
 
+    def __repr__(self) -> str:
+        made = getattr(self.optimizer, "__name__", type(self.optimizer).__name__)
+        return f"<{type(self).__name__}: optimizer {made}, accumulation {self.accumulation}, max_norm {self.max_norm}>"
+
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
     # The gradient of a key's bias is zero in exact arithmetic, since softmax is invariant to it. With Adam's default
@@ -67,6 +71,10 @@ class Trace:
     norms: list[float]
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
+
+    def __repr__(self) -> str:
+        losses = f", from {self.losses[0]:.4g} to {self.losses[-1]:.4g}" if self.losses else ""
+        return f"<{type(self).__name__}: {len(self.losses)} losses{losses}; {len(self.weights)} weights>"
 
 
 def train_alone(

@@ -33,6 +33,9 @@ class PeakMemory:
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark, see proc_pid_clear_refs(5)
         self._before = _status("VmRSS")
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.bytes() / 2**20:.1f} MiB since construction>"
+
     def bytes(self) -> int:
         """The peak since construction, minus the resident memory at construction, in bytes."""
         return _status("VmHWM") - self._before

@@ -78,6 +78,10 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
     control: Any
     _stops_on_signal: bool = False
 
+    def __repr__(self) -> str:
+        model = type(getattr(self, "model", None)).__name__
+        return f"<{type(self).__name__}: {model}; {getattr(self, 'accelerator', None)!r}>"
+
     def create_accelerator_and_postprocess(self) -> None:
         """Builds the accelerator with the strategies that the arguments select.
 

@@ -43,6 +43,13 @@ class Bucket:
     sharded_axes: tuple[str, ...] = ()
     reduce_dtype: torch.dtype | None = None
 
+    def __repr__(self) -> str:
+        axes = " x ".join((*self.partial_axes, *self.reduction_axes)) or "no axis"
+        return (
+            f"<{type(self).__name__}: {len(self.parameters)} parameters, {self.numel} elements of {self.dtype}, "
+            f"summed over {axes}>"
+        )
+
     @property
     def numel(self) -> int:
         return sum(p.numel() for p in self.parameters)
@@ -128,6 +135,9 @@ class FlatGradients:
         self._flat: torch.Tensor | None = None
         self._slots: list[torch.Tensor] = []
         self._taken = [False] * len(bucket.parameters)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {sum(self._taken)} gradients of {self._bucket!r}>"
 
     def take(self, index: int, scale: float) -> None:
         """Moves a parameter's gradient here, multiplied by ``scale``. A further gradient of the same parameter is

@@ -26,6 +26,10 @@ class GradientPart:
     axes: tuple[str, ...]
     replicas: int = 1
 
+    def __repr__(self) -> str:
+        held = "elsewhere" if self.tensor is None else f"{tuple(self.tensor.shape)} of {self.tensor.dtype}"
+        return f"<{type(self).__name__}: {held}, axes {self.axes}, replicas {self.replicas}>"
+
 
 def unsharded_gradients(parameters: Iterable[torch.Tensor], run: Run) -> list[GradientPart]:
     """Returns the gradients ``parameter.grad`` of ``parameters`` as :class:`GradientPart` objects."""

@@ -73,6 +73,9 @@ class GradientReducer:
         )
         self._watch(agreed=False)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self._buckets)} buckets of {self._model!r}>"
+
     # ---- what the owner calls ----------------------------------------------------------------------------------------
     def begin_backward(self) -> None:
         """Must be called at the start of a backward pass. If a loop did not zero gradients, those of earlier passes are
@@ -303,6 +306,10 @@ class BackwardWatcher:
         self._running, self._sends_early = False, False
         run.watchers.append(self)
         self.extend(records, agreed=agreed)
+
+    def __repr__(self) -> str:
+        training = len(self._candidates) - len(self._frozen)
+        return f"<{type(self).__name__}: {training} parameters that train in {len(self._buckets)} buckets>"
 
     def extend(self, records: Iterable[ParameterRecord], *, agreed: bool = False) -> None:
         """Watches further parameters from the time when they train. Collective."""

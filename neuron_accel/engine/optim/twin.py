@@ -119,6 +119,9 @@ class StandIn:
     parameter: torch.Tensor
     cut: Callable[[torch.Tensor], torch.Tensor]
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {tuple(self.parameter.shape)} of {self.parameter.dtype}>"
+
     def value(self, value: Any, original: torch.Tensor) -> Any:
         """Converts a value of ``original`` to this parameter: a tensor of the same shape is cut, other values are
         returned unchanged."""
@@ -279,6 +282,10 @@ class StatePiece:
     key: torch.Tensor | None = None
     store: MutableMapping[torch.Tensor, dict[str, Any]] | None = None
 
+    def __repr__(self) -> str:
+        master = ", master weights" if self.master else ""
+        return f"<{type(self).__name__}: elements {self.start} to {self.stop} of {self.record!r}{master}>"
+
     def read_state(self, optimizer: Any) -> dict[str, Any]:
         """Returns the entries of the state in ``optimizer``; empty before the first step."""
         store = optimizer.state if self.store is None else self.store
@@ -327,6 +334,9 @@ class ShardedState:
     tensors: Mapping[str, torch.Tensor]
     model: int = 0
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self.tensors)} tensors of model {self.model}>"
+
 
 @dataclass(frozen=True)
 class ReplicaState:
@@ -338,6 +348,11 @@ class ReplicaState:
     """
 
     value: Any
+
+    def __repr__(self) -> str:
+        value = self.value
+        shown = repr(value) if isinstance(value, (bool, int, float, str, ShardedState)) else type(value).__name__
+        return f"{type(self).__name__}({shown})"
 
 
 @runtime_checkable

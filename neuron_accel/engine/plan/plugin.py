@@ -128,6 +128,13 @@ class PluginSpec:
     reads_weights: bool = False
     api_version: int = API_VERSION
 
+    def __repr__(self) -> str:
+        shown = [f"{self.name!r}", f"phase {self.phase.name}"]
+        for name in ("after", "before", "requires", "conflicts", "provides", "claims", "refines"):
+            names = sorted(each.value if isinstance(each, Claim) else each for each in getattr(self, name))
+            shown += [f"{name} {', '.join(names)}"] if names else []
+        return f"<{type(self).__name__} {', '.join(shown[:2])}{''.join(f'; {each}' for each in shown[2:])}>"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanContext:
@@ -144,6 +151,9 @@ class PlanContext:
     plugins: dict[str, StrategyPlugin]
     capabilities: frozenset[str]
     missing: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.mesh}; plugins: {', '.join(self.plugins) or 'none'}>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +198,13 @@ class LayoutSpace:
     model_groups: tuple[int, ...]
     ranks_per_host: int
     chosen: tuple[StrategyPlugin, ...] = ()
+
+    def __repr__(self) -> str:
+        what = f"{type(self.config).__name__} on {self.world_size} ranks"
+        chosen = ", ".join(plugin.spec.name for plugin in self.chosen) or "none"
+        return (
+            f"<{type(self).__name__}: {what}, {self.global_batch} samples of {self.sequence} tokens; chosen: {chosen}>"
+        )
 
     def degree(self, axis: str) -> int:
         """Number of ranks along an axis of the chosen plugins; 1 without it."""

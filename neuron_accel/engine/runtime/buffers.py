@@ -42,6 +42,9 @@ class BufferBroadcast:
 
         self._handle = model.module.register_forward_pre_hook(notice) if buffers_by_axes(model, run) else None
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._model!r}>"
+
     def after_step(self) -> None:
         """Must be called after an optimizer step. Broadcasts the buffers, if a training forward may have changed
         them."""

@@ -55,6 +55,9 @@ class JoinAction:
     settle: Callable[[], None] | None = None
     settles: bool = False
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}>"
+
     @property
     def announced(self) -> bool:
         """Whether calls are announced to other ranks now."""
@@ -82,6 +85,10 @@ class Join:
         self.leader = 0
         self.has_parted = False
         self._collective_only = self.register("a collective of the loop", _refuse)
+
+    def __repr__(self) -> str:
+        inputs = "out of data" if self.is_through else "uneven inputs" if self.is_uneven else "even inputs"
+        return f"<{type(self).__name__}: {inputs}; {len(self._actions)} actions>"
 
     def register(self, name: str, perform: Callable[..., Any], **options: Any) -> JoinAction:
         """Creates an action; see :class:`JoinAction`. All ranks must register the same actions in the same order."""

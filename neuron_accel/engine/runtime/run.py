@@ -63,6 +63,10 @@ class PreparedModel:
     handles: list[Any] = field(default_factory=list)
     """Handles whose ``remove()`` is called when the run releases the model."""
 
+    def __repr__(self) -> str:
+        use = "for training" if self.optimizable else "for evaluation"
+        return f"<{type(self).__name__}: {type(self.original).__name__}, {use}; {self.parameters!r}>"
+
     @property
     def inner(self) -> nn.Module:
         """The module whose parameters have the original names, without the wrapper of ``torch.compile``."""
@@ -167,6 +171,10 @@ class Run:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["plan"], state["backend"])  # type: ignore[misc]
         self._groups = state["_groups"]
+
+    def __repr__(self) -> str:
+        models = ", ".join(type(model.original).__name__ for model in self.models) or "none"
+        return f"<{type(self).__name__}: {self.plan!r}; {self.backend!r}; models: {models}>"
 
     @property
     def mesh(self):

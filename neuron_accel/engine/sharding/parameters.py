@@ -46,6 +46,9 @@ class WeightShard:
     gather: Callable[[], torch.Tensor]
     changed: Callable[[], None]
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: elements {self.start} to {self.stop}, others along {self.axes}>"
+
     @property
     def tensor(self) -> torch.Tensor:
         """The elements that this rank keeps, ``[stop - start]``, in the parameter's dtype; none of a parameter that
@@ -90,6 +93,12 @@ class ParameterRecord:
     reduce_dtype: torch.dtype | None = None
     weights: WeightShard | None = None
     is_unread: bool = False
+
+    def __repr__(self) -> str:
+        held = "not on this rank" if self.current is None else f"{tuple(self.current.shape)} on this rank"
+        cuts = "; ".join(f"Shard({cut.dim}) over {cut.axis} {cut.degree}" for cut in self.layout.cuts)
+        full = f"{self.layout.shape} {self.layout.dtype}"
+        return f"<{type(self).__name__} {self.fqn!r}: {full}, {cuts or 'unsharded'}, {held}>"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -152,6 +161,10 @@ class ParameterMap:
         else:
             record.aliases += (name,)
         self._by_name[name] = record
+
+    def __repr__(self) -> str:
+        sharded = sum(bool(record.layout.cuts) for record in self)
+        return f"<{type(self).__name__}: {len(self)} parameters, {sharded} of them sharded>"
 
     def __iter__(self) -> Iterator[ParameterRecord]:
         return iter(self._records.values())

@@ -439,7 +439,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._translate()
 
     def __repr__(self) -> str:
-        return f"Zero1Optimizer({self.optimizer!r})"
+        return f"{type(self).__name__}({self.optimizer!r})"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients, or sets them to zero. In the latter case parameters without a gradient in the next pass are

@@ -1,0 +1,157 @@
+"""Every public object has a repr that one can read: a short line that names its class and what it is about, without
+addresses, and without values of tensors, for which one would wait for a device."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import neuron_accel
+from neuron_accel import (
+    DryRun,
+    FullyShardedPlugin,
+    NeuronAccelerator,
+    NeuronSeq2SeqTrainer,
+    NeuronTrainer,
+    NeuronTrainingArguments,
+    PipelineParallelPlugin,
+    StrategyPlugin,
+    Zero1Plugin,
+    ZeroRedundancyOptimizer,
+    contract,
+    testing,
+)
+from neuron_accel.backends.base import LocalBoard
+from neuron_accel.engine.runtime.replica_groups import PartitionLimit
+
+MOST = 330
+"""A plugin with fifteen options has that many characters."""
+
+EXEMPT = {"PluginConformance", "NeuronTrainerMixin", "NeuronSeq2SeqTrainingArguments"}
+"""A class of tests, and what others derive from: of them pytest, and the class beside it, show instances."""
+
+SHOWN_BY_OTHERS = (nn.Module, torch.optim.Optimizer, NeuronTrainingArguments)
+"""torch and transformers show these, on several lines."""
+
+
+def public_classes() -> list[type]:
+    modules = (neuron_accel, contract, testing)
+    found = {getattr(module, name) for module in modules for name in module.__all__ if name not in EXEMPT}
+    return sorted((value for value in found if inspect.isclass(value)), key=lambda cls: cls.__name__)
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory) -> list[object]:
+    """An instance of every public class, most of them from a run."""
+    accelerator = NeuronAccelerator(cpu=True, plugins=[Zero1Plugin()])
+    run, layout = accelerator.run, contract.Layout(shape=(4, 4), dtype="float32")
+    model, optimizer = accelerator.prepare(net := nn.Linear(4, 4), torch.optim.AdamW(net.parameters()))
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    prepared = run.models[0]
+    records, parameter = list(prepared.parameters), next(model.parameters())
+    with run.backend.record() as traffic:
+        pass
+    traffic.transfers.append(transfer := contract.Transfer(op="all_reduce", group="dp", size=2, sent=64))
+    reducer = contract.GradientReducer(prepared, run)
+    bucket = contract.make_buckets(records, 1 << 20, run.mesh)[0]
+    weights = contract.WeightShard(read=torch.Tensor, start=0, stop=8, axes=("dp",), gather=torch.Tensor, changed=int)
+    other = nn.Linear(4, 4)
+    tiny = SimpleNamespace(model_type="tiny", hidden_size=8)
+    arguments = NeuronTrainingArguments(str(tmp_path_factory.mktemp("trainer")), use_cpu=True, report_to=[])
+    sharded = contract.ShardedState({"weight": parameter.detach()})
+    plugins = [getattr(neuron_accel, name) for name in neuron_accel.__all__ if name.endswith("Plugin")]
+    errors = [cls for cls in public_classes() if issubclass(cls, neuron_accel.NeuronAccelError)]
+    return [
+        accelerator,
+        arguments,
+        NeuronTrainer(nn.Linear(4, 4), arguments),
+        NeuronSeq2SeqTrainer.__new__(NeuronSeq2SeqTrainer),
+        ZeroRedundancyOptimizer(other.parameters(), torch.optim.AdamW),
+        DryRun(world_size=8),
+        run,
+        run.plan,
+        run.mesh,
+        run.mesh.axes[0],
+        run.backend,
+        run.backend.generator,
+        run.join,
+        run.world,
+        prepared,
+        prepared.parameters,
+        records[0],
+        traffic,
+        transfer,
+        reducer,
+        reducer._watcher,
+        bucket,
+        weights,
+        sharded,
+        layout,
+        run.join.register("an action", int),
+        LocalBoard(),
+        PartitionLimit(8, "a chip"),
+        contract.BufferBroadcast(prepared, run),
+        contract.Done(parameter),
+        contract.FlatGradients(bucket),
+        contract.FullParameterOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))]), {}, run),
+        contract.GradientPart(parameter, ("tp",)),
+        contract.Cut(dim=0, axis="tp", degree=2, size=4, blocks=(4,)),
+        contract.LayoutSpace(
+            config=tiny, world_size=8, global_batch=8, sequence=16, model_groups=(1, 2), ranks_per_host=8
+        ),
+        contract.Piece(global_slices=(slice(0, 2),), local_slices=(slice(0, 2),)),
+        contract.Segment(start=0, stop=2, local_start=0),
+        contract.PlanContext(mesh=run.mesh, plugins={"zero1": Zero1Plugin()}, capabilities=run.plan.capabilities),
+        FullyShardedPlugin.spec,
+        contract.RankRandomness(torch.device("cpu"), 1),
+        contract.ReplicaState({"momentum": parameter}),
+        PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=4),
+        contract.Stages(axis="pp", blocks=((2,), (2,)), microbatches=4, in_flight=(2, 1), bubble=0.2),
+        contract.StandIn(parameter=parameter, cut=torch.clone),
+        contract.StatePiece(record=records[0], parameter=parameter, start=0, stop=8, group=0),
+        contract.WithProductHooks(),
+        testing.EmulatedInstance(folder=Path("somewhere"), cores=2, environ={"SECRET": "value"}),
+        testing.PeakMemory(),
+        testing.RankExit(1),
+        testing.RankTimeout("slow"),
+        testing.RanksError(2, {1: ValueError("wrong")}, {}, {}),
+        testing.Tolerance(),
+        testing.Trace([1.0, 0.5], [], {}, {"weight": parameter}),
+        testing.Training(),
+        *(cls() for cls in plugins if cls not in (StrategyPlugin, PipelineParallelPlugin)),
+        *(cls("what") for cls in errors),
+        *(next(iter(cls)) for cls in public_classes() if issubclass(cls, enum.Enum)),
+    ]
+
+
+@pytest.mark.parametrize("cls", public_classes(), ids=lambda cls: cls.__name__)
+def test_a_public_object_has_a_repr_that_one_can_read(cls, objects):
+    found = [value for value in objects if isinstance(value, cls)]
+    assert found, f"no instance of {cls.__name__} above"
+    for value in found:
+        shown = repr(value)
+        assert not re.search(r"0x[0-9a-f]{6}|SECRET|Parameter containing|tensor\(", shown), shown
+        if not isinstance(value, SHOWN_BY_OTHERS):
+            assert type(value).__name__ in shown
+            assert "\n" not in shown
+            assert len(shown) <= MOST, shown
+
+
+def test_the_accelerator_and_its_plan_name_mesh_and_plugins(objects):
+    shown = repr(objects[0])
+    assert shown == "<NeuronAccelerator: one rank; plugins: zero1; rank 0 of 1 on cpu, backend 'torch'>"
+    assert repr(objects[0].plan).startswith("<Plan: one rank; plugins: zero1; fingerprint ")
+
+
+def test_the_version_is_that_of_the_package():
+    from importlib import metadata
+
+    assert neuron_accel.__version__ == metadata.version("neuron-accel")
