@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -34,6 +35,7 @@ from neuron_accel.engine.plan.config import RunConfig, load_config  # noqa: E402
 from neuron_accel.engine.plan.mesh import AxisKind  # noqa: E402
 from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin  # noqa: E402
 from neuron_accel.engine.plan.registry import default_registry  # noqa: E402
+from neuron_accel.engine.plan.restart import KeptBatch, find_fits  # noqa: E402
 from neuron_accel.engine.runtime.preview import explain_memory, explain_parameters, preview  # noqa: E402
 from neuron_accel.errors import UsageError  # noqa: E402
 from neuron_accel.loop import gather as values  # noqa: E402
@@ -68,7 +70,7 @@ from neuron_accel.loop.precompile_mode import (  # noqa: E402
     without_value_checks,
 )
 from neuron_accel.loop.prepare import NoSync  # noqa: E402
-from neuron_accel.loop.start import begin, check_connected  # noqa: E402
+from neuron_accel.loop.start import begin, check_connected, plan_for  # noqa: E402
 from neuron_accel.loop.step import Step  # noqa: E402
 from neuron_accel.loop.watchdog import collective, watch  # noqa: E402
 from neuron_accel.loop.wrappers import Owner, PreparedOptimizer, PreparedScheduler  # noqa: E402
@@ -211,6 +213,12 @@ class NeuronAccelerator(Accelerator):
             check_connected(ranks.world_size, self.state.num_processes)
         self._hardware = hardware_of_run(os.environ, decision)
         self.run = begin(wanted, ranks, registry, self._hardware)
+        self._kept_batch = KeptBatch(os.environ, self.run.data_parallel_size)
+        if ranks.rank == 0:
+            self._kept_batch.leave_fits(
+                lambda: find_fits(self.plan, lambda n: plan_for(n, wanted, ranks, registry, self._hardware))
+            )
+        self._keep_batch()
         self.run.backward_scale = self._backward_scale
         self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
         self._session = Session(self._source())
@@ -229,6 +237,25 @@ class NeuronAccelerator(Accelerator):
             f"<{type(self).__name__}: {self.plan.mesh}; plugins: {names or 'none'}; "
             f"rank {backend.rank} of {backend.world_size} on {backend.device}, backend {backend.name!r}>"
         )
+
+    def _keep_batch(self) -> None:
+        """Accumulates more micro-batches if the launcher has restarted this run on fewer data-parallel ranks."""
+        kept = self._kept_batch
+        if kept.is_raised:
+            before = self.gradient_accumulation_steps
+            self.gradient_accumulation_steps = kept.accumulation(before)
+            self._say_batch(before)
+
+    def _say_batch(self, accumulated: int) -> None:
+        kept = self._kept_batch
+        if self.is_main_process:
+            print(
+                f"neuron_accel: data-parallel size {kept.size} instead of {kept.full_size}: each rank accumulates "
+                f"{kept.accumulation(accumulated)} micro-batches instead of {accumulated}, so that an optimizer step "
+                "has as many samples as before",
+                file=sys.stderr,
+                flush=True,
+            )
 
     # ---- the run -----------------------------------------------------------------------------------------------------
     @property
@@ -521,7 +548,8 @@ class NeuronAccelerator(Accelerator):
             warnings.warn(said, stacklevel=4)
 
     def prepare_scheduler(self, scheduler: T) -> T:
-        """Wraps a scheduler such that each step of its optimizer advances it by ``data_parallel_size`` steps."""
+        """Wraps a scheduler such that each step of its optimizer advances it by ``data_parallel_size`` steps, also on
+        the fewer ranks of a restart by ``neuron-accel launch --min-nproc-per-node``."""
         if getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
         mine = [o for o in self._optimizers if _wraps(o, getattr(scheduler, "optimizer", None))]
@@ -530,6 +558,7 @@ class NeuronAccelerator(Accelerator):
             mine or self._optimizers,
             self.run,
             accumulating=lambda: self._step.is_accumulating,
+            steps_at_once=self._kept_batch.full_size,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )
@@ -572,6 +601,7 @@ class NeuronAccelerator(Accelerator):
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """A context manager for one micro-batch: gradients accumulate, and are reduced in the last one of a step."""
+        self._kept_batch.leave_accumulates()
         with self._step.micro_batch(), super().accumulate(*models):
             yield
 

@@ -30,11 +30,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from neuron_accel.cli import rendezvous
 from neuron_accel.cli._rank import ENDED_FILE, STARTED_FILE
 from neuron_accel.cli.escalation import Escalation, signal_ranks
-from neuron_accel.cli.failures import RankFailure, RankSuccess
+from neuron_accel.cli.failures import RankFailure, RankSuccess, describe, first_failure
 from neuron_accel.cli.heartbeat import Heartbeat
 from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, LaunchPlan
+from neuron_accel.cli.restarts import Restarts, Start
 from neuron_accel.cli.run_secret import RunSecret, take_secret
-from neuron_accel.engine.plan.restart import LAUNCHED
+from neuron_accel.engine.plan.restart import FULL_SIZE, LAUNCHED, NOTES, read_notes
 from neuron_accel.errors import CommunicationError
 
 ERROR_FILE = "error.json"
@@ -57,6 +58,17 @@ class RankLogs(LogsSpecs):
         super().__init__(log_dir=str(root))
         self.root, self.tee, self.keep_first = root, tee, keep_first
         self.folders: dict[int, Path] = {}
+        self._started_before = 0
+        self.are_named = False
+        """Whether a message about a failure has named one of the files."""
+
+    def begin(self, started_before: int) -> None:
+        """Forgets the ranks of an earlier start.
+
+        Args:
+            started_before: how often this launcher has started the ranks before.
+        """
+        self.folders, self._started_before = {}, started_before
 
     @property
     def root_log_dir(self) -> str:
@@ -70,7 +82,8 @@ class RankLogs(LogsSpecs):
         """
         destination = LogsDest()
         for local_rank, env in envs.items():
-            attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            attempt = self._started_before + int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            env["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
             folder = self.root / (f"rank_{env['RANK']}" + (f"_attempt_{attempt}" if attempt else ""))
             folder.mkdir(parents=True, exist_ok=True)
             self.folders[int(env["RANK"])] = folder
@@ -168,18 +181,15 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
     _silence_agent()
     log_dir = Path(plan.request.log_dir or tempfile.mkdtemp(prefix="neuron_accel_"))
     logs = RankLogs(log_dir, tee=plan.request.tee, keep_first=plan.request.log_dir is not None)
-    launch = elastic_launch(_config(plan, logs), sys.executable)
     keep = plan.request.log_dir is not None
     try:
         with Escalation(grace=plan.request.grace), _heartbeat(plan, secret), SilentExits(logs):
-            launch(*plan.command(os.getpid()))
-        return Outcome()
+            outcome = _run_until_done(plan, logs)
+        keep = keep or logs.are_named
+        return outcome
     except SignalException as ended:
         signal_ranks(signal.SIGKILL)  # those that a second signal has not ended
         return Outcome(signal=int(ended.sigval))
-    except ChildFailedError as error:
-        keep = True
-        return Outcome(failures=_failures(error, logs), successes=_successes(error, logs), log_dir=log_dir)
     except (RendezvousError, DistError, TimeoutError) as error:
         raise CommunicationError(
             f"The rendezvous at {plan.endpoint} failed: {str(error).splitlines()[0]}",
@@ -190,6 +200,45 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
     finally:
         if not keep:
             shutil.rmtree(log_dir, ignore_errors=True)
+
+
+def _run_until_done(plan: LaunchPlan, logs: RankLogs) -> Outcome:
+    """Starts the ranks, again after one has failed, as often as the request allows.
+
+    On several machines torch's agents restart their ranks.
+    """
+    request = plan.request
+    alone = request.nnodes == 1
+    restarts = Restarts(
+        ranks=request.nproc_per_node,
+        least=request.min_nproc_per_node or request.nproc_per_node,
+        most_restarts=request.max_restarts if alone else 0,
+    )
+    start: Start | None = restarts.first
+    with tempfile.TemporaryDirectory(prefix="neuron_accel_notes_") as notes:
+        if request.min_nproc_per_node is not None:
+            os.environ[NOTES] = notes
+        while start is not None:
+            outcome = _run_once(plan, logs, start)
+            if not outcome.failures:
+                break
+            start = restarts.after(first_failure(outcome.failures).rank, read_notes(Path(notes)))
+            if start is not None:
+                print(f"neuron-accel: {describe(outcome.failures, outcome.successes)}", file=sys.stderr)
+                print(f"neuron-accel: {start.why}", file=sys.stderr, flush=True)
+    return outcome
+
+
+def _run_once(plan: LaunchPlan, logs: RankLogs, start: Start) -> Outcome:
+    logs.begin(start.number)
+    if start.full_size is not None:
+        os.environ[FULL_SIZE] = str(start.full_size)
+    try:
+        elastic_launch(_config(plan, logs, start.ranks), sys.executable)(*plan.command(os.getpid()))
+    except ChildFailedError as error:
+        logs.are_named = True
+        return Outcome(failures=_failures(error, logs), successes=_successes(error, logs), log_dir=logs.root)
+    return Outcome()
 
 
 def _heartbeat(plan: LaunchPlan, secret: RunSecret | None) -> contextlib.AbstractContextManager[Any]:
@@ -207,17 +256,17 @@ def _heartbeat(plan: LaunchPlan, secret: RunSecret | None) -> contextlib.Abstrac
     )
 
 
-def _config(plan: LaunchPlan, logs: RankLogs) -> LaunchConfig:
+def _config(plan: LaunchPlan, logs: RankLogs, ranks: int) -> LaunchConfig:
     request = plan.request
     config = LaunchConfig(
         min_nodes=request.nnodes,
         max_nodes=request.nnodes,
-        nproc_per_node=request.nproc_per_node,
+        nproc_per_node=ranks,
         run_id="neuron_accel" if plan.is_static else uuid.uuid4().hex,
         rdzv_backend=rendezvous.register() if request.nnodes == 1 else "static",
         rdzv_endpoint=plan.endpoint,
         rdzv_configs={"timeout": RENDEZVOUS_SECONDS, **({"rank": request.node_rank} if request.nnodes > 1 else {})},
-        max_restarts=request.max_restarts,
+        max_restarts=request.max_restarts if request.nnodes > 1 else 0,
         local_addr="127.0.0.1" if request.nnodes == 1 else None,
         logs_specs=logs,
         log_line_prefix_template="[rank ${rank}] ",

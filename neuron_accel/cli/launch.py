@@ -113,6 +113,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _option(
         ranks, "--max-restarts", type=int, default=0, metavar="N", help="restart all ranks at most N times (default: 0)"
     )
+    _option(
+        ranks,
+        "--min-nproc-per-node",
+        type=int,
+        metavar="N",
+        help="if a rank has failed twice in a row, restart on fewer ranks, at least N, with as many samples in a step: "
+        "data parallelism gets smaller, and more micro-batches are accumulated (default: as many ranks)",
+    )
     parser.add_argument("--cpu", action="store_true", help="train on the CPU even if there are accelerators")
     neuron = parser.add_argument_group("Trainium")
     _option(neuron, "--instance", metavar="TYPE", help="instance type, such as trn1.32xlarge (default: detected)")
@@ -187,6 +195,7 @@ def run(args: argparse.Namespace) -> int:
         log_dir=args.log_dir,
         grace=args.grace,
         max_restarts=args.max_restarts,
+        min_nproc_per_node=args.min_nproc_per_node,
         instance=args.instance,
         lnc=args.lnc,
         cache=_cache(args),
@@ -275,6 +284,8 @@ def _options_of(args: argparse.Namespace) -> list[str]:
             words.append(f"--{name.replace('_', '-')}")
     if args.max_restarts:
         words += ["--max-restarts", str(args.max_restarts)]
+    if args.min_nproc_per_node is not None:
+        words += ["--min-nproc-per-node", str(args.min_nproc_per_node)]
     return [*words, args.script, *args.script_args]
 
 

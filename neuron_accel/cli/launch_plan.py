@@ -62,6 +62,7 @@ class LaunchRequest:
     log_dir: str | None = None
     grace: float = 30.0
     max_restarts: int = 0
+    min_nproc_per_node: int | None = None
     instance: str | None = None
     lnc: int | None = None
     cache: CompileCache = field(default_factory=CompileCache)
@@ -125,6 +126,8 @@ class LaunchPlan:
                 f"waits {RENDEZVOUS_SECONDS // 60} minutes for all machines" if request.nnodes > 1 else "as requested"
             )
             pairs.append((f"rendezvous {self.endpoint}", waits))
+        if request.max_restarts:
+            pairs.append((f"at most {request.max_restarts} restarts", _explain_restarts(request)))
         pairs.append(("output", _explain_output(request)))
         pairs += [("note", remark) for remark in self.remarks]
         what = f"{ranks} of {request.target} on {where}; device {self.device}: {self.reason}"
@@ -231,6 +234,12 @@ def _no_xla(host: Host, decision: Decision) -> Setting | None:
     return Setting(name="USE_TORCH_XLA", value="false", why=why)
 
 
+def _explain_restarts(request: LaunchRequest) -> str:
+    if request.min_nproc_per_node is None:
+        return "after a rank has failed, on as many ranks"
+    return f"after a rank has failed, on as few as {request.min_nproc_per_node} ranks if one fails repeatedly"
+
+
 def _explain_output(request: LaunchRequest) -> str:
     if request.log_dir:
         shown = "every rank's is shown here" if request.tee else "rank 0's is shown here"
@@ -314,6 +323,19 @@ def _check_ranks(request: LaunchRequest) -> None:
             f"--max-restarts is {request.max_restarts}; expected at least 0.",
             where="--max-restarts",
             fix="pass 0 or more",
+        )
+    least = request.min_nproc_per_node
+    if least is not None and (
+        not 1 <= least <= request.nproc_per_node or request.nnodes > 1 or not request.max_restarts
+    ):
+        raise ConfigurationError(
+            f"--min-nproc-per-node {least} is not possible here."
+            if not 1 <= least <= request.nproc_per_node
+            else f"--min-nproc-per-node {least} has no effect "
+            + ("on several machines." if request.nnodes > 1 else "without --max-restarts."),
+            where="--min-nproc-per-node",
+            why="it is the smallest number of ranks with which one machine goes on after a rank has failed repeatedly",
+            fix=f"pass 1 to {request.nproc_per_node}, together with --max-restarts, or leave it out",
         )
     if request.secret_file is not None and (request.nnodes == 1 or request.heartbeat == 0 or not request.secret_file):
         raise ConfigurationError(

@@ -229,14 +229,22 @@ class PreparedScheduler(AcceleratedScheduler):
         optimizers: the prepared optimizers with which it advances.
         run: the run.
         accumulating: returns whether the loop is inside ``accumulate``.
+        steps_at_once: by how many steps it advances; the data-parallel size at the first start of the run.
         kwargs: arguments of ``accelerate.scheduler.AcceleratedScheduler``.
     """
 
     def __init__(
-        self, scheduler: Any, optimizers: Any, run: Run, *, accumulating: Callable[[], bool], **kwargs: Any
+        self,
+        scheduler: Any,
+        optimizers: Any,
+        run: Run,
+        *,
+        accumulating: Callable[[], bool],
+        steps_at_once: int,
+        **kwargs: Any,
     ) -> None:
         super().__init__(scheduler, optimizers, **kwargs)
-        self._run, self._accumulating = run, accumulating
+        self._run, self._accumulating, self._steps_at_once = run, accumulating, steps_at_once
         self._takes_metric = isinstance(scheduler, ReduceLROnPlateau)
         self._stepping = run.join.register("a scheduler step", self._step_along)
 
@@ -264,7 +272,7 @@ class PreparedScheduler(AcceleratedScheduler):
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
-        for _ in range(1 if self.split_batches else self._run.data_parallel_size):
+        for _ in range(1 if self.split_batches else self._steps_at_once):
             # OneCycleLR raises an error after its last step, which a shorter last batch can lead past.
             total = getattr(self.scheduler, "total_steps", None)
             if total is None or self.scheduler._step_count <= total:

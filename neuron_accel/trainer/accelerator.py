@@ -21,6 +21,17 @@ class TrainersAccelerator(NeuronAccelerator):
     :meth:`start_over`.
     """
 
+    def _keep_batch(self) -> None:
+        """The Trainer accumulates by itself; its arguments are changed by :meth:`kept_accumulation`."""
+        self._kept_batch.leave_accumulates()
+
+    def kept_accumulation(self, steps: int) -> int:
+        """The number of micro-batches that the Trainer accumulates, if it accumulated ``steps`` on all ranks."""
+        kept = self._kept_batch
+        if kept.is_raised:
+            self._say_batch(steps)
+        return kept.accumulation(steps)
+
     @property
     def is_lazy(self) -> bool:
         """Whether the device collects a step in one graph."""

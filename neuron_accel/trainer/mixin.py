@@ -77,6 +77,7 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
     state: Any
     control: Any
     _stops_on_signal: bool = False
+    _accumulated_before: int | None = None  # set after a restart on fewer ranks, and at a trial of a search
 
     def __repr__(self) -> str:
         model = type(getattr(self, "model", None)).__name__
@@ -106,6 +107,9 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
             backend=args.decision.backend,
             **{name: value for name, value in options.items() if value is not None},
         )
+        if self._accumulated_before != args.gradient_accumulation_steps:
+            args.gradient_accumulation_steps = self.accelerator.kept_accumulation(args.gradient_accumulation_steps)
+            self._accumulated_before = args.gradient_accumulation_steps
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
         )

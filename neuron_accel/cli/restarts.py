@@ -1,0 +1,104 @@
+"""Decides whether a launch goes on after a rank has failed, and on how many ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from neuron_accel.engine.plan.restart import Fit, Notes
+
+TIMES = 2
+"""After so many failures in a row of the same rank the launch goes on without one of the ranks, if it may."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One start of the ranks.
+
+    Args:
+        number: how often they were started before.
+        ranks: how many there are on this machine.
+        full_size: number of data-parallel ranks of the first start, if this one has fewer; else None.
+        why: what is said about it; empty for the first.
+    """
+
+    number: int
+    ranks: int
+    full_size: int | None = None
+    why: str = ""
+
+
+class Restarts:
+    """The starts of one launch on one machine.
+
+    Args:
+        ranks: number of ranks at the first start.
+        least: the smallest number of ranks.
+        most_restarts: how often the ranks are started again.
+    """
+
+    def __init__(self, *, ranks: int, least: int, most_restarts: int) -> None:
+        self._least, self._most = least, most_restarts
+        self._start = Start(number=0, ranks=ranks)
+        self._fits: tuple[Fit, ...] = ()
+        self._accumulates = False
+        self._culprits: list[int] = []
+
+    @property
+    def first(self) -> Start:
+        return Start(number=0, ranks=self._start.ranks)
+
+    def after(self, culprit: int, notes: Notes) -> Start | None:
+        """The next start, or None if the launch ends.
+
+        Args:
+            culprit: the rank that failed first.
+            notes: what the first rank has noted so far.
+        """
+        before = self._start
+        if before.number >= self._most:
+            return None
+        self._fits, self._accumulates = self._fits or notes.fits, self._accumulates or notes.accumulates
+        self._culprits = [*self._culprits, culprit] if self._culprits[-1:] == [culprit] else [culprit]
+        again = f"restart {before.number + 1} of {self._most}"
+        kept = Start(number=before.number + 1, ranks=before.ranks, full_size=before.full_size, why=again)
+        self._start = self._fewer(kept, culprit) if len(self._culprits) >= TIMES else kept
+        return self._start
+
+    def _fewer(self, kept: Start, culprit: int) -> Start:
+        """A start on fewer ranks, or one on as many that says why there are not fewer."""
+        if kept.ranks <= self._least:
+            return kept
+        repeatedly = f"rank {culprit} has failed first {len(self._culprits)} times in a row"
+        reason = self._reason_against()
+        fit = next((fit for fit in self._fits[1:] if self._least <= fit.ranks < kept.ranks), None)
+        if reason is None and fit is None:
+            reason = (
+                f"no mesh with the same degrees but for data parallelism fits {self._least} to {kept.ranks - 1} ranks"
+            )
+        if reason is not None or fit is None:
+            return Start(
+                number=kept.number,
+                ranks=kept.ranks,
+                full_size=kept.full_size,
+                why=f"{kept.why}; {repeatedly}, but it goes on with {kept.ranks} ranks: {reason}",
+            )
+        self._culprits = []
+        full = self._fits[0]
+        return Start(
+            number=kept.number,
+            ranks=fit.ranks,
+            full_size=full.data_parallel,
+            why=f"{kept.why}, on {fit.ranks} rank{'s' * (fit.ranks > 1)} instead of {kept.ranks}, since {repeatedly}; "
+            f"mesh: {fit.mesh}; a step has {full.data_parallel // fit.data_parallel} times the micro-batches of the "
+            "first start, and as many samples",
+        )
+
+    def _reason_against(self) -> str | None:
+        if not self._fits:
+            return "the script has made no NeuronAccelerator so far, which says on how many ranks it fits"
+        if not self._accumulates:
+            return (
+                "a step would have fewer samples, because the script does not train with accelerator.accumulate(model) "
+                "(gradient_accumulation_steps may be 1)"
+            )
+        return None

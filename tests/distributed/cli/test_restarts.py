@@ -1,0 +1,99 @@
+"""``neuron-accel launch --max-restarts``: ranks are killed, and the run ends with the losses of one that was not
+interrupted, on as many ranks or on fewer."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+SCRIPT = """
+import json, os, pathlib, signal, sys
+import torch
+from accelerate.utils import ProjectConfiguration
+from neuron_accel import NeuronAccelerator
+
+folder, kills = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])  # by number of the start: rank and step
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2)
+accelerator = NeuronAccelerator(project_config=project, config={"plugins": json.loads(sys.argv[3])})
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+data = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+loader = torch.utils.data.DataLoader(data, batch_size=4)
+model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+accelerator.load_state(resume="latest")
+losses = []
+while loader.iteration < 2:
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if accelerator.sync_gradients:
+            if kills.get(attempt) == [accelerator.process_index, accelerator.save_iteration]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            accelerator.save_state()
+if accelerator.is_main_process:
+    done = {"ranks": accelerator.world_size, "rate": scheduler.get_last_lr(), "losses": losses}
+    done["weights"] = torch.cat([p.flatten() for p in model.parameters()]).tolist()
+    (folder / "result.json").write_text(json.dumps(done))
+accelerator.end_training()
+"""
+
+
+def uninterrupted(ranks):
+    """The same training in one process: weights, losses of the micro-batches, learning rate."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    data = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+    for step in range(2 * 12 // ranks):
+        optimizer.param_groups[0]["lr"] = 0.05 * 0.9 ** (ranks * step)
+        for part in data.split(4 * ranks)[step % (12 // ranks)].split(4):
+            (model(part).square().mean() / ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), 0.05 * 0.9 ** (ranks * (step + 1))
+
+
+@pytest.fixture
+def train(start, tmp_path):
+    """Runs the script under the launcher; returns the exit code, its messages and the result."""
+
+    def run(*options, kills, plugins=("data_parallel",)):
+        path = tmp_path / "train.py"
+        path.write_text(SCRIPT)
+        ends = {str(attempt): place for attempt, place in kills.items()}
+        arguments = [str(path), str(tmp_path), json.dumps(ends), json.dumps(list(plugins))]
+        code, _, err = start("--quiet", "--cpu", *options, *arguments).finish(timeout=100)
+        result = tmp_path / "result.json"
+        return code, err, json.loads(result.read_text()) if result.exists() else None
+
+    return run
+
+
+def test_a_rank_that_fails_twice_leaves_fewer_ranks_with_the_same_batch(train):
+    """Killed in the first epoch and, one step after the checkpoint of the second start, again."""
+    options = ["--nproc-per-node", "2", "--max-restarts", "3", "--min-nproc-per-node", "1"]
+    code, err, result = train(*options, kills={0: (1, 2), 1: (1, 4)})
+    assert code == 0, err
+    assert err.count("neuron-accel: rank 1 failed first: ended by SIGKILL") == 2
+    assert "neuron-accel: restart 1 of 3\n" in err
+    assert (
+        "restart 2 of 3, on 1 rank instead of 2, since rank 1 has failed first 2 times in a row; mesh: one rank" in err
+    )
+    assert "data-parallel size 1 instead of 2: each rank accumulates 2 micro-batches instead of 1" in err
+    assert re.findall(r"epoch 0, after \d+ samples", err) == ["epoch 0, after 16 samples", "epoch 0, after 32 samples"]
+    weights, rate = uninterrupted(2)
+    assert result["ranks"] == 1
+    assert len(result["losses"]) == 2 * 8  # of 12 steps, 4 were in the last checkpoint
+    assert result["rate"] == [pytest.approx(rate)]
+    torch.testing.assert_close(torch.tensor(result["weights"]), weights, rtol=1e-4, atol=1e-5)
