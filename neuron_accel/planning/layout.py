@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,7 @@ class LayoutCount:
         core_bytes: memory of one of its cores, or None.
         axes: the axes of the mesh, outer to inner, and their degrees.
         tokens: tokens in a step, over all ranks.
+        passes: of a pipeline, what the ranks of each stage compute and when, in the time of one forward pass.
     """
 
     model: str
@@ -83,6 +84,7 @@ class LayoutCount:
     core_bytes: int | None = None
     axes: tuple[tuple[str, int], ...] = ()
     tokens: int = 0
+    passes: tuple[tuple[tuple[str, float, float], ...], ...] = field(default=(), repr=False)
 
     def predict(self, calibration: Machine | None = None) -> StepTime:
         """Returns the predicted time of a step: that of the rank that computes longest, and the bubble.
@@ -127,7 +129,7 @@ class LayoutCount:
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain numbers and text: bytes, operations, messages."""
         peak = self.step.peak
-        plain = {key: value for key, value in vars(self).items() if key not in ("step", "slowest")}
+        plain = {key: value for key, value in vars(self).items() if key not in ("step", "slowest", "passes")}
         return {
             **plain,
             "plugins": list(self.plugins),
@@ -282,6 +284,7 @@ class Planner:
             step=counts[fullest],
             slowest=max(counts.values(), key=lambda count: count.operations),
             bubble=0.0 if stages is None else stages.bubble,
+            passes=() if stages is None else stages.passes,
             instance=None if self.instance is None else self.instance.name,
             core_bytes=None if self.instance is None else self.instance.core_bytes(),
             axes=tuple((axis.name, axis.degree) for axis in plan.mesh.axes),

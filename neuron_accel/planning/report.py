@@ -49,8 +49,10 @@ def html_report(entries: Sequence[Entry]) -> str:
     first = entries[0]
     counted, time = first.counted, first.time
     title = f"{counted.model} on {counted.mesh}"
-    body = [f"<h1>{escape(title)}</h1>", _facts(first), "<h2>Memory of a rank at the peak of a step</h2>"]
-    body.append(_memory(entries))
+    body = [f"<h1>{escape(title)}</h1>", _facts(first)]
+    if len(entries) > 1:
+        body += ["<h2>Layouts</h2>", _layouts(entries), '<p class="note">What is above and below is of the first.</p>']
+    body += ["<h2>Memory of a rank at the peak of a step</h2>", _memory(entries)]
     body.append("<h2>A step over time</h2>")
     if time is None:
         body.append('<p class="note">No instance or calibration was given, so that no time is predicted.</p>')
@@ -61,6 +63,8 @@ def html_report(entries: Sequence[Entry]) -> str:
                 '<p class="note">The picture is that of the few blocks that were run; the times in the bar below it '
                 "are those of all blocks.</p>"
             )
+    if counted.passes:
+        body += ["<h2>The stages of the pipeline</h2>", _stages(counted)]
     body += ["<h2>Sent by a rank in a step</h2>", _traffic(counted)]
     body.append("<h2>Time against memory</h2>")
     body.append(_frontier(entries))
@@ -90,6 +94,16 @@ def _facts(entry: Entry) -> str:
     if time is not None:
         rows.append(("time of a step", f"{_s(time.seconds)}, between {_s(time.low)} and {_s(time.high)}"))
     return _table(rows)
+
+
+def _layouts(entries: Sequence[Entry]) -> str:
+    head = ("", "mesh", "memory of a rank", "time of a step", "strategies")
+    lines = ["<tr>" + "".join(f"<th>{name}</th>" for name in head) + "</tr>"]
+    for number, entry in enumerate(entries, start=1):
+        memory, time = _gib(entry.counted.step.peak.total), "" if entry.time is None else _s(entry.time.seconds)
+        cells = (str(number), entry.counted.mesh, memory, time, entry.label)
+        lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    return "<table>" + "".join(lines) + "</table>"
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:
@@ -162,7 +176,12 @@ def _short(name: str) -> str:
 
 def _memory(entries: Sequence[Entry]) -> str:
     shown = entries[:12]
-    rows = [(entry.label, entry.counted.step.peak.parts, _gib(entry.counted.step.peak.total)) for entry in shown]
+    names = [f"{number}: {entry.counted.mesh}" for number, entry in enumerate(shown, start=1)]
+    names = names if len(shown) > 1 else [shown[0].counted.mesh]
+    rows = [
+        (name, entry.counted.step.peak.parts, _gib(entry.counted.step.peak.total))
+        for name, entry in zip(names, shown, strict=True)
+    ]
     core = shown[0].counted.core_bytes or 0
     picture = _bars(rows, PARTS, "memory by part", core)
     return picture + (f'<p class="note">The line is the {_gib(core)} of a core.</p>' if core else "")
@@ -186,6 +205,30 @@ def _timeline(time: StepTime) -> str:
     y = 4 + 2 * (_ROW + 6)
     found += [_text(_LEFT, y + 8, "0"), _text(_WIDTH - 20, y + 8, _s(end), "end")]
     return _svg(y + 18 + _legend_height(labels), [*found, *_legend(labels, y + 18)], "the step over time")
+
+
+def _stages(counted: LayoutCount) -> str:
+    """A lane for each stage: what its ranks compute over a step."""
+    end = max(end for passes in counted.passes for _, _, end in passes)
+    scale = (_WIDTH - _LEFT - 20) / end
+    labels = list(dict.fromkeys(label for passes in counted.passes for label, _, _ in passes))
+    height = 22 if len(counted.passes) <= 16 else 8
+    found, y = [], 4.0
+    for stage, passes in enumerate(counted.passes):
+        found.append(_rect(_LEFT, y, end * scale, height - 2, "#eef0f2", "idle"))
+        for label, start, stop in passes:
+            width = (stop - start) * scale
+            title, edge = f"{label}, {start:g} to {stop:g}", min(1.0, width / 8)
+            found.append(_rect(_LEFT + start * scale, y, width - edge, height - 2, _colour(labels.index(label)), title))
+        if height > 10 or stage % 4 == 0:
+            found.append(_text(_LEFT - 8, y + height / 2 + 4, f"stage {stage}", "end"))
+        y += height
+    note = (
+        f"The ranks wait for {counted.bubble:.0%} of the time. Passes of all stages are drawn equally long, a backward "
+        "pass twice as long as a forward pass, and transfers take no time."
+    )
+    picture = _svg(y + _legend_height(labels) + 8, [*found, *_legend(labels, y + 8)], "the stages over a step")
+    return f'{picture}<p class="note">{note}</p>'
 
 
 def _merged(spans: Sequence[Span], gap: float) -> list[Span]:
@@ -247,12 +290,13 @@ def _frontier(entries: Sequence[Entry]) -> str:
         "{:.1f},{:.1f}".format(*place(memory, seconds)) for memory, seconds, _ in sorted(best, key=lambda p: p[0])
     )
     found.append(f'<polyline points="{line}" fill="none" stroke="#3366a8"/>')
-    for memory, seconds, entry in points:
+    for number, (memory, seconds, entry) in enumerate(points, start=1):
         assert entry.time is not None
         x, y = place(memory, seconds)
         top, low = place(memory, entry.time.high)[1], place(memory, entry.time.low)[1]
         found.append(f'<path d="M{x:.1f} {top:.1f}V{low:.1f}" stroke="#9b9b9b" fill="none"/>')
         title = f"{entry.label}: {_gib(memory)}, {_s(seconds)}"
+        found += [_text(x + 7, y - 5, str(number))] if len(points) > 1 else []
         colour = "#3366a8" if (memory, seconds, entry) in best else "#9b9b9b"
         found.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{escape(title)}</title></circle>')
     return _svg(height, found, "time against memory")

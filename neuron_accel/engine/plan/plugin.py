@@ -167,6 +167,8 @@ class Stages:
         multiple: the number of micro-batches is a multiple of this.
         in_flight: for each rank, the largest number of forward passes of stages whose activations it keeps at a time.
         bubble: fraction of time, from 0 to 1, in which the rank that computes longest waits for others.
+        passes: for each rank, what it computes: the name of each pass, its start and its end, in the time of one
+            forward pass. Reports draw it; may be empty.
     """
 
     axis: str
@@ -175,6 +177,7 @@ class Stages:
     in_flight: tuple[int, ...]
     bubble: float
     multiple: int = 1
+    passes: tuple[tuple[tuple[str, float, float], ...], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

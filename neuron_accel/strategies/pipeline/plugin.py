@@ -106,7 +106,7 @@ class PipelineParallelPlugin(PipelineOptions):
     def stages(self, model: torch.nn.Module) -> Stages:
         """Returns how blocks and micro-batches are distributed; the bubble is that of passes of equal stages."""
         from neuron_accel.strategies.pipeline.cuts import cut
-        from neuron_accel.strategies.pipeline.timeline import in_flight, make_timeline
+        from neuron_accel.strategies.pipeline.timeline import NAMES, in_flight, make_timeline
 
         ranks = self.pipeline_parallel_size
         stack, starts = cut(model, ranks * self.virtual_stages, self.stage_cuts)
@@ -114,13 +114,18 @@ class PipelineParallelPlugin(PipelineOptions):
         schedule = make_schedule(
             self.schedule, stages=ranks, microbatches=self.num_microbatches, virtual_stages=self.virtual_stages
         )
+        timeline = make_timeline(schedule)
+        passes: list[list[tuple[str, float, float]]] = [[] for _ in range(ranks)]
+        for span in timeline.spans:
+            passes[span.rank].append((NAMES[span.action.kind], span.start, span.end))
         return Stages(
             axis=AXIS,
             blocks=tuple(tuple(sizes[rank::ranks]) for rank in range(ranks)),
             microbatches=self.num_microbatches,
             multiple=ranks if self.virtual_stages > 1 else 1,
             in_flight=tuple(in_flight(schedule, rank) for rank in range(ranks)),
-            bubble=make_timeline(schedule).bubble_share,
+            bubble=timeline.bubble_share,
+            passes=tuple(map(tuple, passes)),
         )
 
     def with_stages(self, blocks: str, sizes: Sequence[Sequence[int]], microbatches: int) -> PipelineParallelPlugin:

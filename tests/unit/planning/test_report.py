@@ -72,6 +72,19 @@ def pictures(page: str) -> list[ET.Element]:
     return [ET.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
 
 
+def test_the_stages_of_a_pipeline_are_drawn_with_every_pass():
+    first = entry()
+    passes = ((("forward", 0.0, 1.0), ("backward", 3.0, 5.0)), (("forward", 1.0, 2.0), ("backward", 2.0, 4.0)))
+    staged = replace(first, counted=replace(first.counted, passes=passes))
+    (picture,) = [
+        each for each in pictures(html_report([staged])) if each.get("aria-label") == "the stages over a step"
+    ]
+    titles = [title.text for title in picture.iter("title")]
+    assert titles.count("forward, 0 to 1") == titles.count("backward, 3 to 5") == 1
+    assert sum(title.startswith(("forward, ", "backward, ")) for title in titles) == 4
+    assert "the stages over a step" not in html_report([first])
+
+
 def test_a_page_is_well_formed_and_needs_nothing_else():
     text = html_report([entry(), entry("dp4", gib=2, seconds=1.0), entry("tp4", gib=3, seconds=3.0)])
     page = Page(text)
