@@ -96,9 +96,9 @@ def test_a_page_is_well_formed_and_needs_nothing_else():
         assert words in text
     memory, timeline, parts, traffic, frontier = pictures(text)
     titles = [title.text for title in memory.iter("title")]
-    assert [part for part in PARTS if f"dp4: {part}" not in titles] == []
+    assert [part for part in PARTS if f"2: dp4: {part}" not in titles] == []
     bars = {title.text: rect for rect in memory.iter("rect") for title in rect.iter("title")}
-    widths = [float(bars[f"dp4: {part}"].get("width")) for part in PARTS]
+    widths = [float(bars[f"2: dp4: {part}"].get("width")) for part in PARTS]
     assert [width / widths[0] for width in widths] == pytest.approx(range(1, len(PARTS) + 1), rel=0.01)
     spans = [title.text for title in timeline.iter("title")]
     assert "forward, 0 ms to 1.2 s" in spans  # neighbours of one kind are one
