@@ -221,7 +221,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         width = table_width()
         show(f"{plan.explain(width)}\neach rank runs:")
-        print(f"  {format_command([sys.executable, *plan.command('LAUNCHER_PID')], width)}")
+        print(format_command([sys.executable, *plan.command("LAUNCHER_PID")], width, indent="  "))
         return 0
     return launch(plan, quiet=args.quiet)
 

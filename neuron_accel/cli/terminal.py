@@ -70,15 +70,15 @@ def format_pairs(pairs: Sequence[tuple[str, str]], indent: str = "  ", width: in
     return "\n".join(lines)
 
 
-def format_command(words: Sequence[str], width: int | None = None) -> str:
-    """Formats a command line for a shell, continued with backslashes after ``width`` columns."""
+def format_command(words: Sequence[str], width: int | None = None, indent: str = "") -> str:
+    """Formats a command line for a shell, continued with backslashes after ``width`` columns, ``indent`` included."""
     lines = [""]
     for word in map(shlex.quote, words):
-        if width is not None and lines[-1].strip() and len(lines[-1]) + len(word) + 3 > width:
+        if width is not None and lines[-1].strip() and len(indent) + len(lines[-1]) + len(word) + 3 > width:
             lines[-1] += " \\"
             lines.append("   ")
         lines[-1] += f" {word}" if lines[-1] else word
-    return "\n".join(lines)
+    return "\n".join(f"{indent}{line}" for line in lines)
 
 
 def wrap_words(text: str, width: int, indent: str = "", hanging: str = "") -> list[str]:
