@@ -162,6 +162,13 @@ class ParameterMap:
             record.aliases += (name,)
         self._by_name[name] = record
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied: not the replaced parameters, which the optimizers of the original hold."""
+        return {name: value for name, value in vars(self).items() if name != "_replaced"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _replaced=WeakTensorKeyDictionary())
+
     def __repr__(self) -> str:
         sharded = sum(bool(record.layout.cuts) for record in self)
         return f"<{type(self).__name__}: {len(self)} parameters, {sharded} of them sharded>"

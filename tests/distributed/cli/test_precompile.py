@@ -51,7 +51,7 @@ try:
         accelerator.save({"x": 1}, os.path.join(sys.argv[1], "object"))
 finally:
     if accelerator.is_main_process:
-        found = [accelerator.is_precompiling, loaded, folder, batches, steps, evaluated, len(loader)]
+        found = [accelerator.is_precompiling, bool(loaded), folder, batches, steps, evaluated, len(loader)]
         found += [accelerator.check_trigger(), [plugin.spec.name for plugin in accelerator.plan.plugins]]
         with open(os.path.join(sys.argv[1], "report.json"), "w") as file:
             json.dump(found, file)

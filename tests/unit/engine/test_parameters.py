@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import weakref
 
 import torch
@@ -40,3 +42,12 @@ def test_what_moved_to_another_rank_takes_no_memory_in_an_optimizer():
     assert [p.numel() for p in optimizer.param_groups[0]["params"]] == [0, 16]
     rebind(optimizer, [parameters], {"tp": 1})
     assert [p.numel() for p in optimizer.param_groups[0]["params"]] == [16]
+
+
+def test_a_copy_knows_the_current_parameters():
+    _, _, parameters = _sharded()
+    for other in (copy.deepcopy(parameters), pickle.loads(pickle.dumps(parameters))):
+        assert [record.fqn for record in other] == ["0.weight", "1.weight"]
+        for record in other:
+            assert other.find(record.current) is record
+            assert parameters.find(record.current) is None

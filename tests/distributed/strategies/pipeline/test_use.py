@@ -113,7 +113,7 @@ def held(model_fn, stages, microbatches, options):
         "own": own,
         "expected": sum(p.numel() for n, p in {id(p): (n, p) for n, p in original if n in names}.values()),
         "total": sum(p.numel() for p in alone.parameters()),
-        "known": sum(p.numel() for r in accelerator.run.models[0].parameters for p in r._known),
+        "known": sum(r.current.numel() for r in accelerator.run.models[0].parameters if r.current is not None),
         "state": sum(t.numel() for s in optimizer.state.values() for t in s.values() if t.dim()),
         "in_flight": pipe.most_in_flight,
         "all": {name for name, _ in original},
