@@ -93,11 +93,15 @@ class LayoutCount:
             calibration: measured constants, instead of the published ones.
 
         Raises:
-            UsageError: without an instance.
+            UsageError: without an instance and a calibration.
         """
-        if self.instance is None:
-            raise UsageError("The time of a step cannot be predicted without an instance.", fix="name an instance")
-        return predict_time(self.slowest, self.instance, calibration, bubble=self.bubble)
+        machine = calibration if self.instance is None else self.instance
+        if machine is None:
+            raise UsageError(
+                "The time of a step cannot be predicted without an instance.",
+                fix="name an instance, or calibrate this machine and give the file",
+            )
+        return predict_time(self.slowest, machine, calibration, bubble=self.bubble)
 
     def by_link(self) -> dict[str, int]:
         """Returns the bytes that the rank sends, by whether a group is within a machine; empty without an instance."""
