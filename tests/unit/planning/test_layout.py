@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from neuron_accel.cli.main import main
-from neuron_accel.errors import ConfigurationError, PlanError
+from neuron_accel.errors import ConfigurationError, PlanError, UsageError
 
 SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
 
@@ -67,6 +67,19 @@ def test_the_fullest_stage_is_found(folder):
     peaks = [planned(folder, plugins=plugins, rank=rank).step.peak.total for rank in (0, 4)]
     assert found.step.peak.total == max(peaks) > min(peaks)
     assert found.rank == (0, 4)[peaks.index(max(peaks))]
+
+
+def test_a_calibration_alone_predicts_the_time_of_a_pipeline(folder):
+    from neuron_accel import PipelineParallelPlugin
+    from neuron_accel.neuron.instances import find_instance
+    from neuron_accel.planning.calibration import machine_of
+
+    counted = planned(folder, plugins=[PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=2)])
+    with pytest.raises(UsageError, match="without an instance"):
+        counted.predict()
+    found = counted.predict(machine_of(find_instance("trn1.32xlarge")))
+    waiting = found.parts["bubble"] / found.seconds
+    assert 0 < waiting <= counted.bubble == pytest.approx(1 / 3)  # (stages - 1) / (micro-batches + stages - 1)
 
 
 def sent(count):
