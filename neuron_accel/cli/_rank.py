@@ -105,8 +105,7 @@ def write_error_file(error: BaseException, stack: types.TracebackType | None) ->
         "timestamp": str(int(now)),
         "time": now,
     }
-    with open(path, "w") as file:
-        json.dump({"message": {"message": summary, "extraInfo": details}}, file)
+    _write(path, {"message": {"message": summary, "extraInfo": details}})
 
 
 def note_start() -> None:
@@ -128,8 +127,17 @@ def note_success(leaving: SystemExit | None = None) -> None:
 def _leave(name: str, note: dict[str, object]) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        with contextlib.suppress(OSError), open(os.path.join(os.path.dirname(path), name), "w") as file:
-            json.dump(note, file)
+        with contextlib.suppress(OSError):
+            _write(os.path.join(os.path.dirname(path), name), note)
+
+
+def _write(path: str, contents: dict[str, object]) -> None:
+    """Writes a file that is complete whenever it is there: the launcher may read it, or this rank be killed, at any
+    time."""
+    partial = f"{path}.{os.getpid()}"
+    with open(partial, "w") as file:
+        json.dump(contents, file)
+    os.replace(partial, path)
 
 
 def targets_part(stack: types.TracebackType | None) -> types.TracebackType | None:

@@ -29,6 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from neuron_accel.cli import rendezvous
 from neuron_accel.cli._rank import ENDED_FILE, STARTED_FILE
+from neuron_accel.cli.agent import Failures, run_agent
 from neuron_accel.cli.escalation import Escalation, signal_ranks
 from neuron_accel.cli.failures import RankFailure, RankSuccess, describe, first_failure
 from neuron_accel.cli.heartbeat import Heartbeat
@@ -233,11 +234,23 @@ def _run_once(plan: LaunchPlan, logs: RankLogs, start: Start) -> Outcome:
     logs.begin(start.number)
     if start.full_size is not None:
         os.environ[FULL_SIZE] = str(start.full_size)
+
+    def report(failures: Failures, number: int) -> None:
+        logs.are_named = True
+        described = describe(_failures(failures, logs), _successes(failures, logs))
+        print(f"neuron-accel: {described}", file=sys.stderr)
+        print(f"neuron-accel: restart {number} of {plan.request.max_restarts}", file=sys.stderr, flush=True)
+
+    config, command = _config(plan, logs, start.ranks), [sys.executable, *plan.command(os.getpid())]
     try:
-        elastic_launch(_config(plan, logs, start.ranks), sys.executable)(*plan.command(os.getpid()))
+        if config.max_restarts:  # on several machines
+            run_agent(config, command, report)
+        else:
+            elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
         logs.are_named = True
-        return Outcome(failures=_failures(error, logs), successes=_successes(error, logs), log_dir=logs.root)
+        failures = error.failures
+        return Outcome(failures=_failures(failures, logs), successes=_successes(failures, logs), log_dir=logs.root)
     return Outcome()
 
 
@@ -282,9 +295,9 @@ def _silence_agent() -> None:
         logging.disable(logging.ERROR)
 
 
-def _failures(error: ChildFailedError, logs: RankLogs) -> list[RankFailure]:
+def _failures(failed: Failures, logs: RankLogs) -> list[RankFailure]:
     failures = []
-    for rank, failure in error.failures.items():
+    for rank, failure in failed.items():
         message: dict[str, Any] = failure.message if isinstance(failure.message, dict) else {}
         failures.append(
             RankFailure(
@@ -299,11 +312,11 @@ def _failures(error: ChildFailedError, logs: RankLogs) -> list[RankFailure]:
     return failures
 
 
-def _successes(error: ChildFailedError, logs: RankLogs) -> list[RankSuccess]:
+def _successes(failed: Failures, logs: RankLogs) -> list[RankSuccess]:
     """The ranks of this machine that ended with exit code 0, with what they recorded at their end."""
     host, found = socket.gethostname(), []
     for rank, folder in logs.folders.items():
-        if rank not in error.failures:
+        if rank not in failed:
             note = _note(folder / ENDED_FILE)
             found.append(RankSuccess(rank=rank, host=host, ended=note.get("time"), left_at=note.get("left_at")))
     return found

@@ -142,6 +142,15 @@ def test_exit_codes_are_the_scripts(run_rank, tmp_path, statement, code, recorde
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("end", ["1 / 0", "sys.exit(0)"])
+def test_what_a_rank_writes_down_is_complete_once_it_is_there(run_rank, tmp_path, end):
+    """Ends the rank when it gives the file its name."""
+    dies = "lambda event, arguments: os._exit(9) if event == 'os.rename' else None"
+    source = f"import os, sys\nsys.addaudithook({dies})\n{end}\n"
+    assert run_rank(source, error_file=tmp_path / "error.json").returncode == 9
+    assert {path.name for path in tmp_path.glob("*.json")} == {_rank.STARTED_FILE}
+
+
 def test_a_crash_in_native_code_prints_the_python_stack(run_rank):
     done = run_rank("import os, signal\ndef crash():\n    os.kill(os.getpid(), signal.SIGSEGV)\ncrash()\n")
     assert done.returncode == -signal.SIGSEGV
