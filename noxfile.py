@@ -166,6 +166,14 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """An hour of training with saves, loads, evaluations and restarts, in which nothing may grow:
+    nox -s soak -- --minutes 10 --backend xla"""
+    install(session, ".[emulation,test]") if "xla" in session.posargs else install(session, NATIVE_TORCH, ".[test]")
+    session.run("python", "-m", "tests.soak", *session.posargs)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """The site, in docs/_build/html."""
     install(session, NATIVE_TORCH, ".[docs]")

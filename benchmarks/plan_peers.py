@@ -34,7 +34,6 @@ operation of a step, beyond what it had before, in ranks that ran the same layou
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import logging
@@ -55,6 +54,7 @@ from neuron_accel.planning.calibration import Machine, load_calibration, machine
 from neuron_accel.planning.time import collective_seconds, predict_time
 from neuron_accel.planning.trace import ELEMENTWISE, PRODUCT, Message
 from neuron_accel.testing import run_ranks
+from neuron_accel.testing.resources import allocated_bytes
 
 INSTANCE = "trn1.32xlarge"
 DTYPE = "bfloat16"
@@ -463,23 +463,6 @@ def build(case: Case, accelerator: Any, device: str = "cpu") -> tuple[Callable[[
     return step, unsharded
 
 
-_MALLINFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-
-
-class _Malloc(ctypes.Structure):
-    """glibc's ``struct mallinfo2``."""
-
-    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO.split()]
-
-
-def allocated() -> int:
-    """Bytes that malloc has handed out to this process."""
-    library = ctypes.CDLL(None)
-    library.mallinfo2.restype = _Malloc
-    found = library.mallinfo2()
-    return int(found.uordblks + found.hblkhd)
-
-
 def measure_all(cases: Iterable[Case], repeat: int) -> list[tuple[int, float]]:
     """The peak of memory in a step of each case, in bytes, and its time; called on every rank."""
     return [measure(case, repeat) for case in cases]
@@ -498,13 +481,13 @@ def measure(case: Case, repeat: int) -> tuple[int, float]:
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
-            self.peak = max(self.peak, allocated())
+            self.peak = max(self.peak, allocated_bytes())
             return result
 
     peak, seconds = 0, 0.0
     for _ in range(2):
         gc.collect()
-        before = allocated()
+        before = allocated_bytes()
         accelerator = NeuronAccelerator(config={"plugins": case.plugins(), "backend": "torch"})
         step, unsharded = build(case, accelerator)
         step()

@@ -1,0 +1,40 @@
+"""The long test (tests/soak.py) in a few rounds, and that it finds what grows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests import soak
+from tests.soak import Round
+
+STEADY = Round(memory=10_000_000, descriptors=18, threads=6, groups=3, graphs=0)
+
+
+@pytest.mark.timeout(120)
+def test_restarts_with_saves_loads_and_evaluations_leave_nothing(tmp_path):
+    starts = soak.soak(
+        tmp_path, minutes=0, backend="gloo", ranks=2, rounds=7, memory=4 * 2**20, names=["zero1", "fully sharded"]
+    )
+    assert [start.faults for start in starts] == [[], []]
+    assert [len(found) for start in starts for found in start.rounds] == [4] * 4
+    assert starts[1].first_step > starts[0].first_step == 0
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Round)])
+def test_what_grows_is_named(name):
+    rounds = [dataclasses.replace(STEADY, **{name: getattr(STEADY, name) + 20_000 * n}) for n in range(20)]
+    (fault,) = soak.growth(rounds)
+    assert fault.startswith(f"{name} grew from")
+
+
+def test_what_grows_at_first_only_is_no_fault():
+    rounds = [dataclasses.replace(STEADY, memory=STEADY.memory + 500_000 * min(n, 8)) for n in range(20)]
+    assert soak.growth(rounds) == []
+
+
+def test_a_file_that_is_left_is_named(tmp_path):
+    leftovers = soak.Leftovers(tmp_path)
+    (tmp_path / "part").touch()
+    assert leftovers.found() == [f"left behind: {tmp_path / 'part'}"]
