@@ -117,6 +117,7 @@ def train(folder: str, plugins: list[Any], backend: str, rounds: int) -> tuple[i
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=KEPT)
     config = {"plugins": plugins, "backend": "xla" if backend == "xla" else "torch"}
     accelerator = NeuronAccelerator(config=config, project_config=project)
+    to_host = accelerator.run.backend.to_host  # item() of a tensor of XLA ranks would abort their process
     with one_at_a_time():
         torch.manual_seed(0)
         model = llama()
@@ -144,7 +145,7 @@ def train(folder: str, plugins: list[Any], backend: str, rounds: int) -> tuple[i
                 schedule.step()
                 optimizer.zero_grad()
                 count.steps, taken = count.steps + 1, taken + 1
-                value = float(accelerator.reduce(loss.detach(), "mean"))
+                value = float(to_host(accelerator.reduce(loss.detach(), "mean")))
                 before = losses.setdefault(count.steps, value)
                 if not math.isclose(before, value, rel_tol=LOSS_TOLERANCE):
                     faults.append(f"step {count.steps} had loss {before:.7g}, and {value:.7g} when it was repeated")
@@ -155,13 +156,15 @@ def train(folder: str, plugins: list[Any], backend: str, rounds: int) -> tuple[i
         model.eval()
         with torch.no_grad():
             for inputs in held_out:
-                if not math.isfinite(float(accelerator.gather_for_metrics(model(**inputs).loss.reshape(1)).mean())):
+                each = to_host(accelerator.gather_for_metrics(model(**inputs).loss.reshape(1)))
+                if not bool(each.isfinite().all()):
                     faults.append(f"the evaluation of round {number} is not finite")
         if number % 3 == 2:
             accelerator.load_state(resume="latest")
         accelerator.wait_for_everyone()
         if number % 2 == 0:  # nothing is being written
-            found.append(Round.now())
+            with one_at_a_time():  # counting descriptors opens one
+                found.append(Round.now())
         accelerator.wait_for_everyone()
     accelerator.end_training()
     return first, found, faults
