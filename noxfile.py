@@ -169,7 +169,10 @@ def fuzz(session: nox.Session) -> None:
 def soak(session: nox.Session) -> None:
     """An hour of training with saves, loads, evaluations and restarts, in which nothing may grow:
     nox -s soak -- --minutes 10 --backend xla"""
-    install(session, ".[emulation,test]") if "xla" in session.posargs else install(session, NATIVE_TORCH, ".[test]")
+    if any(argument.endswith("xla") for argument in session.posargs):
+        install(session, ".[xla,test]")
+    else:
+        install(session, NATIVE_TORCH, ".[test]")
     session.run("python", "-m", "tests.soak", *session.posargs)
 
 

@@ -125,14 +125,14 @@ def train(folder: str, plugins: list[Any], backend: str, rounds: int) -> tuple[i
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step > 4 else 0.5)
     batch = SAMPLES // accelerator.data_parallel_size
-    rows = [{"input_ids": row, "labels": row} for row in tokens]
-    loader: Any = DataLoader(rows, batch_size=batch, shuffle=True)  # type: ignore[arg-type]
-    held_out: Any = DataLoader(rows[:SAMPLES], batch_size=batch)  # type: ignore[arg-type]
+    rows: Any = [{"input_ids": row, "labels": row} for row in tokens]
+    loader: Any = DataLoader(rows, batch_size=batch, shuffle=True)
+    held_out: Any = DataLoader(rows[:SAMPLES], batch_size=batch)
     model, optimizer, schedule, loader, held_out = accelerator.prepare(model, optimizer, schedule, loader, held_out)
     count = _Count()
     accelerator.register_for_checkpointing(count)
     accelerator.load_state(resume="latest")
-    first, found, faults, losses = count.steps, [], [], dict[int, float]()
+    first, found, faults, losses = count.steps, [], [], Losses()
     for number in range(rounds):
         taken = 0
         while taken < STEPS:
@@ -146,9 +146,7 @@ def train(folder: str, plugins: list[Any], backend: str, rounds: int) -> tuple[i
                 optimizer.zero_grad()
                 count.steps, taken = count.steps + 1, taken + 1
                 value = float(to_host(accelerator.reduce(loss.detach(), "mean")))
-                before = losses.setdefault(count.steps, value)
-                if not math.isclose(before, value, rel_tol=LOSS_TOLERANCE):
-                    faults.append(f"step {count.steps} had loss {before:.7g}, and {value:.7g} when it was repeated")
+                faults += losses.check(count.steps, value)
                 if taken == STEPS:
                     break
                 if taken == STEPS // 2:  # the steps after it are repeated when it is loaded
@@ -167,6 +165,8 @@ def train(folder: str, plugins: list[Any], backend: str, rounds: int) -> tuple[i
                 found.append(Round.now())
         accelerator.wait_for_everyone()
     accelerator.end_training()
+    if rounds > 3 and not losses.repeated:
+        faults.append("no step was repeated")
     return first, found, faults
 
 
@@ -183,11 +183,31 @@ class _Count:
         self.steps = state["steps"]
 
 
+class Losses:
+    """The loss of each step, which must be the same when the step is repeated after a load."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, float] = {}
+        self.repeated = 0
+
+    def check(self, step: int, loss: float) -> list[str]:
+        """Records the loss of a step; returns a fault if it was another one before."""
+        if step not in self._first:
+            self._first[step] = loss
+            return []
+        self.repeated += 1
+        before = self._first[step]
+        if math.isclose(before, loss, rel_tol=LOSS_TOLERANCE):
+            return []
+        return [f"step {step} had loss {before:.7g}, and {loss:.7g} when it was repeated"]
+
+
 # ---- What must not grow ----------------------------------------------------------------------------------------------
 
 
 def growth(rounds: Sequence[Round], memory: int = MEMORY) -> list[str]:
-    """What grew in the second half of the rounds, in words: the median of its last third is above that of its first.
+    """Describes each resource that grew in the second half of the rounds: the median of the last third is above that
+    of the first.
 
     Args:
         memory: bytes by which memory may grow.
@@ -258,7 +278,7 @@ def soak(
         folder: of the project.
         minutes: for how long.
         backend: of ``run_ranks``.
-        ranks: number of ranks, even.
+        ranks: 2, 4 or 8.
         rounds: of a start.
         memory: bytes by which the memory of a rank may grow.
         names: of compositions; those that the backend does not have are left out.
@@ -314,7 +334,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--minutes", type=float, default=60.0, help="for how long (default: %(default)s)")
     parser.add_argument("--backend", choices=("gloo", "xla"), default="gloo")
-    parser.add_argument("--ranks", type=int, default=4, help="number of ranks, even (default: %(default)s)")
+    parser.add_argument(
+        "--ranks", type=int, choices=(2, 4, 8), default=4, help="number of ranks (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=150, help="of a start (default: %(default)s)")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:

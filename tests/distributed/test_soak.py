@@ -38,3 +38,18 @@ def test_a_file_that_is_left_is_named(tmp_path):
     leftovers = soak.Leftovers(tmp_path)
     (tmp_path / "part").touch()
     assert leftovers.found() == [f"left behind: {tmp_path / 'part'}"]
+
+
+def test_a_repeated_step_with_another_loss_is_named():
+    losses = soak.Losses()
+    assert [*losses.check(1, 2.5), *losses.check(2, 2.25), *losses.check(1, 2.5)] == []
+    assert losses.check(2, 2.26) == ["step 2 had loss 2.25, and 2.26 when it was repeated"]
+    assert losses.repeated == 2
+
+
+def test_checkpoints_beyond_those_that_are_kept_are_named(tmp_path):
+    for name in ("checkpoint_1", "checkpoint_2", "checkpoint_3", "checkpoint_3.partial", "part"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    found = soak.checkpoints_left(tmp_path)
+    assert found[0] == "in the folder of checkpoints: part"
+    assert found[1].startswith("4 checkpoints instead of 2")
