@@ -1,6 +1,7 @@
-"""torch's elastic agent of one of several machines, which says what failed before each restart.
+"""torch's elastic agent of one of several machines, which says what failed before each restart and meets the others
+anew.
 
-The agents of several machines restart their ranks by themselves, without a word: only the last failure reaches the
+Without this, the agents of several machines restart their ranks silently, and only the last failure reaches the
 launcher.
 """
 
@@ -13,9 +14,9 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
+
+from neuron_accel.cli.rendezvous import MachinesRendezvous
 
 Failures = Mapping[int, ProcessFailure]
 """The failures of ranks, by global rank."""
@@ -55,16 +56,13 @@ def run_agent(config: LaunchConfig, command: Sequence[str], on_restart: Callable
         SignalException: if the launcher got a signal.
     """
     address, _, port = config.rdzv_endpoint.rpartition(":")
-    rendezvous = get_rendezvous_handler(
-        RendezvousParameters(
-            backend=config.rdzv_backend,
-            endpoint=config.rdzv_endpoint,
-            run_id=config.run_id,
-            min_nodes=config.min_nodes,
-            max_nodes=config.max_nodes,
-            local_addr=config.local_addr,
-            **config.rdzv_configs,
-        )
+    rendezvous = MachinesRendezvous(
+        address,
+        int(port),
+        config.rdzv_configs["rank"],
+        config.max_nodes,
+        config.run_id,
+        config.rdzv_configs["timeout"],
     )
     spec = WorkerSpec(
         role=config.role,
@@ -74,8 +72,6 @@ def run_agent(config: LaunchConfig, command: Sequence[str], on_restart: Callable
         rdzv_handler=rendezvous,
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
-        master_addr=address,
-        master_port=int(port),
         local_addr=config.local_addr,
     )
     options: dict[str, Any] = {"log_line_prefix_template": config.log_line_prefix_template}

@@ -1,14 +1,15 @@
-"""The rendezvous of the ranks of one machine, which listens on the loopback only.
+"""Where ranks find each other: a store, which is a new one for each start, since restarted ranks must not read the
+addresses of the ranks before them.
 
-torch's own rendezvous listens on all interfaces: whoever reaches the port can read and write the store in which the
-ranks find each other.
+On one machine it listens on the loopback only, while torch's own listens on all interfaces, as that of several machines
+does here: whoever reaches the port can read and write the store.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
 
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -17,6 +18,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from neuron_accel.cli.host import listen
 
@@ -25,8 +27,8 @@ LOOPBACK = "127.0.0.1"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """Gives the ranks of one machine a store on the loopback, a new one whenever they are restarted, since restarted
-    ranks must not read the addresses of the ranks before them. The agent's own store is in its memory.
+    """Gives the ranks of one machine a store on the loopback, a new one for each start. The agent's own store is in its
+    memory.
 
     Args:
         run_id: name of the run.
@@ -82,6 +84,40 @@ class LoopbackRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         self._store = None
         return True
+
+
+class MachinesRendezvous(StaticTCPRendezvous):
+    """torch's static rendezvous of several machines, with a new store for the ranks of each restart.
+
+    Machine 0 starts it at a free port, which it announces in the store of the first start; the other machines wait
+    there for it.
+    """
+
+    _starts = 0
+    _ranks_store: TCPStore | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Returns the stores of a start: for the launchers, and for the ranks.
+
+        Raises:
+            torch.distributed.DistError: if machine 0 cannot be reached, or does not restart in time.
+        """
+        found = super().next_rendezvous()
+        self._starts += 1
+        if self._starts == 1:
+            return found
+        store = PrefixStore(f"start{self._starts}", found.store)
+        if self.rank == 0:
+            self._ranks_store = TCPStore(
+                self.master_addr, 0, is_master=True, timeout=self.timeout, wait_for_workers=False
+            )
+            store.set("port", str(self._ranks_store.port))
+        port = int(store.get("port"))
+        return RendezvousInfo(store, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, port))
+
+    def shutdown(self) -> bool:
+        self._ranks_store = None
+        return super().shutdown()
 
 
 def register() -> str:

@@ -100,31 +100,25 @@ def test_a_rank_that_fails_twice_leaves_fewer_ranks_with_the_same_batch(train):
     torch.testing.assert_close(torch.tensor(result["weights"]), weights, rtol=1e-4, atol=1e-5)
 
 
-ON_TWO_MACHINES = """
-import os, signal
-import torch, torch.distributed as dist
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    dist.init_process_group("gloo")
-    dist.all_reduce(torch.ones(1))
-    if dist.get_rank() == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(1))
-print("done", flush=True)
-"""
-
-
-def test_each_of_several_machines_names_its_rank_that_failed_before_a_restart(start, tmp_path):
-    (tmp_path / "train.py").write_text(ON_TWO_MACHINES)
+def test_two_machines_name_their_ranks_that_failed_and_go_on(start, tmp_path):
+    """Restarted twice: each start has a store of its own."""
+    (tmp_path / "train.py").write_text(SCRIPT)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     options += ["--cpu", "--quiet", "--max-restarts", "2", "--grace", "5"]
-    machines = [start(*options, "--node-rank", str(node), str(tmp_path / "train.py")) for node in (0, 1)]
-    first = ("[01] failed first: exit code 1", "2 failed first: ended by SIGKILL")
-    for machine, named in zip(machines, first, strict=True):
-        code, out, err = machine.finish(timeout=100)
+    kills = json.dumps({"0": (1, 2), "1": (0, 4)})
+    script = [str(tmp_path / "train.py"), str(tmp_path), kills, '["zero1"]']
+    machines = [start(*options, "--node-rank", str(node), *script) for node in (0, 1)]
+    killed = "rank {} failed first: ended by SIGKILL"
+    for node, machine in enumerate(machines):
+        code, _, err = machine.finish(timeout=100)
         assert code == 0, err
-        assert out.splitlines()[-1] == "done"
-        assert re.search(f"neuron-accel: rank {named}", err), err
-        assert err.count("failed first") == err.count("neuron-accel: restart 1 of 2\n") == 1
+        assert killed.format(node) in err
+        assert err.count(f"neuron-accel: rank {node} failed first") == 2
+        assert [err.count(f"neuron-accel: restart {number} of 2\n") for number in (1, 2)] == [1, 1]
+    result = json.loads((tmp_path / "result.json").read_text())
+    weights, rate = uninterrupted(2)
+    assert (result["ranks"], result["rate"]) == (2, [pytest.approx(rate)])
+    torch.testing.assert_close(torch.tensor(result["weights"]), weights, rtol=1e-4, atol=1e-5)
