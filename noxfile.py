@@ -25,6 +25,7 @@ pip would take the newest release there is."""
 ON_TORCH_2_9 = [
     "tests/distributed/backends/test_collectives.py",
     "tests/distributed/backends/test_collectives_autograd.py",
+    "tests/distributed/cli/test_restarts.py",
     "tests/distributed/cli/test_smoke.py",
     "tests/xla",
     "tests/neuron",

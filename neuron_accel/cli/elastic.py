@@ -313,11 +313,14 @@ def _failures(failed: Failures, logs: RankLogs) -> list[RankFailure]:
 
 
 def _successes(failed: Failures, logs: RankLogs) -> list[RankSuccess]:
-    """The ranks of this machine that ended with exit code 0, with what they recorded at their end."""
-    host, found = socket.gethostname(), []
+    """The ranks of this machine that ended with exit code 0, with what they recorded at their end.
+
+    On torch 2.9 those that recorded it only: its agent does not report the ranks that it ended as a consequence.
+    """
+    host, found, reports_all = socket.gethostname(), [], hasattr(LaunchConfig, "shutdown_timeout")
     for rank, folder in logs.folders.items():
-        if rank not in failed:
-            note = _note(folder / ENDED_FILE)
+        note = _note(folder / ENDED_FILE)
+        if rank not in failed and (note or reports_all):
             found.append(RankSuccess(rank=rank, host=host, ended=note.get("time"), left_at=note.get("left_at")))
     return found
 
