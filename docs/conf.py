@@ -20,7 +20,7 @@ maximum_signature_line_length = 110
 myst_heading_anchors = 3
 # Links to files outside the site, which are there in the repository.
 suppress_warnings = ["myst.xref_missing", "myst.header"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "figures"]
 html_theme = "furo"
 html_title = "neuron_accel"
 
