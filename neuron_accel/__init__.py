@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from neuron_accel.strategies.activation_checkpointing import (
         ActivationCheckpointingPlugin as ActivationCheckpointingPlugin,
     )
+    from neuron_accel.strategies.chunked_loss import ChunkedLossPlugin as ChunkedLossPlugin
     from neuron_accel.strategies.data_parallel.plugin import DataParallelPlugin as DataParallelPlugin
     from neuron_accel.strategies.flash_attention import FlashAttentionPlugin as FlashAttentionPlugin
     from neuron_accel.strategies.fully_sharded import FullyShardedPlugin as FullyShardedPlugin
@@ -52,6 +53,7 @@ _WHERE = {
     "register_tensor_parallel_plan": "neuron_accel.models",
     "ActivationCheckpointingPlugin": "neuron_accel.strategies.activation_checkpointing",
     "DataParallelPlugin": "neuron_accel.strategies.data_parallel.plugin",
+    "ChunkedLossPlugin": "neuron_accel.strategies.chunked_loss",
     "FlashAttentionPlugin": "neuron_accel.strategies.flash_attention",
     "FullyShardedPlugin": "neuron_accel.strategies.fully_sharded",
     "ModelParallelismPlugin": "neuron_accel.strategies.model_parallelism.plugin",

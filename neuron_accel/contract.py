@@ -88,12 +88,14 @@ if TYPE_CHECKING:
 
     # the state of a run
     from neuron_accel.engine.runtime.buffers import BufferBroadcast
+    from neuron_accel.engine.runtime.forward import wrap_forward
     from neuron_accel.engine.runtime.join import Join, JoinAction
     from neuron_accel.engine.runtime.run import PreparedModel, Run
     from neuron_accel.engine.runtime.tensors import broadcast_tensors, full_tensor
 
     # how the parameters of the original model are sharded on this rank
     from neuron_accel.engine.sharding.layout import Cut, Layout, Piece, Segment
+    from neuron_accel.engine.sharding.logits import LogitsTensor
     from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord, WeightShard
     from neuron_accel.engine.sharding.product_hooks import ProductHook, WithProductHooks, register_product_hook
 
@@ -208,6 +210,7 @@ _NAMES = {
         "register_plugin",
     ),
     "engine.runtime.buffers": ("BufferBroadcast",),
+    "engine.runtime.forward": ("wrap_forward",),
     "engine.runtime.join": (
         "Join",
         "JoinAction",
@@ -226,6 +229,7 @@ _NAMES = {
         "Piece",
         "Segment",
     ),
+    "engine.sharding.logits": ("LogitsTensor",),
     "engine.sharding.parameters": (
         "ParameterMap",
         "ParameterRecord",
@@ -285,6 +289,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "LayoutSpace",
+    "LogitsTensor",
     "Mesh",
     "NeuronAccelError",
     "NonFiniteError",
@@ -356,6 +361,7 @@ __all__ = [
     "unsharded_gradients",
     "used_anywhere",
     "why_not_elementwise",
+    "wrap_forward",
 ]
 
 

@@ -36,6 +36,7 @@ STRATEGIES = {
     "pipeline_parallel": "pipeline",
     "activation_checkpointing": "activation checkpointing",
     "flash_attention": "flash attention",
+    "chunked_loss": "chunked loss",
 }
 """Names of plugins. A run on more data-parallel ranks than one counts for data parallelism, too."""
 SUBJECTS = {

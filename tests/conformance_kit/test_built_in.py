@@ -8,6 +8,7 @@ import pytest
 
 from neuron_accel import (
     ActivationCheckpointingPlugin,
+    ChunkedLossPlugin,
     DataParallelPlugin,
     FlashAttentionPlugin,
     FullyShardedPlugin,
@@ -88,6 +89,12 @@ class TestFlashAttention(PluginConformance):
     @pytest.fixture
     def plugin(self):
         return FlashAttentionPlugin(block_size=3)
+
+
+class TestChunkedLoss(PluginConformance):
+    @pytest.fixture
+    def plugin(self):
+        return ChunkedLossPlugin(chunks=3)
 
 
 class TestSequenceParallel(PluginConformance):

@@ -24,10 +24,11 @@ def built_in() -> set[str]:
 
 def test_every_built_in_plugin_is_part_of_a_composition():
     names = {plugin.spec.name for c in COMPOSITIONS.values() for plugin in c.built_in()}
-    # The first is there by default, the second is a name for tensor parallelism and pipelines together, the third works
-    # for models of transformers only, while a plugin's author may train any, and the fourth composes only with plugins
-    # that declare it.
-    assert names == built_in() - {"data_parallel", "model_parallelism", "flash_attention", "fully_sharded"}
+    # The first is there by default, the second is a name for tensor parallelism and pipelines together, the next two
+    # need models of transformers, while a plugin's author may train any, and the last composes only with plugins that
+    # declare it.
+    others = {"data_parallel", "model_parallelism", "flash_attention", "chunked_loss", "fully_sharded"}
+    assert names == built_in() - others
     assert COMPOSITIONS["tp2"].beside((ModelParallelismPlugin(tensor_parallel_size=2),)) is None
 
 

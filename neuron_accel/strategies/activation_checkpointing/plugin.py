@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
@@ -21,6 +20,7 @@ from neuron_accel.contract import (
     UnsupportedModelError,
     UsageError,
     did_you_mean,
+    wrap_forward,
 )
 from neuron_accel.models.architecture import architecture_of
 from neuron_accel.models.attention import BlockwiseAttention, install_attention
@@ -110,14 +110,17 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
             return
         names = [record.fqn for record in model.parameters]
         for _, module in _outermost(find_modules(model.module, self.modules, names)[:: self.every]):
-            _install(module, run.backend)
-            run.state(self).setdefault("modules", []).append(module)
+            if not _is_elsewhere(module):
+                undo = wrap_forward(module, functools.partial(_recompute, run.backend))
+                run.state(self).setdefault("modules", []).append(module)
+                run.state(self).setdefault("undo", []).append(undo)
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """Lists the modules on this rank that are recomputed."""
         if self.modules == CORE_ATTENTION:
             return "scores and softmax of every attention layer are computed again in the backward pass"
-        names = [name for name, module in model.inner.named_modules() if _is_installed(module)]
+        recomputed = {id(module) for module in run.state(self).get("modules", ())}
+        names = [name for name, module in model.inner.named_modules() if id(module) in recomputed]
         if not names:
             return ""
         lines = [f"computed again in the backward pass ({len(names)} modules on this rank):"]
@@ -127,9 +130,7 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
         """Restores the forward methods of modules."""
         for undo in run.state(self).pop("undo", ()):
             undo()
-        for module in run.state(self).pop("modules", ()):
-            if _is_installed(module):
-                _remove(module)
+        run.state(self).pop("modules", None)
 
 
 # ---- which modules ---------------------------------------------------------------------------------------------------
@@ -230,49 +231,15 @@ def _summarise(names: list[str]) -> list[str]:
 
 
 # ---- how they are recomputed -----------------------------------------------------------------------------------------
-class _Recomputed:
-    """The forward of a recomputed module. It is bound to the module, so that a copy of the module has its own.
-
-    Args:
-        backend: the backend, which recomputes.
-        own: a forward that was set on the object; None if it uses that of its class.
-        signature: the signature of the module's forward.
-    """
-
-    __name__ = "forward"  # pickled as the class's own forward: a model that is loaded elsewhere is not recomputed
-
-    def __init__(self, backend: Backend, own: Callable[..., Any] | None, signature: inspect.Signature) -> None:
-        self._backend, self.own, self.__signature__ = backend, own, signature
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        forward = self.own or MethodType(type(module).forward, module)
-        if not module.training:
-            return forward(*args, **kwargs)
-        # A cache would be updated twice.
-        args = tuple(None if _is_cache(value) else value for value in args)
-        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-        return self._backend.recompute(forward, *args, **kwargs)
+def _recompute(backend: Backend, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Is the forward of a recomputed module."""
+    if not module.training:
+        return forward(*args, **kwargs)
+    # A cache would be updated twice.
+    args = tuple(None if _is_cache(value) else value for value in args)
+    kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    return backend.recompute(forward, *args, **kwargs)
 
 
 def _is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
-
-
-def _install(module: nn.Module, backend: Backend) -> None:
-    if _is_elsewhere(module):
-        return
-    own = vars(module).get("forward")
-    signature = inspect.signature(type(module).forward)
-    module.forward = MethodType(_Recomputed(backend, own, signature), module)  # type: ignore[method-assign]
-
-
-def _is_installed(module: nn.Module) -> bool:
-    return isinstance(getattr(vars(module).get("forward"), "__func__", None), _Recomputed)
-
-
-def _remove(module: nn.Module) -> None:
-    installed: Any = module.forward
-    own = installed.__func__.own
-    del module.forward
-    if own is not None:
-        module.forward = own  # type: ignore[method-assign]

@@ -47,11 +47,17 @@ class VocabularyParallelHead(WithProductHooks, nn.Linear):
     sharded_logits: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        vocabulary = self.vocabulary
-        entered = copy_to_group(input, vocabulary.backend, vocabulary.group)
-        local = self._product(entered, F.linear(entered, self.weight, self.bias))
-        sharded = self.sharded_logits and not torch.compiler.is_compiling()
-        return VocabularyShard.of(local, vocabulary) if sharded else vocabulary.gather(local)
+        if self.sharded_logits and not torch.compiler.is_compiling():
+            return self.logits_for_loss(input)
+        return self.vocabulary.gather(self._local_logits(input))
+
+    def logits_for_loss(self, input: torch.Tensor) -> VocabularyShard:
+        """Returns sharded logits."""
+        return VocabularyShard.of(self._local_logits(input), self.vocabulary)
+
+    def _local_logits(self, input: torch.Tensor) -> torch.Tensor:
+        entered = copy_to_group(input, self.vocabulary.backend, self.vocabulary.group)
+        return self._product(entered, F.linear(entered, self.weight, self.bias))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, degree={self.vocabulary.group.size}"

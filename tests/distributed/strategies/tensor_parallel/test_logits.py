@@ -149,7 +149,7 @@ def _refusals() -> None:
         lambda: shard.masked_fill_(shard > 0, 0.0),
         lambda: shard.retain_grad(),
     ):
-        with pytest.raises(UsageError, match="sharded over ranks"):
+        with pytest.raises(UsageError, match="does not hold in full"):
             change()
 
 
