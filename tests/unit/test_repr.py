@@ -104,6 +104,7 @@ def objects(tmp_path_factory) -> list[object]:
         contract.FullParameterOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))]), {}, run),
         contract.GradientPart(parameter, ("tp",)),
         contract.Cut(dim=0, axis="tp", degree=2, size=4, blocks=(4,)),
+        torch.Tensor._make_wrapper_subclass(contract.LogitsTensor, (2, 4)),
         contract.LayoutSpace(
             config=tiny, world_size=8, global_batch=8, sequence=16, model_groups=(1, 2), ranks_per_host=8
         ),

@@ -61,6 +61,10 @@ class LogitsTensor(torch.Tensor):
         """Returns the logits in another dtype."""
         return self if dtype == self.dtype else self.mapped(lambda logits: logits.to(dtype))
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # of Tensor, which is untyped
+        # Does not compute the logits, so that printing on one rank does not hang.
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

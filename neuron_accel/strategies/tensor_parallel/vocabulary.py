@@ -133,7 +133,6 @@ class VocabularyShard(LogitsTensor):
         return loss.to(self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # of Tensor, which is untyped
-        # Does not gather, so that printing on one rank does not hang.
         return f"VocabularyShard(shape={tuple(self.shape)}, dtype={self.dtype}, of {self.vocabulary.group.size})"
 
 
