@@ -150,7 +150,9 @@ def tiny_model(model_type: str, **options: Any) -> nn.Module:
     """A model of a family, every parameter of which is away from values under which a mistake would not show."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **options))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # the same weights whatever ran before in this process
+        model = AutoModelForCausalLM.from_config(tiny_config(model_type, **options))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
