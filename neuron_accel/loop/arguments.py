@@ -50,7 +50,7 @@ _WHERE = "NeuronAccelerator(...)"
 _REFUSED = {
     "deepspeed_plugin": "Zero1Plugin, ModelParallelismPlugin",
     "deepspeed_plugins": "Zero1Plugin, ModelParallelismPlugin",
-    "fsdp_plugin": "Zero1Plugin",
+    "fsdp_plugin": "FullyShardedPlugin",
     "megatron_lm_plugin": "ModelParallelismPlugin, SequenceParallelPlugin",
     "torch_tp_plugin": "ModelParallelismPlugin",
     "parallelism_config": "ModelParallelismPlugin, SequenceParallelPlugin",

@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import shlex
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ import yaml
 
 from neuron_accel.cli.main import build_parser, main
 from neuron_accel.engine.plan.config import load_config
+from neuron_accel.testing import run_ranks
+from tests.docs.test_guides import run_blocks
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -136,6 +139,52 @@ def test_the_site_lists_every_page():
     pages = [page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in ROOT.glob("docs/**/*.md")]
     names = {line for block in listed for line in block.splitlines() if not line.startswith(":")}
     assert names == {page for page in pages if not page.startswith("_")} - {"index"}
+
+
+def pages_in_order(text):
+    """Pages of the site that a text links to, in the order of their first links."""
+    found = [
+        target.removeprefix("docs/").removesuffix(".md") for target in LINK.findall(text) if target.endswith(".md")
+    ]
+    return list(dict.fromkeys(found))
+
+
+def test_readme_sidebar_and_front_page_have_one_order():
+    index, readme = (ROOT / "docs/index.md").read_text(), (ROOT / "README.md").read_text()
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", index, re.MULTILINE | re.DOTALL)
+    sidebar = [line for tree in trees for line in tree.splitlines() if not line.startswith(":")]
+    assert pages_in_order(index[index.index("## Start here") :]) == sidebar
+    listed = [page for page in pages_in_order(readme[readme.index("**Start here**") :]) if page in sidebar]
+    assert listed == [page for page in sidebar if not page.startswith("packages/")]
+
+
+def test_the_architecture_is_that_of_the_code():
+    """Each link goes to a file that has what its text names, and a real run goes through the files of a walk."""
+    from benchmarks.reading import walk
+
+    text = (ROOT / "docs/architecture.md").read_text()
+    links = re.findall(r"\[`?([^`\]]+)`?\]\(\.\./neuron_accel/([^)]+)\)", text)
+    assert len(links) > 30
+    for name, file in links:
+        code = (ROOT / "neuron_accel" / file).read_text()
+        if not name.endswith(".py") and name[0].isupper() | ("_" in name):
+            for part in name.split("."):
+                assert re.search(rf"^ *(class|def) {part}\b", code, re.MULTILINE), f"{name} is not in {file}"
+    with tempfile.TemporaryDirectory() as folder:
+        facts = run_ranks(walk, 2, "zero1", folder)[0]
+    parts = {"## A prepared model": "prepare_model", "## One optimizer step": "step", "## One checkpoint": "save_state"}
+    for heading, name in parts.items():
+        section = text[text.index(heading) :].split("\n## ")[0].split("\n\n`load_state`")[0]
+        files = re.findall(r"\(\.\./neuron_accel/([^)]+)\)", section)
+        assert [file for file in files if file not in facts[name]["in order"]] == []
+
+
+@pytest.mark.parametrize("side", ["-", "+"])
+def test_both_sides_of_the_comparison_on_the_front_page_run(side, tmp_path):
+    (block,) = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "docs/index.md").read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line[1:] for line in block.splitlines() if line[:1] in (side, " ", "")]
+    run_ranks(run_blocks, 2, ["\n".join(lines)], str(tmp_path))
+    assert (tmp_path / "out/model.safetensors").is_file()
 
 
 def test_there_is_something_to_test():

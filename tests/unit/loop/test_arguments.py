@@ -62,7 +62,7 @@ def test_what_was_not_given_is_not_passed_on():
         ({"cpu": "yes"}, "'cpu' must be true or false"),
         ({"split_batches": True}, r"DataLoaderConfiguration\(split_batches=True\)"),
         ({"gradient_accumulation_steps": 1, "config": {"gradient_accumulation_steps": 2}}, "given twice"),
-        ({"fsdp_plugin": FullyShardedDataParallelPlugin}, "use these plugins instead: Zero1Plugin"),
+        ({"fsdp_plugin": FullyShardedDataParallelPlugin}, "use these plugins instead: FullyShardedPlugin"),
         ({"kwargs_handlers": InitProcessGroupKwargs()}, r"kwargs_handlers=\[InitProcessGroupKwargs"),
         ({"kwargs_handlers": [GradientAccumulationPlugin()]}, "gradient_accumulation_plugin=Gradient"),
         ({"kwargs_handlers": [3]}, "Expected a kwargs handler of Accelerate, got a int"),
