@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import configparser
 from collections.abc import Sequence
+from pathlib import Path
 
 from docs.figures.drawing import (
     AXES,
@@ -227,16 +229,14 @@ def layout() -> Picture:
 def built_in() -> dict[Phase, list[str]]:
     """Names of the plugins of this distribution, by phase."""
     found: dict[Phase, list[str]] = {phase: [] for phase in Phase}
-    for plugin in BUILT_IN:
-        spec = default_registry().get(plugin).spec
-        found[spec.phase].append(spec.name)
+    config = configparser.ConfigParser()
+    config.read(Path(__file__).parents[2] / "setup.cfg")
+    entries = config["options.entry_points"]["neuron_accel.plugins"].strip().splitlines()
+    for entry in entries:
+        cls = default_registry().get(entry.partition("=")[0].strip())
+        if cls is not ModelParallelismPlugin:  # which two others stand for in a plan
+            found[cls.spec.phase].append(cls.spec.name)
     return found
-
-
-BUILT_IN = (
-    "tensor_parallel", "sequence_parallel", "pipeline_parallel", "activation_checkpointing", "flash_attention",
-    "data_parallel", "zero1", "fully_sharded", "recompile_guard", "desync_guard", "finite_guard", "replica_check",
-)  # fmt: skip
 
 
 def phases() -> Picture:
