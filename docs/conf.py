@@ -1,12 +1,15 @@
 """How the site is built: ``nox -s docs``."""
 
+import argparse
 import ast
 import enum
 import inspect
+import os
 
 from sphinx.errors import ExtensionError
 
-from neuron_accel import contract
+from neuron_accel import contract, errors
+from neuron_accel.cli.main import build_parser
 
 project = "neuron_accel"
 author = "The neuron_accel developers"
@@ -38,6 +41,8 @@ CONTRACT = {
 
 def setup(app):
     app.connect("source-read", write_contract)
+    app.connect("source-read", write_errors)
+    app.connect("source-read", write_commands)
 
 
 def write_contract(app, docname, source):
@@ -51,6 +56,26 @@ def write_contract(app, docname, source):
     for title, names in sections.items():
         entries = "\n".join(directive(name) for name in names)
         source[0] += f"\n## {title}\n\n```{{eval-rst}}\n{entries}\n```\n"
+
+
+def write_errors(app, docname, source):
+    """Appends every class of ``neuron_accel.errors`` to its page."""
+    if docname == "errors":
+        classes = [value for value in vars(errors).values() if inspect.isclass(value)]
+        found = [cls.__name__ for cls in classes if cls.__module__ == errors.__name__]
+        entries = "\n".join(f".. autoexception:: neuron_accel.errors.{name}" for name in found)
+        source[0] += f"\n```{{eval-rst}}\n{entries}\n```\n"
+
+
+def write_commands(app, docname, source):
+    """Appends the help of every command to its page."""
+    if docname == "cli":
+        os.environ["COLUMNS"] = "100"
+        parser = build_parser()
+        (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        texts = {"neuron-accel": parser, **commands.choices}
+        for name, command in texts.items():
+            source[0] += f"\n## {name}\n\n```text\n{command.format_help()}\n```\n"
 
 
 def imported_from(module):
@@ -77,6 +102,6 @@ def directive(name):
     if not inspect.isclass(value):
         return f".. {'autofunction' if inspect.isfunction(value) else 'autodata'}:: {path}"
     if issubclass(value, BaseException):
-        return f".. autoexception:: {path}"
+        return f".. autoexception:: {path}\n   :no-index:"  # references lead to the page of errors
     undocumented = "\n   :undoc-members:" if issubclass(value, enum.Enum) else ""
     return f".. autoclass:: {path}\n   :members:{undocumented}"

@@ -141,6 +141,15 @@ def test_the_site_lists_every_page():
     assert names == {page for page in pages if not page.startswith("_")} - {"index"}
 
 
+@pytest.mark.parametrize("module", ["neuron_accel", "neuron_accel.testing"])
+def test_the_reference_has_every_public_name(module):
+    """Those of the contract, the errors and the commands are added when the site is built, all of them."""
+    listed = set(re.findall(r"^\.\. [\w:]+:: ([\w.]+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE))
+    elsewhere = {"neuron_accel.NeuronAccelError"}  # on the page of errors
+    names = {f"{module}.{name}" for name in importlib.import_module(module).__all__}
+    assert names - listed - elsewhere == set()
+
+
 def pages_in_order(text):
     """Pages of the site that a text links to, in the order of their first links."""
     found = [
