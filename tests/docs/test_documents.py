@@ -134,6 +134,23 @@ def test_links_lead_somewhere(document):
     assert [target for target in targets if not (document.parent / target).exists()] == []
 
 
+ANCHOR = re.compile(r"\[[^\]]+\]\(([^)#\s]*)#([^)\s]+)\)")
+
+
+def anchors(document):
+    """Anchors of a document's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_anchors_are_headings(document):
+    targets = [(path, anchor) for path, anchor in ANCHOR.findall(document.read_text()) if "://" not in path]
+    targets = [(document.parent / path if path else document, anchor) for path, anchor in targets]
+    assert [f"{path}#{anchor}" for path, anchor in targets if anchor not in anchors(path)] == []
+
+
 def test_the_site_lists_every_page():
     listed = re.findall(r"^```\{toctree\}\n(.*?)^```$", (ROOT / "docs/index.md").read_text(), re.MULTILINE | re.DOTALL)
     pages = [page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in ROOT.glob("docs/**/*.md")]
