@@ -201,6 +201,7 @@ class NeuronAccelerator(Accelerator):
         )
         self.is_precompiling = is_precompiling()
         was_connected = torch.distributed.is_available() and torch.distributed.is_initialized()
+        sys.audit("neuron_accel.rendezvous")
         super().__init__(**options)
         warn_of_unused_precision(self.mixed_precision, self.device.type)
         check_dry_precision(self.mixed_precision, decision.backend)
@@ -213,6 +214,7 @@ class NeuronAccelerator(Accelerator):
             check_connected(ranks.world_size, self.state.num_processes)
         self._hardware = hardware_of_run(os.environ, decision)
         self.run = begin(wanted, ranks, registry, self._hardware)
+        sys.audit("neuron_accel.rendezvous")
         self._kept_batch = KeptBatch(os.environ, self.run.data_parallel_size)
         if ranks.rank == 0:
             self._kept_batch.leave_fits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -710,10 +711,12 @@ class Backend(ABC):
     def announce(self, op: str, group: Group) -> None:
         """Notifies the observers of an operation ``op`` of the group that is not a collective on tensors."""
         if group.size > 1:
+            sys.audit("neuron_accel.collective", op)
             for observer in self._observers:
                 observer.issued(op, group, 0, deferred=False)
 
     def _note(self, op: str, group: Group, sent: int, dtype: torch.dtype | None = None) -> None:
+        sys.audit("neuron_accel.collective", op)
         for observer in self._observers:
             observer.issued(op, group, sent, deferred=self.is_lazy)
         for traffic in self._recordings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -44,7 +45,9 @@ def join(device: torch.device | str, timeout: timedelta | None) -> tuple[torch.d
         device = _with_index(device)
         torch.cuda.set_device(device)
     with reported("connect", f"rank {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']}"):
+        sys.audit("neuron_accel.rendezvous")
         dist.init_process_group(_LIBRARIES[device.type], timeout=timeout or DEFAULT_TIMEOUT)
+        sys.audit("neuron_accel.rendezvous")
     return _with_index(device), True  # the native neuron device must not be used before this
 
 

@@ -32,6 +32,8 @@ import types
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.5
 STARTED_FILE, ENDED_FILE = "started.json", "ended.json"
+CHAOS = "NEURON_ACCEL_CHAOS"
+"""Set by ``neuron-accel chaos``, see ``_chaos_points.py``."""
 
 
 def die_with(launcher_pid: int) -> None:
@@ -88,6 +90,18 @@ def _run_as_main(code: types.CodeType, **attributes: object) -> None:
     main.__dict__.update(attributes, __builtins__=builtins)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
+
+
+def strike_by(folder: str) -> None:
+    """Has this rank struck by the plan in ``folder``: see ``_chaos_points.py``, which is loaded from its file, since
+    importing the package is left to the target."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_chaos_points.py")
+    spec = importlib.util.spec_from_file_location("neuron_accel.cli._chaos_points", path)
+    if spec is None or spec.loader is None:
+        sys.exit(f"neuron-accel: {path} cannot be loaded")
+    points = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(points)
+    points.install(folder).reach("start")
 
 
 def write_error_file(error: BaseException, stack: types.TracebackType | None) -> None:
@@ -152,6 +166,8 @@ def main() -> None:
     die_with(int(launcher_pid))
     faulthandler.enable()
     note_start()
+    if folder := os.environ.get(CHAOS):
+        strike_by(folder)
     sys.argv = [target, *arguments]
     try:
         run_script(target) if kind == "script" else run_module(target)

@@ -11,6 +11,7 @@ from neuron_accel import __version__
 from neuron_accel.cli import (
     cache,
     calibrate,
+    chaos,
     consolidate,
     env,
     inspect,
@@ -43,6 +44,7 @@ COMMANDS = {
     "reshard": reshard,
     "inspect": inspect,
     "verify": verify,
+    "chaos": chaos,
 }
 
 EPILOG = """\
@@ -90,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words[0].startswith("-") and words[0] not in COMMANDS:
         parser.error(no_command(words[0], COMMANDS))
     args = parser.parse_args(words)
+    if args.command in chaos.TOOLS:
+        chaos.strike_this_process(os.environ)
     try:
         return args.run(args)
     except NeuronAccelError as error:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,7 @@ class Step:
             UsageError: if ``num_items`` is given and a plugin owns the backward pass.
         """
         run = self._run
+        sys.audit("neuron_accel.backward")
         loss = run.hooks.transform("before_backward", loss, run)
         owner = run.owner(Claim.BACKWARD)
         if owner is None:

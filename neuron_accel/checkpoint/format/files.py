@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 import stat
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -56,10 +57,18 @@ class Extent:
 
 
 class Files:
-    """Operations on a local or shared POSIX file system."""
+    """Operations on a local or shared POSIX file system.
+
+    Args:
+        work: what they belong to: ``"save"``, ``"consolidate"`` or ``"reshard"``.
+    """
+
+    def __init__(self, work: str = "save") -> None:
+        self._event = f"neuron_accel.{work}"
 
     def operation(self, name: str, path: Path) -> None:
-        """Is called before every operation, for tests."""
+        """Is called before every operation, and raises an audit event. Tests override it."""
+        sys.audit(f"{self._event}.{name}", str(path))
 
     def make_folder(self, path: Path) -> None:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +128,7 @@ def load(training: TrainingObjects, folder: Path, *, verify: bool = True) -> dic
         CheckpointError: on every rank, if the checkpoint is damaged or does not fit; nothing is changed then.
     """
     run = training.run
+    sys.audit("neuron_accel.load")
     if agreed(run, lambda: is_pretrained(folder)):
         for _, model in training.numbered_models()[:1]:
             load_weights(model, folder, run)
@@ -138,6 +140,7 @@ def load(training: TrainingObjects, folder: Path, *, verify: bool = True) -> dic
     # If the number of replicas has changed, the copies are assigned to replicas in turn.
     replica = run.mesh.replica(run.backend.rank) % replicas_in(manifest)
     index = agreed(run, lambda: index_checkpoint(folder, manifest, replica=replica))
+    sys.audit("neuron_accel.load")
     with Bytes() as files:
         restored = agreed(run, lambda: _restored(training, folder, manifest, files, replica))
         needs = agreed(run, lambda: [*_all_needs(training, index), *_plugin_needs(restored, index, run)])
@@ -145,6 +148,8 @@ def load(training: TrainingObjects, folder: Path, *, verify: bool = True) -> dic
         agreed(run, lambda: fulfil(needs, files, run))
     refresh_masters(training.optimizers, run, index)
     restored.apply()
+    sys.audit("neuron_accel.load")
+    sys.audit("neuron_accel.loaded", str(folder), manifest.generation)
     return restored.counters
 
 

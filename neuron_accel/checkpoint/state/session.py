@@ -329,12 +329,14 @@ class Checkpoints:
         generation = agreed(run, lambda: self._open(folder, contents, training, auxiliary, lock, is_new))
         generation, token = run.backend.broadcast_object((generation, uuid.uuid4().hex), run.world)
         destination = Destination(folder=folder, generation=generation, token=token, is_new=is_new)
+        sys.audit("neuron_accel.saving", str(folder), generation)
 
         def finished() -> None:
             if keep is not None:
                 prune(folder.parent, keep, files)
             self._saved.add(folder)
             lock.release()
+            sys.audit("neuron_accel.saved", str(folder), generation)
 
         self._lock = lock
         try:

@@ -103,7 +103,7 @@ def consolidate(
     Raises:
         CheckpointError: if the checkpoint is incomplete or damaged, or the output cannot be written.
     """
-    files = files or Files()
+    files = files or Files("consolidate")
     folder = checkpoint_folder(folder)
     if not has_manifest(folder) and (found := neuronx.find(folder)):
         return _consolidate_neuronx(found, output, form, max_shard_size, verify, replica, config, progress, files)

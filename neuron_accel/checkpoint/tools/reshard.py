@@ -106,7 +106,7 @@ def reshard(
     Raises:
         CheckpointError: if the checkpoint is damaged, or the output is not empty.
     """
-    files = files or Files()
+    files = files or Files("reshard")
     folder = checkpoint_folder(folder)
     manifest = read_manifest(folder)
     for relative, entry in manifest.files.items():
