@@ -573,7 +573,7 @@ class History:
 
     def _name(self, until: float) -> None:
         """Says which rank the launcher named after each strike of the start that ended at ``until``."""
-        for number in self._pending:
+        for number in self._pending if self.strikes else ():
             when = self.strikes[number].when
             if self.strikes[number].named is None and when is not None:
                 self._set(number, named=next((rank for at, rank in self._named if when <= at < until), None))

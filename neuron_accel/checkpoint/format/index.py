@@ -176,6 +176,8 @@ def is_pretrained(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (*_SAFE, *_PICKLED))
 
 
+UNFINISHED = ".unfinished.json"
+"""In a folder that `consolidate` or `reshard` writes: what it will have written. Removed when that is complete."""
 _SAFE = ("model.safetensors.index.json", "model.safetensors")
 _PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
@@ -187,6 +189,13 @@ def index_pretrained(folder: Path) -> Index:
     Raises:
         CheckpointError: if a file is missing or damaged, or reading it would run code.
     """
+    if (folder / UNFINISHED).exists():
+        raise CheckpointError(
+            "The folder is incomplete.",
+            where=str(folder),
+            why="`neuron-accel consolidate` writes it at the moment, or was interrupted",
+            fix="wait for it, or run it again: it then removes what it has written, and begins anew",
+        )
     index = Index()
     tensors = index.collections.setdefault(model_collection(0), {})
     for path in pretrained_files(folder, _SAFE):

@@ -27,6 +27,7 @@ from neuron_accel.checkpoint.format.manifest import (
 )
 from neuron_accel.checkpoint.format.source import Bytes, SourceTensor, words
 from neuron_accel.checkpoint.format.tensorfile import encode_header, read_header
+from neuron_accel.checkpoint.tools.output import Output
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 _WEIGHTS = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+_FORMS = {"safetensors": ("model", ".safetensors"), "pytorch": ("pytorch_model", ".bin")}
 _BLOCK = 1 << 20  # fits into a core's cache
 _BESIDE = (
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
@@ -86,7 +88,8 @@ def consolidate(
 
     Args:
         folder: the checkpoint, or the folder of its model's shards; also one of neuronx-distributed or optimum-neuron.
-        output: the folder to create; if it exists, it must not contain weights.
+        output: the folder to create; if it exists, it must not contain weights, but for those of an earlier call that
+            was interrupted, which are removed.
         form: ``"safetensors"`` or ``"pytorch"``.
         max_shard_size: maximum size of a file of weights in bytes; a larger tensor gets a file of its own.
         verify: whether to compare the model's files with their checksums. If they differ, the written files are
@@ -101,7 +104,8 @@ def consolidate(
         The paths of the files of weights.
 
     Raises:
-        CheckpointError: if the checkpoint is incomplete or damaged, or the output cannot be written.
+        CheckpointError: if the checkpoint is incomplete or damaged, the output cannot be written, or another process
+            writes it.
     """
     files = files or Files("consolidate")
     folder = checkpoint_folder(folder)
@@ -129,12 +133,9 @@ def consolidate(
         raise CheckpointError(
             f"The checkpoint has an auxiliary file with the name of a weight file: {reserved[0]!r}.", where=str(folder)
         )
-    _make_output(output, files)
+    beside = {relative: locate(folder, relative) for relative in manifest.of_kind("auxiliary")}
     with checked_meanwhile(folder, manifest, (kind_of("model", replica),) if verify else ()) as check:
-        paths = _write_weights(tensors, output, form, max_shard_size, progress, files, check)
-    beside = [(relative, locate(folder, relative)) for relative in manifest.of_kind("auxiliary")]
-    _write_beside(beside, output, files)
-    return paths
+        return _write(tensors, beside, output, form, max_shard_size, progress, files, check)
 
 
 def _consolidate_neuronx(
@@ -158,10 +159,7 @@ def _consolidate_neuronx(
     beside = {name: locate(found.home, name) for name in beside}
     if config is not None:
         beside["config.json"] = config / "config.json"
-    _make_output(output, files)
-    paths = _write_weights(tensors, output, form, max_shard_size, progress, files)
-    _write_beside(list(beside.items()), output, files)
-    return paths
+    return _write(tensors, beside, output, form, max_shard_size, progress, files)
 
 
 def _no_replica(replica: int, copies: int, folder: Path) -> CheckpointError:
@@ -173,39 +171,44 @@ def _no_replica(replica: int, copies: int, folder: Path) -> CheckpointError:
     )
 
 
-def _make_output(output: Path, files: Files) -> None:
-    held = [path.name for pattern in ("*.safetensors*", "*.bin*") for path in output.glob(pattern)]
-    if held:
-        raise CheckpointError(
-            f"{str(output)!r} already contains weights: {held[0]}.", where=str(output), fix="give a new folder"
-        )
-    files.make_folder(output)
-
-
-def _write_weights(
+def _write(
     tensors: Sequence[SourceTensor],
-    output: Path,
+    beside: Mapping[str, Path],
+    folder: Path,
     form: str,
     max_shard_size: int,
     progress: Progress,
     files: Files,
     check: Callable[[], None] = lambda: None,
 ) -> list[Path]:
-    """Writes the files of weights; if ``check`` or reading raises, they are removed."""
-    written: list[Path] = []
-    try:
-        paths = _write_shards(split_by_size(tensors, max_shard_size), output, form, progress, files, written)
+    """Writes the files of weights and what is beside them. If ``check`` or reading raises, they are removed: what was
+    read may be damaged."""
+    shards = split_by_size(tensors, max_shard_size)
+    stem, suffix = _FORMS[form]
+    with Output(folder, files) as output:
+        held = [path.name for pattern in ("*.safetensors*", "*.bin*") for path in folder.glob(pattern)]
+        if held:
+            raise CheckpointError(
+                f"{str(folder)!r} already contains weights: {held[0]}.", where=str(folder), fix="give a new folder"
+            )
+        names = [
+            stem + (f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else "") + suffix
+            for number in range(1, len(shards) + 1)
+        ]
+        listing = [f"{stem}{suffix}.index.json"] if len(shards) > 1 else []
+        output.announce([*names, *listing, *beside])
+        paths = [folder / name for name in names]
+        _write_shards(dict(zip(paths, shards, strict=True)), form, progress, files)
+        for name in listing:
+            _write_listing(folder / name, dict(zip(names, shards, strict=True)), files)
         check()
-    except BaseException:
-        for path in written:  # the files that were read may be damaged
-            path.unlink(missing_ok=True)
-        raise
+        _write_beside(beside, folder, files)
     return paths
 
 
-def _write_beside(beside: list[tuple[str, Path]], output: Path, files: Files) -> None:
+def _write_beside(beside: Mapping[str, Path], output: Path, files: Files) -> None:
     """Copies configuration and tokenizer, last, since a folder without a configuration cannot be loaded."""
-    for relative, source in beside:
+    for relative, source in beside.items():
         path = output / relative
         if path.parent != output:
             files.make_folder(path.parent)
@@ -249,13 +252,9 @@ def split_by_size(tensors: Sequence[SourceTensor], limit: int) -> list[list[Sour
     return shards
 
 
-def _write_shards(
-    shards: list[list[SourceTensor]], output: Path, form: str, progress: Progress, files: Files, written: list[Path]
-) -> list[Path]:
-    """Writes the files of weights, and an index if there are several. Adds the path of each to ``written`` before it is
-    written."""
-    stem, suffix = {"safetensors": ("model", ".safetensors"), "pytorch": ("pytorch_model", ".bin")}[form]
-    total = sum(tensor.nbytes for shard in shards for tensor in shard)
+def _write_shards(shards: Mapping[Path, Sequence[SourceTensor]], form: str, progress: Progress, files: Files) -> None:
+    """Writes the files of weights."""
+    total = sum(tensor.nbytes for shard in shards.values() for tensor in shard)
     done = 0
 
     def count(size: int) -> None:
@@ -263,26 +262,22 @@ def _write_shards(
         done += size
         progress(done, total)
 
-    weight_map: dict[str, str] = {}
-    paths: list[Path] = []
-    for number, shard in enumerate(shards, 1):
-        name = stem + (f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else "") + suffix
-        path = output / name
-        written.append(path)
+    for path, shard in shards.items():
         if form == "safetensors":
             files.assemble(path, _parts(shard, count))
         else:
             _write_pickled(path, shard, count, files)
-        weight_map |= {tensor.name: name for tensor in shard}
-        paths.append(path)
-    if len(shards) > 1:
-        listing = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        written.append(output / f"{stem}{suffix}.index.json")
-        files.write(written[-1], [json.dumps(listing, indent=2).encode()])
-    return paths
 
 
-def _parts(tensors: list[SourceTensor], count: Callable[[int], None]) -> Iterator[bytes | memoryview | Extent]:
+def _write_listing(path: Path, shards: Mapping[str, Sequence[SourceTensor]], files: Files) -> None:
+    """Writes the index of several files of weights."""
+    weight_map = {tensor.name: name for name, shard in shards.items() for tensor in shard}
+    total = sum(tensor.nbytes for shard in shards.values() for tensor in shard)
+    listing = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    files.write(path, [json.dumps(listing, indent=2).encode()])
+
+
+def _parts(tensors: Sequence[SourceTensor], count: Callable[[int], None]) -> Iterator[bytes | memoryview | Extent]:
     """Yields the bytes of a safetensors file."""
     yield encode_header([(t.name, t.layout.dtype, t.layout.shape) for t in tensors], {"format": "pt"})
     with Bytes() as source:
@@ -324,7 +319,7 @@ def blocks_of(
         yield out.data.cast("B")
 
 
-def _write_pickled(path: Path, tensors: list[SourceTensor], count: Callable[[int], None], files: Files) -> None:
+def _write_pickled(path: Path, tensors: Sequence[SourceTensor], count: Callable[[int], None], files: Files) -> None:
     """Writes a file for ``torch.load``. The tensors are memory-mapped from a temporary file, so that they take no
     memory."""
     import torch

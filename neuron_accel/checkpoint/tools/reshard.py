@@ -22,6 +22,7 @@ from neuron_accel.checkpoint.format.source import Bytes, SourceTensor, places_of
 from neuron_accel.checkpoint.format.tensorfile import encode_header, read_header
 from neuron_accel.checkpoint.state.snapshot import Item, RankFacts, folder_of
 from neuron_accel.checkpoint.tools.consolidate import Progress, blocks_of, checkpoint_folder
+from neuron_accel.checkpoint.tools.output import Output
 from neuron_accel.engine.plan.mesh import AxisKind, Mesh
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError
@@ -98,47 +99,55 @@ def reshard(
 
     Args:
         folder: the checkpoint.
-        output: the folder to create; it must be empty if it exists.
+        output: the folder to create; if it exists, it must be empty, but for what an earlier call that was interrupted
+            has left, which is removed.
         sharding: the mesh, and how tensors are sharded over it.
         progress: is called with the bytes written so far and the total.
         files: performs the operations on files.
 
     Raises:
-        CheckpointError: if the checkpoint is damaged, or the output is not empty.
+        CheckpointError: if the checkpoint is damaged, the output is not empty, or another process writes it.
     """
     files = files or Files("reshard")
     folder = checkpoint_folder(folder)
     manifest = read_manifest(folder)
     for relative, entry in manifest.files.items():
         check_file(folder, relative, entry)
-    if output.exists() and any(output.iterdir()):
-        raise CheckpointError(f"{str(output)!r} is not empty.", where=str(output), fix="name a new folder")
     copies = [_copy(folder, manifest, number) for number in range(replicas_in(manifest))]
-    inside = {"model", "optimizer", *(c.partition(".")[0] for index in copies for c in index.collections)}
-    folders = [output / folder_of(kind) for kind in sorted(inside)]
-    for path in (output, *folders):
-        files.make_folder(path)
     count = _counter(copies, progress)
-    entries: dict[str, FileEntry] = {}
+    contents: dict[str, tuple[str, list[StoredShard], dict[str, int]]] = {}  # by file: kind, shards, coordinates
     for replica, index in enumerate(copies):
         for (kind, rank), shards in sorted(_files_of_ranks(index, sharding).items()):
             at = dict(zip(sharding.mesh.axis_names, rank, strict=True))
             named = {axis: i for axis, i in at.items() if sharding.mesh.degree(axis) > 1}
             named |= {"replica": replica} if len(copies) > 1 else {}
             relative = f"{folder_of(kind)}/{RankFacts(coordinates=named).file_name(0)}"
-            written = files.write(output / relative, _parts(shards, at, count))
-            kind = kind_of(kind, replica)
-            entries[relative] = FileEntry(size=written.size, checksums=written.checksums, kind=kind)
-    for relative, entry in manifest.files.items():
-        if entry.kind.partition("@")[0] not in KINDS:
-            if relative in entries:
-                raise CheckpointError(f"The checkpoint has two files {relative!r}.", where=str(folder))
-            copied: Written = files.write(output / relative, [read_bytes(locate(folder, relative))])
-            entries[relative] = FileEntry(size=copied.size, checksums=copied.checksums, kind=entry.kind)
-    for path in (*folders, output):
-        files.sync_folder(path)
-    made = replace(manifest, files=entries, generation=0, info={**manifest.info, "resharded": sharding.degrees()})
-    files.replace(output / NAME, made.to_bytes())
+            contents[relative] = (kind_of(kind, replica), shards, at)
+    copied = {name: e.kind for name, e in manifest.files.items() if e.kind.partition("@")[0] not in KINDS}
+    if both := contents.keys() & copied.keys():
+        raise CheckpointError(f"The checkpoint has two files {min(both)!r}.", where=str(folder))
+    inside = {"model", "optimizer", *(c.partition(".")[0] for index in copies for c in index.collections)}
+    folders = [output / folder_of(kind) for kind in sorted(inside)]
+    with Output(output, files) as out:
+        if out.contents():
+            raise CheckpointError(f"{str(output)!r} is not empty.", where=str(output), fix="name a new folder")
+        out.announce([*contents, *copied, NAME])
+        for path in folders:
+            files.make_folder(path)
+        entries: dict[str, FileEntry] = {}
+        for relative, (kind, shards, at) in contents.items():
+            entries[relative] = _entry(files.write(output / relative, _parts(shards, at, count)), kind)
+        for relative, kind in copied.items():
+            written = files.write(output / relative, [read_bytes(locate(folder, relative))])
+            entries[relative] = _entry(written, kind)
+        for path in (*folders, output):
+            files.sync_folder(path)
+        made = replace(manifest, files=entries, generation=0, info={**manifest.info, "resharded": sharding.degrees()})
+        files.replace(output / NAME, made.to_bytes())
+
+
+def _entry(written: Written, kind: str) -> FileEntry:
+    return FileEntry(size=written.size, checksums=written.checksums, kind=kind)
 
 
 def _copy(folder: Path, manifest: Manifest, replica: int) -> Index:

@@ -99,7 +99,7 @@ def test_consolidating_what_is_damaged_leaves_no_weights(saved, tmp_path):
     with pytest.raises(CheckpointError, match="checksum does not match") as caught:
         consolidate(folder, tmp_path / "out", max_shard_size=20_000)
     assert path.name in str(caught.value)
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 def _load_pretrained(folder: str, plugins: list, model: str) -> dict:
