@@ -47,7 +47,7 @@ from tests.soak import Leftovers
 RANKS = 2
 COMPOSITIONS: Mapping[str, list[Any]] = {
     "zero1": ["zero1"],
-    "fully sharded": [{"fully_sharded": {"modules": "[02]"}}],
+    "fully sharded": [{"fully_sharded": {"modules": ["0", "2"]}}],
     "data parallel": [],
 }
 LOOKED_AT = 4  # steps of the start in which points are counted; a checkpoint a step, of which two are kept
@@ -341,7 +341,7 @@ def kill_launches(folder: Path, number: int, seed: int) -> Report:
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
     points = [word for point in LAUNCHED for word in ("--point", point)]
-    points = ["--point", "step:1", *points[: 2 * (number - 1)]]  # a checkpoint first
+    points = ["--point", "step:3", *points[: 2 * (number - 1)]]  # a checkpoint first
     command = ["chaos", "--kills", str(number), "--seed", str(seed), "--json", *points, "--timeout", "1200", "--"]
     command += ["launch", "--nproc-per-node", str(RANKS), "--cpu", "--quiet", "--grace", "5"]
     command += ["--max-restarts", str(number - number // 4), str(folder / "train.py"), str(folder), str(4 * number)]
