@@ -4,6 +4,7 @@ interrupted, on as many ranks or on fewer."""
 from __future__ import annotations
 
 import json
+import random
 import re
 import socket
 
@@ -51,18 +52,33 @@ accelerator.end_training()
 
 
 def uninterrupted(ranks):
-    """The same training in one process: weights, losses of the micro-batches, learning rate."""
+    """The same training in one process: weights and learning rate."""
+    weights, rate, _ = uninterrupted_run(ranks)
+    return weights, rate
+
+
+def uninterrupted_losses(ranks):
+    """The loss of each step of the same training in one process."""
+    return uninterrupted_run(ranks)[2]
+
+
+def uninterrupted_run(ranks):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     data = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+    losses = []
     for step in range(2 * 12 // ranks):
         optimizer.param_groups[0]["lr"] = 0.05 * 0.9 ** (ranks * step)
+        losses.append(0.0)
         for part in data.split(4 * ranks)[step % (12 // ranks)].split(4):
-            (model(part).square().mean() / ranks).backward()
+            loss = model(part).square().mean() / ranks
+            loss.backward()
+            losses[-1] += loss.item()
         optimizer.step()
         optimizer.zero_grad()
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), 0.05 * 0.9 ** (ranks * (step + 1))
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return weights, 0.05 * 0.9 ** (ranks * (step + 1)), torch.tensor(losses)
 
 
 @pytest.fixture
@@ -100,6 +116,63 @@ def test_a_rank_that_fails_twice_leaves_fewer_ranks_with_the_same_batch(train):
     torch.testing.assert_close(torch.tensor(result["weights"]), weights, rtol=1e-4, atol=1e-5)
 
 
+# ---- killed wherever a seed says -------------------------------------------------------------------------------------
+PLUGINS = [["data_parallel"], ["zero1"], [{"fully_sharded": {"modules": ["0", "2"]}}]]
+ANYWHERE = ["forward", "backward", "collective", "step", "save.open", "save.write", "save.fsync"]
+BY_DEFAULT = [3]
+"""Seeds of the cases that are not slow."""
+
+
+def elastic(seed):
+    """A case: plugins, ranks at the first start, ranks at the end, and options of chaos and launch."""
+    random_ = random.Random(seed)
+    ranks = 4 if seed % 5 == 4 else 2
+    shrinks = seed % 2 == 1 or ranks == 4
+    count = 2 if shrinks or ranks == 4 else random_.choice([1, 2, 3])
+    points = [f"{random_.choice(ANYWHERE)}:{random_.randint(1, 5)}" for _ in range(count)]
+    chaos = [word for point in points for word in ("--point", point)]
+    if shrinks:  # the same rank, twice in a row
+        chaos += ["--rank", str(random_.randrange(ranks))]
+    launch = ["--nproc-per-node", str(ranks), "--max-restarts", str(count)]
+    launch += ["--min-nproc-per-node", "1"] if shrinks else []
+    return random_.choice(PLUGINS), ranks, ranks // 2 if shrinks else ranks, ["--seed", str(seed), *chaos], launch
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[] if n in BY_DEFAULT else [pytest.mark.slow]) for n in range(20)]
+)
+def test_an_elastic_restart_ends_as_a_run_that_was_not_interrupted(start, tmp_path, seed):
+    plugins, ranks, last, chaos, launch = elastic(seed)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    script = [str(tmp_path / "train.py"), str(tmp_path), "{}", json.dumps(plugins)]
+    words = [*chaos, "--json", "--timeout", "120", "--", "launch", "--cpu", "--quiet", "--grace", "5", *launch, *script]
+    code, out, err = start(*words, command="chaos").finish(timeout=150)
+    assert code == 0, err
+    outcome = json.loads(out)
+    assert outcome["is_good"]
+    assert outcome["starts"] == 1  # all of it was one launch
+    assert [strike["named"] for strike in outcome["strikes"]] == [strike["struck"] for strike in outcome["strikes"]]
+    assert all(strike["at"] and strike["started_again"] for strike in outcome["strikes"])
+    result = json.loads((tmp_path / "result.json").read_text())
+    weights, rate = uninterrupted(ranks)
+    assert result["ranks"] == last
+    assert outcome["steps"] == 24 // ranks
+    assert result["rate"] == [pytest.approx(rate)]
+    torch.testing.assert_close(torch.tensor(result["weights"]), weights, rtol=1e-4, atol=1e-5)
+    expected = uninterrupted_losses(ranks)
+    losses = torch.tensor(result["losses"]).reshape(-1, ranks // last).mean(1)  # of the last start, a step each
+    torch.testing.assert_close(losses, expected[len(expected) - len(losses) :], rtol=1e-4, atol=1e-5)
+
+
+def test_the_cases_of_elastic_restarts_differ():
+    cases = [elastic(seed) for seed in range(20)]
+    assert {(ranks, last) for _, ranks, last, *_ in cases} == {(2, 2), (2, 1), (4, 2)}
+    assert len({json.dumps(plugins) for plugins, *_ in cases}) == 3
+    assert len({tuple(chaos) for *_, chaos, _ in cases}) == 20
+
+
+# ---- several machines ------------------------------------------------------------------------------------------------
 def test_two_machines_name_their_ranks_that_failed_and_go_on(start, tmp_path):
     """Restarted twice: each start has a store of its own."""
     (tmp_path / "train.py").write_text(SCRIPT)

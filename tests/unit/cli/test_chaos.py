@@ -1,0 +1,259 @@
+"""What ``neuron-accel chaos`` draws, where a process is struck, and what is read from the journal."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import neuron_accel
+from neuron_accel.cli._chaos_points import DONE, JOURNAL, PLAN, POINTS, RECORDED, VARIABLE, Struck
+from neuron_accel.cli._rank import CHAOS
+from neuron_accel.cli.chaos import History, Outcome, Strike, draw, read_journal
+from neuron_accel.cli.main import build_parser, main
+
+SOURCES = Path(neuron_accel.__file__).parent
+
+
+def drawn(seed, *options, ranks=4, command="launch", points=()):
+    args = build_parser().parse_args(["chaos", *options, "--", command, "x"])
+    return draw(seed, args, command, points, ranks)
+
+
+# ---- points ----------------------------------------------------------------------------------------------------------
+def test_every_event_of_the_package_is_a_point_or_recorded_and_every_point_is_raised_somewhere():
+    text = "\n".join(path.read_text() for path in SOURCES.rglob("*.py"))
+    raised = set(re.findall(r'sys\.audit\("neuron_accel\.(\w+)"', text))
+    operations = set(re.findall(r'\.operation\("(\w+)"', text))
+    works = set(re.findall(r'Files\("(\w+)"\)', text)) | {"save"}
+    observed = {"start", "forward", "worker"}  # by what starts a rank, a hook of modules, and a worker itself
+    points = {point for point in POINTS if "." not in point}
+    assert points == (raised - set(RECORDED)) | observed
+    assert raised >= set(RECORDED)
+    assert {point for point in POINTS if "." in point} == {f"{w}.{o}" for w in works for o in operations}
+
+
+def test_a_rank_and_the_command_mean_the_same_variable():
+    assert CHAOS == VARIABLE
+
+
+def test_the_list(capsys):
+    assert main(["chaos", "--list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n{point} " in shown for point in POINTS)
+
+
+# ---- drawing ---------------------------------------------------------------------------------------------------------
+def test_strikes_depend_on_the_seed_alone():
+    assert drawn(3, "--kills", "20") == drawn(3, "--kills", "20")
+    assert drawn(3, "--kills", "20") != drawn(4, "--kills", "20")
+
+
+def test_every_point_of_a_training_is_drawn_but_those_that_it_may_not_have():
+    found = {strike.point for seed in range(60) for strike in drawn(seed, "--kills", "6")}
+    tools = {point for point in POINTS if point.startswith(("consolidate", "reshard"))}
+    assert found == POINTS.keys() - tools - {"worker", "save.remove"}
+    assert "load" not in {drawn(seed)[0].point for seed in range(60)}  # nothing has been saved
+    alone = {strike.point for seed in range(60) for strike in drawn(seed, "--kills", "6", ranks=1)}
+    assert found - alone == {"rendezvous", "collective"}
+
+
+def test_counts_and_ranks_are_within_their_limits():
+    strikes = [strike for seed in range(60) for strike in drawn(seed, "--kills", "6", "--within", "20")]
+    assert {strike.count for strike in strikes if strike.point == "forward"} >= {1, 2, 20}
+    assert max(strike.count for strike in strikes) == 20
+    assert {strike.count for strike in strikes if strike.point == "start"} == {1}
+    assert {strike.rank for strike in strikes} == {None, 0, 1, 2, 3}
+    assert {strike.rank for strike in strikes if strike.point == "save.rename"} == {None}  # one rank renames
+    assert {strike.rank for strike in drawn(0, "--kills", "9", "--rank", "2")} == {2}
+    assert {strike.rank for strike in drawn(0, "--kills", "9", ranks=None)} == {None}
+
+
+def test_points_and_actions_that_are_given_are_taken_in_turn():
+    strikes = drawn(0, "--kills", "3", "--action", "stop", points=[("save", 4), ("step", None)])
+    assert [strike.point for strike in strikes] == ["save", "step", "save"]
+    assert (strikes[0].count, strikes[2].count) == (4, 4)
+    assert {strike.action for strike in strikes} == {"stop"}
+    assert len(drawn(0, points=[("save", 4), ("step", None)])) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("chaos", "A command is missing."),
+        ("chaos -- env", "'env' cannot be struck."),
+        ("chaos --point saves -- launch t.py", "There is no point 'saves'."),
+        ("chaos --point save:0 -- launch t.py", "'0' is not a count."),
+        ("chaos --point save:x -- launch t.py", "'x' is not a count."),
+        ("chaos --point consolidate.write -- launch t.py", "launch does not reach point 'consolidate.write'."),
+        ("chaos --point step -- consolidate a b", "consolidate does not reach point 'step'."),
+    ],
+)
+def test_what_cannot_be_struck_is_said_before_anything_is_started(words, message, capsys):
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--kills 0", "--repeat x", "--within -1"])
+def test_numbers_are_positive(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["chaos", *option.split(), "--", "launch", "t.py"])
+    assert "is not a positive number" in capsys.readouterr().err
+
+
+def test_wrong_usage_of_the_command_is_answered_by_it(capsys):
+    with pytest.raises(SystemExit):
+        main(["chaos", "--", "launch", "--nproc-per-nod", "2", "t.py"])
+    assert "unknown option --nproc-per-nod; did you mean --nproc-per-node?" in capsys.readouterr().err
+
+
+# ---- where a process is struck ---------------------------------------------------------------------------------------
+@pytest.fixture
+def struck(tmp_path, monkeypatch):
+    """Makes a process that the plan strikes; an action that does no harm marks the place."""
+
+    def make(*strikes, rank=0, size=2, counts=False):
+        plan = {"strikes": [{**STRIKE, **strike} for strike in strikes], "counts": counts}
+        (tmp_path / PLAN).write_text(json.dumps(plan))
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+        return Struck(str(tmp_path))
+
+    return make
+
+
+STRIKE = {"point": "step", "count": 1, "rank": None, "action": "slow", "seconds": 0.0}
+
+
+def struck_at(folder):
+    return [(line["number"], line["point"], line["rank"]) for line in read_journal(folder) if line["event"] == "strike"]
+
+
+def test_a_process_is_struck_at_the_nth_time_once(struck, tmp_path):
+    process = struck({"count": 3})
+    for _ in range(6):
+        process.audit("neuron_accel.step", ())
+        process.audit("neuron_accel.collective", ("all_reduce",))
+        process.audit("open", ("file",))
+        reached = struck_at(tmp_path)
+    assert reached == [(0, "step", 0)]
+    assert (tmp_path / DONE.format(0)).exists()
+
+
+def test_a_part_of_a_name_means_all_its_points(struck, tmp_path):
+    process = struck({"point": "save", "count": 2})
+    for name in ("saves", "saving", "saved", "save.open", "save.write", "save.fsync"):
+        process.audit(f"neuron_accel.{name}", ("folder", 0))
+    assert struck_at(tmp_path) == [(0, "save.write", 0)]
+
+
+def test_strikes_follow_one_another_on_whichever_rank(struck, tmp_path):
+    strikes = [{"count": 2, "rank": 1}, {"count": 2, "rank": 0}, {"count": 1, "rank": 5}]  # 5 of two ranks is 1
+    ranks = [struck(*strikes, rank=rank) for rank in range(2)]
+    for _ in range(4):
+        for rank in ranks:
+            rank.reach("step")
+    assert struck_at(tmp_path) == [(0, "step", 1), (1, "step", 0), (2, "step", 1)]
+
+
+def test_two_ranks_that_may_both_be_struck_are_not_both(struck, tmp_path):
+    first, second = struck({"count": 1}, rank=0), struck({"count": 1}, rank=1)
+    first.reach("load")  # both have looked
+    second.reach("step")
+    first.reach("step")
+    assert struck_at(tmp_path) == [(0, "step", 1)]
+
+
+def test_points_are_counted_if_that_is_wanted(struck, tmp_path):
+    process = struck(counts=True)
+    for point in ("step", "load", "step"):
+        process.reach(point)
+    found = [line["point"] for line in read_journal(tmp_path) if line["event"] == "point"]
+    assert found == ["step", "load", "step"]
+
+
+def test_a_line_of_the_journal_that_is_not_complete_is_left_out(tmp_path):
+    (tmp_path / JOURNAL).write_text('{"event": "start"}\n{"event": "sta')
+    assert read_journal(tmp_path) == [{"event": "start"}]
+
+
+# ---- what is read from the journal -----------------------------------------------------------------------------------
+def journal(*events):
+    """Lines by the time; a number begins the start of that number."""
+    start, lines = 0, []
+    for time, event in enumerate(events):
+        if isinstance(event, int):
+            start = event
+            event = ("start",)
+        name, *what = event if isinstance(event, tuple) else (event,)
+        line = {"event": name, "start": f"{start}", "time": time, "rank": 0, "pid": start}
+        if name == "strike":
+            line |= {"number": what[0], "point": "step", "rank": 1}
+        elif what:
+            line["checkpoint"] = [f"c/{what[0]}", 0]
+        lines.append(line)
+    return lines
+
+
+KILLED = Strike(point="step", count=1, rank=1)
+
+
+def test_steps_since_the_checkpoint_that_was_resumed_are_lost():
+    saved = [("saving", "a"), ("saved", "a")]
+    lines = journal(0, "stepped", *saved, "stepped", "stepped", ("strike", 0), 1, ("loaded", "a"), "stepped")
+    history = History([KILLED], [(7.5, 1)]).follow(lines)
+    (strike,) = history.strikes
+    assert (strike.resumed, strike.steps_lost, strike.is_older, strike.started_again) == ("a", 2, False, True)
+    assert (strike.at, strike.struck, strike.named) == ("step", 1, None)  # named after the next start had begun
+    assert history.position == 2
+    assert History([KILLED], [(6.5, 1)]).follow(lines).strikes[0].named == 1
+
+
+def test_a_position_is_that_of_the_moment_of_the_copy_of_a_save_in_the_background():
+    lines = journal(0, "stepped", ("saving", "a"), "stepped", ("saved", "a"), ("strike", 0), 1, ("loaded", "a"))
+    assert History([KILLED]).follow(lines).strikes[0].steps_lost == 1
+
+
+def test_resuming_an_older_checkpoint_than_the_last_is_told():
+    lines = [("saving", "a"), ("saved", "a"), "stepped", ("saving", "b"), ("saved", "b"), ("strike", 0), 1]
+    assert History([KILLED]).follow(journal(0, "stepped", *lines, ("loaded", "a"))).strikes[0].is_older
+    assert not History([KILLED]).follow(journal(0, "stepped", *lines, ("loaded", "b"))).strikes[0].is_older
+    nothing = History([KILLED]).follow(journal(0, "stepped", *lines, "stepped")).strikes[0]
+    assert (nothing.is_older, nothing.resumed, nothing.steps_lost) == (True, None, 2)
+
+
+def test_a_save_that_was_killed_before_it_returned_may_be_resumed_or_not():
+    lines = ["stepped", ("saving", "a"), ("saved", "a"), "stepped", ("saving", "b"), ("strike", 0), 1]
+    for resumed, lost in (("a", 1), ("b", 0)):
+        (strike,) = History([KILLED]).follow(journal(0, *lines, ("loaded", resumed))).strikes
+        assert (strike.is_older, strike.steps_lost) == (False, lost)
+
+
+def test_starts_that_end_before_they_have_resumed_lose_no_further_steps():
+    begin = ["stepped", ("saving", "a"), ("saved", "a"), "stepped", ("strike", 0)]
+    lines = journal(0, *begin, 1, ("strike", 1), 2, ("strike", 2), 3, ("loaded", "a"), "stepped")
+    history = History([KILLED] * 3, [(5.5, 0), (7.5, 1), (9.5, 2)]).follow(lines)
+    assert [strike.steps_lost for strike in history.strikes] == [1, 0, 0]
+    assert [strike.named for strike in history.strikes] == [0, 1, 2]
+    assert {strike.resumed for strike in history.strikes} == {"a"}
+
+
+def test_a_run_that_goes_on_after_a_strike_loses_nothing():
+    history = History([KILLED]).follow(journal(0, "stepped", ("strike", 0), "stepped"))
+    assert history.strikes[0].steps_lost == 0
+    assert not history.strikes[0].started_again
+    assert history.position == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"exit_code": 1}, {"lost": ["c"]}, {"processes": ["p"]}, {"shared_memory": ["s"]}, {"timed_out": True}],
+)
+def test_what_is_not_good(wrong):
+    good = {"strikes": [KILLED], "exit_code": 0, "starts": 1}
+    assert Outcome(**good).is_good
+    assert not Outcome(**{**good, **wrong}).is_good
+    older = Strike(point="step", count=1, rank=1, is_older=True)
+    assert not Outcome(**{**good, "strikes": [older]}).is_good
