@@ -183,7 +183,7 @@ def kill_training(folder: Path, plugins: list[Any], number: int, seed: int) -> R
                 report.faults.append(f"{where}: another rank is named: {str(error)[:2000]}")
         if not (chaos / DONE.format(index)).exists():
             report.faults.append(f"{where}: not reached")
-            (chaos / DONE.format(index)).touch()
+            (chaos / DONE.format(index)).write_text("not reached")
             continue
         report.kills[strike.point] += 1
         report.faults += [f"{where}: {fault}" for fault in (*leftovers.found(), *_checkpoints(folder, chaos))]

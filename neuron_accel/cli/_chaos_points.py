@@ -20,6 +20,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from types import FrameType
@@ -137,7 +138,9 @@ class Struck:
             self.write("point", point=point)
         if time.monotonic() < self._slow_until:
             time.sleep(SLOW_SECONDS)
-        while self._next < len(self._strikes) and os.path.exists(self._done(self._next)):
+        while self._next < len(self._strikes) and (started := self._struck_in(self._next)) is not None:
+            if self._strikes[self._next]["action"] == KILL and started == self._start:
+                return  # a rank of this start was killed, and the next strike is for the next start
             self._next, self._seen = self._next + 1, 0
         if self._next == len(self._strikes):
             return
@@ -149,15 +152,25 @@ class Struck:
         self._seen += 1
         if self._seen != strike["count"]:
             return
+        done = os.path.join(self._folder, DONE.format(self._next))
+        with open(own := f"{done}.{os.getpid()}.{threading.get_ident()}", "w") as file:
+            file.write(self._start)
         try:
-            os.close(os.open(self._done(self._next), os.O_CREAT | os.O_EXCL))
+            os.link(own, done)
         except FileExistsError:  # another rank was first
             return
+        finally:
+            os.unlink(own)
         self.write("strike", number=self._next, point=point)
         self._act(strike)
 
-    def _done(self, number: int) -> str:
-        return os.path.join(self._folder, DONE.format(number))
+    def _struck_in(self, number: int) -> str | None:
+        """The start in which a strike took place; None if it has not."""
+        try:
+            with open(os.path.join(self._folder, DONE.format(number))) as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
 
     # ---- points that are not raised as events ------------------------------------------------------------------------
     def _watch_modules(self) -> None:

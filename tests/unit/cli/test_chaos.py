@@ -166,6 +166,19 @@ def test_two_ranks_that_may_both_be_struck_are_not_both(struck, tmp_path):
     assert struck_at(tmp_path) == [(0, "step", 1)]
 
 
+def test_after_a_kill_no_further_rank_of_that_start_is_struck(struck, tmp_path, monkeypatch):
+    monkeypatch.setattr(Struck, "_act", lambda self, strike: None)  # not this process
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    strikes = [{"action": "kill", "rank": 0}, {"action": "kill", "rank": 1}]
+    killed, other = (struck(*strikes, rank=rank) for rank in range(2))
+    killed.reach("step")
+    other.reach("step")
+    assert struck_at(tmp_path) == [(0, "step", 0)]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    struck(*strikes, rank=1).reach("step")
+    assert struck_at(tmp_path) == [(0, "step", 0), (1, "step", 1)]
+
+
 def test_points_are_counted_if_that_is_wanted(struck, tmp_path):
     process = struck(counts=True)
     for point in ("step", "load", "step"):
