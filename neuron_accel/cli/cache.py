@@ -14,7 +14,7 @@ from neuron_accel.cli.parser import naming_options
 from neuron_accel.cli.terminal import format_pairs, format_table, show, table_width
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import CompileCache, check_location, is_s3, location_of
-from neuron_accel.neuron.cache_remote import RemoteEntry, is_remote, refusal_to_prune, remote_entries
+from neuron_accel.neuron.cache_remote import RemoteEntry, refusal_to_prune, remote_entries
 from neuron_accel.neuron.cache_store import (
     Entry,
     Eviction,
@@ -26,6 +26,7 @@ from neuron_accel.neuron.cache_store import (
     running_jobs,
 )
 from neuron_accel.neuron.quantities import format_duration, format_size
+from neuron_accel.storage import is_url
 
 Pairs = list[tuple[str, str]]
 
@@ -88,7 +89,7 @@ def _report(args: argparse.Namespace) -> tuple[Any, str]:
         check_location(args.cache_dir, "--cache-dir")
     place = location_of(os.environ) if args.cache_dir is None else os.path.expanduser(args.cache_dir)
     place = place.removeprefix("file://")
-    if is_remote(place):
+    if is_url(place):
         return {"list": _list_remote, "stats": _stats_remote, "prune": _refuse}[args.action](place, args)
     return {"list": _list, "stats": _stats, "prune": _prune}[args.action](open_folder(place), args)
 

@@ -29,8 +29,8 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint_dir", type=Path, help="the checkpoint, or its tensor_parallel_shards folder")
-    parser.add_argument("output_dir", type=Path, help="a folder without weights; created if it does not exist")
+    parser.add_argument("checkpoint_dir", help="the checkpoint, or its tensor_parallel_shards folder; a folder or URL")
+    parser.add_argument("output_dir", help="a folder or URL without weights; created if it does not exist")
     parser.add_argument(
         "-f",
         "--format",
@@ -63,14 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from neuron_accel.checkpoint.tools.consolidate import consolidate, parse_size
+    from neuron_accel.storage import location
 
     config = args.config
     if config is not None and config.name == "config.json" and not config.is_dir():
         config = config.parent
     with Bar(sys.stderr, hidden=args.quiet) as bar:
         paths = consolidate(
-            args.checkpoint_dir,
-            args.output_dir,
+            location(args.checkpoint_dir),
+            location(args.output_dir),
             form=args.format,
             max_shard_size=parse_size(args.max_shard_size),
             verify=not args.no_verify,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from neuron_accel.cli.terminal import format_pairs, format_table, show, table_width
@@ -23,7 +22,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint_dir", type=Path, help="the checkpoint, or its tensor_parallel_shards folder")
+    parser.add_argument("checkpoint_dir", help="the checkpoint, or its tensor_parallel_shards folder; a folder or URL")
     parser.add_argument("--all", action="store_true", help="also list the optimizer's state")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -31,8 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from neuron_accel.checkpoint.tools.consolidate import checkpoint_folder
     from neuron_accel.checkpoint.tools.report import inspect
+    from neuron_accel.storage import location
 
-    report = inspect(checkpoint_folder(args.checkpoint_dir))
+    report = inspect(checkpoint_folder(location(args.checkpoint_dir)))
     if args.json:
         print(json.dumps(report, indent=2))
     else:

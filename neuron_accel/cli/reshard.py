@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from neuron_accel.engine.sharding.layout import Layout
+    from neuron_accel.storage import Location
 
 SUMMARY = "reshard a checkpoint for another mesh, including the optimizer"
 DESCRIPTION = """\
@@ -33,8 +35,8 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint_dir", type=Path, help="the checkpoint, or its tensor_parallel_shards folder")
-    parser.add_argument("output_dir", type=Path, help="an empty folder; created if it does not exist")
+    parser.add_argument("checkpoint_dir", help="the checkpoint, or its tensor_parallel_shards folder; a folder or URL")
+    parser.add_argument("output_dir", help="an empty folder or URL; created if it does not exist")
     parser.add_argument(
         "--tensor-parallel-size",
         type=int,
@@ -66,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from neuron_accel.checkpoint.tools.reshard import Sharding, reshard
     from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
     from neuron_accel.errors import ConfigurationError
+    from neuron_accel.storage import location
 
     tp, pp, dp = args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size
     if min(tp, pp, dp, args.virtual_stages) < 1:
@@ -73,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             "Degrees are at least 1.",
             where="--tensor-parallel-size, --pipeline-parallel-size, --virtual-stages, --data-parallel-size",
         )
-    folder = checkpoint_folder(args.checkpoint_dir)
+    folder = checkpoint_folder(location(args.checkpoint_dir))
     model = None if tp == pp == 1 else model_of(folder)
     axes = [
         AxisSpec(name="pp", degree=pp, kind=AxisKind.STAGE),
@@ -87,12 +90,12 @@ def run(args: argparse.Namespace) -> int:
         shard_optimizer=args.zero_1,
     )
     with Bar(sys.stderr, hidden=args.quiet) as bar:
-        reshard(folder, args.output_dir, sharding, progress=bar.show)
+        reshard(folder, location(args.output_dir), sharding, progress=bar.show)
     show(f"{args.output_dir}: pp {pp} x dp {dp} x tp {tp}")
     return 0
 
 
-def model_of(folder: Path) -> nn.Module:
+def model_of(folder: Location) -> nn.Module:
     """The model of the configuration in ``folder``, on the meta device.
 
     Raises:
@@ -110,8 +113,11 @@ def model_of(folder: Path) -> nn.Module:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    with tempfile.TemporaryDirectory() as copy:
+        Path(copy, "config.json").write_bytes((folder / "config.json").read_bytes())
+        config = AutoConfig.from_pretrained(copy)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        return AutoModelForCausalLM.from_config(config)
 
 
 def layouts_of(model: nn.Module, degree: int) -> dict[str, Layout]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from neuron_accel.cli.terminal import show
 
@@ -16,19 +15,21 @@ their shapes match the model's configuration. Needs no torch. The exit code is 1
 EXAMPLES = """\
 examples:
   neuron-accel verify runs/checkpoints/checkpoint_3
+  neuron-accel verify s3://bucket/runs/checkpoints/checkpoint_3
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint_dir", type=Path, help="the checkpoint, or its tensor_parallel_shards folder")
+    parser.add_argument("checkpoint_dir", help="the checkpoint, or its tensor_parallel_shards folder; a folder or URL")
     parser.add_argument("-v", "--verbose", action="store_true", help="print the name of every file")
 
 
 def run(args: argparse.Namespace) -> int:
     from neuron_accel.checkpoint.tools.consolidate import checkpoint_folder
     from neuron_accel.checkpoint.tools.report import verify
+    from neuron_accel.storage import location
 
-    folder = checkpoint_folder(args.checkpoint_dir)
+    folder = checkpoint_folder(location(args.checkpoint_dir))
     wrong = verify(folder, (lambda path: print(path, flush=True)) if args.verbose else (lambda path: None))
     for problem in wrong:
         show(problem, sys.stderr)

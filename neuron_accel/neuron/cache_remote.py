@@ -19,8 +19,8 @@ from typing import Any
 
 from neuron_accel.errors import ConfigurationError, UsageError
 from neuron_accel.neuron.cache import check_location, is_s3
+from neuron_accel.storage import advice, last_written, open_store
 
-EXTRA = "neuron-accel[s3]"
 DAY = 86400.0
 
 
@@ -47,11 +47,6 @@ class RemoteEntry:
         return self.path.rpartition("/")[2]
 
 
-def is_remote(location: str) -> bool:
-    """Whether ``location`` is a URL, not a folder."""
-    return "://" in location
-
-
 def remote_entries(url: str) -> list[RemoteEntry]:
     """Lists all entries at ``url``, read with fsspec, in the order in which they were written.
 
@@ -61,26 +56,10 @@ def remote_entries(url: str) -> list[RemoteEntry]:
     if is_s3(url):
         check_location(url, "--cache-dir, NEURON_CC_FLAGS or NEURON_COMPILE_CACHE_URL")
     with explained(url):
-        store, root = _open(url)
+        store, root = open_store(url, "neuron-accel cache")
         folders = [f for f in store.ls(root, detail=False) if f.rstrip("/").rpartition("/")[2].startswith("neuronxcc-")]
         found = [entry for folder in folders for entry in _read(store, folder.rstrip("/"))]
     return sorted(found, key=lambda entry: (entry.last_written, entry.path))
-
-
-def _open(url: str) -> tuple[Any, str]:
-    try:
-        import fsspec
-
-        return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # a package is missing, or the protocol is unknown
-        raise ConfigurationError(
-            f"{url} cannot be read: {error}.",
-            where="neuron-accel cache",
-            why="URLs are read with fsspec, which needs a package for each protocol",
-            fix=f"pip install '{EXTRA}'"
-            if is_s3(url)
-            else "install the package that it names, or pass another location",
-        ) from None
 
 
 def _read(store: Any, folder: str) -> Iterator[RemoteEntry]:
@@ -98,14 +77,9 @@ def _read(store: Any, folder: str) -> Iterator[RemoteEntry]:
             path=store.unstrip_protocol(path),
             compiler=folder.rpartition("/")[2].removeprefix("neuronxcc-"),
             size=sum(info["size"] for info in files.values()),
-            last_written=max(_written(store, f"{path}/{name}", info) for name, info in files.items()),
+            last_written=max(last_written(store, f"{path}/{name}", info) for name, info in files.items()),
             state="done" if finished else "failed" if failed else "incomplete",
         )
-
-
-def _written(store: Any, path: str, info: Mapping[str, Any]) -> float:
-    """When an object was written, in seconds since the epoch: from the listing (S3), or asked of the store."""
-    return (info.get("LastModified") or store.modified(path)).timestamp()
 
 
 @contextmanager
@@ -127,21 +101,18 @@ def explained(url: str) -> Iterator[None]:
             f"Access to the compile cache at {url} was denied: {str(error).rstrip('.')}.",
             where=url,
             why="the credentials do not permit listing it, are wrong, or have expired",
-            fix="use credentials that permit listing it" + (_CREDENTIALS if is_s3(url) else ""),
+            fix="use credentials that permit listing it" + advice(url, _RIGHTS),
         ) from None
     except Exception as error:
         raise ConfigurationError(
             f"The compile cache at {url} cannot be read: {str(error).rstrip('.') or 'no reason given'}.",
             where=url,
             why=f"fsspec raised {type(error).__module__}.{type(error).__qualname__}",
-            fix="check credentials, region and network" + (_CREDENTIALS if is_s3(url) else ""),
+            fix="check credentials, region and network" + advice(url, _RIGHTS),
         ) from error
 
 
-_CREDENTIALS = (
-    " (s3:ListBucket on the bucket is enough): AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the "
-    "instance's role; `aws sts get-caller-identity` prints the identity in use"
-)
+_RIGHTS = "s3:ListBucket on the bucket is enough"
 
 
 # ---- evicting, by a lifecycle rule of the store ----------------------------------------------------------------------

@@ -132,7 +132,7 @@ def consolidation_problems(folder: str, weights: Mapping[str, torch.Tensor], out
 
     found: dict[str, torch.Tensor] = {}
     for path in consolidate(Path(folder), output / "model"):
-        found |= load_file(path)
+        found |= load_file(str(path))
     problems = [f"the consolidated model has {name!r}, and the run had not" for name in found if name not in weights]
     for name, value in weights.items():
         if name in found and not torch.equal(found[name], value):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.trainer_pt_utils import safe_globals
 
+from neuron_accel.checkpoint.format.files import threads_of
 from neuron_accel.checkpoint.format.index import Index, state_collection
 from neuron_accel.checkpoint.format.pickled import read_containers
 from neuron_accel.checkpoint.format.source import Bytes, Chunk, SourceTensor
@@ -129,7 +130,7 @@ def restore(training: TrainingObjects, model: PreparedModel, scheduler: Any, fol
         load_weights(model, folder, run)
         refresh_masters(training.optimizers, run)
         named.make_room()
-        agreed(run, lambda: fulfil(needs, files, run))
+        agreed(run, lambda: fulfil(needs, files, run, threads_of(run)))
     named.finish()
     if scheduler is not None and state.scheduler is not None:
         scheduler.load_state_dict(state.scheduler)

@@ -15,9 +15,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "neuron_accel"
 
 # Layer to the parts of this package that it may import while it runs; what only type checkers read is free.
-BELOW_FACES = {"loop", "lazy", "data", "checkpoint", "neuron", "engine", "backends", "errors"}
+BELOW_FACES = {"loop", "lazy", "data", "checkpoint", "neuron", "engine", "backends", "storage", "errors"}
 MAY_IMPORT = {
     "errors": set(),
+    "storage": {"errors"},
     "backends": {"backends", "errors"},
     "engine": {"engine", "backends", "errors"},
     "contract": {"engine", "backends", "errors"},
@@ -25,11 +26,11 @@ MAY_IMPORT = {
     "lazy": {"lazy", "engine", "checkpoint", "errors"},
     "strategies": {"strategies", "contract", "models", "lazy"},
     "data": {"data", "engine", "backends", "errors"},
-    "neuron": {"neuron", "engine", "backends", "errors"},
-    "checkpoint": {"checkpoint", "lazy", "engine", "backends", "errors"},
+    "neuron": {"neuron", "engine", "backends", "storage", "errors"},
+    "checkpoint": {"checkpoint", "lazy", "engine", "backends", "storage", "errors"},
     "loop": BELOW_FACES,
     "standalone": {"strategies", "engine", "backends", "errors"},
-    "accelerator": {"loop", "lazy", "data", "checkpoint", "neuron", "engine", "backends", "errors"},
+    "accelerator": {"loop", "lazy", "data", "checkpoint", "neuron", "engine", "backends", "storage", "errors"},
     "trainer": {
         "",
         "trainer",
@@ -41,6 +42,7 @@ MAY_IMPORT = {
         "checkpoint",
         "engine",
         "backends",
+        "storage",
         "errors",
     },
     "planning": {"", "planning", "models", "neuron", "accelerator", "engine", "backends", "errors"},
@@ -54,6 +56,7 @@ MAY_IMPORT = {
         "neuron",
         "engine",
         "backends",
+        "storage",
         "errors",
         "testing",
     },

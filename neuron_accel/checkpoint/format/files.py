@@ -1,7 +1,7 @@
-"""Durable operations on files.
+"""Durable operations on files, in local folders and at URLs.
 
-All operations of a save on the file system are methods of one :class:`Files`, so that a test can end the process before
-any of them, and every error names the file.
+All operations of a save are methods of one :class:`Files`, so that a test can end the process before any of them, and
+every error names the file.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import xxhash
 
 from neuron_accel.errors import CheckpointError
+from neuron_accel.storage import THREADS, Location, RemotePath
 
 if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import Run
@@ -51,13 +52,14 @@ class Written:
 class Extent:
     """A range of bytes in a file."""
 
-    path: Path
+    path: Location
     offset: int
     size: int
 
 
 class Files:
-    """Operations on a local or shared POSIX file system.
+    """Operations on a local or shared POSIX file system, and on the stores of URLs. What is written to a store appears
+    as a whole or not at all, and is durable when it appears.
 
     Args:
         work: what they belong to: ``"save"``, ``"consolidate"`` or ``"reshard"``.
@@ -66,24 +68,26 @@ class Files:
     def __init__(self, work: str = "save") -> None:
         self._event = f"neuron_accel.{work}"
 
-    def operation(self, name: str, path: Path) -> None:
+    def operation(self, name: str, path: Location) -> None:
         """Is called before every operation, and raises an audit event. Tests override it."""
         sys.audit(f"{self._event}.{name}", str(path))
 
-    def make_folder(self, path: Path) -> None:
+    def make_folder(self, path: Location) -> None:
         try:
             self.operation("mkdir", path)
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise failure("made", path, error) from error
 
-    def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> Written:
+    def write(self, path: Location, parts: Iterable[bytes | memoryview]) -> Written:
         """Writes ``parts`` to a file, one after another, and returns once they are on disk. If that fails, the file is
         removed.
 
         Raises:
             CheckpointError: if the file cannot be written.
         """
+        if isinstance(path, RemotePath):
+            return self._upload(path, parts)
         size, checksums = 0, _Checksums()
         try:
             self.operation("open", path)
@@ -103,13 +107,37 @@ class Files:
             raise failure("written", path, error) from error
         return Written(size, checksums.of_blocks())
 
-    def assemble(self, path: Path, parts: Iterable[bytes | memoryview | Extent]) -> None:
+    def _upload(self, path: RemotePath, parts: Iterable[bytes | memoryview]) -> Written:
+        size, checksums = 0, _Checksums()
+
+        def chunks() -> Iterator[memoryview]:
+            nonlocal size
+            for part in parts:
+                view = memoryview(part).cast("B")
+                for begin in range(0, len(view), _CHUNK):
+                    chunk = view[begin : begin + _CHUNK]
+                    self.operation("write", path)
+                    checksums.update(chunk)
+                    size += len(chunk)
+                    yield chunk
+
+        try:
+            self.operation("open", path)
+            path.upload(chunks())
+        except OSError as error:
+            raise failure("written", path, error) from error
+        return Written(size, checksums.of_blocks())
+
+    def assemble(self, path: Location, parts: Iterable[bytes | memoryview | Extent]) -> None:
         """Writes bytes and slices of other files to a file, and returns once they are on disk. Slices are copied by the
         system if possible. If that fails, the file is removed.
 
         Raises:
             CheckpointError: if the file cannot be written, or a slice cannot be read.
         """
+        if isinstance(path, RemotePath):
+            self._upload(path, (view for part in parts for view in _in_memory(part)))
+            return
         try:
             self.operation("open", path)
             with open(path, "wb", buffering=0) as file, _removed_on_failure(path):
@@ -126,8 +154,10 @@ class Files:
         except OSError as error:
             raise failure("written", path, error) from error
 
-    def replace(self, path: Path, contents: bytes) -> Written:
+    def replace(self, path: Location, contents: bytes) -> Written:
         """Replaces the contents of a file atomically. If that fails, the file is as before."""
+        if isinstance(path, RemotePath):
+            return self._upload(path, [contents])
         temporary = path.with_name(f".{path.name}.new")
         written = self.write(temporary, [contents])
         try:
@@ -139,8 +169,10 @@ class Files:
         self.sync_folder(path.parent)
         return written
 
-    def sync_folder(self, path: Path) -> None:
-        """Makes the entries of a folder durable."""
+    def sync_folder(self, path: Location) -> None:
+        """Makes the entries of a folder durable. In a store they are when they appear."""
+        if isinstance(path, RemotePath):
+            return
         try:
             self.operation("fsync", path)
             descriptor = os.open(path, os.O_RDONLY)
@@ -151,11 +183,13 @@ class Files:
         except OSError as error:
             raise failure("made durable", path, error) from error
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Location) -> None:
         """Removes a file, or a folder with its contents, if it exists."""
         try:
             self.operation("remove", path)
-            if path.is_dir() and not path.is_symlink():
+            if isinstance(path, RemotePath):
+                path.remove()
+            elif path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
@@ -174,15 +208,19 @@ def _removed_on_failure(path: Path) -> Iterator[None]:
         raise
 
 
-def failure(verb: str, path: Path | str, error: OSError) -> CheckpointError:
+def failure(verb: str, path: Location | str, error: OSError) -> CheckpointError:
     """Returns the error for a file that could not be ``verb``: ``"read"``, ``"written"`` and so on."""
     return CheckpointError(
-        f"{Path(path).name!r} could not be {verb}: {error.strerror or error}.",
+        f"{_name(path)!r} could not be {verb}: {error.strerror or error}.",
         where=str(path),
         fix="check that it exists and may be read by this user, or use another checkpoint"
         if verb == "read"
         else "check that the folder exists, is writable for this user, and has space left",
     )
+
+
+def _name(path: Location | str) -> str:
+    return Path(path).name if isinstance(path, str) else path.name
 
 
 def open_file(path: Path | str) -> int:
@@ -201,14 +239,50 @@ def open_file(path: Path | str) -> int:
     return descriptor
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Location) -> bytes:
     """Returns the contents of a file.
 
     Raises:
-        OSError: as for :func:`open_file`.
+        OSError: as for :func:`open_file`; at a URL FileNotFoundError only.
+        CheckpointError: if a file at a URL cannot be read for another reason.
     """
+    if isinstance(path, RemotePath):
+        return path.read_bytes()
     with open(open_file(path), "rb") as file:
         return file.read()
+
+
+def _in_memory(part: bytes | memoryview | Extent) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of a part, a few megabytes at a time."""
+    if not isinstance(part, Extent):
+        yield part
+        return
+    size = 0
+    try:
+        if isinstance(part.path, RemotePath):
+            blocks: Iterator[bytes] = part.path.ranges(part.offset, part.size)
+        else:
+            blocks = _local_ranges(part.path, part.offset, part.size)
+        for block in blocks:
+            size += len(block)
+            yield block
+    except OSError as error:
+        raise failure("read", part.path, error) from error
+    if size < part.size:
+        raise too_short(part.path)
+
+
+def _local_ranges(path: Path, offset: int, size: int) -> Iterator[bytes]:
+    with open(open_file(path), "rb", buffering=0) as file:
+        file.seek(offset)
+        while size and (block := file.read(min(_CHUNK, size))):
+            size -= len(block)
+            yield block
+
+
+def too_short(path: Location | str) -> CheckpointError:
+    """Returns the error for a file that ends before a range of it does."""
+    return CheckpointError(f"{_name(path)!r} ends too early.", where=str(path), why="it was truncated")
 
 
 def _copy_extent(extent: Extent, target: int) -> None:
@@ -219,6 +293,12 @@ def _copy_extent(extent: Extent, target: int) -> None:
         CheckpointError: if the file ends before the extent does.
     """
     offset, end = extent.offset, extent.offset + extent.size
+    if isinstance(extent.path, RemotePath):
+        for block in _in_memory(extent):
+            left = memoryview(block)
+            while left:
+                left = left[os.write(target, left) :]
+        return
     with open(open_file(extent.path), "rb", buffering=0) as source:
         by_system = hasattr(os, "copy_file_range")
         while offset < end:
@@ -234,9 +314,7 @@ def _copy_extent(extent: Extent, target: int) -> None:
             else:
                 count = os.write(target, os.pread(source.fileno(), size, offset))
             if not count:
-                raise CheckpointError(
-                    f"{extent.path.name!r} ends too early.", where=str(extent.path), why="it was truncated"
-                )
+                raise too_short(extent.path)
             offset += count
 
 
@@ -266,15 +344,24 @@ def number_of_blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def checksum_of_block(path: Path, block: int) -> str:
+def checksum_of_block(path: Location, block: int, size: int = BLOCK) -> str:
     """Returns the checksum of one block of a file, using a fixed amount of memory.
+
+    Args:
+        path: the file.
+        block: number of the block.
+        size: bytes of the block, which the last one has fewer of.
 
     Raises:
         CheckpointError: if the file cannot be read.
     """
-    checksum, left = xxhash.xxh3_64(), BLOCK
-    buffer = bytearray(_CHUNK)
+    checksum, left = xxhash.xxh3_64(), size
     try:
+        if isinstance(path, RemotePath):
+            for part in path.ranges(block * BLOCK, size):
+                checksum.update(part)
+            return str(checksum.hexdigest())
+        buffer = bytearray(_CHUNK)
         with open(open_file(path), "rb", buffering=0) as file:
             file.seek(block * BLOCK)
             while left and (count := file.readinto(memoryview(buffer)[: min(left, _CHUNK)])):
@@ -299,9 +386,11 @@ Result = TypeVar("Result")
 _MOST = 4  # more threads are not faster
 
 
-def threads_of(run: Run) -> int:
-    """Returns how many threads this rank may use, such that the threads of all ranks on its machine have a core
-    each."""
+def threads_of(run: Run, folder: Location | None = None) -> int:
+    """Returns how many threads this rank may use, such that the threads of all ranks on its machine have a core each.
+    Threads that read ``folder`` need none if it is at a URL."""
+    if isinstance(folder, RemotePath):
+        return THREADS
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size))
     return max(1, min(_MOST, len(os.sched_getaffinity(0)) // max(1, ranks)))
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from neuron_accel.checkpoint.format.files import failure, read_bytes
+from neuron_accel.checkpoint.format.files import failure, in_order, read_bytes
 from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER, Manifest, has_manifest, locate
 from neuron_accel.checkpoint.format.pickled import read_pickled
 from neuron_accel.checkpoint.format.source import Chunk, SourceTensor
 from neuron_accel.checkpoint.format.tensorfile import Header, read_header
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError, LayoutError
+from neuron_accel.storage import THREADS, Location, RemotePath
 
 METADATA = "neuron_accel"
 """Key, in the metadata of a safetensors file, of the description of its tensors."""
@@ -90,7 +91,7 @@ class Index:
         """Returns the tensors of a collection, each once."""
         return list({id(t): t for t in self.collections.get(collection, {}).values()}.values())
 
-    def add(self, path: Path, header: Header) -> None:
+    def add(self, path: Location, header: Header) -> None:
         """Adds the tensors of one file of a checkpoint.
 
         Raises:
@@ -109,7 +110,7 @@ class Index:
                 why="it was not written by `save_state`, or by another version",
             ) from error
 
-    def _add(self, path: Path, header: Header, key: str, description: Mapping[str, Any]) -> None:
+    def _add(self, path: Location, header: Header, key: str, description: Mapping[str, Any]) -> None:
         stored = header.tensors[key]
         _check_types(description)
         layout = Layout.from_dict(description["layout"])
@@ -146,7 +147,7 @@ def _check_types(description: Mapping[str, Any]) -> None:
         raise ValueError(f"its form is {description['form']!r}")
 
 
-def index_checkpoint(folder: Path, manifest: Manifest, kinds: tuple[str, ...] = KINDS, replica: int = 0) -> Index:
+def index_checkpoint(folder: Location, manifest: Manifest, kinds: tuple[str, ...] = KINDS, replica: int = 0) -> Index:
     """Returns the index of a checkpoint. Reads only the headers of files.
 
     Args:
@@ -158,17 +159,17 @@ def index_checkpoint(folder: Path, manifest: Manifest, kinds: tuple[str, ...] = 
         CheckpointError: if a file is missing or invalid.
     """
     index = Index()
-    for kind in kinds:
-        for relative in sorted(manifest.of_kind(kind_of(kind, replica))):
-            path = locate(folder, relative)
-            index.add(path, read_header(path))
+    relatives = (relative for kind in kinds for relative in sorted(manifest.of_kind(kind_of(kind, replica))))
+    paths = (locate(folder, relative) for relative in relatives)
+    for path, header in in_order(read_header, paths, THREADS if isinstance(folder, RemotePath) else 1):
+        index.add(path, header)
     if replica and "plugin" in kinds:
         for collection, tensors in index_checkpoint(folder, manifest, ("plugin",)).collections.items():
             index.collections.setdefault(collection, tensors)
     return index
 
 
-def is_pretrained(folder: Path) -> bool:
+def is_pretrained(folder: Location) -> bool:
     """Returns whether ``folder`` is a folder of transformers with weights, and not a complete or interrupted
     checkpoint."""
     if has_manifest(folder) or (folder / MODEL_FOLDER).exists():
@@ -182,7 +183,7 @@ _SAFE = ("model.safetensors.index.json", "model.safetensors")
 _PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
-def index_pretrained(folder: Path) -> Index:
+def index_pretrained(folder: Location) -> Index:
     """Returns the index of a folder of transformers, with its tensors as those of the first model. Safetensors are
     preferred to pickled weights, of which only tensors are unpickled.
 
@@ -210,7 +211,7 @@ def index_pretrained(folder: Path) -> Index:
     return index
 
 
-def pretrained_files(folder: Path, names: tuple[str, str] = _SAFE) -> list[Path]:
+def pretrained_files(folder: Location, names: tuple[str, str] = _SAFE) -> list[Location]:
     """Returns the paths of the weight files of a folder of transformers; empty if it has none of this kind.
 
     Args:

@@ -11,11 +11,12 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
-from neuron_accel.checkpoint.format.files import checksum_of_block, failure, number_of_blocks, read_bytes
+from neuron_accel.checkpoint.format.files import BLOCK, checksum_of_block, failure, number_of_blocks, read_bytes
 from neuron_accel.errors import CheckpointError
+from neuron_accel.storage import Location, RemotePath
 
 NAME = "manifest.json"
 FORMAT = "neuron_accel checkpoint"
@@ -98,11 +99,11 @@ class Manifest:
         return [path for path, entry in self.files.items() if entry.kind == kind]
 
 
-def has_manifest(folder: Path) -> bool:
+def has_manifest(folder: Location) -> bool:
     return (folder / NAME).is_file()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Location) -> Manifest:
     """Reads the manifest of the checkpoint in ``folder``.
 
     Raises:
@@ -131,13 +132,15 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest.from_bytes(data, str(path))
 
 
-def locate(folder: Path, relative: str) -> Path:
+def locate(folder: Location, relative: str) -> Location:
     """Returns the path of a file that a manifest lists.
 
     Raises:
         CheckpointError: if it is a symbolic link to a file outside of the folder.
     """
     path = folder / relative
+    if isinstance(folder, RemotePath) or isinstance(path, RemotePath):
+        return path  # a store has no links
     if not os.path.realpath(path).startswith(os.path.join(os.path.realpath(folder), "")):
         raise CheckpointError(
             f"{relative!r} is outside of the folder of its checkpoint.", where=str(path), why="it is a symbolic link"
@@ -145,7 +148,7 @@ def locate(folder: Path, relative: str) -> Path:
     return path
 
 
-def check_file(folder: Path, relative: str, entry: FileEntry) -> None:
+def check_file(folder: Location, relative: str, entry: FileEntry) -> None:
     """Checks the size and the checksums of a file.
 
     Raises:
@@ -156,12 +159,12 @@ def check_file(folder: Path, relative: str, entry: FileEntry) -> None:
         check_block(folder, relative, entry, block)
 
 
-def check_size(folder: Path, relative: str, entry: FileEntry) -> None:
+def check_size(folder: Location, relative: str, entry: FileEntry) -> None:
     """Checks that a file exists and has the size in the manifest; raises CheckpointError otherwise."""
     path = locate(folder, relative)
     if not path.is_file():
         raise CheckpointError(f"{relative!r} is missing.", where=str(path), fix="use another checkpoint")
-    size = path.stat().st_size
+    size = path.size if isinstance(path, RemotePath) else path.stat().st_size
     if size != entry.size:
         raise CheckpointError(
             f"{relative!r} has {size} bytes; it was saved with {entry.size}.",
@@ -171,10 +174,10 @@ def check_size(folder: Path, relative: str, entry: FileEntry) -> None:
         )
 
 
-def check_block(folder: Path, relative: str, entry: FileEntry, block: int) -> None:
+def check_block(folder: Location, relative: str, entry: FileEntry, block: int) -> None:
     """Checks the checksum of one block of a file; raises CheckpointError if it does not match."""
     path = locate(folder, relative)
-    if checksum_of_block(path, block) != entry.checksums[block]:
+    if checksum_of_block(path, block, min(BLOCK, entry.size - block * BLOCK)) != entry.checksums[block]:
         raise CheckpointError(
             f"{relative!r} is damaged: its checksum does not match.",
             where=str(path),

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from neuron_accel.checkpoint.format.files import failure, open_file
 from neuron_accel.errors import CheckpointError
+from neuron_accel.storage import Location, RemotePath
 
 if TYPE_CHECKING:
     import torch
 
 
-def read_pickled(path: Path) -> dict[str, torch.Tensor]:
+def read_pickled(path: Location) -> dict[str, torch.Tensor]:
     """Returns the tensors of a file written by ``torch.save``, by name, on the CPU; memory-mapped if the format allows.
 
     Raises:
@@ -39,7 +40,7 @@ def read_pickled(path: Path) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in loaded.items()}
 
 
-def read_containers(path: Path, classes: Mapping[str, type] | None = None) -> Any:
+def read_containers(path: Location, classes: Mapping[str, type] | None = None) -> Any:
     """Returns the contents of a file written by ``torch.save``: tensors, on the CPU and memory-mapped if the format
     allows, numbers, strings and containers of these.
 
@@ -53,6 +54,13 @@ def read_containers(path: Path, classes: Mapping[str, type] | None = None) -> An
     """
     import torch
 
+    if isinstance(path, RemotePath):
+        raise CheckpointError(
+            f"{path.name!r} is a file of pickled weights, which are read from local folders only.",
+            where=str(path),
+            why="they are memory-mapped",
+            fix="copy the folder, or save the model once more with `model.save_pretrained(folder)`",
+        )
     try:
         os.close(open_file(path))  # raises for a pipe, on which torch would wait
         if is_mapped(path):
@@ -69,8 +77,10 @@ def read_containers(path: Path, classes: Mapping[str, type] | None = None) -> An
         raise _damaged(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 
 
-def is_mapped(path: Path) -> bool:
+def is_mapped(path: Location) -> bool:
     """Returns whether a file is of the format that can be memory-mapped."""
+    if isinstance(path, RemotePath):
+        return False
     try:
         return zipfile.is_zipfile(path)
     except zipfile.BadZipFile:  # in the records of a large archive
@@ -93,7 +103,7 @@ def _refused(path: Path) -> CheckpointError:
     )
 
 
-def _damaged(path: Path, why: str) -> CheckpointError:
+def _damaged(path: Location, why: str) -> CheckpointError:
     return CheckpointError(
         f"{path.name!r} is not a file of pickled weights: {why}.",
         where=str(path),

@@ -5,21 +5,28 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neuron_accel.checkpoint.format.files import failure, open_file
-from neuron_accel.errors import CheckpointError
+from neuron_accel.checkpoint.format.files import failure, open_file, too_short
+from neuron_accel.storage import Location, RemotePath
 
 if TYPE_CHECKING:
     import numpy as np
 
 _BUFFER = 16 << 20
+_AHEAD = 64 << 10
+"""Bytes that are read at once of a file at a URL if fewer are asked for: small tensors are often beside each other, and
+a request takes longer than these bytes."""
+_KEPT = 16
 
 
 class FileRanges:
     """Reads ranges of files, each of which is opened once. A context manager, which closes the files; thread-safe.
+
+    Of a file at a URL, each range is requested by itself.
 
     Attributes:
         bytes_read: number of bytes read so far.
@@ -29,6 +36,7 @@ class FileRanges:
         self.bytes_read = 0
         self._lock = threading.Lock()
         self._open: dict[Path | str, int] = {}
+        self._ahead: OrderedDict[tuple[RemotePath, int], bytes] = OrderedDict()  # by file and offset
 
     def __enter__(self):
         return self
@@ -37,6 +45,7 @@ class FileRanges:
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
+        self._ahead.clear()
 
     def _descriptor(self, path: Path | str) -> int:
         found = self._open.get(path)
@@ -58,25 +67,53 @@ class FileRanges:
         except OSError as error:
             raise failure("read", path, error) from error
 
-    def read(self, path: Path | str, offset: int, out: np.ndarray) -> None:
+    def read(self, path: Location | str, offset: int, out: np.ndarray) -> None:
         """Fills ``out`` (1-D, contiguous) with the bytes of a file from ``offset`` on.
 
         Raises:
             CheckpointError: if the file cannot be read, or is too short.
         """
+        view = out.data.cast("B")
         try:
-            descriptor, view = self._descriptor(path), out.data.cast("B")
-            while view:
-                count = os.preadv(descriptor, [view], offset)
-                if count == 0:
-                    raise CheckpointError(
-                        f"{Path(path).name!r} ends too early.", where=str(path), why="it was truncated"
-                    )
-                view, offset = view[count:], offset + count
+            if isinstance(path, RemotePath):
+                self._request(path, offset, view)
+            else:
+                descriptor = self._descriptor(path)
+                while view:
+                    count = os.preadv(descriptor, [view], offset)
+                    if count == 0:
+                        raise too_short(path)
+                    view, offset = view[count:], offset + count
         except OSError as error:
             raise failure("read", path, error) from error
         with self._lock:
             self.bytes_read += out.nbytes
+
+    def _request(self, path: RemotePath, offset: int, view: memoryview) -> None:
+        """Fills ``view`` with the bytes of a file at a URL."""
+        if len(view) < _AHEAD:
+            view[:] = self._near(path, offset, len(view))
+            return
+        for part in path.ranges(offset, len(view)):
+            view[: len(part)] = part
+            view = view[len(part) :]
+        if view:
+            raise too_short(path)
+
+    def _near(self, path: RemotePath, offset: int, size: int) -> bytes:
+        """Returns a few bytes, which are often among those that were read before."""
+        with self._lock:
+            for (other, start), held in self._ahead.items():
+                if other == path and start <= offset and offset + size <= start + len(held):
+                    return held[offset - start : offset - start + size]
+        held = path.read_range(offset, _AHEAD)
+        if len(held) < size:
+            raise too_short(path)
+        with self._lock:
+            self._ahead[path, offset] = held
+            while len(self._ahead) > _KEPT:
+                self._ahead.popitem(last=False)
+        return held[:size]
 
 
 def read_box(

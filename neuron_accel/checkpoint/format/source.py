@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuron_accel.checkpoint.format.files import Extent
@@ -23,6 +22,7 @@ from neuron_accel.checkpoint.format.ranges import FileRanges, read_box
 from neuron_accel.checkpoint.format.tensorfile import item_size
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError
+from neuron_accel.storage import Location
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,19 +37,19 @@ class Bytes(FileRanges):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pickled: dict[Path, dict[str, torch.Tensor]] = {}
-        self._held: dict[Path, dict[str, torch.Tensor]] = {}
+        self._pickled: dict[Location, dict[str, torch.Tensor]] = {}
+        self._held: dict[Location, dict[str, torch.Tensor]] = {}
 
     def __exit__(self, *_: Any) -> None:
         super().__exit__()
         self._pickled.clear()
         self._held.clear()
 
-    def hold(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    def hold(self, path: Location, tensors: dict[str, torch.Tensor]) -> None:
         """Registers tensors that were already read from ``path``, by the names that :meth:`read_pickled` will use."""
         self._held[path] = tensors
 
-    def read_pickled(self, path: Path, key: str, offset: int, out: np.ndarray) -> None:
+    def read_pickled(self, path: Location, key: str, offset: int, out: np.ndarray) -> None:
         """Reads bytes of the tensor ``key`` of a file of pickled weights into ``out``; ``offset`` is relative to its
         first byte."""
         import torch
@@ -80,7 +80,7 @@ class Chunk:
 
     start: int
     stop: int
-    path: Path
+    path: Location
     offset: int
     key: str | None = None
 

@@ -13,13 +13,14 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from neuron_accel.checkpoint.format.files import failure, open_file
 from neuron_accel.errors import CheckpointError
+from neuron_accel.storage import Location, RemotePath
 
 _MAX_HEADER = 100_000_000  # the limit of the reference implementation
+_FIRST = 64 << 10  # what is read of a file at a URL at first, which often is the whole header
 
 _DTYPES = {
     "float64": ("F64", 8),
@@ -106,20 +107,22 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata:
     return struct.pack("<Q", len(text)) + text
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Location) -> Header:
     """Reads and checks the header of a file.
 
     Raises:
         CheckpointError: if the file cannot be read, or its header is not valid.
     """
     try:
-        with open(open_file(path), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-            if not 0 <= length <= min(_MAX_HEADER, size - 8):
-                raise _invalid(path, "the length of its header is impossible")
-            text = file.read(length)
+        if isinstance(path, RemotePath):
+            size, first = path.size, path.read_range(0, _FIRST)
+            length = _length(path, first[:8], size)
+            text = first[8 : 8 + length] + path.read_range(_FIRST, 8 + length - _FIRST if 8 + length > _FIRST else 0)
+        else:
+            with open(open_file(path), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                length = _length(path, file.read(8), size)
+                text = file.read(length)
     except OSError as error:
         raise failure("read", path, error) from error
     try:
@@ -134,6 +137,14 @@ def read_header(path: Path) -> Header:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _invalid(path, str(error) or type(error).__name__) from error
     return Header(tensors=tensors, metadata=metadata, size=size)
+
+
+def _length(path: Location, prefix: bytes, size: int) -> int:
+    """Returns the length of the header of a file of ``size`` bytes, which is in its first eight."""
+    length: int = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+    if not 0 <= length <= min(_MAX_HEADER, size - 8):
+        raise _invalid(path, "the length of its header is impossible")
+    return length
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -167,7 +178,7 @@ def _check_contiguous(tensors: Iterable[StoredTensor], begin: int, size: int) ->
         raise ValueError(f"it has {size} bytes and its header describes {begin}")
 
 
-def _invalid(path: Path, why: str) -> CheckpointError:
+def _invalid(path: Location, why: str) -> CheckpointError:
     return CheckpointError(
         f"{path.name!r} is not a complete safetensors file: {why}.",
         where=str(path),

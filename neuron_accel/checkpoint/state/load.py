@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +37,7 @@ from neuron_accel.checkpoint.state.training import Restored, TrainingObjects
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError, did_you_mean
+from neuron_accel.storage import Location, RemotePath
 
 if TYPE_CHECKING:
     from neuron_accel.engine.optim.twin import StatePiece
@@ -113,7 +113,7 @@ def filled_up(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return torch.nn.functional.pad(flat, (0, missing)).view(shape) if missing else flat.view(shape)
 
 
-def load(training: TrainingObjects, folder: Path, *, verify: bool = True) -> dict[str, int]:
+def load(training: TrainingObjects, folder: Location, *, verify: bool = True) -> dict[str, int]:
     """Loads a checkpoint, or the weights of an unsharded folder of transformers. Collective.
 
     Args:
@@ -145,7 +145,7 @@ def load(training: TrainingObjects, folder: Path, *, verify: bool = True) -> dic
         restored = agreed(run, lambda: _restored(training, folder, manifest, files, replica))
         needs = agreed(run, lambda: [*_all_needs(training, index), *_plugin_needs(restored, index, run)])
         agreed(run, lambda: _reset_states(training, index, restored))
-        agreed(run, lambda: fulfil(needs, files, run))
+        agreed(run, lambda: fulfil(needs, files, run, threads_of(run, folder)))
     refresh_masters(training.optimizers, run, index)
     restored.apply()
     sys.audit("neuron_accel.load")
@@ -153,7 +153,7 @@ def load(training: TrainingObjects, folder: Path, *, verify: bool = True) -> dic
     return restored.counters
 
 
-def load_weights(model: PreparedModel, folder: Path, run: Run, number: int = 0) -> None:
+def load_weights(model: PreparedModel, folder: Location, run: Run, number: int = 0) -> None:
     """Loads the weights of one model from a checkpoint or a folder of transformers. Collective.
 
     Parameters that a strategy added to the model keep their values if the folder has none for them.
@@ -172,20 +172,22 @@ def load_weights(model: PreparedModel, folder: Path, run: Run, number: int = 0) 
     index = agreed(run, indexed)
     needs = agreed(run, lambda: list(_model_needs(model, index, number, may_lack_added=True)))
     with Bytes() as files:
-        agreed(run, lambda: fulfil(needs, files, run))
+        agreed(run, lambda: fulfil(needs, files, run, threads_of(run, folder)))
 
 
-def _check_files(folder: Path, manifest: Manifest, run: Run) -> None:
-    """Checks the sizes of all files, and the checksums of this rank's share of their blocks."""
-    blocks = []
-    for relative, entry in sorted(manifest.files.items()):
-        check_size(folder, relative, entry)
-        blocks += [(relative, entry, block) for block in range(number_of_blocks(entry.size))]
-    for _ in in_order(lambda b: check_block(folder, *b), blocks[run.world.index :: run.world.size], threads_of(run)):
+def _check_files(folder: Location, manifest: Manifest, run: Run) -> None:
+    """Checks the sizes of all files, and the checksums of this rank's share of their blocks. At a URL, where all ranks
+    see the same files, the sizes are distributed over the ranks too."""
+    entries, threads = sorted(manifest.files.items()), threads_of(run, folder)
+    sized = entries[run.world.index :: run.world.size] if isinstance(folder, RemotePath) else entries
+    for _ in in_order(lambda e: check_size(folder, *e), sized, threads if isinstance(folder, RemotePath) else 1):
+        pass
+    blocks = [(relative, entry, b) for relative, entry in entries for b in range(number_of_blocks(entry.size))]
+    for _ in in_order(lambda b: check_block(folder, *b), blocks[run.world.index :: run.world.size], threads):
         pass
 
 
-def _restored(training: TrainingObjects, folder: Path, manifest: Manifest, files: Bytes, replica: int) -> Restored:
+def _restored(training: TrainingObjects, folder: Location, manifest: Manifest, files: Bytes, replica: int) -> Restored:
     paths = manifest.of_kind("state")
     if len(paths) != 1:
         raise CheckpointError(f"The checkpoint names {len(paths)} files of training state.", where=str(folder))
@@ -211,8 +213,9 @@ def _restored(training: TrainingObjects, folder: Path, manifest: Manifest, files
     return Restored(training, state, tensor, manifest.info, replica)
 
 
-def fulfil(needs: list[Need], files: Bytes, run: Run) -> None:
-    for need, flat in in_order(lambda need: need.read(files, run.coordinates), needs, threads_of(run)):
+def fulfil(needs: list[Need], files: Bytes, run: Run, threads: int) -> None:
+    """Reads what this rank needs, with several threads."""
+    for need, flat in in_order(lambda need: need.read(files, run.coordinates), needs, threads):
         need.put(flat)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from neuron_accel.checkpoint.format.files import failure
 from neuron_accel.checkpoint.format.manifest import NAME, has_manifest, read_manifest
 from neuron_accel.errors import CheckpointError
+from neuron_accel.storage import Location
 
 _NAME = re.compile(r"checkpoint_(\d+)")
 NUMBERED = "checkpoints"
@@ -46,7 +46,7 @@ class Resumed:
         return f"resumed from {self.folder}, saved {self.saved} by {by}" + (f": {epochs}" if epochs else "")
 
 
-def describe_loaded(folder: Path, info: Mapping[str, Any], loaders: Any) -> Resumed:
+def describe_loaded(folder: Location, info: Mapping[str, Any], loaders: Any) -> Resumed:
     """Describes a checkpoint that was loaded.
 
     Args:
@@ -79,13 +79,13 @@ def step_of(counters: Mapping[str, int], step: int, accumulation: int) -> int:
     return saved if within else steps * accumulation
 
 
-def numbered(folder: Path) -> dict[int, Path]:
+def numbered(folder: Location) -> dict[int, Location]:
     """Returns the folders ``checkpoint_N`` by number, complete or not."""
     matches = ((_NAME.fullmatch(path.name), path) for path in _contents(folder))
     return dict(sorted((int(m.group(1)), path) for m, path in matches if m and path.is_dir()))
 
 
-def latest(folder: Path) -> Path | None:
+def latest(folder: Location) -> Location | None:
     """Returns the complete checkpoint ``checkpoint_N`` with the highest number in ``folder``, or None.
 
     Incomplete checkpoints, and those whose manifest is damaged, are skipped.
@@ -93,15 +93,15 @@ def latest(folder: Path) -> Path | None:
     return next((path for path in reversed(numbered(folder).values()) if _saved(path) is not None), None)
 
 
-def latest_of(folder: Path) -> Path | None:
+def latest_of(folder: Location) -> Location | None:
     """Returns the complete checkpoint that was saved last, of ``folder`` itself, the folders in it and those in its
     folder ``checkpoints``; None if there is none."""
     places = (folder, *_contents(folder), *_contents(folder / NUMBERED))
     complete = [(saved, path) for path in places if (saved := _saved(path)) is not None]
-    return max(complete)[1] if complete else None
+    return max(complete, key=lambda found: (found[0], str(found[1])))[1] if complete else None
 
 
-def _saved(path: Path) -> tuple[str, int] | None:
+def _saved(path: Location) -> tuple[str, int] | None:
     """When a checkpoint was saved, in seconds and then by the time of the file; None if it is incomplete, or its
     manifest is damaged."""
     if not has_manifest(path):
@@ -112,7 +112,7 @@ def _saved(path: Path) -> tuple[str, int] | None:
         return None
 
 
-def _contents(folder: Path) -> list[Path]:
+def _contents(folder: Location) -> list[Location]:
     try:
         return list(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:

@@ -1,19 +1,19 @@
 """Writes a checkpoint: each rank its shards, then the main process all other state and finally the manifest.
 
-Files get names that an existing manifest in the folder does not use. The previous checkpoint in the folder thus stays
-complete until the new manifest replaces the old one atomically. Files that only the old manifest lists are then
-removed. If a save fails before, its own files are removed.
+Files get names that an existing manifest in the folder does not use; at a URL, names that no other save uses. The
+previous checkpoint in the folder thus stays complete until the new manifest replaces the old one atomically. Files that
+only the old manifest lists are then removed. If a save fails before, its own files are removed.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,7 @@ from neuron_accel.checkpoint.state.snapshot import (
 )
 from neuron_accel.checkpoint.state.staging import StagingMemory
 from neuron_accel.errors import CheckpointError, NeuronAccelError
+from neuron_accel.storage import Location, RemotePath
 
 if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import Run
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 STATE = "training_state"
 """Name of the file of the state other than models and optimizers, and key of that state in the file's metadata."""
 _POLL_SECONDS = 0.02
+_POLL_STORE_SECONDS = 0.5  # each time is a request
 _PATIENCE_SECONDS = 3600
 
 
@@ -77,15 +79,27 @@ class Destination:
         generation: number of earlier saves into the folder.
         token: a unique identifier of the save.
         is_new: whether the folder was made for this save; used on the main process only.
+        confirm: is called on the main process before the manifest is replaced; raises CheckpointError if another run
+            has taken the folder over.
     """
 
-    folder: Path
+    folder: Location
     generation: int
     token: str
     is_new: bool = False
+    confirm: Callable[[], None] = lambda: None
+
+    @property
+    def suffix(self) -> str:
+        """What the names of the files of this save end in."""
+        if isinstance(self.folder, RemotePath):  # a store has no locks: a name of its own cannot be overwritten
+            return f"-g{self.generation}-{self.token[:12]}"
+        return f"-g{self.generation}" if self.generation else ""
 
     def remove_empty_folders(self) -> None:
         """Removes the folders that a save has made, after its files were removed."""
+        if isinstance(self.folder, RemotePath):
+            return
         inside = [self.folder / folder_of(kind) for kind in KINDS]
         for path in (*inside, *([self.folder] if self.is_new else [])):
             with suppress(OSError):  # it is not empty, or does not exist
@@ -93,10 +107,8 @@ class Destination:
 
     def is_current(self) -> bool:
         """Whether the manifest of this save is in place, so that its files must stay."""
-        if not has_manifest(self.folder):
-            return False
         try:
-            return read_manifest(self.folder).generation == self.generation
+            return has_manifest(self.folder) and read_manifest(self.folder).info.get("save") == self.token
         except CheckpointError:
             return True  # it cannot be read at the moment, and may be of this save
 
@@ -137,13 +149,13 @@ def save(contents: Contents, destination: Destination, run: Run, files: Files, f
         raise result
 
 
-def own_files(contents: Contents, destination: Destination, facts: RankFacts) -> list[Path]:
+def own_files(contents: Contents, destination: Destination, facts: RankFacts) -> list[Location]:
     """Returns the files of tensors that a rank writes. No manifest lists them before the save is complete."""
     kinds = sorted({item.kind for item in contents.items})
-    return [destination.folder / folder_of(kind) / facts.file_name(destination.generation) for kind in kinds]
+    return [destination.folder / folder_of(kind) / facts.file_name(destination.suffix) for kind in kinds]
 
 
-def discard(draft: list[Path], files: Files) -> None:
+def discard(draft: list[Location], files: Files) -> None:
     """Removes the files of a save that has failed, as far as possible."""
     for path in draft:
         with suppress(NeuronAccelError):
@@ -156,7 +168,7 @@ def first_error(parts: list[Any]) -> NeuronAccelError | None:
 
 
 def _write_files(contents: Contents, destination: Destination, run: Run, files: Files) -> FileList:
-    return write_items(destination.folder, contents.items, facts_of(run), destination.generation, files)
+    return write_items(destination.folder, contents.items, facts_of(run), destination.suffix, files)
 
 
 def facts_of(run: Run) -> RankFacts:
@@ -167,13 +179,13 @@ def facts_of(run: Run) -> RankFacts:
 
 
 def complete(
-    contents: Contents, destination: Destination, parts: list[FileList], files: Files, draft: list[Path]
+    contents: Contents, destination: Destination, parts: list[FileList], files: Files, draft: list[Location]
 ) -> None:
     """Completes a save on the main process: writes other state, auxiliary files and the manifest, and removes old
     files. Files that did not exist before are added to ``draft``."""
     folder = destination.folder
     entries: dict[str, tuple[str, Written]] = {path: entry for part in parts for path, entry in part.items()}
-    name = STATE + (f"-g{destination.generation}" if destination.generation else "") + ".safetensors"
+    name = f"{STATE}{destination.suffix}.safetensors"
     tensors = sorted(contents.state_tensors.items())
     draft.append(folder / name)
     header = tensors_header(tensors, {"format": "pt", STATE: json.dumps(contents.state, separators=(",", ":"))})
@@ -195,14 +207,15 @@ def complete(
     manifest = Manifest(
         files={path: FileEntry(size=w.size, checksums=w.checksums, kind=kind) for path, (kind, w) in entries.items()},
         generation=destination.generation,
-        info=contents.info,
+        info={**contents.info, "save": destination.token},
     )
+    destination.confirm()
     files.replace(folder / NAME, manifest.to_bytes())
     files.sync_folder(folder.parent)
     _remove_old(folder, manifest, files)
 
 
-def _holds(path: Path, data: bytes) -> bool:
+def _holds(path: Location, data: bytes) -> bool:
     try:
         return path.read_bytes() == data
     except FileNotFoundError:
@@ -211,14 +224,34 @@ def _holds(path: Path, data: bytes) -> bool:
         raise failure("read", path, error) from error
 
 
-def _remove_old(folder: Path, manifest: Manifest, files: Files) -> None:
-    """Removes files of earlier saves into the folder that the manifest does not list."""
-    candidates = [*folder.glob(f"{STATE}*.safetensors"), *folder.glob(".*.new"), *folder.glob(".*.rank_*.json")]
+_STATE_FILES, _NOTES, _TENSOR_FILES = f"{STATE}*.safetensors", (".*.new", ".*.rank_*.json"), "*rank_*.safetensors"
+"""Names of the files that saves write, but for auxiliary files and the manifest."""
+
+
+def _remove_old(folder: Location, manifest: Manifest, files: Files) -> None:
+    """Removes files of earlier saves into the folder that the manifest does not list, and aborts uploads of such."""
+    candidates: list[Location] = []
+    for pattern in (_STATE_FILES, *_NOTES):
+        candidates += folder.glob(pattern)
     for inside in map(folder_of, KINDS):
-        candidates += (folder / inside).glob("*rank_*.safetensors")
+        candidates += (folder / inside).glob(_TENSOR_FILES)
     for path in candidates:
-        if path.relative_to(folder).as_posix() not in manifest.files:
+        if _relative(path, folder) not in manifest.files:
             files.remove(path)
+    if isinstance(folder, RemotePath):
+        files.operation("abort uploads", folder)
+        folder.abort_uploads(is_of_a_save)
+
+
+def _relative(path: Location, folder: Location) -> str:
+    return path.relative_to(folder).as_posix()  # type: ignore[arg-type]  # both are local, or both at a URL
+
+
+def is_of_a_save(relative: str) -> bool:
+    """Whether a save writes files of this path, relative to its folder, in several parts."""
+    inside, _, name = relative.rpartition("/")
+    pattern = _TENSOR_FILES if inside in map(folder_of, KINDS) else _STATE_FILES
+    return fnmatch.fnmatchcase(name, pattern) and inside in ("", *map(folder_of, KINDS))
 
 
 # ---- in the background -----------------------------------------------------------------------------------------------
@@ -287,7 +320,7 @@ class BackgroundSave:
     def _write(self) -> None:
         folder, files = self.destination.folder, self._files
         try:
-            part = write_items(folder, self._contents.items, self._facts, self.destination.generation, files)
+            part = write_items(folder, self._contents.items, self._facts, self.destination.suffix, files)
         except NeuronAccelError as error:
             with suppress(NeuronAccelError):  # on a full disk the note cannot be written either
                 self._leave_note({"error": str(error)})
@@ -307,7 +340,7 @@ class BackgroundSave:
         if self._rank:
             self._files.replace(self._note(self._rank), json.dumps(note).encode())
 
-    def _note(self, rank: int) -> Path:
+    def _note(self, rank: int) -> Location:
         return self.destination.folder / f".{self.destination.token}.rank_{rank}.json"
 
     def _wait_for(self, rank: int) -> FileList:
@@ -324,7 +357,7 @@ class BackgroundSave:
                     why="the rank has ended, or its folder is on another file system",
                     fix="save into a folder on a file system that all machines share",
                 )
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_STORE_SECONDS if isinstance(path, RemotePath) else _POLL_SECONDS)
         note = json.loads(path.read_bytes())
         if "files" not in note:
             raise CheckpointError(f"Rank {rank} could not write its files of the checkpoint: {note.get('error')}")

@@ -21,10 +21,10 @@ from neuron_accel.checkpoint.format.files import Files
 from neuron_accel.checkpoint.format.manifest import NAME, has_manifest, read_manifest
 from neuron_accel.checkpoint.state.full_state import full_state_dict, save_in_full
 from neuron_accel.checkpoint.state.load import load, load_weights
-from neuron_accel.checkpoint.state.lock import SaveLock, is_this_process, this_process
+from neuron_accel.checkpoint.state.lock import Lease, SaveLock, is_being_saved, is_this_process, lock_of, this_process
 from neuron_accel.checkpoint.state.lock import describe as describe_process
 from neuron_accel.checkpoint.state.resume import NUMBERED, Resumed, describe_loaded, latest, latest_of, numbered
-from neuron_accel.checkpoint.state.save import BackgroundSave, Contents, Destination, save
+from neuron_accel.checkpoint.state.save import BackgroundSave, Contents, Destination, is_of_a_save, save
 from neuron_accel.checkpoint.state.snapshot import check_equal as check_equal_values
 from neuron_accel.checkpoint.state.snapshot import folder_of, written_here
 from neuron_accel.checkpoint.state.staging import StagingMemory
@@ -32,6 +32,7 @@ from neuron_accel.checkpoint.state.training import TrainingObjects, capture, mes
 from neuron_accel.checkpoint.tools.consolidate import checkpoint_folder
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.errors import CheckpointError, NeuronAccelError, UsageError
+from neuron_accel.storage import Location, RemotePath, location
 
 if TYPE_CHECKING:
     from accelerate.utils import ProjectConfiguration
@@ -149,7 +150,7 @@ class Session:
             self._say(str(resumed))
         return counters, resumed
 
-    def _info_of(self, folder: Path) -> dict[str, Any]:
+    def _info_of(self, folder: Location) -> dict[str, Any]:
         """When and by how many ranks a checkpoint was saved. Collective."""
         run, told = self._run, ("saved", "world_size")
         info = agreed(run, lambda: read_manifest(folder).info if self._is_main else {})
@@ -170,7 +171,7 @@ class Session:
         named = (folder for plugin in run.plan.plugins if (folder := plugin.initial_weights()) is not None)
         folder = next(named, None)  # the planner allows one at most
         if folder is not None and len(run.models) == 1:
-            load_weights(record, checkpoint_folder(Path(folder)), run)
+            load_weights(record, agreed(run, lambda: checkpoint_folder(location(folder))), run)
         save_in_full(record, run)
 
     def wait(self) -> None:
@@ -178,41 +179,37 @@ class Session:
         self._checkpoints.wait()
 
     # ---- folders -----------------------------------------------------------------------------------------------------
-    def _common(self, folder: Path) -> Path:
+    def _common(self, folder: Location) -> Location:
         """Returns the folder that the main process was given; other ranks may have been given a temporary folder of
         their own."""
         run = self._run
-        return Path(run.backend.broadcast_object(str(folder), run.world))
+        return location(run.backend.broadcast_object(str(folder), run.world))
 
-    def _project_dir(self) -> Path:
+    def _project_dir(self) -> Location:
         if self._project.project_dir is None:
             raise UsageError(
                 "No project folder is configured for checkpoints.",
                 fix="NeuronAccelerator(project_config=ProjectConfiguration(project_dir, "
                 "automatic_checkpoint_naming=True)), or load_state(folder, resume='latest')",
             )
-        return Path(os.path.abspath(os.path.expanduser(self._project.project_dir)))
+        return _absolute(self._project.project_dir)
 
-    def _root(self) -> Path:
+    def _root(self) -> Location:
         return self._project_dir() / NUMBERED
 
-    def _numbered(self) -> Path:
-        folder = self._root() / f"checkpoint_{self._project.iteration}"
-        if self._is_main and has_manifest(folder):
-            message = f"{folder} exists already."
-        else:
-            message = None
-        message = self._run.backend.broadcast_object(message, self._run.world)
-        if message:
+    def _numbered(self) -> Location:
+        folder, run = self._root() / f"checkpoint_{self._project.iteration}", self._run
+        exists = agreed(run, lambda: self._is_main and has_manifest(folder))
+        if run.backend.broadcast_object(exists, run.world):
             raise UsageError(
-                message,
+                f"{folder} exists already.",
                 why="a new training run would overwrite the checkpoints of another",
                 fix="load it first (`load_state()` continues its numbering), or set "
                 "`accelerator.project_configuration.iteration`",
             )
         return folder
 
-    def _found(self, input_dir: str | os.PathLike[str] | None, *, optional: bool) -> Path | None:
+    def _found(self, input_dir: str | os.PathLike[str] | None, *, optional: bool) -> Location | None:
         """The folder to load; None if there is none and it is ``optional``."""
         automatic = self._project.automatic_checkpoint_naming
         if optional and (input_dir is not None or not automatic):
@@ -229,13 +226,13 @@ class Session:
         return found
 
     # ---- contents ----------------------------------------------------------------------------------------------------
-    def _kept_models(self, folder: Path) -> list[nn.Module]:
+    def _kept_models(self, folder: Location) -> list[nn.Module]:
         """Calls the hooks and returns the models that are still to be saved; a hook that saves a model itself removes
         its weights from the list."""
         hooks, modules, run = list(self._source.save_hooks.values()), self._source.modules(), self._run
         if not hooks:
             return modules
-        if self._is_main:
+        if self._is_main and isinstance(folder, Path):
             folder.mkdir(parents=True, exist_ok=True)
         run.backend.barrier()
         records = [run.prepared(module) for module in modules]
@@ -261,10 +258,15 @@ class Session:
             return auxiliary_files(models[0].original if models else None, tokenizer, Path(staging))
 
 
-def _given(folder: str | os.PathLike[str] | None) -> Path:
+def _given(folder: str | os.PathLike[str] | None) -> Location:
     if folder is None:
         raise UsageError("`save_state` needs a folder.", fix="give `output_dir`, or use automatic checkpoint naming")
-    return Path(os.path.abspath(os.path.expanduser(folder)))
+    return _absolute(folder)
+
+
+def _absolute(folder: str | os.PathLike[str]) -> Location:
+    path = location(folder)
+    return Path(os.path.abspath(os.path.expanduser(path))) if isinstance(path, Path) else path
 
 
 # ---- The checkpoints of one run --------------------------------------------------------------------------------------
@@ -283,14 +285,14 @@ class Checkpoints:
     def __init__(self, run: Run, files: Files | None = None) -> None:
         self._run, self._files = run, files or Files()
         self._pending: BackgroundSave | None = None
-        self._lock: SaveLock | None = None
-        self._saved: set[Path] = set()  # folders into which this run has saved
+        self._lock: SaveLock | Lease | None = None
+        self._saved: set[Location] = set()  # folders into which this run has saved
         self._memory = StagingMemory()
 
     def save(
         self,
         training: TrainingObjects,
-        folder: Path,
+        folder: Location,
         *,
         auxiliary: Callable[[], Mapping[str, bytes]] = dict,
         keep: int | None = None,
@@ -325,10 +327,12 @@ class Checkpoints:
         contents = Contents(
             items=written_here(captured.items, run), state=captured.state, state_tensors=captured.tensors
         )
-        lock, is_new = SaveLock(folder, files), not folder.exists()
+        lock, is_new = lock_of(folder, files), isinstance(folder, Path) and not folder.exists()
         generation = agreed(run, lambda: self._open(folder, contents, training, auxiliary, lock, is_new))
         generation, token = run.backend.broadcast_object((generation, uuid.uuid4().hex), run.world)
-        destination = Destination(folder=folder, generation=generation, token=token, is_new=is_new)
+        destination = Destination(
+            folder=folder, generation=generation, token=token, is_new=is_new, confirm=lock.confirm
+        )
         sys.audit("neuron_accel.saving", str(folder), generation)
 
         def finished() -> None:
@@ -360,11 +364,11 @@ class Checkpoints:
 
     def _open(
         self,
-        folder: Path,
+        folder: Location,
         contents: Contents,
         training: TrainingObjects,
         auxiliary: Callable[[], Mapping[str, bytes]],
-        lock: SaveLock,
+        lock: SaveLock | Lease,
         is_new: bool,
     ) -> int:
         """Prepares a save on the main process: creates folders, acquires the lock and completes ``contents``. Returns
@@ -381,7 +385,11 @@ class Checkpoints:
             raise
 
     def _prepare(
-        self, folder: Path, contents: Contents, training: TrainingObjects, auxiliary: Callable[[], Mapping[str, bytes]]
+        self,
+        folder: Location,
+        contents: Contents,
+        training: TrainingObjects,
+        auxiliary: Callable[[], Mapping[str, bytes]],
     ) -> int:
         kinds = ("model", "optimizer", *(("plugin",) if contents.state.get("plugin_forms") else ()))
         for kind in kinds:
@@ -455,7 +463,7 @@ class Checkpoints:
             sys.stdout.flush()
             os._exit(1)  # the only way to change the exit code in an exit handler
 
-    def load(self, training: TrainingObjects, folder: Path, *, verify: bool = True) -> dict[str, int]:
+    def load(self, training: TrainingObjects, folder: Location, *, verify: bool = True) -> dict[str, int]:
         """Loads a checkpoint, see :func:`neuron_accel.checkpoint.state.load.load`. Collective."""
         self.wait()
         counters = load(training, folder, verify=verify)
@@ -463,12 +471,13 @@ class Checkpoints:
             after_load(self._run)
         return counters
 
-    def latest(self, folder: Path, find: Callable[[Path], Path | None] = latest) -> Path | None:
+    def latest(self, folder: Location, find: Callable[[Location], Location | None] = latest) -> Location | None:
         """Returns the checkpoint that ``find`` finds in ``folder``, the same on every rank, or None. Collective."""
         self.wait()
         run = self._run
         found = agreed(run, lambda: find(folder) if run.backend.rank == 0 else None)
-        return run.backend.broadcast_object(found, run.world)
+        text = run.backend.broadcast_object(None if found is None else str(found), run.world)
+        return None if text is None else location(text)
 
 
 def describe(training: TrainingObjects) -> dict[str, Any]:
@@ -518,8 +527,9 @@ def auxiliary_files(model: torch.nn.Module | None, tokenizer: Any, staging: Path
 
 
 # ---- Numbered checkpoints in one folder ------------------------------------------------------------------------------
-def prune(folder: Path, keep: int, files: Files) -> list[Path]:
-    """Removes all but the newest ``keep`` complete checkpoints, and incomplete ones that are older than the newest.
+def prune(folder: Location, keep: int, files: Files) -> list[Location]:
+    """Removes all but the newest ``keep`` complete checkpoints, and incomplete ones that are older than the newest, but
+    not one that another process is saving.
 
     Must be called when the newest is durable. The manifest of a checkpoint is removed first, so that an interruption
     does not leave a folder that looks complete.
@@ -532,9 +542,12 @@ def prune(folder: Path, keep: int, files: Files) -> list[Path]:
         return []
     newest = complete[-1][0]
     old = [path for _, path in complete[:-keep]]
-    old += [path for number, path in numbered(folder).items() if number < newest and not has_manifest(path)]
+    incomplete = [path for number, path in numbered(folder).items() if number < newest and not has_manifest(path)]
+    old += [path for path in incomplete if not is_being_saved(path)]
     for path in old:
-        files.remove(path / "manifest.json")
+        files.remove(path / NAME)
         files.sync_folder(path)
         files.remove(path)
+        if isinstance(path, RemotePath):
+            path.abort_uploads(is_of_a_save)
     return old

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +28,7 @@ from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError, did_you_mean
+from neuron_accel.storage import Location
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Group
@@ -432,7 +432,7 @@ def copy_to_host(items: Sequence[Item], memory: StagingMemory, threads: int) -> 
     return [replace(item, tensor=copy) for item, copy in zip(items, copies, strict=True)]
 
 
-def write_items(folder: Path, items: Iterable[Item], run_facts: RankFacts, generation: int, files: Files) -> FileList:
+def write_items(folder: Location, items: Iterable[Item], run_facts: RankFacts, suffix: str, files: Files) -> FileList:
     """Writes the tensors of this rank, one file for each kind. Returns the files, which are then on disk.
 
     Raises:
@@ -443,7 +443,7 @@ def write_items(folder: Path, items: Iterable[Item], run_facts: RankFacts, gener
         by_kind.setdefault(item.kind, []).append(item)
     result: FileList = {}
     for kind, members in sorted(by_kind.items()):
-        relative = f"{folder_of(kind)}/{run_facts.file_name(generation)}"
+        relative = f"{folder_of(kind)}/{run_facts.file_name(suffix)}"
         members.sort(key=lambda i: (i.collection, i.name, i.start or 0))
         result[relative] = (
             kind_of(kind, run_facts.replica),
@@ -473,9 +473,9 @@ class RankFacts:
     coordinates: dict[str, int]
     replica: int = 0
 
-    def file_name(self, generation: int) -> str:
+    def file_name(self, suffix: str) -> str:
         parts = [f"{axis}_rank_{index:02d}" for axis, index in self.coordinates.items()] or ["rank_00"]
-        return "_".join(parts) + (f"-g{generation}" if generation else "") + ".safetensors"
+        return "_".join(parts) + suffix + ".safetensors"
 
 
 def file_parts(items: Sequence[Item], coordinates: dict[str, int]) -> Iterable[bytes | memoryview]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from neuron_accel.checkpoint.format.tensorfile import encode_header, read_header
 from neuron_accel.checkpoint.tools.output import Output
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError
+from neuron_accel.storage import Location, RemotePath
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +48,7 @@ Progress = Callable[[int, int], None]
 """Is called with the number of bytes done and the total number of bytes."""
 
 
-def checkpoint_folder(given: Path) -> Path:
+def checkpoint_folder(given: Location) -> Location:
     """Returns the folder of the checkpoint, given that folder or the folder of the model's shards in it."""
     given = given.resolve()
     if given.name == MODEL_FOLDER and not has_manifest(given) and has_manifest(given.parent):
@@ -72,8 +74,8 @@ def parse_size(text: str) -> int:
 
 
 def consolidate(
-    folder: Path,
-    output: Path,
+    folder: Location,
+    output: Location,
     *,
     form: str = "safetensors",
     max_shard_size: int = 5 * 10**9,
@@ -82,7 +84,7 @@ def consolidate(
     config: Path | None = None,
     progress: Progress = lambda done, total: None,
     files: Files | None = None,
-) -> list[Path]:
+) -> list[Location]:
     """Writes the model of a checkpoint with its original names and shapes. A tied weight is written once, and padding
     is removed.
 
@@ -109,7 +111,7 @@ def consolidate(
     """
     files = files or Files("consolidate")
     folder = checkpoint_folder(folder)
-    if not has_manifest(folder) and (found := neuronx.find(folder)):
+    if isinstance(folder, Path) and not has_manifest(folder) and (found := neuronx.find(folder)):
         return _consolidate_neuronx(found, output, form, max_shard_size, verify, replica, config, progress, files)
     manifest = read_manifest(folder)
     if config is not None:
@@ -140,7 +142,7 @@ def consolidate(
 
 def _consolidate_neuronx(
     found: neuronx.Found,
-    output: Path,
+    output: Location,
     form: str,
     max_shard_size: int,
     verify: bool,
@@ -148,21 +150,23 @@ def _consolidate_neuronx(
     config: Path | None,
     progress: Progress,
     files: Files,
-) -> list[Path]:
+) -> list[Location]:
     """Writes the model of a checkpoint of neuronx-distributed or optimum-neuron."""
     if replica:
         raise _no_replica(replica, 1, found.home)
     tensors = sorted(neuronx.tensors_of(found, config, compare=verify), key=lambda tensor: tensor.name)
     if not tensors:
         raise CheckpointError("The checkpoint contains no model.", where=str(found.home))
-    beside = {path.name: path for pattern in _BESIDE for path in sorted(found.home.glob(pattern)) if path.is_file()}
+    beside: dict[str, Location] = {
+        path.name: path for pattern in _BESIDE for path in sorted(found.home.glob(pattern)) if path.is_file()
+    }
     beside = {name: locate(found.home, name) for name in beside}
     if config is not None:
         beside["config.json"] = config / "config.json"
     return _write(tensors, beside, output, form, max_shard_size, progress, files)
 
 
-def _no_replica(replica: int, copies: int, folder: Path) -> CheckpointError:
+def _no_replica(replica: int, copies: int, folder: Location) -> CheckpointError:
     return CheckpointError(
         f"The checkpoint has no replica {replica}.",
         where=str(folder),
@@ -173,14 +177,14 @@ def _no_replica(replica: int, copies: int, folder: Path) -> CheckpointError:
 
 def _write(
     tensors: Sequence[SourceTensor],
-    beside: Mapping[str, Path],
-    folder: Path,
+    beside: Mapping[str, Location],
+    folder: Location,
     form: str,
     max_shard_size: int,
     progress: Progress,
     files: Files,
     check: Callable[[], None] = lambda: None,
-) -> list[Path]:
+) -> list[Location]:
     """Writes the files of weights and what is beside them. If ``check`` or reading raises, they are removed: what was
     read may be damaged."""
     shards = split_by_size(tensors, max_shard_size)
@@ -206,7 +210,7 @@ def _write(
     return paths
 
 
-def _write_beside(beside: Mapping[str, Path], output: Path, files: Files) -> None:
+def _write_beside(beside: Mapping[str, Location], output: Location, files: Files) -> None:
     """Copies configuration and tokenizer, last, since a folder without a configuration cannot be loaded."""
     for relative, source in beside.items():
         path = output / relative
@@ -221,7 +225,7 @@ def _write_beside(beside: Mapping[str, Path], output: Path, files: Files) -> Non
 
 
 @contextmanager
-def checked_meanwhile(folder: Path, manifest: Manifest, kinds: tuple[str, ...]) -> Iterator[Callable[[], None]]:
+def checked_meanwhile(folder: Location, manifest: Manifest, kinds: tuple[str, ...]) -> Iterator[Callable[[], None]]:
     """Context in which files are compared with their checksums in another thread. Yields a function that waits for the
     comparison and raises CheckpointError if a file is damaged."""
     relatives = [relative for kind in kinds for relative in manifest.of_kind(kind)]
@@ -252,7 +256,9 @@ def split_by_size(tensors: Sequence[SourceTensor], limit: int) -> list[list[Sour
     return shards
 
 
-def _write_shards(shards: Mapping[Path, Sequence[SourceTensor]], form: str, progress: Progress, files: Files) -> None:
+def _write_shards(
+    shards: Mapping[Location, Sequence[SourceTensor]], form: str, progress: Progress, files: Files
+) -> None:
     """Writes the files of weights."""
     total = sum(tensor.nbytes for shard in shards.values() for tensor in shard)
     done = 0
@@ -265,11 +271,16 @@ def _write_shards(shards: Mapping[Path, Sequence[SourceTensor]], form: str, prog
     for path, shard in shards.items():
         if form == "safetensors":
             files.assemble(path, _parts(shard, count))
+        elif isinstance(path, RemotePath):
+            with tempfile.TemporaryDirectory() as staging:
+                local = Path(staging, path.name)
+                _write_pickled(local, shard, count, files)
+                files.assemble(path, [Extent(local, 0, local.stat().st_size)])
         else:
             _write_pickled(path, shard, count, files)
 
 
-def _write_listing(path: Path, shards: Mapping[str, Sequence[SourceTensor]], files: Files) -> None:
+def _write_listing(path: Location, shards: Mapping[str, Sequence[SourceTensor]], files: Files) -> None:
     """Writes the index of several files of weights."""
     weight_map = {tensor.name: name for name, shard in shards.items() for tensor in shard}
     total = sum(tensor.nbytes for shard in shards.values() for tensor in shard)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from neuron_accel.checkpoint.format.files import Files, failure, read_bytes
 from neuron_accel.checkpoint.format.index import UNFINISHED
 from neuron_accel.checkpoint.state.lock import NAME as LOCK
-from neuron_accel.checkpoint.state.lock import SaveLock
+from neuron_accel.checkpoint.state.lock import is_lock, lock_of
 from neuron_accel.errors import CheckpointError, NeuronAccelError
+from neuron_accel.storage import Location, RemotePath
 
 
 class Output:
@@ -29,10 +30,10 @@ class Output:
         CheckpointError: if another process writes the folder, or it cannot be made or cleaned.
     """
 
-    def __init__(self, folder: Path, files: Files) -> None:
+    def __init__(self, folder: Location, files: Files) -> None:
         self.folder, self._files = folder, files
-        self._lock = SaveLock(folder, files)
-        self._is_new = not folder.exists()
+        self._lock = lock_of(folder, files)
+        self._is_new = isinstance(folder, Path) and not folder.exists()
         self._names: list[str] = []
 
     def __enter__(self) -> Output:
@@ -56,9 +57,9 @@ class Output:
         finally:
             self._leave(failed=kind is not None)
 
-    def contents(self) -> list[Path]:
+    def contents(self) -> list[Location]:
         """What is in the folder, without what this class has written and without empty folders."""
-        paths = sorted(path for path in self.folder.iterdir() if path.name != LOCK)
+        paths: list[Location] = [path for path in self.folder.iterdir() if not is_lock(path.name)]
         return [path for path in paths if not path.is_dir() or any(path.iterdir())]
 
     def announce(self, names: Iterable[str]) -> None:
@@ -73,10 +74,11 @@ class Output:
 
     def _remove_unfinished(self) -> None:
         """Removes what a run that was killed has left."""
-        for path in self.folder.glob(f"{LOCK}.*"):
-            path.unlink(missing_ok=True)
         mark = self.folder / UNFINISHED
-        self._files.remove(_temporary(mark))
+        if isinstance(self.folder, Path):
+            for path in self.folder.glob(f"{LOCK}.*"):
+                path.unlink(missing_ok=True)
+            self._files.remove(_temporary(mark))
         if not mark.exists():
             return
         try:
@@ -95,30 +97,32 @@ class Output:
 
     def _remove(self, names: Sequence[str]) -> None:
         """Removes files by name, the last first, what was written for them, and then the list."""
-        folders = set()
-        for path in (self.folder / name for name in reversed(names)):
-            for each in (path, _temporary(path), _tensors(path)):
+        folders: set[PurePosixPath] = set()
+        for name in reversed(names):
+            path = self.folder / name
+            for each in (path,) if isinstance(path, RemotePath) else (path, _temporary(path), _tensors(path)):
                 if each.exists():
                     self._files.remove(each)
-            folders |= {parent for parent in path.parents if self.folder in parent.parents}
-        for folder in sorted(folders, reverse=True):
-            with suppress(OSError):  # it is not empty, or not there
-                folder.rmdir()
+            folders |= {parent for parent in PurePosixPath(name).parents if parent.name}
+        if isinstance(self.folder, Path):
+            for folder in sorted(folders, reverse=True):
+                with suppress(OSError):  # it is not empty, or not there
+                    (self.folder / folder).rmdir()
         self._files.remove(self.folder / UNFINISHED)
 
     def _leave(self, *, failed: bool = True) -> None:
         self._lock.release()
-        if failed and self._is_new:
+        if failed and self._is_new and isinstance(self.folder, Path):
             with suppress(OSError):
                 self.folder.rmdir()
 
 
-def _temporary(path: Path) -> Path:
+def _temporary(path: Location) -> Location:
     """Where :meth:`Files.replace` writes first."""
     return path.with_name(f".{path.name}.new")
 
 
-def _tensors(path: Path) -> Path:
+def _tensors(path: Location) -> Location:
     """Where tensors are kept that are pickled into ``path``."""
     return path.with_name(f".{path.name}.tensors")
 

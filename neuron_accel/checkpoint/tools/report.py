@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from neuron_accel.checkpoint.format.files import read_bytes
@@ -13,9 +12,10 @@ from neuron_accel.checkpoint.format.index import Index, index_checkpoint, model_
 from neuron_accel.checkpoint.format.manifest import Manifest, check_file, locate, read_manifest
 from neuron_accel.checkpoint.format.source import SourceTensor
 from neuron_accel.errors import CheckpointError, NeuronAccelError
+from neuron_accel.storage import Location
 
 
-def inspect(folder: Path) -> dict[str, Any]:
+def inspect(folder: Location) -> dict[str, Any]:
     """Returns a description of the contents of a checkpoint, as plain data. Reads only the manifest and headers.
 
     Raises:
@@ -49,7 +49,7 @@ def inspect(folder: Path) -> dict[str, Any]:
     }
 
 
-def _check_info(info: Mapping[str, Any], folder: Path) -> None:
+def _check_info(info: Mapping[str, Any], folder: Location) -> None:
     """Checks the types of the values that are shown."""
     try:
         known = {
@@ -98,7 +98,7 @@ def _tensor(tensor: SourceTensor) -> dict[str, Any]:
     }
 
 
-def verify(folder: Path, progress: Callable[[str], None] = lambda path: None) -> list[str]:
+def verify(folder: Location, progress: Callable[[str], None] = lambda path: None) -> list[str]:
     """Returns descriptions of everything that is wrong with a checkpoint; an empty list if nothing is.
 
     Compares every file with its checksums, and checks that the shards of every tensor are complete and that weights
@@ -156,7 +156,7 @@ _EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|tok_
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 
 
-def _against_config(folder: Path, manifest: Manifest, index: Index) -> list[str]:
+def _against_config(folder: Location, manifest: Manifest, index: Index) -> list[str]:
     """Compares weights with the configuration of transformers: shape of the embedding, and number of layers."""
     if "config.json" not in manifest.of_kind("auxiliary"):
         return []

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
@@ -26,6 +25,7 @@ from neuron_accel.checkpoint.tools.output import Output
 from neuron_accel.engine.plan.mesh import AxisKind, Mesh
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError
+from neuron_accel.storage import Location
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +88,8 @@ Coordinates = tuple[int, ...]
 
 
 def reshard(
-    folder: Path,
-    output: Path,
+    folder: Location,
+    output: Location,
     sharding: Sharding,
     *,
     progress: Progress = lambda done, total: None,
@@ -121,7 +121,7 @@ def reshard(
             at = dict(zip(sharding.mesh.axis_names, rank, strict=True))
             named = {axis: i for axis, i in at.items() if sharding.mesh.degree(axis) > 1}
             named |= {"replica": replica} if len(copies) > 1 else {}
-            relative = f"{folder_of(kind)}/{RankFacts(coordinates=named).file_name(0)}"
+            relative = f"{folder_of(kind)}/{RankFacts(coordinates=named).file_name('')}"
             contents[relative] = (kind_of(kind, replica), shards, at)
     copied = {name: e.kind for name, e in manifest.files.items() if e.kind.partition("@")[0] not in KINDS}
     if both := contents.keys() & copied.keys():
@@ -150,7 +150,7 @@ def _entry(written: Written, kind: str) -> FileEntry:
     return FileEntry(size=written.size, checksums=written.checksums, kind=kind)
 
 
-def _copy(folder: Path, manifest: Manifest, replica: int) -> Index:
+def _copy(folder: Location, manifest: Manifest, replica: int) -> Index:
     """Returns the index of one replica's tensors. Plugin state that is kept for all replicas belongs to the first."""
     index = index_checkpoint(folder, manifest, ("model", "optimizer"), replica)
     for relative in sorted(manifest.of_kind(kind_of("plugin", replica))):
