@@ -9,6 +9,7 @@ a file does not exist is a CheckpointError, since each store has exceptions of i
 from __future__ import annotations
 
 import fnmatch
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from neuron_accel.errors import CheckpointError, ConfigurationError
+
+_log = logging.getLogger(__name__)
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 _COLLAPSED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
@@ -178,7 +181,10 @@ class RemotePath:
         return self._is("directory")
 
     def exists(self) -> bool:
-        return self.is_file() or self.is_dir()
+        try:
+            return bool(self._described())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def stat(self) -> Stat:
         """Raises FileNotFoundError if there is no such file."""
@@ -311,7 +317,16 @@ class RemotePath:
             prefix = f"{prefix}/" if prefix else ""
             following: dict[str, str] = {}
             while True:
-                page = self.store.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **following)
+                try:
+                    page = self.store.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **following)
+                except PermissionError as error:  # what was asked for is saved
+                    _log.warning(
+                        "Uploads that an interrupted save has left in %s cannot be found: %s. Permit "
+                        "s3:ListBucketMultipartUploads, or let a lifecycle rule abort incomplete uploads.",
+                        self.url,
+                        error,
+                    )
+                    return
                 for upload in page.get("Uploads", []):
                     if upload["Key"].startswith(prefix) and is_left_over(upload["Key"][len(prefix) :]):
                         with suppress(FileNotFoundError):  # it has been completed or aborted meanwhile

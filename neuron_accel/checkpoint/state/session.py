@@ -8,8 +8,10 @@ import logging
 import os
 import sys
 import tempfile
+import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,6 +290,7 @@ class Checkpoints:
         self._lock: SaveLock | Lease | None = None
         self._saved: set[Location] = set()  # folders into which this run has saved
         self._memory = StagingMemory()
+        self._waits_for_requests = False
 
     def save(
         self,
@@ -354,6 +357,13 @@ class Checkpoints:
             self._close(destination)
             raise
         atexit.register(self._at_exit)
+        if isinstance(folder, RemotePath) and not self._waits_for_requests:
+            self._waits_for_requests = True
+            _before_executors_end(weakref.WeakMethod(self._join_pending))
+
+    def _join_pending(self) -> None:
+        if self._pending is not None:
+            self._pending.join()
 
     def _close(self, destination: Destination) -> None:
         """Releases the lock of a save that has failed and whose files were removed, and removes empty folders."""
@@ -478,6 +488,14 @@ class Checkpoints:
         found = agreed(run, lambda: find(folder) if run.backend.rank == 0 else None)
         text = run.backend.broadcast_object(None if found is None else str(found), run.world)
         return None if text is None else location(text)
+
+
+def _before_executors_end(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Calls a method when the interpreter exits, before thread pools refuse work. Requests to a store need one (to look
+    up a host), and exit handlers run too late for that."""
+    register = getattr(threading, "_register_atexit", None)  # what concurrent.futures itself uses
+    if register is not None:
+        register(lambda: (call := method()) and call())
 
 
 def describe(training: TrainingObjects) -> dict[str, Any]:
