@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from neuron_accel.strategies.fully_sharded import FullyShardedPlugin as FullyShardedPlugin
     from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin as ModelParallelismPlugin
     from neuron_accel.strategies.pipeline.plugin import PipelineParallelPlugin as PipelineParallelPlugin
+    from neuron_accel.strategies.run_report import RunReportPlugin as RunReportPlugin
     from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin as SequenceParallelPlugin
     from neuron_accel.strategies.tensor_parallel.plugin import TensorParallelPlugin as TensorParallelPlugin
     from neuron_accel.strategies.zero1 import Zero1Plugin as Zero1Plugin
@@ -58,6 +59,7 @@ _WHERE = {
     "FullyShardedPlugin": "neuron_accel.strategies.fully_sharded",
     "ModelParallelismPlugin": "neuron_accel.strategies.model_parallelism.plugin",
     "PipelineParallelPlugin": "neuron_accel.strategies.pipeline.plugin",
+    "RunReportPlugin": "neuron_accel.strategies.run_report",
     "SequenceParallelPlugin": "neuron_accel.strategies.sequence_parallel.plugin",
     "TensorParallelPlugin": "neuron_accel.strategies.tensor_parallel.plugin",
     "Zero1Plugin": "neuron_accel.strategies.zero1",

@@ -222,6 +222,7 @@ class NeuronAccelerator(Accelerator):
             )
         self._keep_batch()
         self.run.backward_scale = self._backward_scale
+        self.run.log, self.run.is_precompiling = self._log_figures, self.is_precompiling
         self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
         self._session = Session(self._source())
         self._watchdog = watch(self.run, self)
@@ -863,6 +864,11 @@ class NeuronAccelerator(Accelerator):
         write = returns_none if self.is_precompiling or not self.run.backend.has_values else super().log
         here = self.is_main_process
         call_after_step(values, self.run.backend, lambda now: write(numbers(now), step, log_kwargs or {}), here=here)
+
+    def _log_figures(self, values: Mapping[str, float], step: int) -> None:
+        """Hands figures that a plugin has measured to the trackers."""
+        if self.is_main_process:
+            super().log(dict(values), step)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints once on each machine. Tensors among ``args`` are read after the step, as by :meth:`log`; one that is

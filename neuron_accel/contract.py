@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from neuron_accel.backends.failures import reported
     from neuron_accel.backends.payload import object_to_tensor, tensor_to_object
     from neuron_accel.backends.randomness import DeviceGenerator, RankRandomness
+    from neuron_accel.backends.ranges import OpenRange, RangeObserver, Ranges
 
     # gradients: their reduction over ranks, in buckets; norms and clipping
     from neuron_accel.engine.optim.buckets import Bucket, FlatGradients, check_dense, make_buckets, used_anywhere
@@ -146,6 +147,11 @@ _NAMES = {
     "backends.randomness": (
         "DeviceGenerator",
         "RankRandomness",
+    ),
+    "backends.ranges": (
+        "OpenRange",
+        "RangeObserver",
+        "Ranges",
     ),
     "engine.optim.buckets": (
         "Bucket",
@@ -293,6 +299,7 @@ __all__ = [
     "Mesh",
     "NeuronAccelError",
     "NonFiniteError",
+    "OpenRange",
     "ParameterError",
     "ParameterMap",
     "ParameterRecord",
@@ -306,6 +313,8 @@ __all__ = [
     "PluginSpec",
     "PreparedModel",
     "ProductHook",
+    "RangeObserver",
+    "Ranges",
     "RankRandomness",
     "RecompileError",
     "ReplicaState",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
+from neuron_accel.backends.ranges import Ranges
 from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -250,6 +252,26 @@ class Traffic:
         return [t for t in self.transfers if op in (None, t.op) and group in (None, t.group)]
 
 
+class _Observed(Pending):
+    """A :class:`Pending` whose wait is a range.
+
+    Args:
+        pending: the collective.
+        ranges: of the run.
+        op: name of the collective.
+        group: name of the group.
+    """
+
+    def __init__(self, pending: Pending, ranges: Ranges, op: str, group: str) -> None:
+        self._pending, self._ranges, self._op, self._group = pending, ranges, op, group
+
+    def wait(self) -> torch.Tensor:
+        with self._ranges.open(
+            f"wait for {self._op}", "collective", part="communication", op=self._op, group=self._group, waits=True
+        ):
+            return self._pending.wait()
+
+
 OUTSIDE_GRAPHS = "ranks communicate between compiled graphs"
 """What torch.compile says of a graph that ends at a collective."""
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -276,11 +298,14 @@ class Backend(ABC):
         for name in COLLECTIVES:
             method = getattr(cls, name)
             if name in vars(cls) or method is getattr(Backend, name):
-                setattr(cls, name, torch.compiler.disable(method, reason=OUTSIDE_GRAPHS))
+                setattr(cls, name, torch.compiler.disable(_in_range(name, method), reason=OUTSIDE_GRAPHS))
 
     def __init__(self) -> None:
         self._recordings: list[Traffic] = []
         self._observers: list[CollectiveObserver] = []
+        self.ranges = Ranges()
+        """Named ranges of time. Each collective is one, and each wait for a collective that was started; on a lazy
+        device, whose collectives are part of a graph, those on objects and :meth:`step_boundary`."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: rank {self.rank} of {self.world_size} on {self.device}>"
@@ -680,6 +705,12 @@ class Backend(ABC):
         action()
 
     @property
+    def device_memory(self) -> tuple[int, int] | None:
+        """Bytes in use on the device, and the largest number so far; None if the device does not say, or is the
+        host."""
+        return None
+
+    @property
     def compilations(self) -> int | None:
         """Number of graphs compiled so far; None on devices without a compiler."""
         return None
@@ -719,12 +750,45 @@ class Backend(ABC):
         sys.audit("neuron_accel.collective", op)
         for observer in self._observers:
             observer.issued(op, group, sent, deferred=self.is_lazy)
+        if self.ranges.collective is not None:
+            self.ranges.collective.arguments.update(op=op, group=group.name, bytes=sent)
         for traffic in self._recordings:
             traffic.transfers.append(
                 Transfer(op=op, group=group.name, size=group.size, sent=sent, dtype=dtype, ranks=group.ranks)
             )
 
 
+def _in_range(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a range of each call of a method in which other ranks take part."""
+    op = name.removeprefix("start_")
+
+    @functools.wraps(method)
+    def call(self: Backend, *args: Any, **kwargs: Any) -> Any:
+        if not self.ranges.observers:
+            return method(self, *args, **kwargs)
+        if op == "step_boundary" and self.is_lazy:
+            with self.ranges.open("execute the graph", "part", part="device"):
+                return method(self, *args, **kwargs)
+        group = next((each for each in (*args, *kwargs.values()) if isinstance(each, Group)), None)
+        alone = self.world_size == 1 if group is None else group.size == 1
+        if alone or op == "step_boundary" or (self.is_lazy and op not in _ON_OBJECTS):
+            return method(self, *args, **kwargs)
+        outer, where = self.ranges.collective, "world" if group is None else group.name
+        if outer is not None:  # a collective that is made of this one
+            result = method(self, *args, **kwargs)
+            found = outer.arguments
+        else:
+            with self.ranges.open(op, "collective", part="communication", op=op, group=where) as opened:
+                result = method(self, *args, **kwargs)
+            found = opened.arguments
+        if isinstance(result, Pending) and not isinstance(result, (Done, _Observed)):
+            return _Observed(result, self.ranges, found["op"], found["group"])
+        return result
+
+    return call
+
+
+_ON_OBJECTS = frozenset({"all_gather_object", "broadcast_object", "barrier"})
 COLLECTIVES = frozenset(name for name, value in vars(Backend).items() if hasattr(value, "communicates"))
 """Names of the methods in which other ranks take part."""
 

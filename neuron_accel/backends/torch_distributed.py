@@ -490,6 +490,16 @@ class TorchBackend(Backend):
                 dist.barrier(group=self._host(world))
 
     # ---- steps -------------------------------------------------------------------------------------------------------
+    @property
+    def device_memory(self) -> tuple[int, int] | None:
+        if self._on_cpu:
+            return None
+        try:
+            used = torch.accelerator.memory_allocated(self._device)
+            return used, torch.accelerator.max_memory_allocated(self._device)
+        except (AttributeError, NotImplementedError, RuntimeError):  # the device's allocator does not count
+            return None
+
     def board(self) -> Board:
         return StoreBoard.of_default_group() if self.world_size > 1 else super().board()
 

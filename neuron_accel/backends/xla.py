@@ -393,6 +393,16 @@ class XlaBackend(Backend):
         return super().to_host(tensor)
 
     @property
+    def device_memory(self) -> tuple[int, int] | None:
+        import torch_xla.core.xla_model as xm
+
+        try:
+            found = xm.get_memory_info(self._device)
+            return int(found["bytes_used"]), int(found["peak_bytes_used"])
+        except (KeyError, RuntimeError):  # such as the CPU
+            return None
+
+    @property
     def compilations(self) -> int:
         import torch_xla.debug.metrics as metrics
 

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, SkipBatchSampler, get_sampler
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    SkipBatchSampler,
+    get_sampler,
+)
 from accelerate.data_loader import prepare_data_loader as accelerate_prepare
 from accelerate.data_loader import skip_first_batches as accelerate_skip
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from neuron_accel.data.fixed_rows import with_fixed_rows
+from neuron_accel.data.mixing import Mixin, as_mixed
 from neuron_accel.data.position import positioned, samples_at_once, without_first
 from neuron_accel.data.shared import share, sharing_group
 from neuron_accel.data.streams import count_stream, counted
 from neuron_accel.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from neuron_accel.backends.ranges import Ranges
     from neuron_accel.engine.runtime.run import Run
 
 
@@ -53,7 +62,39 @@ def prepare_data_loader(loader: DataLoader, run: Run, **options: Any) -> DataLoa
             sampler.generator = prepared.synchronized_generator = generator
     else:  # on a lazy device batches have fixed rows instead
         count_stream(prepared)
-    return positioned(counted(share(prepared, run) if shares else prepared))
+    return in_ranges(positioned(counted(share(prepared, run) if shares else prepared)), run)
+
+
+class _InRanges(Mixin):
+    """A loader each batch of which is a range of the run, until it is there."""
+
+    prefix = "Observed"
+    ranges: Ranges
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(super().__iter__())  # type: ignore[misc]
+        try:
+            while True:
+                with self.ranges.open("loader", "part", part="loader"):
+                    batch = next(batches, _END)
+                if batch is _END:
+                    return
+                yield batch
+        finally:  # also if the loop ends early
+            batches.close()
+
+
+_END = object()
+
+
+def in_ranges(loader: Any, run: Run) -> Any:
+    """Returns a copy of a loader that Accelerate prepared, each batch of which is a range of the run. Other loaders are
+    returned unchanged."""
+    if not issubclass(type(loader), (DataLoaderShard, DataLoaderDispatcher)):
+        return loader
+    observed = as_mixed(loader, _InRanges)
+    observed.ranges = run.ranges
+    return observed
 
 
 def _without_step_boundaries(prepared: Any, run: Run, put_on_device: bool) -> Any:
@@ -120,7 +161,7 @@ def skip_first_batches(loader: Any, count: int, run: Run) -> Any:
                 setattr(sampler, name, getattr(sampler.batch_sampler, name))
     if run.backend.is_lazy:
         skipping = _fixed(skipping, run)
-    return counted(share(skipping, run) if original is run else skipping)
+    return in_ranges(counted(share(skipping, run) if original is run else skipping), run)
 
 
 def _skip(loader: Any, count: int, run: Run) -> Any:

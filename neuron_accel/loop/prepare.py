@@ -77,6 +77,8 @@ def prepare_model(
     record.module = wrap(record.module)
     record.parameters.follow(record.inner)
     load(record)
+    if run.ranges.observers:
+        record.make_ranges(run.ranges)
     if training:
         transform_model(record, run, since=Phase.GRADIENTS)
         record.handles.append(record.module.register_forward_pre_hook(record.settle_synchronisation))

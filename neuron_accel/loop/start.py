@@ -39,7 +39,7 @@ def begin(plugins: Sequence[StrategyPlugin], backend: Backend, registry: Registr
         backend.limit_rings(hardware.ring_problem)
     if hardware is not None and hardware.partitions is not None:
         backend.observe(PartitionLimit(hardware.partitions, hardware.name))
-    run = Run(plan=plan, backend=backend)
+    run = Run(plan=plan, backend=backend, hardware=hardware)
     sys.audit("neuron_accel.run")
     mesh = plan.mesh
     for axes in ((), mesh.gradient_axes, mesh.data_axes, mesh.model_axes, (*mesh.model_axes, *mesh.gradient_axes)):

@@ -66,6 +66,18 @@ class Step:
         Raises:
             UsageError: if ``num_items`` is given and a plugin owns the backward pass.
         """
+        with self._run.ranges.open("backward", "part", part="backward"):
+            self._backward(loss, num_items, differentiate, accumulation_steps, options)
+        self._in_micro_batch = not self._gradient_state.sync_gradients
+
+    def _backward(
+        self,
+        loss: torch.Tensor,
+        num_items: int | torch.Tensor | None,
+        differentiate: Callable[[torch.Tensor], None],
+        accumulation_steps: int,
+        options: dict[str, Any],
+    ) -> None:
         run = self._run
         sys.audit("neuron_accel.backward")
         loss = run.hooks.transform("before_backward", loss, run)
@@ -83,7 +95,6 @@ class Step:
                 owner.backward(loss / accumulation_steps, run, **options)
         for after_backward in run.hooks["after_backward"]:
             after_backward(run)
-        self._in_micro_batch = not self._gradient_state.sync_gradients
 
     def _weighted(self, loss: torch.Tensor, num_items: int | torch.Tensor | None, steps: int) -> torch.Tensor:
         """The loss weighted by its number of items, and by the share of the batch's rows that are not repeats."""
@@ -186,16 +197,27 @@ class Clipping:
         """See :meth:`StrategyPlugin.clip_grad_norm`."""
         if self._clip_norm.announced:
             self._clip_norm(self._positions(parameters), max_norm, norm_type)
-        return owner.clip_grad_norm(parameters, max_norm, norm_type, self._run)
+        return self._clip(owner, parameters, max_norm, norm_type)
+
+    def _clip(
+        self, owner: StrategyPlugin, parameters: list[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        run = self._run
+        with run.ranges.open(f"{owner.spec.name}.clip_grad_norm", "hook", part="optimizer"):
+            norm = owner.clip_grad_norm(parameters, max_norm, norm_type, run)
+            for after_clipping in run.hooks["after_clipping"]:
+                after_clipping(norm, run)
+        return norm
 
     def value(self, owner: StrategyPlugin, parameters: list[nn.Parameter], limit: float) -> None:
         """See :meth:`StrategyPlugin.clip_grad_value`."""
         if self._clip_value.announced:
             self._clip_value(self._positions(parameters), limit)
-        owner.clip_grad_value(parameters, limit, self._run)
+        with self._run.ranges.open(f"{owner.spec.name}.clip_grad_value", "hook", part="optimizer"):
+            owner.clip_grad_value(parameters, limit, self._run)
 
     def _norm_along(self, positions: list[int], max_norm: float, norm_type: float) -> None:
-        self._owner.clip_grad_norm(self._at(positions), max_norm, norm_type, self._run)
+        self._clip(self._owner, self._at(positions), max_norm, norm_type)
 
     def _value_along(self, positions: list[int], limit: float) -> None:
         self._owner.clip_grad_value(self._at(positions), limit, self._run)

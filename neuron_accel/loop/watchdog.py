@@ -36,6 +36,8 @@ DEFAULT_S = 10.0
 THREAD_NAME = "neuron_accel-watchdog"
 """Name of the watchdog's thread, which lives until `end_training`."""
 _ANSWER_S = 2.0
+_CHECKPOINTS = frozenset({"save_state", "load_state", "save_model", "get_state_dict"})
+"""Methods whose time belongs to checkpoints."""
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = (str(Path(torch.__file__).parents[1]) + os.sep, str(Path(os.__file__).parent) + os.sep, "<")
 """Prefixes of file names of installed packages and of Python itself."""
@@ -46,7 +48,9 @@ def collective(method: F) -> F:
 
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.run.calling(method.__name__):
+        name = method.__name__
+        part = "checkpoint" if name in _CHECKPOINTS else None
+        with self.run.calling(name), self.run.ranges.open(name, "part", part=part):
             return method(self, *args, **kwargs)
 
     return wrapper  # type: ignore[return-value]

@@ -86,6 +86,10 @@ class PreparedOptimizer(AcceleratedOptimizer):
                 why="a rank without data cannot run the closure",
                 fix="run forward and backward before `step()`",
             )
+        with self._run.ranges.open("optimizer step", "part", part="optimizer", optimizer=id(self)):
+            self._step(closure)
+
+    def _step(self, closure: Any) -> None:
         sys.audit("neuron_accel.step")
         self._gradients_complete()
         self._stepping()
@@ -130,6 +134,10 @@ class PreparedOptimizer(AcceleratedOptimizer):
         return not self._is_overflow
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
+        with self._run.ranges.open("zero_grad", "part", part="optimizer"):
+            self._zero_grad(set_to_none)
+
+    def _zero_grad(self, set_to_none: bool | None) -> None:
         if self.gradient_state.sync_gradients:
             self._zeroing(*([] if set_to_none is None else [set_to_none]))
             if set_to_none is None and self._can_set_to_none:

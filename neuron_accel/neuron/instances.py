@@ -118,6 +118,7 @@ class Instance:
             torus=self.torus,
             ranks_per_chip=max(1, self.cores(degree) // self.chips),
             core_bytes=self.core_bytes(degree),
+            peak_flops=self.peak_tflops(degree) * 1e12,
         )
 
     def core_bytes(self, lnc: int | None = None) -> int:

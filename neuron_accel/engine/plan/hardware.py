@@ -26,6 +26,7 @@ class Hardware:
             are connected with each other, or there is only one.
         ranks_per_chip: number of neighbouring ranks on one chip.
         core_bytes: memory of the device of one rank, in bytes; None if it is not known.
+        peak_flops: dense BF16 operations that the device of one rank can do in a second; None if it is not known.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Hardware:
     torus: tuple[int, ...] = ()
     ranks_per_chip: int = 1
     core_bytes: int | None = None
+    peak_flops: float | None = None
 
     @property
     def full(self) -> int:

@@ -402,6 +402,11 @@ class StrategyPlugin(_KnownOptionsOnly):
         """Owner of :attr:`Claim.GRADIENT_CLIPPING`: clamps every gradient element to ``[-clip_value, clip_value]``."""
         raise NotImplementedError  # check_contract refuses an owner without it
 
+    @hook("gradients were clipped")
+    def after_clipping(self, norm: torch.Tensor, run: Run) -> None:
+        """Called after gradients were clipped to a norm; ``norm`` is what :meth:`clip_grad_norm` returned. Reading it
+        would execute the pending graph of a lazy device."""
+
     @hook("gradients are read", owner=Claim.GRADIENT_REDUCTION)
     def full_gradient(self, parameter: torch.nn.Parameter, run: Run) -> torch.Tensor | None:
         """Owner of :attr:`Claim.GRADIENT_REDUCTION`: returns the reduced gradient of a local parameter, in its local

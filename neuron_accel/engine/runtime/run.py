@@ -18,6 +18,8 @@ from neuron_accel.errors import CheckpointError, NeuronAccelError, UsageError, d
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend, Group
+    from neuron_accel.backends.ranges import Ranges
+    from neuron_accel.engine.plan.hardware import Hardware
     from neuron_accel.engine.plan.plan import Plan
     from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
 
@@ -56,6 +58,9 @@ class PreparedModel:
     defers_gradients: bool = False
     """Whether gradients of weights may arrive after the backward pass of their module, at any time before
     ``after_backward``."""
+
+    forward_in_range: bool = False
+    """Whether each forward pass is a range: :meth:`make_ranges` was called."""
 
     reader: Callable[[Mapping[str, tuple[int, torch.Tensor]]], None] | None = None
     """Reads weights for :meth:`read_weights`, while some of them are unread."""
@@ -96,10 +101,48 @@ class PreparedModel:
         for name in wanted:
             self.parameters[name].is_unread = False
 
+    def make_ranges(self, ranges: Ranges) -> None:
+        """Makes each following forward pass of the module a range, if it is not one yet: ``"forward"``, or
+        ``"evaluation"`` without gradients."""
+        if self.forward_in_range:
+            return
+        self.forward_in_range = True
+        opened: list[AbstractContextManager[Any]] = []
+
+        def begin(*_: Any) -> None:
+            name = "forward" if torch.is_grad_enabled() else "evaluation"
+            opened.append(ranges.open(name, "part", part=name))
+            opened[-1].__enter__()
+
+        def end(*_: Any) -> None:
+            if opened:
+                opened.pop().__exit__(None, None, None)
+
+        self.handles.append(self.module.register_forward_pre_hook(begin, prepend=True))
+        self.handles.append(self.module.register_forward_hook(end, always_call=True))
+
     def settle_synchronisation(self, *_: Any) -> None:
         """Sets :attr:`synchronises`; called at the start of a forward pass."""
         if torch.is_grad_enabled():
             self.synchronises = self.sync_enabled
+
+
+class _HookInRange:
+    """A bound hook each call of which is a range, named after plugin and hook.
+
+    Args:
+        hook: the bound method.
+        ranges: of the run.
+    """
+
+    def __init__(self, hook: Callable[..., Any], ranges: Ranges) -> None:
+        self._hook, self._ranges = hook, ranges
+        self.__self__: StrategyPlugin = hook.__self__  # type: ignore[attr-defined]  # a bound method
+        self._name = f"{self.__self__.spec.name}.{hook.__name__}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._ranges.open(self._name, "hook"):
+            return self._hook(*args, **kwargs)
 
 
 class BoundHooks:
@@ -107,20 +150,23 @@ class BoundHooks:
 
     Args:
         plan: the plan.
+        ranges: of the run. While it has observers, each call of a hook is a range.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, ranges: Ranges) -> None:
+        self._ranges = ranges
         self._bound = {
             name: tuple(getattr(plugin, name) for plugin in plan.plugins if overrides(plugin, name)) for name in HOOKS
         }
+        self._in_ranges = {name: tuple(_HookInRange(hook, ranges) for hook in self._bound[name]) for name in HOOKS}
 
     def __getitem__(self, name: str) -> tuple[Callable[..., Any], ...]:
         """Returns the bound methods to call, in order."""
-        return self._bound[name]
+        return self._in_ranges[name] if self._ranges.observers else self._bound[name]
 
     def transform(self, name: str, value: Any, run: Run) -> Any:
         """Passes ``value`` through the hooks of that name, one after another, and returns the result."""
-        for hook in self._bound[name]:
+        for hook in self[name]:
             value = hook(value, run)
         return value
 
@@ -146,6 +192,13 @@ class Run:
     backward_scale: Callable[[], float] = lambda: 1.0
     """Returns the factor of a loss before its backward pass: one over the number of accumulated micro-batches. For
     plugins that run backward passes before the loss is returned."""
+    hardware: Hardware | None = None
+    """Limits of the instance that the run is on, or is meant for; None on other machines."""
+    log: Callable[[Mapping[str, float], int], None] = lambda values, step: None
+    """Hands figures of a step to the trackers of the training. Does nothing without trackers, or on ranks that have
+    none."""
+    is_precompiling: bool = False
+    """Whether the run only collects graphs, and every value is zero."""
     hooks: BoundHooks = field(init=False)
     """The plugins' hooks, called by the code that drives the run."""
     calling: Callable[[str], AbstractContextManager[None]] = field(init=False)
@@ -161,7 +214,7 @@ class Run:
     _randomness: dict[str, RankRandomness] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.hooks = BoundHooks(self.plan)
+        self.hooks = BoundHooks(self.plan, self.backend.ranges)
         self.join, self.calling = Join(self), _unwatched
 
     def __getstate__(self) -> dict[str, Any]:
@@ -175,6 +228,11 @@ class Run:
     def __repr__(self) -> str:
         models = ", ".join(type(model.original).__name__ for model in self.models) or "none"
         return f"<{type(self).__name__}: {self.plan!r}; {self.backend!r}; models: {models}>"
+
+    @property
+    def ranges(self) -> Ranges:
+        """Named ranges of time: parts of a step, hooks of plugins, collectives. Plugins open and observe them."""
+        return self.backend.ranges
 
     @property
     def mesh(self):

@@ -16,9 +16,10 @@ from neuron_accel.strategies.pipeline.deferred_wgrad import DeferredWgrad, Later
 from neuron_accel.strategies.pipeline.outputs import loss_of
 from neuron_accel.strategies.pipeline.p2p import P2P, Form, Part, Values
 from neuron_accel.strategies.pipeline.schedules import Action, Kind, Schedule, in_rounds, transfers_after
+from neuron_accel.strategies.pipeline.timeline import NAMES
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Backend, Pending
+    from neuron_accel.contract import Backend, Pending, Ranges
     from neuron_accel.strategies.pipeline.p2p import RingShift
     from neuron_accel.strategies.pipeline.stage import Stage
 
@@ -61,6 +62,7 @@ class Execution(ABC):
         weight: returns the factor of a micro-batch's loss before backward; None to run forward only.
         deferred_wgrad: splits backward passes in two, for schedules that require it.
         synchronise: is called before each backward pass with whether it is the last of its stage.
+        ranges: of the run; each pass is one.
     """
 
     def __init__(
@@ -74,10 +76,11 @@ class Execution(ABC):
         weight: Callable[[int], torch.Tensor | float] | None = None,
         deferred_wgrad: DeferredWgrad | None = None,
         synchronise: Callable[[bool], None] = lambda last: None,
+        ranges: Ranges,
     ) -> None:
         self._schedule, self._rank, self._stages = schedule, rank, stages
         self._calls, self._key, self._weight, self._synchronise = calls, key, weight, synchronise
-        self._deferred_wgrad = deferred_wgrad
+        self._deferred_wgrad, self._ranges = deferred_wgrad, ranges
         self._arriving: dict[tuple[Kind, int, int], list[Pending | None] | None] = {}
         self._leaving: dict[tuple[Kind, int, int], Values] = {}
         self._flights: dict[tuple[int, int], Flight] = {}
@@ -112,12 +115,19 @@ class Execution(ABC):
     def _attempt(self, action: Action) -> None:
         if self.failure is None:
             try:
-                self._compute(action)
+                with self._range(action):
+                    self._compute(action)
             except Exception as error:
                 direction = "forward" if action.kind is Kind.FORWARD else "backward"
                 place = f"stage {action.stage}, {direction} pass of micro-batch {action.microbatch}"
                 self.failure = Failure(error, place)
                 self._flights.clear()
+
+    def _range(self, action: Action) -> AbstractContextManager[Any]:
+        stage, microbatch = action.stage, action.microbatch
+        name = f"{NAMES[action.kind]}, stage {stage}, micro-batch {microbatch}"
+        part = None if action.kind is Kind.FORWARD else "backward"
+        return self._ranges.open(name, "pipeline", part=part, stage=stage, micro_batch=microbatch)
 
     def _compute(self, action: Action) -> None:
         if action.kind is Kind.FORWARD:

@@ -1,0 +1,538 @@
+"""The plugin of run reports: what is seen in its hooks, and where the figures go."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import time
+import uuid
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from neuron_accel.contract import ConfigurationError, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.run_report.records import (
+    Collectives,
+    End,
+    Header,
+    Memory,
+    Prediction,
+    Range,
+    Step,
+    Straggler,
+    rank_file,
+    stragglers_of,
+    to_line,
+)
+from neuron_accel.strategies.run_report.live import Display, make_display
+from neuron_accel.strategies.run_report.recorder import Measured, Recorder, Scalars
+
+if TYPE_CHECKING:
+    from neuron_accel.contract import Board, PreparedModel, Run
+
+_MEMORY_EVERY = 10
+"""Steps between two counts of the bytes of parameters, gradients and optimizer states, which seldom change."""
+_PATTERN = "rank-*.jsonl"
+
+
+class RunReportWarning(UserWarning):
+    """The report of a run cannot be written; the training goes on without it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReportPlugin(StrategyPlugin):
+    """Reports what each rank does in each optimizer step: the time of the step and of its parts, collectives with
+    their bytes, memory, model FLOPs utilization, compilations, loss, gradient norm and learning rate.
+
+    Every rank writes a file of JSON lines, see :mod:`neuron_accel.run_report.records`. ``neuron-accel report`` makes a
+    page of them and ``neuron-accel trace`` a trace. The first rank hands the figures to the trackers of the training
+    (``log_with`` of the accelerator), under names that begin with ``run_report/``, and shows them while it trains.
+
+    Times are those of the host: on a device that computes beside the host, a part is as long as the host takes to
+    launch its kernels and waits for them, and on a lazy device the time of the device is in the part ``device``. Loss
+    and gradient norm are read when they are there, without a further execution, so on accelerators the line of a step
+    is written at the end of the next one. If a file cannot be written, one warning is issued and the report ends; the
+    training goes on.
+
+    Args:
+        folder: the folder of the report, on each machine. Files of an earlier run in it are moved to a folder
+            ``earlier-...`` in it.
+        trace_steps: numbers of the optimizer steps, from 0, whose ranges are written for ``neuron-accel trace``.
+        predicted: a file that ``neuron-accel plan SCRIPT --json`` has written; the report then has the predicted
+            collectives beside those that were seen, and operations for the utilization. It is used on the rank that was
+            planned.
+        show: what the first rank prints: ``"dashboard"``, a few lines that are redrawn (needs ``rich``); ``"lines"``,
+            one line every ``show_seconds``; ``"nothing"``; ``"auto"``, a dashboard if standard output is a terminal and
+            rich is installed, else lines.
+        show_seconds: seconds between two lines.
+        compare_every: number of steps after which the first rank compares the times of all ranks, to name stragglers
+            while the training runs; 0 for never. Ranks exchange short notes, without a collective.
+        track: whether figures are handed to trackers.
+    """
+
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="run_report", phase=Phase.OPTIMIZER, provides=frozenset({"gathered-weights"})
+    )
+
+    folder: Path = Path("run_report")
+    trace_steps: tuple[int, ...] = ()
+    predicted: Path | None = None
+    show: Literal["auto", "dashboard", "lines", "nothing"] = "auto"
+    show_seconds: float = 30.0
+    compare_every: int = 50
+    track: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("folder", "predicted"):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, Path(value))
+        if self.compare_every < 0:
+            raise ConfigurationError(f"compare_every is {self.compare_every}; expected a number of steps, or 0.")
+        if self.show_seconds < 0:
+            raise ConfigurationError(f"show_seconds is {self.show_seconds}; expected a number of seconds.")
+
+    # ---- life of a run -----------------------------------------------------------------------------------------------
+    def setup(self, run: Run) -> None:
+        """Begins the report. Collective."""
+        if not run.backend.has_values or run.is_precompiling:
+            self._observe_only(run)
+            return
+        run.state(self)["report"] = Report(self, run)
+
+    def _observe_only(self, run: Run) -> None:
+        """A run that only collects graphs has the same outputs, and no report."""
+        run.state(self)["scalars"] = Scalars(run.backend)
+
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
+        """Counts the samples and tokens of the first model's batches."""
+        report = self._report(run)
+        if report is not None and model is run.models[0]:
+            model.handles.append(model.module.register_forward_pre_hook(report.called, prepend=True, with_kwargs=True))
+
+    def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
+        """Keeps the loss."""
+        if isinstance(loss, torch.Tensor):
+            self._keep(run, "loss", loss)
+        return loss
+
+    def after_clipping(self, norm: torch.Tensor, run: Run) -> None:
+        """Keeps the gradient norm."""
+        if isinstance(norm, torch.Tensor):
+            self._keep(run, "norm", norm)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        """Keeps learning rates, and now and then counts memory."""
+        report = self._report(run)
+        if report is not None:
+            report.stepped(optimizer)
+
+    def checkpoint_state(self, run: Run) -> dict[str, Any]:
+        """Saves the number of steps."""
+        report = self._report(run)
+        return {} if report is None else {"steps": report.recorder.step}
+
+    def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
+        """Goes on counting steps."""
+        report = self._report(run)
+        if report is not None and "steps" in state:
+            report.recorder.step = int(state["steps"])
+
+    def teardown(self, run: Run) -> None:
+        """Writes what is left, and closes the file."""
+        report = self._report(run)
+        if report is not None:
+            report.close()
+        run.state(self).clear()
+
+    def _report(self, run: Run) -> Report | None:
+        return run.state(self).get("report")
+
+    def _keep(self, run: Run, name: str, value: torch.Tensor) -> None:
+        state = run.state(self)
+        report: Report | None = state.get("report")
+        if report is not None:
+            report.keep(name, value)
+        elif "scalars" in state and run.backend.has_values:  # an output of the graph, until the next step
+            state[name] = state["scalars"].keep(value)
+
+
+class Report:
+    """The report of one rank.
+
+    Args:
+        options: the plugin.
+        run: the run.
+    """
+
+    def __init__(self, options: RunReportPlugin, run: Run) -> None:
+        self._options, self._run, backend = options, run, run.backend
+        self._prediction, self._operations = _read_prediction(options.predicted, backend.rank)
+        earlier = f"earlier-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        self._file = ReportFile(options.folder, backend.rank)
+        if backend.rank == 0:
+            self._file.move_earlier(earlier)
+        self._name, earlier = backend.broadcast_object((uuid.uuid4().hex[:12], earlier), run.world)
+        self._file.move_earlier(earlier, self._name)
+        self._started, clock = time.time(), clock_offset(run)
+        self._clock = clock
+        self._board: Board | None = backend.board() if options.compare_every and run.world.size > 1 else None
+        self._display: Display | None = None
+        if backend.rank == 0:
+            self._display = make_display(options.show, options.show_seconds)
+        self._scalars = Scalars(backend)
+        self._waiting_for_values: Measured | None = None
+        self._compared: int | None = None  # a step whose times the ranks have exchanged
+        self._late: list[Straggler] = []
+        self._parameters: int | None = None
+        self._flops_per_token = 0
+        self._has_header, self._closed, self._last = False, False, 0
+        self._steps = 0
+        with ExitStack() as stack:
+            traffic = stack.enter_context(backend.record())
+            self.recorder = Recorder(
+                backend, traffic, clock=clock, traced=frozenset(options.trace_steps), finished=self._finished
+            )
+            stack.callback(run.ranges.observe(self.recorder))
+            self._observing = stack.pop_all()
+
+    # ---- what hooks tell ---------------------------------------------------------------------------------------------
+    def keep(self, name: str, value: torch.Tensor) -> None:
+        began, seen = time.perf_counter(), self.recorder.observed
+        if name == "loss":
+            seen.losses.append(self._scalars.keep(value))
+        else:
+            seen.norm = self._scalars.keep(value)
+        self._spent(began)
+
+    def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The first model is called: the first tensor of its inputs has a row for each sample, and is one of tokens if
+        it has two dims of integers."""
+        if not (torch.is_grad_enabled() and module.training):
+            return
+        began, seen = time.perf_counter(), self.recorder.observed
+        first = next((leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)), None)
+        if first is not None and first.dim():
+            seen.samples = (seen.samples or 0) + first.shape[0]
+            if first.dim() == 2 and not first.is_floating_point():
+                seen.tokens = (seen.tokens or 0) + first.numel()
+        self._spent(began)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        began, seen = time.perf_counter(), self.recorder.observed
+        seen.stepped = True
+        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+        seen.lr = tuple(float(lr) for lr in rates if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu")
+        if self.recorder.step < 2 or not self.recorder.step % _MEMORY_EVERY:
+            self.recorder.memory = _memory_of(self._run, optimizer)
+        self._spent(began)
+
+    def _spent(self, began: float) -> None:
+        self.recorder.own += time.perf_counter() - began
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+    def _finished(self, measured: Measured) -> None:
+        """A step has ended. Its values are read now where that is free, else at the end of the next step."""
+        if self._parameters is None:
+            self._count_parameters()
+        if self._scalars.at_once:
+            self._emit(measured)
+            return
+        measured.ready = self._scalars.event()
+        before, self._waiting_for_values = self._waiting_for_values, measured
+        if before is not None:
+            self._emit(before)
+
+    def _count_parameters(self) -> None:
+        """Counts parameters, and the operations for a token: a matrix takes 2 for each of its elements in the forward
+        pass and 2 for its input's gradient, and 2 more if it trains."""
+        elements = 0
+        for model in self._run.models[:1]:
+            for record in model.parameters:
+                size = torch.Size(record.layout.shape).numel()
+                elements += size
+                if len(record.layout.shape) > 1:
+                    trains = record.current is None or record.current.requires_grad
+                    self._flops_per_token += size * (6 if trains else 4)
+        self._parameters = elements
+
+    def _emit(self, measured: Measured) -> None:
+        if measured.ready is not None:
+            measured.ready.synchronize()
+        scalars = Scalars.mean
+        step = dataclasses.replace(
+            measured.step,
+            loss=scalars(measured.losses),
+            grad_norm=None if measured.norm is None else scalars([measured.norm]),
+            flops=(flops := self._flops(measured.step)),
+            mfu=self._utilization(flops, measured.step),
+        )
+        if not self._has_header:
+            self._has_header = True
+            self._file.write([self._header()])
+        self._file.write([step, *measured.ranges])
+        self._steps += 1
+        self._compare(step)
+        if self._options.track and self._run.backend.rank == 0:
+            self._run.log(figures(step), step.step)
+        if self._display is not None:
+            self._display.show(step, self._late, self._run.data_parallel_size)
+
+    def _flops(self, step: Step) -> float | None:
+        if self._operations is not None:
+            return float(self._operations)
+        if step.tokens is None:
+            return None
+        ranks = self._run.world.size // self._run.data_parallel_size  # that share the samples
+        return step.tokens * self._flops_per_token / ranks
+
+    def _utilization(self, flops: float | None, step: Step) -> float | None:
+        peak = None if self._run.hardware is None else self._run.hardware.peak_flops
+        if peak is None or flops is None or step.training_seconds <= 0:
+            return None
+        return flops / step.training_seconds / peak
+
+    def _header(self) -> Header:
+        run, hardware = self._run, self._run.hardware
+        backend = run.backend
+        return Header(
+            run=self._name,
+            rank=backend.rank,
+            world_size=backend.world_size,
+            mesh={axis.name: axis.degree for axis in run.mesh.axes},
+            coordinates=run.coordinates,
+            plugins=tuple(plugin.spec.name for plugin in run.plan.plugins),
+            host=platform.node(),
+            device=backend.device.type,
+            backend=backend.name,
+            instance=None if hardware is None else hardware.name,
+            peak_flops=None if hardware is None else hardware.peak_flops,
+            parameters=self._parameters,
+            torch=torch.__version__,
+            neuron_accel=_own_version(),
+            clock_offset=self._clock,
+            started=self._started + self._clock,
+            predicted=self._prediction,
+            micro_batches=None,
+        )
+
+    def _compare(self, step: Step) -> None:
+        """Exchanges the times of a step with other ranks: each leaves a note, which the first one reads a step later.
+        A note that is not there yet is left out."""
+        every = self._options.compare_every
+        if self._board is None:
+            return
+        if self._compared is not None and self._run.backend.rank == 0:
+            ranks = {}
+            for rank in range(self._run.backend.world_size):
+                left = self._board.get(f"run_report/{self._name}/{rank}")
+                found = None if left is None else json.loads(left)
+                if found is not None and found["step"] == self._compared:
+                    ranks[rank] = Step(step=found["step"], time=0.0, seconds=found["seconds"], parts=found["parts"])
+            self._late = stragglers_of(self._compared, ranks)
+        self._compared = None
+        if (step.step + 1) % every == 0:
+            note = json.dumps({"step": step.step, "seconds": step.seconds, "parts": dict(step.parts)})
+            self._board.put(f"run_report/{self._name}/{self._run.backend.rank}", note.encode())
+            self._compared = step.step
+
+    def close(self) -> None:
+        """Writes the rest, and ends the report."""
+        if self._closed:
+            return
+        self._closed = True
+        last, self._waiting_for_values = self._waiting_for_values, None
+        if last is not None:
+            self._emit(last)
+        self._observing.close()
+        if self._has_header:
+            self._file.write([*self.recorder.rest(), End(time=time.time() + self._clock, steps=self._steps)])
+        self._file.close()
+        if self._display is not None:
+            self._display.close()
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+class ReportFile:
+    """The file of a rank. If it cannot be written, one warning is issued, and nothing more is written.
+
+    Args:
+        folder: the folder of the report.
+        rank: the rank.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._path = folder, folder / rank_file(rank)
+        self._file: IO[str] | None = None
+        self._failed = False
+
+    def move_earlier(self, name: str, run: str | None = None) -> None:
+        """Moves the files of an earlier run to another folder.
+
+        Args:
+            name: of that folder.
+            run: the run that files of this folder may belong to; they stay.
+        """
+        try:
+            for path in sorted(self._folder.glob(_PATTERN)):
+                if run is not None and (path != self._path or _run_of(path) == run):
+                    continue
+                target = self._folder / name
+                target.mkdir(exist_ok=True)
+                path.rename(target / path.name)
+        except FileNotFoundError:  # another rank of this machine has moved it
+            return
+        except OSError as error:
+            self._give_up(error)
+
+    def write(self, records: Iterable[Header | Step | Range | End]) -> None:
+        """Appends lines, and flushes them."""
+        if self._failed:
+            return
+        try:
+            if self._file is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._file = open(self._path, "w", encoding="utf-8")  # noqa: SIM115  it stays open
+            self._file.write("".join(f"{to_line(record)}\n" for record in records))
+            self._file.flush()
+        except (OSError, ValueError) as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._failed = True
+        self.close()
+        warnings.warn(
+            f"The report of this run ends here: {self._path} cannot be written ({error}). The training goes on.",
+            RunReportWarning,
+            stacklevel=2,
+        )
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError:  # what could not be flushed is lost; a warning was issued, or this is the end
+                self._failed = True
+
+
+def _run_of(path: Path) -> str | None:
+    """Name of the run that has written a file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.loads(file.readline()).get("run")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _read_prediction(path: Path | None, rank: int) -> tuple[Prediction | None, int | None]:
+    """Returns what a dry run has counted for this rank: its collectives and its operations in a step.
+
+    Raises:
+        ConfigurationError: if the file is not one that ``neuron-accel plan SCRIPT --json`` writes.
+    """
+    if path is None:
+        return None, None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["rank"] != rank:
+            return None, None
+        flows: dict[tuple[str, str], Collectives] = {}
+        for flow in found["traffic"]:
+            key = (flow["op"], flow["axis"])
+            before = flows.get(key, Collectives(op=key[0], group=key[1], count=0, bytes=0))
+            flows[key] = dataclasses.replace(
+                before, count=before.count + int(flow["messages"]), bytes=before.bytes + int(flow["sent"])
+            )
+        return Prediction(traffic=tuple(flows.values())), int(found["operations"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{str(path)!r} has no prediction.",
+            where="plugin 'run_report', predicted",
+            why=f"{type(error).__name__}: {error}",
+            fix="write it with `neuron-accel plan SCRIPT --json > FILE`",
+        ) from error
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+def figures(step: Step) -> dict[str, float]:
+    """Returns the figures of a step for trackers, those that are known."""
+    found: dict[str, float | None] = {
+        "seconds": step.seconds,
+        "tokens_per_second": None if step.tokens is None else step.tokens / max(step.training_seconds, 1e-9),
+        "samples_per_second": None if step.samples is None else step.samples / max(step.training_seconds, 1e-9),
+        "waiting": step.waiting,
+        "mfu": step.mfu,
+        "compilations": step.compilations,
+        "loss": step.loss,
+        "grad_norm": step.grad_norm,
+        "lr": step.lr[0] if step.lr else None,
+        **{f"parts/{part}": seconds for part, seconds in step.parts.items()},
+        **{f"memory/{name}": value for name, value in vars(step.memory).items()},
+    }
+    for each in step.collectives:
+        found[f"sent/{each.group}"] = (found.get(f"sent/{each.group}") or 0) + each.bytes
+    return {f"run_report/{name}": float(value) for name, value in found.items() if value is not None}
+
+
+def _memory_of(run: Run, optimizer: torch.optim.Optimizer) -> Memory:
+    """Bytes of the parameters, gradients and optimizer state on this rank."""
+    parameters, gradients = 0, {}
+    owners: list[Any] = []
+    for model in run.models:
+        for record in model.parameters:
+            if record.weights is not None:
+                size = 0 if record.current is None else record.current.element_size()
+                parameters += (record.weights.stop - record.weights.start) * size
+            elif record.current is not None:
+                parameters += record.current.nbytes
+            if record.current is not None:
+                owners.append(record.current)
+    state = optimizer.state
+    owners += [key for key in state if isinstance(key, torch.Tensor)]
+    for owner in owners:
+        gradient = owner.grad
+        if type(gradient) is torch.Tensor:  # another type stands for a gradient that is sharded
+            gradients[id(gradient)] = gradient.nbytes
+    tensors = {
+        id(value): value.nbytes
+        for entries in state.values()
+        for value in (entries.values() if isinstance(entries, Mapping) else ())
+        if isinstance(value, torch.Tensor)
+    }
+    return Memory(parameters=parameters, gradients=sum(gradients.values()), optimizer=sum(tensors.values()))
+
+
+def clock_offset(run: Run) -> float:
+    """Returns the seconds to add to this machine's clock to have that of the first rank. Collective.
+
+    Ranks of one machine have one clock. Others leave a collective at nearly the same time; the median of several
+    differences is accurate to about the time that a message takes.
+    """
+    backend, offsets = run.backend, []
+    if run.world.size == 1:
+        return 0.0
+    hosts = backend.all_gather_object(platform.node(), run.world)
+    if len(set(hosts)) > 1:
+        for _ in range(9):
+            backend.barrier()
+            times = backend.all_gather_object(time.time(), run.world)
+            offsets.append(times[0] - times[run.world.index])
+    if hosts[0] == platform.node() or not offsets:
+        return 0.0
+    return sorted(offsets)[len(offsets) // 2]
+
+
+def _own_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("neuron-accel")
+    except PackageNotFoundError:
+        return ""

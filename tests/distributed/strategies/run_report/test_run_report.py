@@ -1,0 +1,399 @@
+"""What ranks write of a run: parts that add up, collectives, stragglers, and figures for trackers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from neuron_accel.run_report.records import PARTS, read_run, stragglers, traffic_table
+from neuron_accel.testing import run_ranks
+from tests.distributed.models import MODELS, token_batches
+
+PIPELINE = {"pipeline_parallel": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
+TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
+MAX_NORM = 1.0
+
+
+class Texts(torch.utils.data.Dataset):
+    def __init__(self, count):
+        self.rows = token_batches(count, size=1)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {name: value[0] for name, value in self.rows[index].items()}
+
+
+def train(plugins, *, batches=6, accumulation=1, options=None, slow=(), skip=0, save=None, user=False, trackers=None):
+    """Trains a small model; returns the wall time of its steps, by a clock of this function's own, losses and norms.
+
+    Args:
+        slow: rank, step and seconds of a sleep.
+    """
+    from neuron_accel import NeuronAccelerator
+
+    named = [{"run_report": {"show": "nothing", **(options or {})}}]
+    accelerator = NeuronAccelerator(
+        config={"plugins": [*plugins, *named], "gradient_accumulation_steps": accumulation}, **(trackers or {})
+    )
+    if trackers:
+        accelerator.init_trackers("run")
+    torch.manual_seed(0)
+    model = MODELS["llama"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+    replicas = accelerator.data_parallel_size
+    loader = torch.utils.data.DataLoader(Texts((batches + skip) * 2 * replicas), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    loader = accelerator.skip_first_batches(loader, skip) if skip else loader
+    losses, norms, sent = [], [], []
+    accelerator.wait_for_everyone()
+    with accelerator.run.backend.record() as traffic:
+        began = time.perf_counter()
+        ended, steps = began, 0
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)))
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    ended, steps = time.perf_counter(), steps + 1
+                    sent.append(traffic.sent())
+                optimizer.zero_grad()
+            losses.append(float(loss))
+            if slow and (accelerator.run.backend.rank, steps) == slow[:2]:
+                time.sleep(slow[2])
+            if save is not None and steps == 1:
+                accelerator.save_state(save)
+            if user:
+                with accelerator.run.ranges.open("my own"):
+                    time.sleep(0.001)
+    accelerator.end_training()
+    return {"wall": ended - began, "losses": losses, "norms": norms, "sent": sent}
+
+
+def run(folder, plugins, ranks, **arguments):
+    options = {"folder": str(folder), **arguments.pop("options", {})}
+    results = run_ranks(train, ranks, plugins, options=options, **arguments)
+    return results, read_run(folder)
+
+
+COMPOSITIONS = {
+    "dp2": ([], 2, 1),
+    "zero1-accumulating": (["zero1"], 2, 2),
+    "fsdp": (["fully_sharded"], 2, 1),
+    "tp2-dp2": ([TP2], 4, 1),
+    "pp2": ([PIPELINE], 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_parts_add_up_to_the_wall_time_of_the_steps(name, tmp_path):
+    plugins, ranks, accumulation = COMPOSITIONS[name]
+    results, report = run(tmp_path, plugins, ranks, accumulation=accumulation)
+    assert [each.rank for each in report.ranks] == list(range(ranks))
+    assert not report.missing_ranks
+    for each, result in zip(report.ranks, results, strict=True):
+        steps = each.steps
+        assert [step.step for step in steps] == list(range(6 // accumulation))
+        for step in steps:
+            assert set(step.parts) == set(PARTS)
+            assert sum(step.parts.values()) == pytest.approx(step.seconds, abs=1e-9)
+            assert min(step.parts.values()) >= 0
+            assert step.micro_batches == accumulation
+            assert step.parts["loader"] > 0
+            assert step.parts["forward"] > 0
+            assert step.parts["backward"] > 0
+            assert step.parts["optimizer"] > 0
+            assert 0 < step.waiting <= step.parts["communication"]
+            assert step.samples == 2 * accumulation
+            assert step.tokens == step.samples * token_batches(1, size=1)[0]["input_ids"].shape[1]
+            assert not step.skipped
+        assert sum(step.seconds for step in steps) == pytest.approx(result["wall"], rel=0.03)
+        assert [step.grad_norm for step in steps] == pytest.approx(result["norms"])
+        means = [sum(result["losses"][i : i + accumulation]) / accumulation for i in range(0, 6, accumulation)]
+        assert [step.loss for step in steps] == pytest.approx(means)
+        assert steps[-1].lr == (1e-2,)
+        assert steps[-1].memory.parameters > 0
+        assert steps[-1].memory.optimizer > 0
+        assert steps[-1].memory.host > 1e6
+        assert steps[-1].mfu is None
+        assert steps[-1].flops > 0
+        # bytes are those of an independent recording
+        sent = [sum(row.bytes for row in step.collectives) for step in steps]
+        assert sum(sent[1:]) == result["sent"][-1] - result["sent"][0]
+        assert all(row.seconds is not None for step in steps for row in step.collectives)
+        assert each.end.steps == len(steps)
+
+
+def test_a_rank_that_sleeps_is_named_with_its_step(tmp_path):
+    _, report = run(tmp_path, [], 3, batches=8, slow=(1, 4, 0.05))
+    first = stragglers(report)[0]
+    assert (first.rank, first.step, first.part) == (1, 4, "other")
+    assert first.seconds == pytest.approx(0.05, abs=0.03)
+    # the others were waiting for it
+    ranks = report.by_step[4]
+    assert all(ranks[rank].waiting > 0.02 for rank in (0, 2))
+
+
+def test_ranges_of_traced_steps_nest(tmp_path):
+    _, report = run(tmp_path, [PIPELINE], 2, options={"trace_steps": [2, 3]}, user=True)
+    for each in report.ranks:
+        names = {r.name for r in each.ranges}
+        assert {r.step for r in each.ranges} == {2, 3}
+        assert {"loader", "forward", "backward", "optimizer step", "my own"} <= names
+        stage = each.header.coordinates["pp"]
+        assert {f"{kind}, stage {stage}, micro-batch {m}" for kind in ("forward", "backward") for m in (0, 1)} <= names
+        assert {r.category for r in each.ranges} == {"part", "collective", "pipeline", "hook", "user"}
+        assert any(r.name == "data_parallel.after_backward" for r in each.ranges)
+        spans = sorted((r.start, -r.seconds, r.name) for r in each.ranges)
+        open_ends: list[float] = []
+        for start, negative, _ in spans:
+            while open_ends and open_ends[-1] <= start + 1e-7:
+                open_ends.pop()
+            assert not open_ends or start - negative <= open_ends[-1] + 1e-7
+            open_ends.append(start - negative)
+
+
+def test_loaders_without_their_first_batches_and_checkpoints_count(tmp_path):
+    _, report = run(tmp_path / "report", [], 2, skip=1, batches=4, save=str(tmp_path / "checkpoint"))
+    steps = report.ranks[0].steps
+    assert all(step.parts["loader"] > 0 for step in steps)
+    assert steps[1].parts["checkpoint"] > 10 * max(steps[0].parts["checkpoint"], 1e-6)
+    assert steps[1].training_seconds < steps[1].seconds
+
+
+def test_an_earlier_report_is_kept(tmp_path):
+    _, first = run(tmp_path, [], 2, batches=2)
+    _, second = run(tmp_path, [], 2, batches=3)
+    assert first.header.run != second.header.run
+    assert len(second.ranks[0].steps) == 3
+    (earlier,) = tmp_path.glob("earlier-*")
+    assert read_run(earlier).header.run == first.header.run
+
+
+def test_a_full_disk_ends_the_report_and_not_the_training(tmp_path, capfd):
+    (tmp_path / "file").write_text("not a folder")
+    results = run_ranks(train, 2, [], options={"folder": str(tmp_path / "file" / "report")}, batches=3)
+    assert len(results[0]["losses"]) == 3
+    captured = capfd.readouterr()
+    assert (captured.out + captured.err).count("The report of this run ends here") == 2  # one on each rank
+
+
+def write_to_a_full_device():
+    """As on a full disk: /dev/full accepts to be opened."""
+    import warnings
+
+    from neuron_accel.run_report.records import End, rank_file
+    from neuron_accel.strategies.run_report.plugin import ReportFile
+
+    folder = Path("full")
+    folder.mkdir()
+    (folder / rank_file(0)).symlink_to("/dev/full")
+    file = ReportFile(folder, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            file.write([End(time=0.0, steps=1)])
+        file.close()
+    return [str(each.message) for each in caught]
+
+
+def test_a_write_that_fails_warns_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (message,) = write_to_a_full_device()
+    assert "No space left" in message
+
+
+def resumed(folder, report):
+    """Saves after two steps, and goes on from there in a second run."""
+    from neuron_accel import NeuronAccelerator
+
+    for part in range(2):
+        accelerator = NeuronAccelerator(
+            config={"plugins": [{"run_report": {"folder": f"{report}/{part}", "show": "nothing"}}]}
+        )
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if part:
+            accelerator.load_state(folder)
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(2, 4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        if not part:
+            accelerator.save_state(folder)
+        accelerator.free_memory()
+
+
+def test_a_resumed_run_goes_on_counting_steps(tmp_path):
+    run_ranks(resumed, 2, str(tmp_path / "checkpoint"), str(tmp_path / "report"))
+    assert [step.step for step in read_run(tmp_path / "report" / "0").ranks[0].steps] == [0, 1]
+    assert [step.step for step in read_run(tmp_path / "report" / "1").ranks[0].steps] == [2, 3]
+
+
+# ---- trackers --------------------------------------------------------------------------------------------------------
+def with_own_tracker(folder):
+    from accelerate.tracking import GeneralTracker, on_main_process
+
+    class Notes(GeneralTracker):
+        name, requires_logging_directory = "notes", False
+        logged: list = []  # noqa: RUF012
+
+        @property
+        def tracker(self):
+            return self.logged
+
+        @on_main_process
+        def store_init_configuration(self, values):
+            pass
+
+        @on_main_process
+        def log(self, values, step=None, **_):
+            self.logged.append((step, values))
+
+    notes = Notes()
+    train([], batches=3, options={"folder": f"{folder}/report"}, trackers={"log_with": [notes]})
+    return notes.logged
+
+
+def test_figures_reach_a_tracker_of_the_user(tmp_path):
+    first, second = run_ranks(with_own_tracker, 2, str(tmp_path))
+    assert not second  # one rank logs
+    assert [step for step, _ in first] == [0, 1, 2]
+    values = first[-1][1]
+    expected = ("seconds", "tokens_per_second", "loss", "grad_norm", "lr", "parts/backward", "memory/host", "sent/dp")
+    assert {f"run_report/{name}" for name in expected} <= set(values)
+    assert all(isinstance(value, float) for value in values.values())
+
+
+def test_figures_reach_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = {"log_with": "tensorboard", "project_dir": str(tmp_path / "logs")}
+    run_ranks(train, 1, [], batches=3, options={"folder": str(tmp_path / "report")}, trackers=trackers)
+    (events,) = (tmp_path / "logs").rglob("events.out.tfevents.*")
+    found = EventAccumulator(str(events.parent))
+    found.Reload()
+    assert [event.step for event in found.Scalars("run_report/loss")] == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "aim"])
+def test_figures_reach_other_trackers(name, tmp_path, monkeypatch):
+    pytest.importorskip(name, reason=f"{name} is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    trackers = {"log_with": name, "project_dir": str(tmp_path / "logs")}
+    run_ranks(train, 1, [], batches=3, options={"folder": str(tmp_path / "report")}, trackers=trackers)
+    assert any(tmp_path.rglob("*wandb*")) or any(tmp_path.rglob("mlflow.db")) or any(tmp_path.rglob(".aim"))
+
+
+# ---- predicted and seen traffic --------------------------------------------------------------------------------------
+SCRIPT = """
+import torch
+from neuron_accel import NeuronAccelerator
+from tests.distributed.models import MODELS, token_batches
+
+def main(plugins, report):
+    accelerator = NeuronAccelerator(config={"plugins": [*plugins, {"run_report": report}]})
+    torch.manual_seed(0)
+    model = MODELS["llama"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for batch in token_batches(3, size=2):
+        batch = {name: value.to(accelerator.device) for name, value in batch.items()}
+        accelerator.backward(model(**batch).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+"""
+
+
+def in_script(plugins, report):
+    scope: dict = {}
+    exec(SCRIPT, scope)
+    scope["main"](plugins, report)
+
+
+def as_on_a_device(plugins, report):
+    """Where reading values is free, ranks also tell each other which parameters have a gradient; devices do not."""
+    from unittest import mock
+
+    from neuron_accel.backends.torch_distributed import TorchBackend
+
+    with mock.patch.object(TorchBackend, "reads_are_free", False):
+        in_script(plugins, report)
+
+
+def predict(plugins, ranks, path, folder):
+    import json
+
+    from neuron_accel.planning.script import count_training
+
+    report = {"folder": folder, "predicted": path, "show": "nothing"}
+    count = count_training(lambda: in_script(plugins, report), world_size=ranks, step=2)
+    Path(path).write_text(json.dumps(count.to_dict()))
+
+
+@pytest.mark.parametrize("name", ["dp2", "zero1", "tp2-dp2", "pp2"])
+def test_predicted_and_seen_traffic_are_equal(name, tmp_path):
+    compositions = {**COMPOSITIONS, "zero1": (["zero1"], 2, 1)}
+    plugins, ranks, _ = compositions[name]
+    path, folder = str(tmp_path / "plan.json"), str(tmp_path / "report")
+    run_ranks(predict, 1, plugins, ranks, path, folder)
+    assert not (tmp_path / "report").exists()  # a dry run writes none
+    run_ranks(as_on_a_device, ranks, plugins, {"folder": folder, "predicted": path, "show": "nothing"})
+    report = read_run(folder)
+    rows = traffic_table(report.ranks[0], step=1)
+    assert rows
+    assert all(row.is_equal for row in rows), rows
+    assert sum(row.bytes for row in rows) > 0
+    assert report.ranks[1].header.predicted is None  # rank 0 was planned
+    assert report.ranks[0].steps[1].flops > 0
+    assert [step.loss is not None for step in report.ranks[0].steps] == [True] * 3  # read a step later
+
+
+# ---- what it costs ---------------------------------------------------------------------------------------------------
+def train_longer_steps(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(
+        config={"plugins": ["fully_sharded", {"run_report": {"folder": folder, "show": "nothing"}}]}
+    )
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=1024,
+    )
+    model = LlamaForCausalLM(config)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    tokens = torch.randint(0, 1024, (4, 256))
+    for _ in range(4):
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+
+
+def test_it_takes_less_than_one_percent_of_a_step(tmp_path):
+    run_ranks(train_longer_steps, 2, str(tmp_path))
+    for each in read_run(tmp_path).ranks:
+        for step in each.steps[1:]:
+            assert 0 < step.own_seconds < 0.01 * step.seconds
