@@ -23,6 +23,7 @@ from neuron_accel.cli import (
     reshard,
     schedule,
     smoke_test,
+    trace,
     verify,
 )
 from neuron_accel.cli.parser import Parser, no_command
@@ -39,6 +40,7 @@ COMMANDS = {
     "precompile": precompile,
     "cache": cache,
     "schedule": schedule,
+    "trace": trace,
     "test": smoke_test,
     "consolidate": consolidate,
     "reshard": reshard,

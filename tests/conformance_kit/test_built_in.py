@@ -14,6 +14,7 @@ from neuron_accel import (
     FullyShardedPlugin,
     ModelParallelismPlugin,
     PipelineParallelPlugin,
+    RunReportPlugin,
     SequenceParallelPlugin,
     TensorParallelPlugin,
     Zero1Plugin,
@@ -127,3 +128,9 @@ class TestFiniteGuard(PluginConformance):
     @pytest.fixture
     def plugin(self):
         return FiniteGuard()
+
+
+class TestRunReport(PluginConformance):
+    @pytest.fixture
+    def plugin(self, tmp_path):
+        return RunReportPlugin(folder=tmp_path / "report", show="nothing", trace_steps=(0, 1), compare_every=1)

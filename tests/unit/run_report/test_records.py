@@ -1,0 +1,289 @@
+"""Files of a run report: written and read, checked line by line; stragglers, traffic, and traces made of them."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from neuron_accel.cli.main import main
+from neuron_accel.cli.trace import numbers
+from neuron_accel.errors import ConfigurationError
+from neuron_accel.run_report.records import (
+    Collectives,
+    End,
+    Header,
+    Memory,
+    Prediction,
+    Range,
+    Step,
+    from_line,
+    rank_file,
+    read_run,
+    stragglers,
+    to_line,
+    traffic_table,
+)
+
+BUSY = {"loader": 0.01, "forward": 0.03, "backward": 0.05, "optimizer": 0.005, "other": 0.005}
+
+
+def header(rank, world_size=2, **changes):
+    return Header(
+        **{
+            "run": "abc",
+            "rank": rank,
+            "world_size": world_size,
+            "mesh": {"dp": world_size},
+            "coordinates": {"dp": rank},
+            "plugins": ("run_report",),
+            "host": "here",
+            "device": "cpu",
+            "backend": "torch",
+            "started": 100.0,
+            **changes,
+        }
+    )
+
+
+def step(number, start, communication=0.0, **changes):
+    parts = {**BUSY, **changes.pop("parts", {}), "communication": communication}
+    return Step(step=number, time=start, seconds=sum(parts.values()), parts=parts, **changes)
+
+
+def write(folder, *ranks, end=True):
+    folder.mkdir(exist_ok=True, parents=True)
+    for records in ranks:
+        lines = [to_line(record) for record in records]
+        (folder / rank_file(records[0].rank)).write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+def test_a_run_is_read_as_it_was_written(tmp_path):
+    full = Step(
+        step=3,
+        time=101.5,
+        seconds=0.25,
+        samples=8,
+        tokens=4096,
+        micro_batches=2,
+        parts={"forward": 0.1, "other": 0.15},
+        waiting=0.01,
+        collectives=(Collectives(op="all_reduce", group="dp", count=3, bytes=1024, seconds=0.01),),
+        memory=Memory(device_peak=1, device=2, host=3, parameters=4, gradients=5, optimizer=6),
+        flops=1e12,
+        mfu=0.25,
+        compilations=1,
+        loss=float("nan"),
+        grad_norm=float("inf"),
+        lr=(0.1, 0.2),
+        skipped=True,
+        own_seconds=0.001,
+    )
+    first = header(0, predicted=Prediction(traffic=(Collectives(op="send", group="pp", count=1, bytes=2),)))
+    span = Range(step=3, name="forward", category="part", start=101.6, seconds=0.1, arguments={"bytes": 3})
+    write(tmp_path, [first, full, span, End(time=102.0, steps=1)], [header(1), full])
+    run = read_run(tmp_path)
+    assert run.header == first
+    assert run.ranks[0].ranges == (span,)
+    assert run.ranks[0].end == End(time=102.0, steps=1)
+    assert run.ranks[1].end is None
+    (found,) = run.ranks[0].steps
+    assert math.isnan(found.loss)
+    assert found.grad_norm == float("inf")
+    assert to_line(found) == to_line(full)
+    assert not run.missing_ranks
+    assert list(run.by_step) == [3]
+    json.loads(to_line(full), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    write(tmp_path, [header(0), step(0, 100.0)])
+    path = tmp_path / rank_file(0)
+    path.write_text(path.read_text() + to_line(step(1, 101.0))[:50])
+    run = read_run(tmp_path)
+    assert [each.step for each in run.ranks[0].steps] == [0]
+    assert run.missing_ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "not JSON"),
+        ("[]", "'kind'"),
+        ('{"kind": "stop"}', "'kind'"),
+        ('{"kind": "step", "step": 1}', "lacks time, seconds"),
+        ('{"kind": "step", "step": true, "time": 1, "seconds": 1}', "field 'step': True is not an integer"),
+        ('{"kind": "step", "step": 1, "time": "1", "seconds": 1}', "field 'time': '1' is not a number"),
+        ('{"kind": "step", "step": 1, "time": 1, "seconds": 1, "lr": 1}', "field 'lr': 1 is not a list"),
+        ('{"kind": "step", "step": 1, "time": 1, "seconds": 1, "memory": 1}', "field 'memory': 1 is not an object"),
+        ('{"kind": "step", "step": 1, "time": 1, "seconds": 1, "parts": {"a": null}}', "None is not a number"),
+        ('{"kind": "step", "step": 1, "time": 1, "seconds": 1, "collectives": [{"op": "a"}]}', "lacks group"),
+        ('{"kind": "range", "step": 1, "name": "a", "category": "b", "start": 1, "seconds": 1}', "'b' is not one of"),
+        ('{"kind": "end", "time": 1e999, "steps": 1.0}', "1.0 is not an integer"),
+    ],
+)
+def test_a_line_that_is_wrong_is_an_error_with_its_place(line, why, tmp_path):
+    write(tmp_path, [header(0)])
+    path = tmp_path / rank_file(0)
+    path.write_text(f"{path.read_text()}{line}\n")
+    with pytest.raises(ConfigurationError, match="cannot be read") as error:
+        read_run(tmp_path)
+    assert error.value.where == f"{path}, line 2"
+    assert why in error.value.why
+
+
+def test_fields_of_later_versions_are_ignored_and_later_formats_are_not(tmp_path):
+    data = json.loads(to_line(step(0, 1.0)))
+    assert from_line(json.dumps({**data, "temperature": 3}), "here") == step(0, 1.0)
+    write(tmp_path, [header(0, version=2)])
+    with pytest.raises(ConfigurationError, match="version 2"):
+        read_run(tmp_path)
+
+
+def test_what_is_no_run_is_an_error(tmp_path):
+    for folder, why in ((tmp_path, "no file rank"), (tmp_path / "nowhere", "no such folder")):
+        with pytest.raises(ConfigurationError) as error:
+            read_run(folder)
+        assert why in error.value.why
+    (tmp_path / rank_file(0)).write_text("")
+    with pytest.raises(ConfigurationError, match="is empty"):
+        read_run(tmp_path)
+    write(tmp_path, [header(0)], [header(1, run="other")])
+    with pytest.raises(ConfigurationError, match="of different runs"):
+        read_run(tmp_path)
+    for lines in ([to_line(step(0, 1.0))], [to_line(header(0))] * 2, ["\udce4"]):
+        write(tmp_path / "bad", [header(1, world_size=1)])
+        path = tmp_path / "bad" / rank_file(1)
+        path.write_bytes("".join(f"{line}\n" for line in lines).encode(errors="surrogateescape"))
+        with pytest.raises(ConfigurationError, match="cannot be read"):
+            read_run(tmp_path / "bad")
+
+
+def test_the_rank_that_others_wait_for_is_named(tmp_path):
+    def rank(index):
+        late = {"parts": {"loader": 0.06}} if index == 1 else {}
+        return [
+            header(index, world_size=3),
+            step(0, 100.0, 0.01),
+            step(1, 101.0, 0.0 if late else 0.05, **late),  # the others have waited in their collectives
+            step(2, 102.0, 0.01),
+        ]
+
+    run = read_run(write(tmp_path, *map(rank, range(3))))
+    (found,) = stragglers(run)
+    assert (found.step, found.rank, found.part) == (1, 1, "loader")
+    assert found.seconds == pytest.approx(0.05)
+    assert stragglers(run, seconds=0.06) == []
+    assert stragglers(run, share=0.6) == []
+    assert stragglers(read_run(write(tmp_path / "alone", rank(1)))) == []
+
+
+def test_traffic_is_compared_with_a_prediction(tmp_path):
+    def rows(*bytes_sent):
+        return tuple(Collectives(op="send", group=f"g{i}", count=1, bytes=n) for i, n in enumerate(bytes_sent))
+
+    prediction = Prediction(traffic=rows(10, 20, 30))
+    first = [header(0, predicted=prediction), step(0, 1.0), step(1, 2.0, collectives=rows(10, 21))]
+    run = read_run(write(tmp_path, first, [header(1), step(1, 2.0, collectives=rows(5))]))
+    table = traffic_table(run.ranks[0])
+    assert [(row.group, row.predicted_bytes, row.bytes, row.is_equal) for row in table] == [
+        ("g0", 10, 10, True),
+        ("g1", 20, 21, False),
+        ("g2", 30, 0, False),
+    ]
+    assert [row.bytes for row in traffic_table(run.ranks[0], step=0)] == [0, 0, 0]
+    (row,) = traffic_table(run.ranks[1])
+    assert (row.predicted_bytes, row.bytes, row.is_equal) == (None, 5, None)
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+def traced(folder):
+    def rank(index):
+        start = 100.0 + index * 0.001
+        return [
+            header(index),
+            *(step(number, start + number * 0.1) for number in range(6)),
+            *(
+                span
+                for number in (3, 4)
+                for begin in (start + number * 0.1,)
+                for span in (
+                    Range(step=number, name="forward", category="part", start=begin, seconds=0.05),
+                    Range(step=number, name="all_reduce", category="collective", start=begin + 0.01, seconds=0.02),
+                )
+            ),
+        ]
+
+    return write(folder, rank(0), rank(1))
+
+
+def check_trace(found, ranks):
+    """Every event has what the format requires, each rank is a process, and ranges of a thread nest."""
+    open_ends: dict[tuple[int, int], list[float]] = {}
+    for event in found["traceEvents"]:
+        assert {"ph", "ts", "pid", "tid", "name"} <= set(event)
+        assert event["ph"] in ("X", "M")
+    spans = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == set(ranks)
+    names = {event["pid"] for event in found["traceEvents"] if event["name"] == "process_name"}
+    assert names == set(ranks)
+    for event in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0
+        ends = open_ends.setdefault((event["pid"], event["tid"]), [])
+        while ends and ends[-1] <= event["ts"] + 1e-6:
+            ends.pop()
+        assert not ends or event["ts"] + event["dur"] <= ends[-1] + 1e-6
+        ends.append(event["ts"] + event["dur"])
+    return spans
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "ranges"),
+    [
+        ([], {3, 4}, 8),
+        (["--steps", "3:4"], {3}, 4),
+        (["--steps", "4"], {4}, 4),
+        (["--steps", "1:"], {1, 2, 3, 4, 5}, 8),
+    ],
+)
+def test_a_trace_has_the_steps_of_every_rank_in_one_time(options, steps, ranges, tmp_path, capsys):
+    output = tmp_path / "out.json"
+    assert main(["trace", str(traced(tmp_path / "run")), *options, "-o", str(output)]) == 0
+    spans = check_trace(json.loads(output.read_text()), range(2))
+    assert {event["name"] for event in spans if event["cat"] == "step"} == {f"step {number}" for number in steps}
+    inner = [event for event in spans if event["cat"] != "step"]
+    assert len(inner) == ranges
+    first, second = (min(e["ts"] for e in spans if e["pid"] == pid) for pid in (0, 1))
+    assert first == 0
+    assert second == pytest.approx(1000, abs=1)  # rank 1 began a millisecond later
+    captured = capsys.readouterr()
+    assert "ui.perfetto.dev" in captured.out
+    assert not captured.err
+
+
+def test_steps_that_were_not_traced_are_in_the_trace_and_named(tmp_path, capsys):
+    output = tmp_path / "out.json"
+    assert main(["trace", str(traced(tmp_path / "run")), "--steps", "0:2", "-o", str(output)]) == 0
+    assert len(check_trace(json.loads(output.read_text()), range(2))) == 4
+    assert "trace_steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--steps", "9"], ["--steps", "x"], ["--steps", "5:3"], ["-o", "/nowhere/x"]])
+def test_a_trace_that_cannot_be_made_is_an_error(options, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", str(traced(tmp_path / "run")), *options]) == 2
+    assert "error:" in capsys.readouterr().err
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_numbers_of_steps():
+    assert [list(numbers(text, 6)) for text in ("3:5", "3", "4:", ":2", ":")] == [
+        [3, 4],
+        [3],
+        [4, 5],
+        [0, 1],
+        [0, 1, 2, 3, 4, 5],
+    ]
