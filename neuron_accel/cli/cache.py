@@ -84,6 +84,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def listing() -> str:
+    """The entries of the cache that the environment names, as text.
+
+    Raises:
+        NeuronAccelError: if it cannot be read.
+    """
+    return _report(argparse.Namespace(action="list", cache_dir=None))[1]
+
+
 def _report(args: argparse.Namespace) -> tuple[Any, str]:
     if args.cache_dir is not None and is_s3(args.cache_dir):
         check_location(args.cache_dir, "--cache-dir")

@@ -276,6 +276,8 @@ class Report:
         if not self._has_header:
             self._has_header = True
             self._file.write([self._header()])
+            if self._run.backend.rank == 0:
+                self._file.write_plan(self._run.plan.explain())
         self._file.write([step, *measured.ranges])
         self._steps += 1
         self._compare(step)
@@ -402,6 +404,15 @@ class ReportFile:
             self._file.write("".join(f"{to_line(record)}\n" for record in records))
             self._file.flush()
         except (OSError, ValueError) as error:
+            self._give_up(error)
+
+    def write_plan(self, text: str) -> None:
+        """Writes the plan of the run beside the files of the ranks."""
+        if self._failed:
+            return
+        try:
+            (self._folder / "plan.txt").write_text(f"{text}\n", encoding="utf-8")
+        except OSError as error:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import zipfile
 
 import pytest
 
@@ -71,3 +72,60 @@ def test_the_packages_called_torch_neuronx_are_told_apart(version, groups, words
     text = describe_torch_neuronx(version, groups)
     assert text.startswith(version)
     assert words in text
+
+
+# ---- a bundle for a support ticket -----------------------------------------------------------------------------------
+SECRETS = {
+    "HF_TOKEN": "hf_ThisIsNotARealTokenAtAll",
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG+bPxRfiCY",
+    "WANDB_API_KEY": "0123abcd4567ef89",
+    "NEURON_SOME_PASSWORD": "correct horse",
+    "NEURON_COMPILE_CACHE_URL": "https://me:swordfish@example.com/cache",
+}
+LOG = """\
+step 1, tokens: 4096, max_new_tokens=8
+logging in with 0123abcd4567ef89 and wJalrXUtnFEMI/K7MDENG+bPxRfiCY
+{"api_key": "of-a-file", "lr": 0.1} aws_secret_access_key = inAFile password='p q r'
+git clone https://me:open-sesame@example.com/repo
+AKIAIOSFODNN7EXAMPLE ghp_0123456789abcdefghijklmnop
+-----BEGIN RSA PRIVATE KEY-----
+MIIEow
+-----END RSA PRIVATE KEY-----
+"""
+IN_FILES = ("of-a-file", "inAFile", "p q r", "open-sesame", "AKIAIOSFODNN7EXAMPLE", "ghp_01234567", "MIIEow")
+
+
+def test_a_bundle_has_what_a_ticket_asks_for_and_no_secret(tmp_path, monkeypatch, capsys):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    logs = tmp_path / "logs"
+    (logs / "inner").mkdir(parents=True)
+    (logs / "inner" / "rank-0.log").write_text(LOG)
+    (logs / "weights.bin").write_bytes(b"\0" * 100)
+    (tmp_path / "plan.json").write_text('{"rank": 0}')
+    path = tmp_path / "ticket.zip"
+    command = ["env", "--bundle", str(path), "--include", str(logs), "--include", str(tmp_path / "plan.json")]
+    assert main(command) == 0
+    with zipfile.ZipFile(path) as archive:
+        found = {name: archive.read(name).decode() for name in archive.namelist()}
+    expected = {"env.txt", "env.json", "packages.txt", "compile_cache.txt", "files/plan.json"}
+    assert expected | {"files/logs/inner/rank-0.log"} <= set(found)
+    assert not any("weights" in name for name in found)
+    assert f"torch=={importlib.metadata.version('torch')}" in found["packages.txt"]
+    assert json.loads(found["env.json"])["network"]
+    log = found["files/logs/inner/rank-0.log"]
+    assert "step 1, tokens: 4096, max_new_tokens=8" in log
+    assert '"lr": 0.1' in log
+    everything = "\n".join(found.values()) + capsys.readouterr().out
+    for secret in (*list(SECRETS.values())[:4], "swordfish"):
+        assert secret not in everything
+    for secret in IN_FILES:
+        assert secret not in log
+
+
+def test_a_bundle_needs_files_that_exist_and_a_place(tmp_path, capsys):
+    assert main(["env", "--bundle", str(tmp_path / "a.zip"), "--include", str(tmp_path / "nothing")]) == 2
+    assert main(["env", "--include", str(tmp_path)]) == 2
+    assert main(["env", "--bundle", str(tmp_path / "nowhere" / "a.zip")]) == 2
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().err.count("error:") == 3

@@ -1,0 +1,172 @@
+"""What a support ticket asks for, in one file: environment, compile cache, and logs, plans and reports of runs, without
+secrets."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from neuron_accel.cli import cache
+from neuron_accel.cli.env import SECRET, URL_CREDENTIALS, format_report
+from neuron_accel.errors import ConfigurationError, NeuronAccelError
+
+MOST_BYTES = 20 << 20
+"""Bytes of a file that are kept, at its end: the error of a log is there."""
+MOST_FILES = 2000
+TOOLS = {
+    "neuron-ls": ("neuron-ls", "--json-output"),
+    "neuronx-cc": ("neuronx-cc", "--version"),
+    "neuron-driver": ("modinfo", "neuron"),
+}
+"""Commands whose output is added if they are installed, by the name of their file."""
+_TOOL_S = 20.0
+_SHORTEST_SECRET = 4
+_NO_SECRETS = ("true", "false", "null", "none")
+_HIDDEN = "(not shown)"
+_KEYS = re.compile(
+    r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"  # AWS access keys
+    r"|\b(?:hf|gh[pousr]|sk|xox[abp])[_-][A-Za-z0-9_-]{16,}"  # Hugging Face, GitHub, OpenAI, Slack
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----",
+    re.DOTALL,
+)
+_ASSIGNED = re.compile(
+    r"(?i)([\"']?\b[\w.-]*(?:token|secret|passw(?:or)?d|credentials?|api_?key|access_?key)\b[\"']?\s*[:=]\s*)"
+    r"(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;}\"']+)"
+)
+"""``name: value`` and ``name=value`` whose name suggests a secret."""
+
+
+class Redactor:
+    """Removes secrets from text: values of environment variables whose names suggest one, keys of known forms, values
+    that are assigned to such names, and passwords in URLs.
+
+    Args:
+        environment: the environment variables.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        values = {
+            value
+            for name, value in environment.items()
+            if SECRET.search(name) and len(value) >= _SHORTEST_SECRET and value.lower() not in _NO_SECRETS
+        }
+        longest_first = sorted(values, key=len, reverse=True)
+        self._values = re.compile("|".join(map(re.escape, longest_first))) if values else None
+
+    def __call__(self, text: str) -> str:
+        if self._values is not None:
+            text = self._values.sub(_HIDDEN, text)
+        text = _KEYS.sub(_HIDDEN, text)
+        text = _ASSIGNED.sub(_hide, text)
+        return URL_CREDENTIALS.sub("***@", text)
+
+
+def _hide(match: re.Match[str]) -> str:
+    quote = match[2][0] if match[2][0] in "\"'" else ""
+    return f"{match[1]}{quote}{_HIDDEN}{quote}"
+
+
+def bundle(report: Mapping[str, Any], included: Iterable[Path], environment: Mapping[str, str]) -> bytes:
+    """Returns a zip archive of the report, the compile cache's list, the outputs of Neuron's tools, the installed
+    packages, and files.
+
+    Args:
+        report: of ``neuron-accel env``.
+        included: files, and folders whose files are taken.
+        environment: environment variables, whose secrets are removed everywhere.
+
+    Raises:
+        ConfigurationError: if one of ``included`` does not exist.
+    """
+    redact, buffer = Redactor(environment), io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in _contents(report, included):
+            archive.writestr(name, redact(text))
+    return buffer.getvalue()
+
+
+def _contents(report: Mapping[str, Any], included: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    yield "env.txt", format_report(report) + "\n"
+    yield "env.json", json.dumps(report, indent=2) + "\n"
+    yield "packages.txt", "\n".join(packages()) + "\n"
+    yield "compile_cache.txt", compile_cache() + "\n"
+    for name, command in TOOLS.items():
+        output = output_of(command)
+        if output is not None:
+            yield f"{name}.txt", output
+    for path in included:
+        yield from _files(path)
+
+
+def packages() -> list[str]:
+    """Names and versions of the installed distributions."""
+    found = {
+        (each.metadata["Name"] or "?", each.version) for each in importlib.metadata.distributions() if each.metadata
+    }
+    return [f"{name}=={version}" for name, version in sorted(found, key=lambda pair: pair[0].lower())]
+
+
+def compile_cache() -> str:
+    """The entries of the compile cache, as ``neuron-accel cache list`` shows them; why not, if it cannot be read."""
+    try:
+        return cache.listing()
+    except (NeuronAccelError, OSError) as error:
+        return f"cannot be read: {error}"
+
+
+def output_of(command: tuple[str, ...]) -> str | None:
+    """What a command prints; None if it is not installed."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TOOL_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{' '.join(command)}: {error}\n"
+    return f"{done.stdout}{done.stderr}"
+
+
+def _files(path: Path) -> Iterator[tuple[str, str]]:
+    """The text files of a folder, or one file, with their names in the archive."""
+    if path.is_file():
+        yield f"files/{path.name}", _end_of(path)
+        return
+    if not path.is_dir():
+        raise ConfigurationError(
+            f"{str(path)!r} does not exist.", where="--include", fix="name a file, or a folder of logs or of a report"
+        )
+    base = path.resolve().name or "root"
+    found = sorted(each for each in path.rglob("*") if each.is_file() and not each.is_symlink())
+    for each in found[:MOST_FILES]:
+        if _is_text(each):
+            yield f"files/{base}/{each.relative_to(path).as_posix()}", _end_of(each)
+    if len(found) > MOST_FILES:
+        yield f"files/{base}/left-out.txt", "\n".join(str(each.relative_to(path)) for each in found[MOST_FILES:]) + "\n"
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file begins with text: weights, graphs and archives do not belong into a ticket."""
+    try:
+        with open(path, "rb") as file:
+            return b"\0" not in file.read(4096)
+    except OSError:
+        return False
+
+
+def _end_of(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - MOST_BYTES))
+            text = file.read(MOST_BYTES).decode(errors="backslashreplace")
+    except OSError as error:
+        return f"cannot be read: {error}\n"
+    return text if size <= MOST_BYTES else f"(the last {MOST_BYTES} of {size} bytes)\n{text}"
