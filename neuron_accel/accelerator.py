@@ -70,12 +70,14 @@ from neuron_accel.loop.precompile_mode import (  # noqa: E402
     without_value_checks,
 )
 from neuron_accel.loop.prepare import NoSync  # noqa: E402
+from neuron_accel.loop.profiling import named_ranges  # noqa: E402
 from neuron_accel.loop.start import begin, check_connected, plan_for  # noqa: E402
 from neuron_accel.loop.step import Step  # noqa: E402
 from neuron_accel.loop.watchdog import collective, watch  # noqa: E402
 from neuron_accel.loop.wrappers import Owner, PreparedOptimizer, PreparedScheduler  # noqa: E402
 from neuron_accel.neuron.environment import hardware_of_run  # noqa: E402
 from neuron_accel.neuron.precision import lost_updates, settle_precision  # noqa: E402
+from neuron_accel.neuron.profiling import profiling_problem, settle_profiling  # noqa: E402
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -90,6 +92,7 @@ if TYPE_CHECKING:
         MegatronLMPlugin,
         ParallelismConfig,
         PrecisionType,
+        ProfileKwargs,
         ProjectConfiguration,
         RNGType,
         TorchDynamoPlugin,
@@ -199,6 +202,7 @@ class NeuronAccelerator(Accelerator):
             mixed_precision=str(options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")),
             compiles_for_neuron=self._on_neuron and decision.backend == "xla",
         )
+        self._settle_profiling(handlers, decision.backend)
         self.is_precompiling = is_precompiling()
         was_connected = torch.distributed.is_available() and torch.distributed.is_initialized()
         sys.audit("neuron_accel.rendezvous")
@@ -864,6 +868,32 @@ class NeuronAccelerator(Accelerator):
         write = returns_none if self.is_precompiling or not self.run.backend.has_values else super().log
         here = self.is_main_process
         call_after_step(values, self.run.backend, lambda now: write(numbers(now), step, log_kwargs or {}), here=here)
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        """A context manager that profiles what is done in it, as in Accelerate; yields torch's profiler.
+
+        The profile has ranges for the parts of a step, for collectives, for passes of a pipeline, and for the hooks of
+        strategies, under their names. On the XLA path of Neuron the runtime records the device's profile from its start
+        on, for neuron-profile and Neuron Explorer, if a ``ProfileKwargs`` is among the ``kwargs_handlers`` of the
+        accelerator, which then sets the variables for it.
+
+        Args:
+            profile_handler: options of the profile; None: the ``ProfileKwargs`` of ``kwargs_handlers``, or defaults.
+        """
+        said = profiling_problem(os.environ, native=self.run.backend.name != "xla") if self._on_neuron else None
+        if said is not None:
+            warnings.warn(said, stacklevel=3)
+        with named_ranges(self.run), super().profile(profile_handler) as profiler:
+            yield profiler
+
+    def _settle_profiling(self, handlers: Iterable[KwargsHandler] | None, backend: str) -> None:
+        """Lets the Neuron runtime, which starts next, record profiles if the caller is going to make some."""
+        from accelerate.utils import ProfileKwargs
+
+        found = next((each for each in handlers or () if isinstance(each, ProfileKwargs)), None)
+        if found is not None and self._on_neuron and backend == "xla":
+            settle_profiling(os.environ, found.output_trace_dir)
 
     def _log_figures(self, values: Mapping[str, float], step: int) -> None:
         """Hands figures that a plugin has measured to the trackers."""

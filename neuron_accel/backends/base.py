@@ -760,7 +760,7 @@ class Backend(ABC):
 
 def _in_range(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a range of each call of a method in which other ranks take part."""
-    op = name.removeprefix("start_")
+    op = name.removeprefix("start_").removesuffix("_into").removesuffix("_together")
 
     @functools.wraps(method)
     def call(self: Backend, *args: Any, **kwargs: Any) -> Any:

@@ -109,11 +109,13 @@ class PreparedModel:
         self.forward_in_range = True
         opened: list[AbstractContextManager[Any]] = []
 
+        @torch.compiler.disable(reason=OUTSIDE_GRAPHS)
         def begin(*_: Any) -> None:
             name = "forward" if torch.is_grad_enabled() else "evaluation"
             opened.append(ranges.open(name, "part", part=name))
             opened[-1].__enter__()
 
+        @torch.compiler.disable(reason=OUTSIDE_GRAPHS)
         def end(*_: Any) -> None:
             if opened:
                 opened.pop().__exit__(None, None, None)
@@ -125,6 +127,10 @@ class PreparedModel:
         """Sets :attr:`synchronises`; called at the start of a forward pass."""
         if torch.is_grad_enabled():
             self.synchronises = self.sync_enabled
+
+
+OUTSIDE_GRAPHS = "forward passes are measured between compiled graphs"
+"""What torch.compile says of a graph that ends where a forward pass begins or ends."""
 
 
 class _HookInRange:

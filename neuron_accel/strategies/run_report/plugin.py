@@ -114,7 +114,11 @@ class RunReportPlugin(StrategyPlugin):
         """Counts the samples and tokens of the first model's batches."""
         report = self._report(run)
         if report is not None and model is run.models[0]:
-            model.handles.append(model.module.register_forward_pre_hook(report.called, prepend=True, with_kwargs=True))
+            model.handles.append(
+                model.module.register_forward_pre_hook(
+                    torch.compiler.disable(report.called), prepend=True, with_kwargs=True
+                )
+            )
 
     def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
         """Keeps the loss."""

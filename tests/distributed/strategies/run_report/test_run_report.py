@@ -397,3 +397,62 @@ def test_it_takes_less_than_one_percent_of_a_step(tmp_path):
     for each in read_run(tmp_path).ranks:
         for step in each.steps[1:]:
             assert 0 < step.own_seconds < 0.01 * step.seconds
+
+
+def losses_of(plugins, folder):
+    """Losses of a small model with a report, and without."""
+    from neuron_accel import NeuronAccelerator
+
+    found = []
+    for report in ([], [{"run_report": {"folder": folder, "show": "nothing", "trace_steps": [1]}}]):
+        accelerator = NeuronAccelerator(config={"plugins": [*plugins, *report], "gradient_accumulation_steps": 2})
+        torch.manual_seed(0)
+        model = MODELS["llama"]()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        losses = []
+        for batch in token_batches(8, size=2):
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(loss))
+        found.append(losses)
+        accelerator.free_memory()
+    return found
+
+
+@pytest.mark.parametrize("name", ["zero1-accumulating", "pp2"])
+def test_training_is_bit_identical(name, tmp_path):
+    plugins, ranks, _ = COMPOSITIONS[name]
+    for plain, reported in run_ranks(losses_of, ranks, plugins, str(tmp_path)):
+        assert plain == reported
+    assert len(read_run(tmp_path).ranks[0].steps) == 4
+
+
+# ---- compiled models -------------------------------------------------------------------------------------------------
+def compiled(folder):
+    import warnings
+
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": [{"run_report": {"folder": folder, "show": "nothing"}}]})
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        faster = torch.compile(model, backend="eager")
+        for _ in range(3):
+            accelerator.backward(faster(torch.ones(4, 8)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.end_training()
+
+
+def test_a_model_that_is_compiled_later_is_measured(tmp_path):
+    run_ranks(compiled, 1, str(tmp_path))
+    for step in read_run(tmp_path).ranks[0].steps:
+        assert step.parts["forward"] > 0
+        assert step.samples == 4
