@@ -20,6 +20,7 @@ from neuron_accel.cli import (
     plan,
     plugins,
     precompile,
+    report,
     reshard,
     schedule,
     smoke_test,
@@ -40,6 +41,7 @@ COMMANDS = {
     "precompile": precompile,
     "cache": cache,
     "schedule": schedule,
+    "report": report,
     "trace": trace,
     "test": smoke_test,
     "consolidate": consolidate,
@@ -57,6 +59,7 @@ examples:
   neuron-accel env                                              print versions and settings for a bug report
   neuron-accel plugins                                          list the installed strategies
   neuron-accel new-plugin stripes                               create a package with a strategy of your own
+  neuron-accel report run_report                                show what a run did, as a page for a browser
   neuron-accel schedule --pipeline-parallel-size 4              draw a pipeline schedule
 """
 

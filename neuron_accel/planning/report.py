@@ -13,15 +13,12 @@ from html import escape
 from neuron_accel.planning.layout import LayoutCount
 from neuron_accel.planning.memory import PARTS
 from neuron_accel.planning.time import Span, StepTime
+from neuron_accel.web_page import COLOURS, document, format_bytes, format_seconds, pairs, table
 
 _WIDTH, _LEFT, _RIGHT, _ROW = 960, 190, 90, 30
-_COLOURS = ("#3366a8", "#c4572e", "#4f8a3d", "#8a5aa8", "#b8892b", "#2f8f93", "#9b9b9b", "#a83f66", "#5d6b7a")
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 980px; margin: 2em auto; padding: 0 1em; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
-svg { display: block; width: 100%; height: auto; font: 12px system-ui, sans-serif; }
-table { border-collapse: collapse; } td, th { text-align: left; padding: 0.15em 1.2em 0.15em 0; vertical-align: top; }
-.note { color: #57606a; }
+svg { width: 100%; height: auto; }
+@media screen and (max-width: 640px) { svg { width: 640px; } .picture { overflow-x: auto; } }
 """
 
 
@@ -70,13 +67,8 @@ def html_report(entries: Sequence[Entry]) -> str:
     body.append(_frontier(entries))
     if time is not None:
         rows = [(what, source) for what, source in time.sources.items()]
-        body += ["<h2>Constants of the prediction</h2>", _table(rows)]
-    return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        f'<link rel="icon" href="data:,">\n<style>{_STYLE}</style>\n</head>\n<body>\n'
-        + "\n".join(body)
-        + "\n</body>\n</html>\n"
-    )
+        body += ["<h2>Constants of the prediction</h2>", pairs(rows)]
+    return document(title, body, style=_STYLE)
 
 
 def _facts(entry: Entry) -> str:
@@ -86,39 +78,40 @@ def _facts(entry: Entry) -> str:
         ("parameters", f"{counted.parameters:,}"),
         ("batch of a data-parallel rank", counted.batch),
         ("operations of a rank in a step", f"{counted.step.operations / 1e12:,.2f} T"),
-        ("memory", f"{_gib(counted.step.peak.total)}, reached in {counted.step.peak.moment}"),
+        ("memory", f"{format_bytes(counted.step.peak.total)}, reached in {counted.step.peak.moment}"),
     ]
     if counted.core_bytes is not None:
         verdict = "fits" if counted.fits else "does not fit"
-        rows.append((f"a core of {counted.instance}", f"{verdict} its {_gib(counted.core_bytes)}"))
+        rows.append((f"a core of {counted.instance}", f"{verdict} its {format_bytes(counted.core_bytes)}"))
     if time is not None:
-        rows.append(("time of a step", f"{_s(time.seconds)}, between {_s(time.low)} and {_s(time.high)}"))
-    return _table(rows)
+        rows.append(
+            (
+                "time of a step",
+                f"{format_seconds(time.seconds)}, between {format_seconds(time.low)} and {format_seconds(time.high)}",
+            )
+        )
+    return pairs(rows)
 
 
 def _layouts(entries: Sequence[Entry]) -> str:
     head = ("", "mesh", "memory of a rank", "time of a step", "strategies")
-    lines = ["<tr>" + "".join(f"<th>{name}</th>" for name in head) + "</tr>"]
+    rows = []
     for number, entry in enumerate(entries, start=1):
-        memory, time = _gib(entry.counted.step.peak.total), "" if entry.time is None else _s(entry.time.seconds)
-        cells = (str(number), entry.counted.mesh, memory, time, entry.label)
-        lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    return "<table>" + "".join(lines) + "</table>"
-
-
-def _table(rows: Iterable[tuple[str, str]]) -> str:
-    lines = [f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows]
-    return "<table>" + "".join(lines) + "</table>"
+        time = "" if entry.time is None else format_seconds(entry.time.seconds)
+        memory = format_bytes(entry.counted.step.peak.total)
+        rows.append((str(number), entry.counted.mesh, memory, time, entry.label))
+    return table(head, rows)
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 def _svg(height: float, parts: Iterable[str], label: str) -> str:
     inside = "".join(parts)
-    return f'<svg viewBox="0 0 {_WIDTH} {height:g}" role="img" aria-label="{escape(label)}">{inside}</svg>'
+    svg = f'<svg viewBox="0 0 {_WIDTH} {height:g}" role="img" aria-label="{escape(label)}">{inside}</svg>'
+    return f'<div class="picture">{svg}</div>'
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="#1b1f24">{escape(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _rect(x: float, y: float, width: float, height: float, colour: str, title: str) -> str:
@@ -144,7 +137,7 @@ def _legend_height(names: Sequence[str]) -> int:
 
 
 def _colour(index: int) -> str:
-    return _COLOURS[index % len(_COLOURS)]
+    return f"var(--c{index % COLOURS})"
 
 
 def _bars(
@@ -166,7 +159,7 @@ def _bars(
         y += _ROW
     if mark:
         at = _LEFT + mark * scale
-        found.append(f'<path d="M{at:.1f} 0V{y:.1f}" stroke="#c0392b" stroke-dasharray="4 3" fill="none"/>')
+        found.append(f'<path d="M{at:.1f} 0V{y:.1f}" stroke="var(--warn)" stroke-dasharray="4 3" fill="none"/>')
     return _svg(y + _legend_height(names) + 6, [*found, *_legend(names, y + 6)], label)
 
 
@@ -179,12 +172,12 @@ def _memory(entries: Sequence[Entry]) -> str:
     names = [f"{number}: {entry.counted.mesh}" for number, entry in enumerate(shown, start=1)]
     names = names if len(shown) > 1 else [shown[0].counted.mesh]
     rows = [
-        (name, entry.counted.step.peak.parts, _gib(entry.counted.step.peak.total))
+        (name, entry.counted.step.peak.parts, format_bytes(entry.counted.step.peak.total))
         for name, entry in zip(names, shown, strict=True)
     ]
     core = shown[0].counted.core_bytes or 0
     picture = _bars(rows, PARTS, "memory by part", core)
-    return picture + (f'<p class="note">The line is the {_gib(core)} of a core.</p>' if core else "")
+    return picture + (f'<p class="note">The line is the {format_bytes(core)} of a core.</p>' if core else "")
 
 
 def _timeline(time: StepTime) -> str:
@@ -197,13 +190,13 @@ def _timeline(time: StepTime) -> str:
     for row, lane in enumerate(("compute", "communication")):
         y = 4 + row * (_ROW + 6)
         found.append(_text(_LEFT - 8, y + 18, lane, "end"))
-        found.append(_rect(_LEFT, y, end * scale, _ROW - 2, "#eef0f2", "idle"))
+        found.append(_rect(_LEFT, y, end * scale, _ROW - 2, "var(--pale)", "idle"))
         for span in _merged([span for span in spans if span.lane == lane], 0.25 / scale):
-            title = f"{span.label}, {_s(span.start)} to {_s(span.end)}"
+            title = f"{span.label}, {format_seconds(span.start)} to {format_seconds(span.end)}"
             x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
             found.append(_rect(x, y, width, _ROW - 2, _colour(labels.index(span.label)), title))
     y = 4 + 2 * (_ROW + 6)
-    found += [_text(_LEFT, y + 8, "0"), _text(_WIDTH - 20, y + 8, _s(end), "end")]
+    found += [_text(_LEFT, y + 8, "0"), _text(_WIDTH - 20, y + 8, format_seconds(end), "end")]
     return _svg(y + 18 + _legend_height(labels), [*found, *_legend(labels, y + 18)], "the step over time")
 
 
@@ -215,7 +208,7 @@ def _stages(counted: LayoutCount) -> str:
     height = 22 if len(counted.passes) <= 16 else 8
     found, y = [], 4.0
     for stage, passes in enumerate(counted.passes):
-        found.append(_rect(_LEFT, y, end * scale, height - 2, "#eef0f2", "idle"))
+        found.append(_rect(_LEFT, y, end * scale, height - 2, "var(--pale)", "idle"))
         for label, start, stop in passes:
             width = (stop - start) * scale
             title, edge = f"{label}, {start:g} to {stop:g}", min(1.0, width / 8)
@@ -244,7 +237,7 @@ def _merged(spans: Sequence[Span], gap: float) -> list[Span]:
 
 def _parts(parts: Mapping[str, float], total: float) -> str:
     names = sorted(parts, key=lambda part: -parts[part])
-    return _bars([("time of the step", parts, _s(total))], names, "what the time is spent on")
+    return _bars([("time of the step", parts, format_seconds(total))], names, "what the time is spent on")
 
 
 def _traffic(counted: LayoutCount) -> str:
@@ -272,39 +265,31 @@ def _frontier(entries: Sequence[Entry]) -> str:
         return _LEFT / 2 + memory / most * (_WIDTH - _LEFT / 2 - 40), bottom - seconds / slowest * (bottom - 20)
 
     left, right = place(0, 0)[0], place(most, 0)[0]
-    found = [f'<path d="M{left:.1f} 10V{bottom}H{right:.1f}" stroke="#57606a" fill="none"/>']
+    found = [f'<path d="M{left:.1f} 10V{bottom}H{right:.1f}" stroke="var(--grey)" fill="none"/>']
     found += [_text(right, bottom + 30, "memory of a rank", "end"), _text(left + 6, 18, "time of a step")]
     for share in (0.25, 0.5, 0.75, 1.0):
         x, y = place(share * most, share * slowest)
         found += [
-            _text(x, bottom + 16, _gib(share * most), "middle"),
-            _text(left - 6, y + 4, _s(share * slowest), "end"),
+            _text(x, bottom + 16, format_bytes(share * most), "middle"),
+            _text(left - 6, y + 4, format_seconds(share * slowest), "end"),
         ]
     core = entries[0].counted.core_bytes
     if core:
         x = place(core, 0)[0]
-        found.append(f'<path d="M{x:.1f} 10V{bottom}" stroke="#c0392b" stroke-dasharray="4 3" fill="none"/>')
+        found.append(f'<path d="M{x:.1f} 10V{bottom}" stroke="var(--warn)" stroke-dasharray="4 3" fill="none"/>')
         found.append(_text(x - 4, 22, "a core", "end"))
     best = [p for p in points if not any(q[0] <= p[0] and q[1] <= p[1] and q[:2] != p[:2] for q in points)]
     line = " ".join(
         "{:.1f},{:.1f}".format(*place(memory, seconds)) for memory, seconds, _ in sorted(best, key=lambda p: p[0])
     )
-    found.append(f'<polyline points="{line}" fill="none" stroke="#3366a8"/>')
+    found.append(f'<polyline points="{line}" fill="none" stroke="var(--c0)"/>')
     for number, (memory, seconds, entry) in enumerate(points, start=1):
         assert entry.time is not None
         x, y = place(memory, seconds)
         top, low = place(memory, entry.time.high)[1], place(memory, entry.time.low)[1]
-        found.append(f'<path d="M{x:.1f} {top:.1f}V{low:.1f}" stroke="#9b9b9b" fill="none"/>')
-        title = f"{entry.label}: {_gib(memory)}, {_s(seconds)}"
+        found.append(f'<path d="M{x:.1f} {top:.1f}V{low:.1f}" stroke="var(--c6)" fill="none"/>')
+        title = f"{entry.label}: {format_bytes(memory)}, {format_seconds(seconds)}"
         found += [_text(x + 7, y - 5, str(number))] if len(points) > 1 else []
-        colour = "#3366a8" if (memory, seconds, entry) in best else "#9b9b9b"
+        colour = "var(--c0)" if (memory, seconds, entry) in best else "var(--c6)"
         found.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{escape(title)}</title></circle>')
     return _svg(height, found, "time against memory")
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 1 << 26 else f"{size / 2**20:.2f} MiB"
-
-
-def _s(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

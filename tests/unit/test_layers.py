@@ -19,11 +19,12 @@ BELOW_FACES = {"loop", "lazy", "data", "checkpoint", "neuron", "engine", "backen
 MAY_IMPORT = {
     "errors": set(),
     "storage": {"errors"},
+    "web_page": set(),
+    "run_report": {"run_report", "web_page", "errors"},
     "backends": {"backends", "errors"},
     "engine": {"engine", "backends", "errors"},
     "contract": {"engine", "backends", "errors"},
     "models": {"models", "engine", "errors"},
-    "run_report": {"run_report", "errors"},
     "lazy": {"lazy", "engine", "checkpoint", "errors"},
     "strategies": {"strategies", "contract", "models", "lazy", "run_report"},
     "data": {"data", "engine", "backends", "errors"},
@@ -46,7 +47,7 @@ MAY_IMPORT = {
         "storage",
         "errors",
     },
-    "planning": {"", "planning", "models", "neuron", "accelerator", "engine", "backends", "errors"},
+    "planning": {"", "planning", "web_page", "models", "neuron", "accelerator", "engine", "backends", "errors"},
     "cli": {
         "",
         "cli",

@@ -1,0 +1,93 @@
+"""``neuron-accel report``: a page about one run, or several laid over each other."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from neuron_accel.cli.terminal import Bar, fit, format_table, show, table_width
+from neuron_accel.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from neuron_accel.run_report.summary import RunSummary
+
+SUMMARY = "show what training runs did, as a page for a browser"
+DESCRIPTION = """\
+Write a page about a run that trained with the plugin run_report, and print it in short: loss, throughput, parts of a
+step, memory by part, traffic by axis beside what a dry run predicts, and a map of ranks and steps that names those
+that others waited for. Of several runs, each is a line of the same charts.
+
+The page is one file that needs no network. Runs of any length and number of ranks can be read, also while they go on or
+after they were cut off; long ones are thinned, without losing the lowest and highest values. Needs no torch.
+"""
+EXAMPLES = """\
+examples:
+  neuron-accel report run_report                           write report.html
+  neuron-accel report runs/before runs/after -o both.html  compare two runs
+  neuron-accel report run_report --text                    print only
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder that the plugin run_report has written"
+    )
+    parser.add_argument(
+        "--output", "-o", type=Path, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)"
+    )
+    parser.add_argument("--text", action="store_true", help="write no page")
+    parser.add_argument("--quiet", "-q", action="store_true", help="print nothing but errors")
+
+
+def run(args: argparse.Namespace) -> int:
+    from neuron_accel.run_report.page import page
+    from neuron_accel.run_report.summary import several
+
+    with Bar(sys.stderr, hidden=args.quiet) as bar:
+        runs = several(args.runs, progress=bar.show)
+    if not args.quiet:
+        # Names of hosts and plugins are those of a file: nothing in them may steer the terminal.
+        text = "".join(char if char.isprintable() or char == "\n" else "?" for char in describe(runs))
+        print(fit(text, sys.stdout), flush=True)
+    if not args.text:
+        _write(args.output, page(runs))
+        if not args.quiet:
+            show(f"\nwritten: {args.output}")
+    return 0
+
+
+def describe(runs: Sequence[RunSummary]) -> str:
+    """Returns what the page says, without its charts."""
+    from neuron_accel.run_report.page import LATE_HEAD, TRAFFIC_HEAD, facts, late_rows, part_rows, traffic_rows
+
+    width, several = table_width(), len(runs) > 1
+    sections = [format_table(["", *(run.name for run in runs)], facts(runs), width)]
+    sections += [f"{run.name}: {note}" if several else note for run in runs for note in run.notes]
+    if rows := part_rows(runs):
+        sections.append(format_table(["a step on average", *(run.name for run in runs)], rows, width))
+    for run in runs:
+        before = f"{run.name}: " if several else ""
+        if run.traffic:
+            title = f"{before}sent by rank {min(run.headers)} in the last step"
+            sections.append(f"{title}\n{format_table(TRAFFIC_HEAD, traffic_rows(run.traffic), width)}")
+        if run.late:
+            title = f"{before}ranks that others waited for"
+            sections.append(f"{title}\n{format_table(LATE_HEAD, late_rows(run.late, run), width)}")
+    return "\n\n".join(sections)
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ConfigurationError(
+            f"{path} cannot be written: {error.strerror or error}.",
+            where="--output",
+            fix="name a file in a folder that exists and can be written",
+        ) from error
