@@ -5,7 +5,9 @@ import ast
 import enum
 import inspect
 import os
+import re
 
+from sphinx.addnodes import pending_xref
 from sphinx.errors import ExtensionError
 
 from neuron_accel import contract, errors
@@ -43,6 +45,7 @@ def setup(app):
     app.connect("source-read", write_contract)
     app.connect("source-read", write_errors)
     app.connect("source-read", write_commands)
+    app.connect("doctree-read", link_packages)
 
 
 def write_contract(app, docname, source):
@@ -76,6 +79,15 @@ def write_commands(app, docname, source):
         texts = {"neuron-accel": parser, **commands.choices}
         for name, command in texts.items():
             source[0] += f"\n## {name}\n\n```text\n{command.format_help()}\n```\n"
+
+
+def link_packages(app, doctree):
+    """READMEs of packages link to each other as files; in the site they are pages."""
+    for node in [*doctree.findall(pending_xref)]:
+        match = re.fullmatch(r"(?:\.\./)+(neuron-accel-[\w-]+)/README\.md", node.get("reftarget", ""))
+        if match:
+            to = {"refdomain": "std", "reftype": "doc", "reftarget": f"/packages/{match[1]}", "refexplicit": True}
+            node.replace_self(pending_xref("", *node.children, refdoc=app.env.docname, refwarn=True, **to))
 
 
 def imported_from(module):
