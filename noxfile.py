@@ -187,9 +187,10 @@ def chaos(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The site, in docs/_build/html."""
-    install(session, NATIVE_TORCH, ".[docs]")
+    """The site, in docs/_build/html. Its links are followed, and its pages opened in a browser if there is Chromium."""
+    install(session, NATIVE_TORCH, ".[docs]", "selenium>=4.20")
     session.run("sphinx-build", "-W", "--keep-going", "docs", "docs/_build/html", *session.posargs)
+    session.run("python", "-m", "tests.docs.site", "docs/_build/html")
 
 
 @nox.session
