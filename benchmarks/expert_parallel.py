@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness import in_table, note, parser, quartiles, race
+from benchmarks.harness import OVER_TCP, in_table, note, parser, quartiles, race
 from neuron_accel.testing import PeakMemory, run_ranks
 
 REPLICATED, EXPERTS, TENSORS = "replicated experts", "ExpertParallelPlugin", "TensorParallelPlugin"
@@ -227,7 +227,7 @@ def main() -> None:
         counts: dict[str, dict[str, float]] = {}
         for name in PEERS:
             note(f"{ranks} ranks: memory and bytes of {name}")
-            measured = run_ranks(count, ranks, name, options.small, timeout=300)
+            measured = run_ranks(count, ranks, name, options.small, timeout=300, env=OVER_TCP)
             mean = {key: sum(each[key] for each in measured) / ranks for key in measured[0]}
             counts[name] = mean | {"peak": max(each["peak"] for each in measured)}
         losses = {name: found["loss"] for name, found in counts.items()}

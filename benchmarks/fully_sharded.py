@@ -35,7 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.harness import Turn, in_table, note, parser, quartiles, race
+from benchmarks.harness import OVER_TCP, Turn, in_table, note, parser, quartiles, race
 from neuron_accel.backends.process_group import let_threads_finish
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.resources import PeakMemory, bytes_sent
@@ -350,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             counts = {}
             for name in names:
                 note(f"{ranks} ranks, {variant} AdamW: memory and bytes of {name}")
-                counts[name] = run_ranks(count, ranks, name, size, fused, timeout=300)
+                counts[name] = run_ranks(count, ranks, name, size, fused, timeout=300, env=OVER_TCP)
             check_losses(counts)
             turns = race({n: partial(step_of, n) for n in names}, ranks, size, fused, repeat=options.repeat)
             title = f"{ranks} ranks, {variant} AdamW, {model_bytes / 4e6:.1f} million parameters"

@@ -18,6 +18,9 @@ from typing import Any
 
 from neuron_accel.testing import run_ranks
 
+OVER_TCP = {"NEURON_ACCEL_SHARED_MEMORY": "0"}
+"""Environment of ranks whose bytes the kernel counts: through shared memory they send none."""
+
 
 @dataclass(frozen=True)
 class Measurement:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness import in_table, note, parser, quartiles, race
+from benchmarks.harness import OVER_TCP, in_table, note, parser, quartiles, race
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.resources import PeakMemory, bytes_sent
 
@@ -226,7 +226,7 @@ def main() -> None:
         for name in (*PEERS, OVERLAPPED):
             note(f"{ranks} ranks: memory and bytes of {name}")
             try:
-                measured = run_ranks(count, ranks, name, options.small, timeout=120)
+                measured = run_ranks(count, ranks, name, options.small, timeout=120, env=OVER_TCP)
             except Exception as error:
                 if name != OVERLAPPED:
                     raise

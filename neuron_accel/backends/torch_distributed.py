@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +37,9 @@ from neuron_accel.backends.movement import (
     reduce_rows,
     split_chunks,
     sum_rows_into,
+    sums_rows,
 )
+from neuron_accel.backends.shared_memory import SharedMemory
 from neuron_accel.errors import UsageError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -51,11 +54,19 @@ class TorchBackend(Backend):
         device: the device of the tensors.
         owns_default_group: whether :meth:`shutdown` destroys the default process group.
         timeout: timeout of collectives in groups created here; None for torch's default.
+        shares_memory: whether groups of ranks on one host communicate through shared memory, if the device is the CPU.
     """
 
     name: ClassVar[str] = "torch"
 
-    def __init__(self, device: torch.device, *, owns_default_group: bool = False, timeout: timedelta | None = None):
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        owns_default_group: bool = False,
+        timeout: timedelta | None = None,
+        shares_memory: bool = True,
+    ) -> None:
         super().__init__()
         self._device = device
         self._owns_default_group = owns_default_group
@@ -65,6 +76,8 @@ class TorchBackend(Backend):
         self._world_size = dist.get_world_size() if connected else 1
         self._handles: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._hosts: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._memories: dict[tuple[tuple[int, ...], ...], SharedMemory | None] = {}
+        self._shares_memory = shares_memory
         self._closed = False
         if connected:
             atexit.register(self.shutdown)
@@ -79,6 +92,7 @@ class TorchBackend(Backend):
         timeout: timedelta | None = None,
         adopts: bool = False,
         tries_sending: bool = True,
+        shares_memory: bool = True,
     ) -> TorchBackend:
         """Returns the backend of this process.
 
@@ -91,13 +105,14 @@ class TorchBackend(Backend):
             adopts: whether :meth:`shutdown` destroys a default process group that was initialized before.
             tries_sending: whether to probe point-to-point messages on devices where it is not known that they work. If
                 False, such a device does not have them.
+            shares_memory: whether ranks of one host communicate through shared memory where the device is the CPU.
 
         Raises:
             UsageError: if there is no such device, or the existing process group does not support it.
             CommunicationError: if the other ranks cannot be reached.
         """
         place, owns = process_group.join(device or "cpu", timeout)
-        backend = cls(place, owns_default_group=owns or adopts, timeout=timeout)
+        backend = cls(place, owns_default_group=owns or adopts, timeout=timeout, shares_memory=shares_memory)
         if not backend._point_to_point and backend.world_size > 1 and tries_sending:
             world = backend.new_group([range(backend.world_size)], "world")
             hosts = backend._host(world)
@@ -109,6 +124,7 @@ class TorchBackend(Backend):
         closed = {
             "_handles": {},
             "_hosts": {},
+            "_memories": {},
             "_recordings": [],
             "_observers": [],
             "_closed": True,
@@ -179,12 +195,22 @@ class TorchBackend(Backend):
         if key not in self._handles:
             with self._reported("new_group", group):
                 self._handles[key] = self._make_handle(key)
+                if self._shares_memory and self._on_cpu and group.size > 1:
+                    self._memories[key] = self._share_memory(group, self._handles[key])
         return replace(group, handle=self._handles[key])
 
     def _make_handle(self, key: tuple[tuple[int, ...], ...]) -> Any:
         if not self._on_cpu:
             self._hosts[key] = self._make_groups(key, "gloo")
         return dist.group.WORLD if len(key) == 1 and self.world_size > 1 else self._make_groups(key)
+
+    def _share_memory(self, group: Group, handle: Any) -> SharedMemory | None:
+        return SharedMemory.connect(
+            group.index,
+            group.ranks,
+            self._timeout or process_group.DEFAULT_TIMEOUT,
+            lambda value: payload.all_gather(value, handle),
+        )
 
     def _make_groups(self, key: tuple[tuple[int, ...], ...], library: str | None = None) -> Any:
         own = None
@@ -202,6 +228,10 @@ class TorchBackend(Backend):
     def _of(self, tensor: torch.Tensor, group: Group) -> Any:
         """Returns the process group for a tensor: gloo if the tensor is on the host, else the device's."""
         return self._host(group) if _on_host(tensor) else group.handle
+
+    def _shared(self, tensor: torch.Tensor, group: Group) -> SharedMemory | None:
+        """Returns the shared memory of a group of the CPU, if its ranks have any in common."""
+        return self._memories.get(group.partition) if _on_host(tensor) else None
 
     def _sums_in_float32(self, tensor: torch.Tensor) -> bool:
         return not self.sums_integers_exactly and not is_inexact(tensor) and not _on_host(tensor)
@@ -225,7 +255,7 @@ class TorchBackend(Backend):
         return self._start(
             "all_reduce",
             group,
-            lambda: dist.all_reduce(shared, _OPS[op], group=self._of(shared, group), async_op=True),
+            lambda: self._all_reduce(shared, op, group),
             lambda: shared,
         )
 
@@ -259,13 +289,13 @@ class TorchBackend(Backend):
         if group.size == 1:
             return Done(out if out.data_ptr() == tensor.data_ptr() else out.copy_(tensor.view(out.shape)))
         self._note("all_gather", group, (group.size - 1) * _bytes(tensor), tensor.dtype)
-        if group.size == 2 and _on_host(tensor) and out.numel():
+        if group.size == 2 and _on_host(tensor) and out.numel() and self._shared(tensor, group) is None:
             return self._start_swap_into(out, tensor, group)
         outgoing, incoming = _flat(tensor.detach()), _flat(out.detach())
         return self._start(
             "all_gather",
             group,
-            lambda: _all_gather(incoming, outgoing, group=self._of(tensor, group), async_op=True),
+            lambda: self._all_gather(incoming, outgoing, group),
             lambda: out,
         )
 
@@ -279,9 +309,7 @@ class TorchBackend(Backend):
         return self._start(
             "all_gather",
             group,
-            lambda: dist.all_to_all_single(
-                incoming, outgoing, counts, counts, group=self._of(tensor, group), async_op=True
-            ),
+            lambda: self._all_to_all(incoming, outgoing, group, counts, counts),
             lambda: out,
         )
 
@@ -297,10 +325,15 @@ class TorchBackend(Backend):
         if self._sums_in_float32(tensor):
             return self._start_exact_reduce_scatter(tensor.detach(), group, normalize_dim(dim, tensor))
         self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size, rows.dtype)
-        if _on_host(tensor):
+        shared = self._shared(tensor, group)
+        if _on_host(tensor) and (shared is None or not sums_rows(rows.dtype) or not rows.numel()):
             received = torch.empty_like(rows)
             return self._start_exchange(rows, received, group, "reduce_scatter", lambda: reduce_rows(received, "sum"))
         result = torch.empty_like(rows[0])
+        if shared is not None:
+            flat = rows.view(group.size, -1)
+            issue = partial(shared.reduce_scatter, result.view(-1), flat)
+            return self._start("reduce_scatter", group, issue, lambda: result)
         return self._start(
             "reduce_scatter",
             group,
@@ -322,6 +355,10 @@ class TorchBackend(Backend):
             return super().start_reduce_scatter_into(out, tensor, group, scale=scale, scratch=scratch)
         rows = tensor.detach().view(group.size, -1)
         self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size, rows.dtype)
+        shared = self._shared(tensor, group)
+        if shared is not None and sums_rows(rows.dtype):
+            issue = partial(shared.reduce_scatter, out, rows, scale)
+            return self._start("reduce_scatter", group, issue, lambda: out)
         # What the first and the last rank send is contiguous, so their own chunk need not be copied.
         first, last = int(group.index == 0), group.size - int(group.index == group.size - 1)
         received = torch.empty_like(rows[first:last]) if scratch is None else scratch.view_as(rows)[first:last]
@@ -331,9 +368,7 @@ class TorchBackend(Backend):
         return self._start(
             "reduce_scatter",
             group,
-            lambda: dist.all_to_all_single(
-                incoming, outgoing, counts, counts, group=self._of(tensor, group), async_op=True
-            ),
+            lambda: self._all_to_all(incoming, outgoing, group, counts, counts),
             lambda: sum_rows_into(out, terms, scale),
         )
 
@@ -383,7 +418,7 @@ class TorchBackend(Backend):
         return self._start(
             "all_to_all_uneven",
             group,
-            lambda: dist.all_to_all_single(incoming, outgoing, *splits, group=self._of(rows, group), async_op=True),
+            lambda: self._all_to_all(incoming, outgoing, group, *splits),
             lambda: result,
         ).wait()
 
@@ -425,7 +460,7 @@ class TorchBackend(Backend):
         result = tensor if sends else torch.empty_like(tensor, memory_format=torch.contiguous_format)
         if tensor.numel():
             with self._reported("broadcast", group):
-                dist.broadcast(_flat(result), group.ranks[source], group=self._of(result, group))
+                self._broadcast(_flat(result), group, source)
         return result
 
     def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
@@ -509,6 +544,9 @@ class TorchBackend(Backend):
             return
         self._closed = True
         atexit.unregister(self.shutdown)
+        for memory in self._memories.values():
+            if memory is not None:
+                memory.close()
         if dist.is_initialized() and self._owns_default_group:
             dist.destroy_process_group()  # with all others
         elif dist.is_initialized():
@@ -526,6 +564,39 @@ class TorchBackend(Backend):
         self._check_open()
         return reported(op, f"rank {self.rank} of {self.world_size}, group {group.name!r} of ranks {list(group.ranks)}")
 
+    # In what follows tensors are flat and contiguous, and calls return when the operation was started.
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp, group: Group) -> Any:
+        shared = self._shared(tensor, group)
+        if shared is not None and op == "sum":
+            return shared.all_reduce(tensor.view(-1))
+        return dist.all_reduce(tensor, _OPS[op], group=self._of(tensor, group), async_op=True)
+
+    def _all_gather(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Any:
+        shared = self._shared(tensor, group)
+        if shared is not None:
+            return shared.all_gather(out, tensor)
+        return _all_gather(out, tensor, group=self._of(tensor, group), async_op=True)
+
+    def _all_to_all(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        group: Group,
+        received: list[int] | None = None,
+        sent: list[int] | None = None,
+    ) -> Any:
+        shared = self._shared(tensor, group)
+        if shared is not None:
+            return shared.all_to_all(out, tensor, received, sent)
+        return dist.all_to_all_single(out, tensor, received, sent, group=self._of(tensor, group), async_op=True)
+
+    def _broadcast(self, tensor: torch.Tensor, group: Group, source: int) -> None:
+        shared = self._shared(tensor, group)
+        if shared is not None:
+            shared.broadcast(tensor, source).wait()
+        else:
+            dist.broadcast(tensor, group.ranks[source], group=self._of(tensor, group))
+
     def _start(self, op: str, group: Group, issue: Callable[[], Any], finish: Callable[[], torch.Tensor]) -> Pending:
         with self._reported(op, group):
             work = issue()
@@ -542,7 +613,7 @@ class TorchBackend(Backend):
         return self._start(
             op,
             group,
-            lambda: dist.all_to_all_single(incoming, outgoing, group=self._of(rows, group), async_op=True),
+            lambda: self._all_to_all(incoming, outgoing, group),
             finish,
         )
 
@@ -562,7 +633,7 @@ class TorchBackend(Backend):
         return self._start(
             op,
             group,
-            lambda: _all_gather(incoming, outgoing, group=self._of(tensor, group), async_op=True),
+            lambda: self._all_gather(incoming, outgoing, group),
             lambda: finish(rows),
         )
 

@@ -1,10 +1,11 @@
-"""Collectives compared with their definitions, on gloo, with real ranks.
+"""Collectives compared with their definitions, through shared memory and gloo, with real ranks.
 
 Entries are small integers, so that sums are exact in every dtype and order, and results are compared bit by bit.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from neuron_accel.backends.process_group import check_serves
+from neuron_accel.backends.select import SHARED_MEMORY_VARIABLE, flag
 from neuron_accel.backends.torch_distributed import TorchBackend
 from neuron_accel.errors import CommunicationError, LayoutError, UsageError
 from neuron_accel.testing import RanksError, run_ranks
@@ -39,9 +41,15 @@ DIMS = [0, 1, -1]
 SHAPE = (4, 8, 12)
 
 
-def connect():
+@pytest.fixture(autouse=True, params=["shared memory", "gloo"])
+def transport(request, monkeypatch):
+    monkeypatch.setenv(SHARED_MEMORY_VARIABLE, str(request.param == "shared memory"))
+
+
+def connect(**options):
     """Returns the backend of a rank on its device."""
-    backend = TorchBackend.connect("neuron" if hasattr(torch, "neuron") else "cpu")
+    options.setdefault("shares_memory", flag(os.environ, SHARED_MEMORY_VARIABLE, default=True))
+    backend = TorchBackend.connect("neuron" if hasattr(torch, "neuron") else "cpu", **options)
     return backend, backend.new_group([range(backend.world_size)], "tp")
 
 
@@ -342,8 +350,6 @@ OPERATIONS = {
 
 
 def lose_a_peer(name: str) -> None:
-    import os
-
     backend, group = connect()
     OPERATIONS[name](backend, group, torch.ones(4))
     if backend.rank == 1:
@@ -365,8 +371,6 @@ def test_a_lost_peer_is_reported_at_once(name):
 
 
 def lose_a_distant_peer() -> None:
-    import os
-
     backend, world = connect()
     inner = backend.new_group([[0, 1], [2, 3]], "tp")
     backend.all_reduce(torch.ones(4), world)
@@ -387,7 +391,7 @@ def test_everyone_learns_of_a_lost_peer():
 
 
 def come_late() -> None:
-    backend = TorchBackend.connect(timeout=timedelta(seconds=0.5))
+    backend, _ = connect(timeout=timedelta(seconds=0.5))
     group = backend.new_group([[0, 1], [2]], "tp")
     backend.all_reduce(torch.ones(1), group)
     if backend.rank == 1:

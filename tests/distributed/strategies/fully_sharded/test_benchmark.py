@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.fully_sharded import RESHARDING, STAGE_3, Counts, Size, check_losses, count, main
+from neuron_accel.backends.select import SHARED_MEMORY_VARIABLE
 from neuron_accel.testing import run_ranks
 
 SMALL = Size(hidden=64, layers=2, vocabulary=256, tokens=16)
@@ -21,7 +22,7 @@ def test_prints_a_table_of_all_that_it_measures(capsys):
 
 
 def test_counts_what_a_step_needs():
-    ranks = run_ranks(count, 2, STAGE_3, SMALL, False)
+    ranks = run_ranks(count, 2, STAGE_3, SMALL, False, env={SHARED_MEMORY_VARIABLE: "0"})
     first = ranks[0]
     assert first.counted == pytest.approx(first.sent, rel=0.02)
     assert 0 < first.kept < first.live

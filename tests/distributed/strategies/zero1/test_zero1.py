@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from neuron_accel.backends.select import SHARED_MEMORY_VARIABLE
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.parity import Tolerance, Training, compare, train_alone, train_on_rank
 from tests.distributed.models import llama, token_batches
@@ -381,7 +382,7 @@ def count_wire():
 
 
 def test_wire_traffic_is_at_the_floor():
-    results = run_ranks(count_wire, 2)
+    results = run_ranks(count_wire, 2, env={SHARED_MEMORY_VARIABLE: "0"})
     sent = sum(sent for sent, _ in results) / 2
     floor = results[0][1]  # 2 (N - 1) / N of the parameters' bytes, at two ranks
     assert floor * 0.99 <= sent <= 1.05 * floor

@@ -1,0 +1,585 @@
+"""Collectives between processes of one host through shared memory, without threads and without sockets.
+
+Every rank copies what it sends into memory that the others map, and says so in its ledger. A rank completes an
+operation once all ranks of the group have done so, by reading what they sent; a sum reads the other ranks' memory
+directly. An operation makes progress when it is waited for and when a later one is started, so that a rank that
+computes is not interrupted.
+
+Memory is anonymous (``memfd_create``): it has no name that could be left behind in ``/dev/shm``, and is freed with the
+last process that maps it. Ranks find it through ``/proc``, so they must see each other's processes. A rank that waits
+notices at once that another one has ended, and raises the error that a closed connection raises with gloo.
+
+As with a library, what is copied here is not seen by dispatch modes, such as those that count memory.
+
+Stores of a rank must become visible in their order, which is so on x86-64; other processors use gloo.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import secrets
+import select
+import sys
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from neuron_accel.backends.movement import sum_rows_into
+
+_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of x86-64
+_EVERYONE = 2**31 - 1
+_CHECKS = 0.02  # seconds after which a waiting rank checks that the others are alive
+_LINE = 64  # bytes of a cache line, and of an entry of a ledger
+ENTRIES = 2048  # operations whose entries are kept; more cannot be under way
+_SMALLEST = 1 << 20  # bytes of an arena
+_DIRECT = 1 << 15  # bytes up to which every rank sums everything itself, which saves one exchange
+
+Consume = Callable[[list[torch.Tensor]], None]
+"""Receives the bytes that each rank of the group has sent, in their order."""
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Memory:
+    """Anonymous memory that other processes can map.
+
+    Args:
+        size: in bytes.
+        source: file of the memory that another process has made; None: it is made here.
+
+    Raises:
+        OSError: if it cannot be made or mapped.
+    """
+
+    def __init__(self, size: int, source: str | None = None) -> None:
+        if source is None:
+            self.file = os.memfd_create("neuron_accel", os.MFD_CLOEXEC)
+            os.ftruncate(self.file, size)
+        else:
+            self.file = os.open(source, os.O_RDWR | os.O_CLOEXEC)
+        self.size, self.map = size, mmap.mmap(self.file, size)
+        if source is not None:
+            os.close(self.file)
+            self.file = -1
+
+    def bytes(self, start: int, size: int) -> torch.Tensor:
+        """Returns a view of ``size`` bytes."""
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self.map, dtype=torch.uint8, count=size, offset=start)
+
+    def close(self) -> None:
+        """Closes the file; the memory stays mapped as long as something refers to it."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+
+class Entry(NamedTuple):
+    """An operation in a ledger, see :class:`Ledger`."""
+
+    kind: int
+    arena: int
+    start: int
+    size: int
+    file: int
+    arena_size: int
+
+
+class Ledger:
+    """What a rank has sent and read, in memory that the others map.
+
+    The first line has a counter on which others wait, the second the number of operations that this rank has completed.
+    Each operation has an entry: its number plus one, a number that is equal on all ranks if they call the same
+    collective, and where what was sent is: arena, position, bytes, and the file and the size of the arena.
+    """
+
+    SIZE = (3 + ENTRIES) * _LINE
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self._changes = ctypes.c_uint32.from_buffer(memory.map, 0)
+        self._completed = ctypes.c_int64.from_buffer(memory.map, _LINE)
+        self._entries = (ctypes.c_int64 * (ENTRIES * _LINE // 8)).from_buffer(memory.map, 3 * _LINE)
+        self._token = (ctypes.c_char * _LINE).from_buffer(memory.map, 2 * _LINE)
+        self._address = ctypes.addressof(self._changes)
+
+    @property
+    def token(self) -> bytes:
+        return self._token.value
+
+    @token.setter
+    def token(self, token: bytes) -> None:
+        self._token.value = token
+
+    @property
+    def changes(self) -> int:
+        return self._changes.value
+
+    @property
+    def completed(self) -> int:
+        return self._completed.value
+
+    def complete(self, number: int) -> None:
+        """Says that this rank has completed operation ``number``."""
+        self._completed.value = number + 1
+        self._changed()
+
+    def post(self, number: int, entry: Entry) -> None:
+        """Says that what operation ``number`` sends is there."""
+        place = number % ENTRIES * (_LINE // 8)
+        self._entries[place + 1 : place + 7] = list(entry)
+        self._entries[place] = number + 1
+        self._changed()
+
+    def posted(self, number: int) -> bool:
+        """Whether what operation ``number`` sends is there."""
+        return self._entries[number % ENTRIES * (_LINE // 8)] == number + 1
+
+    def entry(self, number: int) -> Entry:
+        """Returns the entry of an operation that is posted."""
+        place = number % ENTRIES * (_LINE // 8)
+        return Entry(*self._entries[place + 1 : place + 7])
+
+    def _changed(self) -> None:
+        self._changes.value += 1  # wraps around; waiting compares for equality
+        _futex(self._address, _FUTEX_WAKE, _EVERYONE)
+
+    def wait(self, seen: int, seconds: float) -> None:
+        """Returns when ``changes`` differs from ``seen``, after ``seconds`` at the latest."""
+        _futex(self._address, _FUTEX_WAIT, seen, _TimeSpec(int(seconds), int(seconds % 1 * 1e9)))
+
+
+def _futex(address: int, operation: int, value: int, timeout: _TimeSpec | None = None) -> None:
+    limit = None if timeout is None else ctypes.byref(timeout)
+    _c_library().syscall(_SYS_FUTEX, ctypes.c_void_p(address), operation, ctypes.c_uint32(value), limit, None, 0)
+
+
+@cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+class Arenas:
+    """This rank's memory for what it sends."""
+
+    def __init__(self) -> None:
+        self.memories: list[Memory] = []
+        self._used: list[list[tuple[int, int, int]]] = []  # of each arena: begin, end, and number of the operation
+
+    def take(self, size: int, number: int, completed: Callable[[], int]) -> tuple[int, int]:
+        """Returns arena and position of ``size`` bytes for operation ``number``. They are used again when all ranks
+        have completed it; ``completed`` returns how many operations these are."""
+        size = max(_LINE, -(-size // _LINE) * _LINE)
+        for attempt in range(2):
+            for arena, used in enumerate(self._used):
+                begin = 0
+                for start, end, _ in used:
+                    if start - begin >= size:
+                        break
+                    begin = end
+                if self.memories[arena].size - begin >= size:
+                    used.append((begin, begin + size, number))
+                    used.sort()
+                    return arena, begin
+            if not attempt:
+                done = completed()
+                for used in self._used:
+                    used[:] = [each for each in used if each[2] >= done]
+        largest = self.memories[-1].size if self.memories else _SMALLEST // 2
+        self.memories.append(
+            Memory(max(2 * largest if len(self.memories) < 4 else largest, 1 << (size - 1).bit_length()))
+        )
+        self._used.append([(0, size, number)])
+        return len(self.memories) - 1, 0
+
+    def close(self) -> None:
+        for memory in self.memories:
+            memory.close()
+
+
+class Operation:
+    """A collective that was started.
+
+    Args:
+        transport: of the group.
+        name: of the collective, for messages.
+        kind: a number that is equal on all ranks.
+        consume: receives what the ranks have sent.
+    """
+
+    def __init__(self, transport: SharedMemory, name: str, kind: int, consume: Consume) -> None:
+        self.number, self.name, self.kind = transport.next_number(), name, kind
+        self.consume: Consume | None = consume
+        self._transport = transport
+
+    def wait(self) -> None:
+        """Completes this operation, and all that were started before it.
+
+        Raises:
+            RuntimeError: if a rank has ended, calls another collective, or does not take part in time.
+        """
+        self._transport.complete(self)
+
+
+class SharedMemory:
+    """Collectives of a group whose ranks are processes of this host. Made by :meth:`connect`.
+
+    Args:
+        index: position of this rank in the group.
+        ranks: global ranks of the group, for messages.
+        ledgers: of all ranks of the group; this rank's own is written.
+        processes: numbers of the processes.
+        watches: file descriptors that become readable when a process ends; -1 for this process.
+        timeout: of an operation.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        ranks: Sequence[int],
+        ledgers: Sequence[Ledger],
+        processes: Sequence[int],
+        watches: Sequence[int],
+        timeout: timedelta,
+    ) -> None:
+        self._index, self._ranks, self._ledgers, self._timeout = index, tuple(ranks), list(ledgers), timeout
+        self._processes, self._watches = list(processes), list(watches)
+        self._others = [place for place in range(len(self._ranks)) if place != index]
+        self._arenas = Arenas()
+        self._arenas_of: list[dict[int, Memory]] = [{} for _ in self._ranks]
+        self._under_way: deque[Operation] = deque()
+        self._started = 0
+        self._lock = threading.RLock()
+        self._failure: str | None = None
+        self._poll = select.poll()
+        for watch in watches:
+            if watch >= 0:
+                self._poll.register(watch, select.POLLIN)
+
+    # ---- connecting --------------------------------------------------------------------------------------------------
+    @classmethod
+    def connect(
+        cls, index: int, ranks: Sequence[int], timeout: timedelta, gather: Callable[[Any], list[Any]]
+    ) -> SharedMemory | None:
+        """Returns the transport of a group, or None on every rank of it if one of them cannot take part.
+
+        Args:
+            index: position of this rank in the group.
+            ranks: global ranks of the group.
+            timeout: of an operation.
+            gather: collective that returns the objects of all ranks of the group.
+        """
+        why_not = why_not_here()
+        ledger = None
+        if why_not is None:
+            try:
+                ledger = Ledger(Memory(Ledger.SIZE))
+                ledger.token = secrets.token_hex(16).encode()
+            except OSError as error:
+                why_not = str(error)
+        mine = None if ledger is None else (host_of_this_process(), os.getpid(), ledger.memory.file, ledger.token)
+        known = gather(mine)
+        ledgers, watches = [], []
+        try:
+            if ledger is None or any(other is None or other[0] != known[index][0] for other in known):
+                raise OSError("the ranks of the group do not share a host")
+            for place, (_, process, file, token) in enumerate(known):
+                if place == index:
+                    ledgers.append(ledger)
+                    watches.append(-1)
+                    continue
+                watches.append(os.pidfd_open(process))
+                ledgers.append(Ledger(Memory(Ledger.SIZE, f"/proc/{process}/fd/{file}")))
+                if ledgers[-1].token != token:
+                    raise OSError(f"the memory of process {process} is not the expected one")
+            agrees = True
+        except (OSError, ValueError):
+            agrees = False
+        if not all(gather(agrees)):
+            for watch in watches:
+                if watch >= 0:
+                    os.close(watch)
+            if ledger is not None:
+                ledger.memory.close()
+            return None
+        processes = [process for _, process, _, _ in known]
+        return cls(index=index, ranks=ranks, ledgers=ledgers, processes=processes, watches=watches, timeout=timeout)
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Waits until the other ranks have read what this one has sent, as long as they run, and frees the memory."""
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            if self._failure is None:
+                with suppress(OSError, RuntimeError):
+                    self._progress()
+                mine = self._ledgers[self._index].completed
+                for place in self._others:
+                    self._linger(place, mine, deadline)
+            self._failure = "it was shut down"
+        for watch in self._watches:
+            if watch >= 0:
+                with suppress(OSError):
+                    os.close(watch)
+        self._arenas.close()
+        self._ledgers[self._index].memory.close()
+
+    def _linger(self, place: int, completed: int, deadline: float) -> None:
+        """Waits until the rank at ``place`` has completed as many operations, or has ended."""
+        ledger = self._ledgers[place]
+        while not self._has_ended(place) and time.monotonic() < deadline:
+            seen = ledger.changes
+            if ledger.completed >= completed:
+                return
+            ledger.wait(seen, _CHECKS)
+
+    # ---- collectives -------------------------------------------------------------------------------------------------
+    def all_reduce(self, tensor: torch.Tensor) -> Operation:
+        """Starts to sum ``tensor``, flat and contiguous, over the group, in place. The result has the same bits on
+        every rank."""
+        size = len(self._ranks)
+        if size == 2 or tensor.numel() * tensor.element_size() <= _DIRECT:
+
+            def add(sent: list[torch.Tensor]) -> None:
+                sum_rows_into(tensor, [row.view(tensor.dtype) for row in sent])
+
+            return self._start("all_reduce", tensor, add)
+        bounds = [tensor.numel() * place // size for place in range(size + 1)]
+        parts = [slice(bounds[place], bounds[place + 1]) for place in range(size)]
+        mine = tensor[parts[self._index]]
+
+        def add_part(sent: list[torch.Tensor]) -> None:
+            sum_rows_into(mine, [row.view(tensor.dtype)[parts[self._index]] for row in sent])
+            self._post(gathering, [mine])
+
+        def gather(sent: list[torch.Tensor]) -> None:
+            for place in self._others:
+                tensor[parts[place]].copy_(sent[place].view(tensor.dtype))
+
+        with self._lock:
+            summing = Operation(self, "all_reduce", _kind("all_reduce", tensor.dtype, tensor.numel()), add_part)
+            gathering = Operation(self, "all_reduce", _kind("second exchange", tensor.dtype, tensor.numel()), gather)
+            self._under_way.append(summing)
+            self._under_way.append(gathering)
+            self._post(summing, [tensor])
+            self._progress()
+        return gathering
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Operation:
+        """Starts to gather ``tensor`` of all ranks in ``out``, both flat and contiguous. ``tensor`` may be its place in
+        ``out``."""
+        rows = out.view(len(self._ranks), -1)
+
+        def gather(sent: list[torch.Tensor]) -> None:
+            for place in self._others:
+                rows[place].copy_(sent[place].view(out.dtype))
+
+        if rows[self._index].data_ptr() != tensor.data_ptr():
+            rows[self._index].copy_(tensor)
+        return self._start("all_gather", tensor, gather)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        received: Sequence[int] | None = None,
+        sent: Sequence[int] | None = None,
+    ) -> Operation:
+        """Starts to send consecutive parts of ``tensor`` to the ranks, and to receive theirs in ``out``, both flat and
+        contiguous. ``received`` and ``sent`` are numbers of elements for each rank; equal parts by default."""
+        size = len(self._ranks)
+        received = [out.numel() // size] * size if received is None else list(received)
+        sent = [tensor.numel() // size] * size if sent is None else list(sent)
+        parts = list(out.split(received))
+        bounds = [0, *accumulate(sent)]
+        own = tensor[bounds[self._index] : bounds[self._index + 1]]
+        head = torch.tensor(bounds, dtype=torch.int64).view(torch.uint8)
+        width = out.element_size()
+
+        def read(posted: list[torch.Tensor]) -> None:
+            for place in self._others:
+                begin, end = posted[place][: head.numel()].view(torch.int64)[self._index : self._index + 2].tolist()
+                if end - begin != received[place]:
+                    raise RuntimeError(
+                        f"connection of rank {self._ranks[self._index]}: rank {self._ranks[place]} sends {end - begin} "
+                        f"elements in all_to_all, expected {received[place]}"
+                    )
+                there = posted[place][_above(head.numel()) :]
+                parts[place].copy_(there[begin * width : end * width].view(out.dtype))
+
+        if parts[self._index].data_ptr() != own.data_ptr():
+            parts[self._index].copy_(own)
+        return self._start("all_to_all", tensor, read, head=head, uneven=True)
+
+    def reduce_scatter(self, out: torch.Tensor, rows: torch.Tensor, scale: float = 1.0) -> Operation:
+        """Starts to sum ``rows``, ``[size of the group, n]`` and contiguous, over the group. ``out``, ``[n]``, receives
+        the row of this rank, see :func:`sum_rows_into`."""
+
+        def add(sent: list[torch.Tensor]) -> None:
+            sum_rows_into(out, [each.view(rows.dtype).view(rows.shape)[self._index] for each in sent], scale)
+
+        return self._start("reduce_scatter", rows.view(-1), add)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Operation:
+        """Starts to send ``tensor``, flat and contiguous, from the rank at position ``source`` to all others."""
+
+        def read(sent: list[torch.Tensor]) -> None:
+            if source != self._index:
+                tensor.copy_(sent[source].view(tensor.dtype))
+
+        return self._start("broadcast", tensor if source == self._index else tensor[:0], read, uneven=True)
+
+    # ---- implementation ----------------------------------------------------------------------------------------------
+    def next_number(self) -> int:
+        """Returns the number of the next operation."""
+        self._started += 1
+        return self._started - 1
+
+    def _start(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        consume: Consume,
+        head: torch.Tensor | None = None,
+        uneven: bool = False,
+    ) -> Operation:
+        with self._lock:
+            kind = _kind(name, tensor.dtype, None if uneven else tensor.numel())
+            operation = Operation(self, name, kind, consume)
+            self._under_way.append(operation)
+            self._post(operation, [tensor] if head is None else [head, tensor])
+            self._progress()
+        return operation
+
+    def _post(self, operation: Operation, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies what this rank sends into its memory. All but the last tensor are aligned to cache lines."""
+        self._check()
+        last = operation.number - ENTRIES  # had the same entry
+        while self._under_way[0].number <= last:
+            self.complete(self._under_way[0])
+        self._wait_until(lambda ledger: ledger.completed > last, operation)
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        starts = [0, *accumulate(_above(size) for size in sizes[:-1])]
+        total = starts[-1] + sizes[-1]
+        arena, begin = self._arenas.take(total, operation.number, self._completed_by_all)
+        memory = self._arenas.memories[arena]
+        self._arenas_of[self._index][arena] = memory
+        for start, size, tensor in zip(starts, sizes, tensors, strict=True):
+            if size:
+                with _disable_current_modes():
+                    memory.bytes(begin + start, size).view(tensor.dtype).copy_(tensor.view(-1))
+        entry = Entry(operation.kind, arena, begin, total, memory.file, memory.size)
+        self._ledgers[self._index].post(operation.number, entry)
+
+    def _completed_by_all(self) -> int:
+        return min(ledger.completed for ledger in self._ledgers)
+
+    def _progress(self) -> None:
+        """Completes the operations that all ranks have posted, in their order."""
+        while self._under_way and all(ledger.posted(self._under_way[0].number) for ledger in self._ledgers):
+            self._read(self._under_way[0])
+
+    def complete(self, operation: Operation) -> None:
+        """Completes an operation and those before it; see :meth:`Operation.wait` for errors."""
+        with self._lock:
+            while operation.consume is not None:
+                self._check()
+                first = self._under_way[0]
+                self._wait_until(lambda ledger, first=first: ledger.posted(first.number), first)  # type: ignore[misc]
+                self._read(first)
+
+    def _read(self, operation: Operation) -> None:
+        consume, operation.consume = operation.consume, None
+        self._under_way.popleft()
+        assert consume is not None
+        try:
+            with _disable_current_modes():
+                consume([self._sent_by(place, operation) for place in range(len(self._ranks))])
+        except RuntimeError as error:
+            self._failure = str(error)
+            raise
+        self._ledgers[self._index].complete(operation.number)
+
+    def _sent_by(self, place: int, operation: Operation) -> torch.Tensor:
+        entry = self._ledgers[place].entry(operation.number)
+        if entry.kind != operation.kind:
+            raise RuntimeError(
+                f"connection of rank {self._ranks[self._index]}: rank {self._ranks[place]} calls another collective, "
+                f"or with another shape or dtype, while this rank calls {operation.name}"
+            )
+        arenas = self._arenas_of[place]
+        if entry.arena not in arenas:
+            try:
+                arenas[entry.arena] = Memory(entry.arena_size, f"/proc/{self._processes[place]}/fd/{entry.file}")
+            except OSError:  # it has ended, and its files are closed
+                self._fail("connection closed by peer: its process has ended", place, operation)
+        return arenas[entry.arena].bytes(entry.start, entry.size)
+
+    def _wait_until(self, holds: Callable[[Ledger], bool], operation: Operation) -> None:
+        """Waits until ``holds`` is true of the ledger of every rank."""
+        deadline = None
+        for place in self._others:
+            ledger = self._ledgers[place]
+            while True:
+                seen = ledger.changes
+                if holds(ledger):
+                    break
+                now = time.monotonic()
+                deadline = now + self._timeout.total_seconds() if deadline is None else deadline
+                if now > deadline:
+                    self._fail(f"timed out after {self._timeout.total_seconds():g} s", place, operation)
+                ledger.wait(seen, _CHECKS)
+                if ledger.changes == seen and not holds(ledger) and self._has_ended(place):
+                    self._fail("connection closed by peer: its process has ended", place, operation)
+
+    def _has_ended(self, place: int) -> bool:
+        return any(descriptor == self._watches[place] for descriptor, _ in self._poll.poll(0))
+
+    def _fail(self, what: str, place: int, operation: Operation) -> NoReturn:
+        self._failure = f"{what} (rank {self._ranks[place]}, in {operation.name})"
+        raise RuntimeError(self._failure)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"connection of the group is closed: {self._failure}")
+
+
+def _above(size: int) -> int:
+    return -(-size // _LINE) * _LINE
+
+
+def _kind(name: str, dtype: torch.dtype, size: int | None = None) -> int:
+    """Returns a number for a collective on tensors of this size, or of any size."""
+    return zlib.crc32(f"{name} {dtype} {size}".encode())
+
+
+def why_not_here() -> str | None:
+    """Returns why this machine cannot communicate through shared memory, or None if it can."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "it needs Linux on x86-64"
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        return "this Python has no memfd_create or no pidfd_open"
+    return None
+
+
+def host_of_this_process() -> tuple[str, ...]:
+    """Returns what is equal for processes that see each other: the boot of the host, and the namespace of processes."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return boot, os.readlink("/proc/self/ns/pid")

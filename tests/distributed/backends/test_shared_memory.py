@@ -1,0 +1,179 @@
+"""What is particular to ranks that communicate through shared memory; test_collectives.py has their results."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from neuron_accel.backends import shared_memory
+from neuron_accel.backends.torch_distributed import TorchBackend
+from neuron_accel.errors import CommunicationError
+from neuron_accel.testing import RanksError, run_ranks
+from neuron_accel.testing.resources import bytes_sent
+
+pytestmark = pytest.mark.skipif(shared_memory.why_not_here() is not None, reason=str(shared_memory.why_not_here()))
+
+
+def connect(**options):
+    backend = TorchBackend.connect("cpu", **options)
+    return backend, backend.new_group([range(backend.world_size)], "world")
+
+
+def through_the_kernel(shares_memory: bool) -> tuple[int, int]:
+    """Bytes of an all-reduce that were counted, and that the kernel has sent."""
+    backend, group = connect(shares_memory=shares_memory)
+    backend.all_reduce(torch.ones(4), group)
+    backend.barrier()
+    before = bytes_sent()
+    with backend.record() as traffic:
+        assert backend.all_reduce(torch.ones(1 << 20), group).eq(2).all()
+    return traffic.sent(), bytes_sent() - before
+
+
+def test_nothing_is_sent_through_the_kernel():
+    for counted, sent in run_ranks(through_the_kernel, 2, True):
+        assert (counted, sent) == (4 << 20, 0)
+    for counted, sent in run_ranks(through_the_kernel, 2, False):
+        assert sent >= counted == 4 << 20
+
+
+def with_a_distant_rank() -> tuple[int, int]:
+    here = shared_memory.host_of_this_process()
+    if int(os.environ["RANK"]) == 2:
+        shared_memory.host_of_this_process = lambda: ("another boot", *here[1:])
+    backend, group = connect()
+    pair = backend.new_group([[0, 1], [2]], "pair")
+    backend.barrier()
+    before = bytes_sent()
+    total = backend.all_reduce(torch.ones(1 << 18), pair)[0]
+    sent_in_pair = bytes_sent() - before
+    assert backend.all_reduce(total, group).item() == 5
+    return sent_in_pair, bytes_sent() - before
+
+
+def test_groups_of_several_hosts_use_gloo():
+    first, second, third = run_ranks(with_a_distant_rank, 3)
+    assert first[0] == second[0] == third[0] == 0  # the pair shares a host
+    assert min(first[1], second[1], third[1]) > 0
+
+
+def many_under_way() -> None:
+    backend, group = connect()
+    tensors = [torch.full((3,), float(i + backend.rank)) for i in range(shared_memory.ENTRIES + 100)]
+    pending = [backend.start_all_reduce(tensor, group) for tensor in tensors]
+    for i, each in reversed(list(enumerate(pending))):
+        assert each.wait().tolist() == [2.0 * i + 1] * 3
+
+
+def test_any_number_of_operations_may_be_under_way():
+    run_ranks(many_under_way, 2)
+
+
+def repeated() -> list[int]:
+    backend, group = connect()
+    (memory,) = backend._memories.values()
+    sizes = []
+    for step in range(60):
+        pending = [backend.start_all_reduce(torch.full((1 << 17,), 1.0), group) for _ in range(4)]
+        pending.append(backend.start_all_gather(torch.ones(1000 + step), group))
+        assert all(each.wait().min() >= 1 for each in pending)
+        sizes.append(sum(arena.size for arena in memory._arenas.memories))
+    return sizes
+
+
+def test_memory_is_used_again():
+    for sizes in run_ranks(repeated, 3):
+        assert sizes[-1] <= 24 << 20  # of 126 MiB that were sent
+
+
+def odd_sums(numel: int) -> list[float]:
+    backend, group = connect()
+    generator = torch.Generator().manual_seed(backend.rank)
+    mine = torch.randn(numel, generator=generator)
+    everyone = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(group.size)]
+    total = backend.all_reduce(mine, group)
+    torch.testing.assert_close(total, torch.stack(everyone).double().sum(0).float())
+    return total.tolist()
+
+
+@pytest.mark.parametrize("numel", [1, 5, 50_001])
+def test_sums_are_equal_on_all_ranks_to_the_last_bit(numel):
+    first, *others = run_ranks(odd_sums, 4, numel)
+    assert all(other == first for other in others)
+
+
+def different_calls() -> None:
+    backend, group = connect()
+    backend.all_reduce(torch.ones(4), group)
+    if backend.rank == 0:
+        backend.all_reduce(torch.ones(8), group)
+    else:
+        backend.all_gather(torch.ones(8), group)
+
+
+def test_different_collectives_are_an_error_on_every_rank():
+    begin = time.monotonic()
+    with pytest.raises(RanksError) as caught:
+        run_ranks(different_calls, 2)
+    assert time.monotonic() - begin < 20
+    errors = caught.value.errors
+    assert set(errors) == {0, 1}
+    for error in errors.values():
+        assert isinstance(error, CommunicationError)
+        assert "another collective" in str(error)
+
+
+def end_first() -> float:
+    backend, group = connect()
+    pending = backend.start_all_gather(torch.full((1 << 16,), float(backend.rank)), group)
+    if backend.rank == 1:
+        time.sleep(1.0)  # rank 0 has finished by now, and its memory was not mapped here yet
+    return pending.wait().sum().item()
+
+
+def test_a_rank_that_ends_first_is_still_read():
+    assert run_ranks(end_first, 2, full_exit=True) == [1 << 16] * 2
+
+
+def fork_a_worker() -> float:
+    backend, group = connect()
+    backend.all_reduce(torch.ones(2), group)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return backend.all_reduce(torch.ones(2), group)[0].item()
+
+
+def test_workers_that_a_rank_forks_do_not_matter():
+    assert run_ranks(fork_a_worker, 2) == [2.0, 2.0]
+
+
+def killed() -> None:
+    import signal
+
+    backend, group = connect()
+    backend.all_reduce(torch.ones(1 << 18), group)
+    pending = backend.start_all_reduce(torch.ones(1 << 18), group)
+    if backend.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(3):
+        pending.wait()
+        pending = backend.start_all_reduce(torch.ones(1 << 18), group)
+
+
+def test_a_killed_rank_is_noticed_and_leaves_nothing():
+    before = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
+    begin = time.monotonic()
+    with pytest.raises(RanksError) as caught:
+        run_ranks(killed, 3)
+    assert time.monotonic() - begin < 15
+    for rank in (0, 2):
+        error = caught.value.errors[rank]
+        assert isinstance(error, CommunicationError)
+        assert "rank 1" in str(error)
+    assert not Path("/dev/shm").is_dir() or set(os.listdir("/dev/shm")) <= before
