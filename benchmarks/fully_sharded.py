@@ -226,7 +226,7 @@ def count(name: str, size: Size, fused: bool) -> Counts:
     losses.append(step())
     resident = memory.bytes()
     del peer, step
-    return Counts(losses, sent, traffic.sent() if traffic else None, *_tensors(name, size, fused), resident)
+    return Counts(losses, sent, traffic.sent() if traffic else None, *tensors(name, size, fused), resident)
 
 
 class LiveTensors(TorchDispatchMode):
@@ -272,7 +272,7 @@ class LiveTensors(TorchDispatchMode):
         return result
 
 
-def _tensors(name: str, size: Size, fused: bool) -> tuple[int, int, int]:
+def tensors(name: str, size: Size, fused: bool) -> tuple[int, int, int]:
     """Collectives of the third step of a peer that is built anew, so that all tensors are seen, the peak of their bytes
     in this step, and what remains of them after it."""
     with LiveTensors() as live:

@@ -251,8 +251,8 @@ class BackwardWatcher:
         synchronises: returns whether gradients that arrive now are to be reduced, or only accumulate.
         driven: returns whether the code that runs the backward pass will call :meth:`finish`; otherwise autograd calls
             it at the end of the pass.
-        ready: called with a bucket's index once its gradients are complete; in ascending order, each at most once per
-            pass.
+        ready: called with a bucket's index once its gradients are complete; in ascending order but for
+            :meth:`complete_ahead`, each at most once per pass.
         done: called at the end of a pass, after every bucket that takes part in it was ready.
         overlap: whether buckets are announced while the pass still runs, or all at its end.
         action: the reduction, for ranks that have run out of data: with the arguments of :meth:`take_part`.
@@ -286,6 +286,7 @@ class BackwardWatcher:
         self._ready, self._done = ready, done
         self._by_arrival = by_arrival
         self._told: set[int] = set()  # buckets that the owner has called complete in this pass
+        self._ahead: set[int] = set()  # of these, those that were announced before others with a lower index
         self._synchronises, self._driven, self._overlap = synchronises, driven, overlap
         self._candidates: list[ParameterRecord] = []
         self._frozen: list[int] = []  # indices of the candidates that never trained
@@ -445,7 +446,7 @@ class BackwardWatcher:
         if self._late[number]:
             return  # its bucket is complete at the end of the pass only
         if self._seen[number]:
-            if index < self._next:
+            if index < self._next and index not in self._ahead:
                 raise UsageError(
                     f"The gradient of {self._records[number].fqn!r} arrived twice in one backward pass, the second "
                     "time after it had been sent.",
@@ -453,7 +454,7 @@ class BackwardWatcher:
                     fix="use the non-re-entrant variant: gradient_checkpointing_kwargs={'use_reentrant': False}",
                 )
         else:
-            if index in self._told and index < self._next:
+            if index in self._told and index < self._next and index not in self._ahead:
                 raise UsageError(
                     f"The gradient of {self._records[number].fqn!r} arrived after the gradients of its module had been "
                     "sent.",
@@ -488,6 +489,28 @@ class BackwardWatcher:
             self._told.update(indices)
             self._advance()
 
+    def complete_ahead(self, index: int) -> bool:
+        """As :meth:`complete`, for a bucket that is announced before those with a lower index, at the same moment on
+        every rank. It may get further gradients in this pass, which the owner reduces.
+
+        Returns:
+            Whether it was announced.
+        """
+        if not self._synchronises():
+            return False
+        self._enter()
+        is_next = self._active[index] and index >= self._next and index not in self._told
+        if not is_next or not self._sends_early or (self._action and self._action.announced):
+            return False
+        self._told.add(index)
+        self._ahead.add(index)
+        self._ready(index)
+        return True
+
+    def has_arrived(self, index: int) -> bool:
+        """Returns whether all gradients of a bucket have arrived in the backward pass that runs."""
+        return self._running and self._missing[index] <= 0
+
     def _begin(self, *, left: bool = False, follows: bool = False) -> None:
         """Begins a pass.
 
@@ -500,7 +523,7 @@ class BackwardWatcher:
         alone = not any(other._buckets for other in self._run.watchers if other is not self)
         self._sends_early = self._overlap and alone
         self._next = 0
-        self._told = set()
+        self._told, self._ahead = set(), set()
         self._seen = bytearray(len(self._where))
         self._missing = [sum(p.requires_grad for p in bucket.parameters) for bucket in self._buckets]
         self._active = [
@@ -523,7 +546,7 @@ class BackwardWatcher:
 
     def _advance(self, *, everything: bool = False) -> None:
         while self._next < len(self._buckets):
-            if not self._active[self._next]:
+            if not self._active[self._next] or self._next in self._ahead:
                 self._next += 1
             elif everything or self._next in self._told or (self._by_arrival and self._missing[self._next] <= 0):
                 self._next += 1

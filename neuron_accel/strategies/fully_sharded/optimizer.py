@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -15,6 +15,7 @@ from neuron_accel.strategies.fully_sharded.reading import read_weights
 from neuron_accel.strategies.zero1.eager_shard import EagerShard, SendBuffers
 from neuron_accel.strategies.zero1.lazy_shard import LazyShard
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
+from neuron_accel.strategies.zero1.sharded_grad import ShardedGrad
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Run
@@ -54,6 +55,7 @@ class FullyShardedOptimizer(Zero1Optimizer):
         self._units, self._frozen, self._groups = units, frozen, groups
         self._passing = SendBuffers(keeps=False)
         self._own: dict[int, torch.Tensor] = {}  # this rank's weights of buckets that are sharded next, by bucket
+        self._ahead = _Ahead()
         super().__init__(optimizer, run, **more)
 
     @property
@@ -117,6 +119,8 @@ class FullyShardedOptimizer(Zero1Optimizer):
         arguments |= {"buffers": self._passing, "near": self._groups.near}
         shard = GatheredShard(read=units.read, plugin=self._plugin, own=own, **arguments)
         unit.shards.append((shard, partial(self._complete, unit)))
+        if unit is units.root and self._before_units not in units.before_units:
+            units.before_units.append(self._before_units)
         return shard
 
     def _lazy_shard(self, **arguments: Any) -> LazyShard:
@@ -131,6 +135,9 @@ class FullyShardedOptimizer(Zero1Optimizer):
 
     def _take(self, bucket: int, index: int) -> None:
         shard = self.shards[bucket]
+        if self._ahead.travels:  # as much memory is needed for the gradients of the first unit
+            self._passing.settle()
+            self._ahead.travels = False
         if not isinstance(shard, GatheredShard) or not shard.is_alone:
             super()._take(bucket, index)
 
@@ -138,6 +145,115 @@ class FullyShardedOptimizer(Zero1Optimizer):
         """The backward pass of its unit is over. Gradients of one unit travel at a time, which bounds their memory."""
         self._passing.settle(but=[cast(EagerShard, mine) for mine, _ in unit.shards])
         self._watcher.complete([self.shards.index(shard)])
+
+    # ---- large parameters whose gradients come first -----------------------------------------------------------------
+    def _before_units(self, units: Units) -> None:
+        """The backward pass of the first unit begins: frees parameters of the model itself whose use is over, such as
+        the head's, and sends their gradients, instead of keeping both to the end.
+
+        A gradient that has arrived is the sum over all uses of the parameter in this pass, so none follows.
+        """
+        for index in self._candidates(units):
+            shard = cast(GatheredShard, self.shards[index])
+            arrived = self._watcher.has_arrived(index)
+            if arrived and not self._ahead.is_agreed(index):
+                self._ahead.arrived.add(index)
+            if not self._ahead.is_agreed(index):
+                continue
+            if arrived:
+                units.root.finish(shard)  # first: gradients are received into as much memory
+            self._ahead.travels |= self._watcher.complete_ahead(index)
+
+    def _candidates(self, units: Units) -> list[int]:
+        mine = [shard for shard, _ in units.root.shards]
+        return [i for i, s in enumerate(self.shards) if isinstance(s, GatheredShard) and s.is_alone and s in mine]
+
+    def close(self) -> None:
+        """See :class:`~neuron_accel.strategies.zero1.optimizer.Zero1Optimizer`."""
+        super().close()
+        for units in self._units:
+            if self._before_units in units.before_units:
+                units.before_units.remove(self._before_units)
+
+    def _receive(self) -> None:
+        """Also reduces gradients that have arrived after those of their bucket were sent, as another pass would."""
+        sent = [index for index in self._ahead.agreed if self.shards[index] in self._sent]
+        late = {index: self._take_late(index) for index in sent}
+        anywhere = self._receive_with([gradient is not None for gradient in late.values()])
+        again = [index for index, is_late in zip(late, anywhere, strict=True) if is_late]
+        for index in again:
+            self._put_back(index, late[index])
+            self._send(index)
+        if again:
+            self._ahead.refuse(again)
+            self._receive_with([])
+        self._agree()
+
+    def _take_late(self, index: int) -> torch.Tensor | None:
+        parameter = self.shards[index].parameters[0]
+        gradient, parameter.grad = parameter.grad, None
+        return gradient
+
+    def _put_back(self, index: int, gradient: torch.Tensor | None) -> None:
+        if gradient is None:
+            return
+        parameter = self.shards[index].parameters[0]
+        if isinstance(parameter.grad, ShardedGrad):
+            parameter.grad.add_waiting(gradient)
+        else:
+            parameter.grad = gradient
+
+    def _agree(self) -> None:
+        """Agrees with the other ranks, after one of the first passes, whose gradients are sent ahead from now on: those
+        that have arrived early on all ranks."""
+        found = {index for units in self._units if units.sends_ahead for index in self._candidates(units)}
+        join = self._run.join
+        if join.is_uneven or join.is_through or not self._ahead.is_open(found):
+            return
+        everyone = self._run.backend.all_gather_object(sorted(self._ahead.arrived), self._group)
+        self._ahead.agree(set(everyone[0]).intersection(*everyone), found)
+
+
+class _Ahead:
+    """Buckets whose gradients are sent when the backward pass of the first unit begins.
+
+    Attributes:
+        agreed: their indices, the same on every rank.
+        arrived: those whose gradients had arrived by then on this rank, while ranks have not agreed.
+        travels: whether some are under way.
+    """
+
+    _ATTEMPTS = 3
+    """Passes after which ranks compare: the first ones of a loop may be without a loss."""
+
+    def __init__(self) -> None:
+        self.agreed: list[int] = []
+        self.arrived: set[int] = set()
+        self.travels = False
+        self._known: set[int] = set()
+        self._refused: set[int] = set()
+        self._left = 0
+
+    def is_agreed(self, index: int) -> bool:
+        return index in self.agreed
+
+    def is_open(self, candidates: set[int]) -> bool:
+        """Whether ranks should agree now. The same on every rank."""
+        if not candidates <= self._known:
+            self._known |= candidates
+            self._left = self._ATTEMPTS
+        return self._left > 0
+
+    def agree(self, indices: set[int], candidates: set[int]) -> None:
+        """Adds buckets that are sent ahead from now on."""
+        self.agreed = sorted({*self.agreed, *(indices - self._refused)})
+        self.arrived = set()
+        self._left = 0 if indices or not candidates else self._left - 1
+
+    def refuse(self, indices: Iterable[int]) -> None:
+        """Removes buckets for good, whose gradients do not always come first."""
+        self._refused.update(indices)
+        self.agreed = [index for index in self.agreed if index not in self._refused]
 
 
 def _is_large(record: ParameterRecord) -> bool:

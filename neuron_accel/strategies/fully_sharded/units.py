@@ -58,11 +58,17 @@ class Unit:
         self.following: dict[bool, Unit] = {}
         self.forwards, self.in_backward = 0, False
         self.trains, self.saving = True, None  # type: bool, Any
+        self._finished: list[AnyShard] = []
 
     @property
     def idle(self) -> list[AnyShard]:
         """The shards of what is neither gathered nor being gathered."""
         return [shard for shard, _ in self.shards if not shard.is_gathered and not shard.is_arriving]
+
+    def finish(self, shard: AnyShard) -> None:
+        """Frees what was gathered of one shard, which is not gathered again in this backward pass."""
+        shard.release()
+        self._finished.append(shard)
 
     @property
     def is_idle(self) -> bool:
@@ -72,13 +78,19 @@ class Unit:
     def start_gather(self) -> None:
         """Starts to gather. Collective."""
         for shard, _ in self.shards:
-            shard.start_gather()
+            if shard not in self._finished:
+                shard.start_gather()
 
     def gather(self) -> None:
         """Gathers. Collective."""
         self.start_gather()
         for shard, _ in self.shards:
-            shard.gather()
+            if shard not in self._finished:
+                shard.gather()
+
+    def end_backward(self) -> None:
+        """A backward pass is over."""
+        self.in_backward, self.forwards, self._finished = False, 0, []
 
     def reshard(self) -> None:
         """Frees what was gathered, until the backward pass."""
@@ -102,6 +114,10 @@ class Units:
         prefetch: how many units are gathered ahead of the one that computes.
         persistence_threshold: parameters of fewer elements are kept on every rank.
         plugin: name of the plugin, for messages.
+
+    Attributes:
+        before_units: functions that are called with this object when the backward pass of the first unit beside the
+            model itself begins, unless the gradients of the pass are not reduced yet or at its end.
     """
 
     def __init__(
@@ -122,7 +138,8 @@ class Units:
         self.root = Unit("", model.inner, 0)
         self.units = [self.root, *(Unit(name, module, i) for i, (name, module) in enumerate(found, start=1))]
         self._last: dict[bool, Unit | None] = {False: None, True: None}
-        self._in_pass = False
+        self._in_pass, self._in_units = False, False
+        self.before_units: list[Callable[[Units], None]] = []
         self._reading: AnyShard | None = None
         self._handed_on: tuple[Unit, list[tuple[torch.Tensor, Any]]] | None = None  # the last unit's outputs and hooks
         self._handles: list[Any] = []
@@ -234,6 +251,11 @@ class Units:
             self._in_pass, self._last[True] = True, None
             if not self._model.in_backward:  # a plain loss.backward(): autograd itself reports its end
                 torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        if unit is not self.root and not self._in_units:
+            self._in_units = True
+            if self.sends_ahead and not self._action.announced:
+                for function in self.before_units:
+                    function(self)
         self.gather(unit)
         if not unit.in_backward:
             unit.in_backward = True
@@ -259,12 +281,17 @@ class Units:
         """Whether gradients of a unit are reduced when its backward pass ends."""
         return not self._model.defers_gradients
 
+    @property
+    def sends_ahead(self) -> bool:
+        """Whether :attr:`before_units` are called: a compiler orders a graph itself, and a pipeline has many passes."""
+        return self._completes_early and not self._model.runs_backward and not self._run.backend.is_lazy
+
     def end_backward(self) -> None:
         """A backward pass is over: frees what it has not freed. Without resharding, parameters are kept for the next
         micro-batch."""
-        self._in_pass = False
+        self._in_pass, self._in_units = False, False
         for unit in self.units:
-            unit.in_backward, unit.forwards = False, 0
+            unit.end_backward()
             if self._reshard or self._model.synchronises:
                 unit.release()
 

@@ -462,11 +462,18 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._sent.append(self.shards[bucket])
 
     def _receive(self) -> None:
+        """Waits for the gradients that were sent."""
+        self._receive_with([])
+
+    def _receive_with(self, flags: Sequence[bool]) -> list[bool]:
+        """Waits for the gradients that were sent. Returns which of ``flags`` are set on any rank."""
         shards, self._sent = self._sent, []
-        used = iter(used_anywhere([flag for s in shards for flag in s.used], self._run, self._group))
+        anywhere = used_anywhere([*flags, *(flag for s in shards for flag in s.used)], self._run, self._group)
+        used = iter(anywhere[len(flags) :])
         for shard in shards:
             partial = self._run.group(*shard.bucket.partial_axes)
             shard.receive_gradients([next(used) for _ in shard.used], 1.0 / self._group.size, partial)
+        return anywhere[: len(flags)]
 
     def finish_backward(self) -> None:
         """Must be called at the end of a backward pass."""

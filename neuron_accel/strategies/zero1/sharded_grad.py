@@ -66,7 +66,8 @@ class ShardedGrad(torch.Tensor):
         waiting, self._waiting = self._waiting, None
         return waiting
 
-    def _add_waiting(self, gradient: torch.Tensor) -> None:
+    def add_waiting(self, gradient: torch.Tensor) -> None:
+        """Adds a gradient of this rank alone."""
         self._waiting = gradient if self._waiting is None else self._waiting + gradient
 
     def _value(self) -> torch.Tensor:
@@ -91,7 +92,7 @@ class ShardedGrad(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, cls):
             if function is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
-                first._add_waiting(args[1])  # autograd accumulates here; user code cannot run
+                first.add_waiting(args[1])  # autograd accumulates here; user code cannot run
                 return first
             if function is torch.ops.aten.zero_.default:
                 first._zero()

@@ -4,7 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.fully_sharded import RESHARDING, STAGE_3, Counts, Size, check_losses, count, main
+from benchmarks.fully_sharded import (
+    KEEPING,
+    RESHARDING,
+    STAGE_2,
+    STAGE_3,
+    Counts,
+    Size,
+    check_losses,
+    count,
+    main,
+    tensors,
+)
 from neuron_accel.backends.select import SHARED_MEMORY_VARIABLE
 from neuron_accel.testing import run_ranks
 
@@ -29,6 +40,19 @@ def test_counts_what_a_step_needs():
     assert first.collectives > 0
     assert first.resident > 0
     assert first.losses[0] > first.losses[-1]
+
+
+def peaks(size):
+    """Peak of the bytes of live tensors in a step, by peer."""
+    return {name: tensors(name, size, True)[1] for name in (STAGE_3, STAGE_2, RESHARDING, KEEPING)}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_no_more_is_alive_than_under_fsdp2(ranks):
+    large_head = Size(hidden=64, layers=4, vocabulary=1 << 15, tokens=16)
+    for of_rank in run_ranks(peaks, ranks, large_head):
+        assert of_rank[STAGE_3] < of_rank[RESHARDING]
+        assert of_rank[STAGE_2] < of_rank[KEEPING]
 
 
 def test_a_peer_with_other_losses_is_an_error():

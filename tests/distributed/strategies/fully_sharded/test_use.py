@@ -227,15 +227,88 @@ def test_checkpoints_of_others_are_loaded(way, tmp_path):
         torch.testing.assert_close(found[name], value, **tolerance, msg=name)
 
 
+# ---- large parameters outside of the blocks --------------------------------------------------------------------------
 def large():
     return llama(vocabulary=1 << 17, blocks=1)  # embeddings and head are sent where autograd has put their gradients
 
 
-def test_large_gradients_are_those_of_zero1():
-    _, expected = run_ranks(train, 2, ["zero1"], large, steps=(0, 2))[0]
-    _, found = run_ranks(train, 2, STAGE_3, large, steps=(0, 2))[0]
+def sizes_sent(plugins):
+    """Elements of each reduce-scatter of a step, in order, and those of the head and the embeddings."""
+    accelerator, model, optimizer = prepared(plugins, large)
+    for _ in range(2):
+        step(accelerator, model, optimizer, token_batches(1)[0])
+    with accelerator.run.backend.record() as traffic:
+        step(accelerator, model, optimizer, token_batches(1)[0])
+    sent = [t.sent * accelerator.num_processes // 4 for t in traffic.transfers if t.op == "reduce_scatter"]
+    return sent, model.lm_head.weight.numel()
+
+
+@pytest.mark.parametrize("plugins", [STAGE_3, STAGE_2], ids=["stage 3", "stage 2"])
+def test_the_head_is_reduced_first_and_the_embeddings_last(plugins):
+    for sent, size in run_ranks(sizes_sent, 2, plugins):
+        assert sent.index(size) == 0
+        assert sent.count(size) == 2
+        assert size not in sent[1:3]
+
+
+@pytest.mark.parametrize("plugins", [STAGE_3, STAGE_2, HYBRID], ids=["stage 3", "stage 2", "sharded in groups"])
+def test_large_gradients_are_those_of_zero1(plugins):
+    _, expected = run_ranks(train, 2, ["zero1"], large, steps=(0, 3))[0]
+    _, found = run_ranks(train, 2, plugins, large, steps=(0, 3))[0]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
+
+
+class UsesItsHead(nn.Module):
+    """A head that is used at the end, also before the blocks, or not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.head = nn.Linear(16, 1 << 17, bias=False)
+
+    def forward(self, x, use):
+        x = x + 0.1 * self.head(x)[:, :16] if "before" in use else x
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.head(x)[:, :32].square().mean() if "end" in use else x.square().mean()
+
+
+USES = [
+    ["end", "end"],
+    ["end", "end"],
+    ["before end", "end"],
+    ["end", "none"],
+    ["none", "none"],
+    ["before end", "before end"],
+    ["end", "end"],
+]
+
+
+def uses_its_head(plugins, uses, accumulation=1):
+    """Trains with another use of the head in each step, and on each rank."""
+    options = {"gradient_accumulation_steps": accumulation}
+    accelerator, model, optimizer = prepared(plugins, UsesItsHead, **options)
+    generator = torch.Generator().manual_seed(accelerator.process_index)
+    for of_ranks in uses:
+        with accelerator.accumulate(model):
+            loss = model(torch.randn(4, 16, generator=generator), of_ranks[accelerator.process_index])
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    agreed = getattr(optimizer.optimizer, "_ahead", None)
+    return accelerator.get_state_dict(model), agreed and agreed.agreed
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("uses", "ahead"), [(USES, False), (USES[:2] + USES[3:5], True)], ids=["late", "in time"])
+def test_a_head_that_is_used_elsewhere_now_and_then(uses, ahead, accumulation):
+    blocks = [{"fully_sharded": {"modules": "blocks.*"}}]
+    expected, _ = run_ranks(uses_its_head, 2, ["zero1"], uses, accumulation)[0]
+    found, agreed = run_ranks(uses_its_head, 2, blocks, uses, accumulation)[0]
+    assert bool(agreed) == ahead  # where its gradient comes late once, it is reduced at the end from then on
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7, msg=name)
 
 
 @pytest.mark.parametrize("plugins", [STAGE_3, STAGE_2], ids=["stage 3", "stage 2"])
@@ -254,9 +327,9 @@ def test_autocast_is_that_of_zero1():
 
 
 # ---- loops -----------------------------------------------------------------------------------------------------------
-def uneven(plugins):
+def uneven(plugins, model_fn=llama):
     """The second rank has one batch less than the first."""
-    accelerator, model, optimizer = prepared(plugins)
+    accelerator, model, optimizer = prepared(plugins, model_fn)
     batches = token_batches(4)[: 4 if accelerator.process_index == 0 else 3]
     with accelerator.join_uneven_inputs([model], even_batches=False):
         for batch in batches:
@@ -264,9 +337,9 @@ def uneven(plugins):
     return accelerator.get_state_dict(model)
 
 
-def plain_backward(plugins):
+def plain_backward(plugins, model_fn=llama):
     """A loop that evaluates in between, and calls backward itself."""
-    accelerator, model, optimizer = prepared(plugins)
+    accelerator, model, optimizer = prepared(plugins, model_fn)
     for batch in token_batches(2):
         with torch.no_grad():
             model(**own_rows(accelerator, batch))
@@ -276,9 +349,10 @@ def plain_backward(plugins):
     return accelerator.get_state_dict(model)
 
 
-def two_forward_passes(plugins):
-    """Two forward passes, and one backward pass through both."""
-    accelerator, model, optimizer = prepared(plugins)
+def two_forward_passes(plugins, model_fn=llama):
+    """Two forward passes, and one backward pass through both, after a step with one."""
+    accelerator, model, optimizer = prepared(plugins, model_fn)
+    step(accelerator, model, optimizer, token_batches(1)[0])
     one, two = (own_rows(accelerator, batch) for batch in token_batches(2))
     for _ in range(2):
         accelerator.backward(model(**one).loss + 2 * model(**two).loss)
@@ -340,6 +414,13 @@ def test_weights_that_are_kept_between_micro_batches_may_be_changed():
 @pytest.mark.parametrize("loop", [uneven, plain_backward, two_forward_passes, unfreezing, assigning])
 def test_loops_train_as_under_zero1(loop, plugins):
     expected, found = run_ranks(loop, 2, ["zero1"])[0], run_ranks(loop, 2, plugins)[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("loop", [uneven, plain_backward, two_forward_passes])
+def test_loops_with_a_large_head_train_as_under_zero1(loop):
+    expected, found = run_ranks(loop, 2, ["zero1"], large)[0], run_ranks(loop, 2, STAGE_3, large)[0]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7, msg=name)
 
