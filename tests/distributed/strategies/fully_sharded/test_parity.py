@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from neuron_accel.errors import PlanError
+from neuron_accel.testing import RanksError, run_ranks
 from neuron_accel.testing.parity import Training, assert_parallel_equivalence
 from tests.distributed.models import MODELS, token_batches
+from tests.distributed.strategies.zero1.test_zero1 import OPTIMIZERS
 
 
 def sharded(**options):
@@ -113,3 +117,39 @@ def test_families(family):
     model, options = FAMILIES[family]
     training = Training(max_norm=0.5, prepare_model=freeze_key_biases)
     assert_parallel_equivalence(model, token_batches(2), [sharded(**options)], ranks=2, training=training)
+
+
+# ---- optimizers that need full parameters ----------------------------------------------------------------------------
+WHOLE = sharded(partition="parameters")
+
+
+@pytest.mark.parametrize(
+    ("name", "plugins", "ranks"),
+    [
+        ("adafactor", [WHOLE], 2),
+        ("lamb", [TP2, WHOLE], 4),
+        ("muon", [sharded(partition="parameters", reshard_after_forward=False)], 2),
+    ],
+    ids=["adafactor", "lamb-tp2", "muon-stage-2"],
+)
+def test_optimizers_that_need_full_parameters(name, plugins, ranks):
+    """Each parameter of a unit is on one rank in full, which updates it; others gather it for its use."""
+    optimizer, _ = OPTIMIZERS[name]
+    training = Training(optimizer=optimizer, max_norm=0.5, accumulation=2)
+    assert_parallel_equivalence(MODELS["llama"], token_batches(4), plugins, ranks=ranks, training=training)
+
+
+def shards_elements():
+    from neuron_accel import FullyShardedPlugin, NeuronAccelerator
+
+    accelerator = NeuronAccelerator(plugins=[FullyShardedPlugin()])
+    model = MODELS["llama"]()
+    accelerator.prepare(model, torch.optim.Adafactor(model.parameters()))
+
+
+def test_they_are_refused_where_ranks_have_some_elements_of_each():
+    with pytest.raises(RanksError) as raised:
+        run_ranks(shards_elements, 2)
+    for error in raised.value.errors.values():
+        assert isinstance(error, PlanError)
+        assert "FullyShardedPlugin(partition='parameters')" in str(error)
