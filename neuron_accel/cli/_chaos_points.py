@@ -2,7 +2,7 @@
 process itself.
 
 The package raises audit events (PEP 578) ``neuron_accel.POINT`` where a process may be struck, such as
-``neuron_accel.save.fsync``; without an audit hook such a call takes nanoseconds. If ``neuron-accel chaos`` has started
+``neuron_accel.save.fsync``; without an audit hook such a call takes some 35 ns. If ``neuron-accel chaos`` has started
 the process, which :data:`VARIABLE` says, an audit hook receives them, so that no script has to be changed.
 
 The folder that :data:`VARIABLE` names has the plan, a list of strikes that take place one after another; a file for

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig
 
-from neuron_accel.cli.rendezvous import MachinesRendezvous
+from neuron_accel.cli.rendezvous import MachinesRendezvous, Members
 
 Failures = Mapping[int, ProcessFailure]
 """The failures of ranks, by global rank."""
@@ -43,17 +43,24 @@ class RestartingAgent(LocalElasticAgent):
         return result
 
 
-def run_agent(config: LaunchConfig, command: Sequence[str], on_restart: Callable[[Failures, int], None]) -> None:
+def run_agent(
+    config: LaunchConfig,
+    command: Sequence[str],
+    on_restart: Callable[[Failures, int], None],
+    members: Members | None = None,
+) -> None:
     """Runs the ranks of this machine, as ``torch.distributed.launcher.api.launch_agent`` does.
 
     Args:
         config: of a static rendezvous.
         command: the program of each rank and its arguments.
         on_restart: see :class:`RestartingAgent`.
+        members: agrees on the machines of each restart; None: it needs all of them.
 
     Raises:
         ChildFailedError: if a rank has failed, and there are no restarts left.
         SignalException: if the launcher got a signal.
+        CommunicationError: if too many machines were lost.
     """
     address, _, port = config.rdzv_endpoint.rpartition(":")
     rendezvous = MachinesRendezvous(
@@ -63,6 +70,7 @@ def run_agent(config: LaunchConfig, command: Sequence[str], on_restart: Callable
         config.max_nodes,
         config.run_id,
         config.rdzv_configs["timeout"],
+        members=members,
     )
     spec = WorkerSpec(
         role=config.role,

@@ -34,13 +34,16 @@ from neuron_accel.cli.escalation import Escalation, signal_ranks
 from neuron_accel.cli.failures import RankFailure, RankSuccess, describe, first_failure
 from neuron_accel.cli.heartbeat import Heartbeat
 from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, LaunchPlan
-from neuron_accel.cli.restarts import Restarts, Start
+from neuron_accel.cli.rendezvous import Members
+from neuron_accel.cli.restarts import Choice, Restarts, Start, choose_machines
 from neuron_accel.cli.run_secret import RunSecret, take_secret
 from neuron_accel.engine.plan.restart import FULL_SIZE, LAUNCHED, NOTES, read_notes
 from neuron_accel.errors import CommunicationError
 
 ERROR_FILE = "error.json"
 SILENT_EXIT_SECONDS = 5.0
+MACHINE_SECONDS = 30.0
+"""How long the launchers of a restart wait for a machine that is not known to be lost, beyond heartbeat and grace."""
 TERMINAL = ""
 """The value by which the elastic agent denotes a stream that is not redirected."""
 
@@ -184,8 +187,8 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
     logs = RankLogs(log_dir, tee=plan.request.tee, keep_first=plan.request.log_dir is not None)
     keep = plan.request.log_dir is not None
     try:
-        with Escalation(grace=plan.request.grace), _heartbeat(plan, secret), SilentExits(logs):
-            outcome = _run_until_done(plan, logs)
+        with Escalation(grace=plan.request.grace), _heartbeat(plan, secret) as heartbeat, SilentExits(logs):
+            outcome = _run_until_done(plan, logs, heartbeat)
         keep = keep or logs.are_named
         return outcome
     except SignalException as ended:
@@ -203,7 +206,7 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
             shutil.rmtree(log_dir, ignore_errors=True)
 
 
-def _run_until_done(plan: LaunchPlan, logs: RankLogs) -> Outcome:
+def _run_until_done(plan: LaunchPlan, logs: RankLogs, heartbeat: Heartbeat | None) -> Outcome:
     """Starts the ranks, again after one has failed, as often as the request allows.
 
     On several machines torch's agents restart their ranks.
@@ -217,10 +220,11 @@ def _run_until_done(plan: LaunchPlan, logs: RankLogs) -> Outcome:
     )
     start: Start | None = restarts.first
     with tempfile.TemporaryDirectory(prefix="neuron_accel_notes_") as notes:
-        if request.min_nproc_per_node is not None:
+        if request.min_nproc_per_node is not None or (request.min_nnodes is not None and request.node_rank == 0):
             os.environ[NOTES] = notes
+        members = _members(plan, Path(notes), heartbeat)
         while start is not None:
-            outcome = _run_once(plan, logs, start)
+            outcome = _run_once(plan, logs, start, members)
             if not outcome.failures:
                 break
             start = restarts.after(first_failure(outcome.failures).rank, read_notes(Path(notes)))
@@ -230,7 +234,29 @@ def _run_until_done(plan: LaunchPlan, logs: RankLogs) -> Outcome:
     return outcome
 
 
-def _run_once(plan: LaunchPlan, logs: RankLogs, start: Start) -> Outcome:
+def _members(plan: LaunchPlan, notes: Path, heartbeat: Heartbeat | None) -> Members | None:
+    """Agrees on the machines of a restart if the run may go on without some of them."""
+    request = plan.request
+    if request.min_nnodes is None or heartbeat is None:
+        return None
+    least = request.min_nnodes
+
+    def choose(here: Sequence[int]) -> Choice:
+        return choose_machines(
+            here, machines=request.nnodes, ranks=request.nproc_per_node, least=least, notes=read_notes(notes)
+        )
+
+    def begins(choice: Choice) -> None:
+        if choice.full_size is not None:
+            os.environ[FULL_SIZE] = str(choice.full_size)
+        if choice.why:
+            print(f"neuron-accel: {choice.why}", file=sys.stderr, flush=True)
+
+    patience = plan.heartbeat + request.grace + MACHINE_SECONDS
+    return Members(request.nnodes, lost=lambda: heartbeat.gone, choose=choose, begins=begins, patience=patience)
+
+
+def _run_once(plan: LaunchPlan, logs: RankLogs, start: Start, members: Members | None) -> Outcome:
     logs.begin(start.number)
     if start.full_size is not None:
         os.environ[FULL_SIZE] = str(start.full_size)
@@ -244,7 +270,7 @@ def _run_once(plan: LaunchPlan, logs: RankLogs, start: Start) -> Outcome:
     config, command = _config(plan, logs, start.ranks), [sys.executable, *plan.command(os.getpid())]
     try:
         if config.max_restarts:  # on several machines
-            run_agent(config, command, report)
+            run_agent(config, command, report, members)
         else:
             elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
@@ -266,6 +292,7 @@ def _heartbeat(plan: LaunchPlan, secret: RunSecret | None) -> contextlib.Abstrac
         lost_after=plan.heartbeat,
         grace=request.grace,
         interface=request.socket_interface,
+        goes_on=request.min_nnodes is not None,
     )
 
 

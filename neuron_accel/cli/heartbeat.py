@@ -25,6 +25,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import psutil
+
 from neuron_accel.cli.escalation import signal_ranks
 from neuron_accel.cli.host import listen
 from neuron_accel.cli.run_secret import RunSecret
@@ -181,6 +183,7 @@ class Heartbeat:
         lost_after: seconds without a heartbeat after which a machine is considered lost.
         grace: seconds from SIGTERM until ranks are killed.
         interface: network interface on which machine 0 listens if it does not have the address itself.
+        goes_on: whether the run goes on without a machine that is lost, unless that is machine 0.
         send_signal: sends a signal to every rank of this machine.
     """
 
@@ -194,10 +197,13 @@ class Heartbeat:
         lost_after: float,
         grace: float,
         interface: str | None = None,
+        goes_on: bool = False,
         send_signal: Callable[[int], None] = signal_ranks,
     ) -> None:
         self._node_rank, self._nnodes, self._address = node_rank, nnodes, address
-        self._send_signal = send_signal
+        self._send_signal, self._goes_on = send_signal, goes_on
+        self.gone: set[int] = set()
+        """Machines that are lost, or whose launch is over."""
         self._secret, self._run = secret, f"{address[1]}/{nnodes}\n".encode()
         self._lost_after, self._grace, self._interface = lost_after, grace, interface
         self._over, self._lost, self._has_said = threading.Event(), threading.Event(), threading.Event()
@@ -291,6 +297,8 @@ class Heartbeat:
         with machine.changed:
             machine.connections -= 1
             entered = machine.entered
+            if leaves:
+                self.gone.add(number)
             if leaves or machine.connections:
                 return
             deadline = time.monotonic() + RETURN_S
@@ -365,7 +373,10 @@ class Heartbeat:
         return self._over.is_set()
 
     def _end_ranks(self, machine: int, how: str) -> None:
-        if self._lost.is_set() or self._over.is_set():
+        if self._lost.is_set() or self._over.is_set() or machine in self.gone:
+            return
+        if self._goes_on and machine != 0:
+            self._end_this_start(machine, how)
             return
         self._lost.set()
         say(f"machine {machine} {how} and is considered lost; ending the ranks of this machine")
@@ -373,10 +384,33 @@ class Heartbeat:
         if not self._over.wait(self._grace):
             self._send_signal(signal.SIGKILL)
 
+    def _end_this_start(self, machine: int, how: str) -> None:
+        """Ends the ranks that run now, so that the launcher starts others, without the machine."""
+        say(f"machine {machine} {how} and is considered lost; ending the ranks of this machine, to go on without it")
+        ranks = psutil.Process().children()
+        self._send_signal(signal.SIGTERM)
+        self.gone.add(machine)  # from now on there may be ranks of the next start
+        deadline = time.monotonic() + self._grace
+        while ranks and not self._over.is_set():
+            ranks = [rank for rank in ranks if _runs(rank)]
+            if time.monotonic() > deadline:
+                for rank in ranks:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        rank.kill()
+                return
+            self._over.wait(PAUSE_S / 4)
+
     def _say_once(self, text: str) -> None:
         if not self._has_said.is_set():
             self._has_said.set()
             say(text)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def say(text: str) -> None:

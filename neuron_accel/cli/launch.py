@@ -121,6 +121,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="if a rank has failed twice in a row, restart on fewer ranks, at least N, with as many samples in a step: "
         "data parallelism gets smaller, and more micro-batches are accumulated (default: as many ranks)",
     )
+    _option(
+        ranks,
+        "--min-nnodes",
+        type=int,
+        metavar="N",
+        help="if a machine other than machine 0 is lost, restart on those that are left, at least N, with as many "
+        "samples in a step (default: the run ends)",
+    )
     parser.add_argument("--cpu", action="store_true", help="train on the CPU even if there are accelerators")
     neuron = parser.add_argument_group("Trainium")
     _option(neuron, "--instance", metavar="TYPE", help="instance type, such as trn1.32xlarge (default: detected)")
@@ -196,6 +204,7 @@ def run(args: argparse.Namespace) -> int:
         grace=args.grace,
         max_restarts=args.max_restarts,
         min_nproc_per_node=args.min_nproc_per_node,
+        min_nnodes=args.min_nnodes,
         instance=args.instance,
         lnc=args.lnc,
         cache=_cache(args),
@@ -286,6 +295,8 @@ def _options_of(args: argparse.Namespace) -> list[str]:
         words += ["--max-restarts", str(args.max_restarts)]
     if args.min_nproc_per_node is not None:
         words += ["--min-nproc-per-node", str(args.min_nproc_per_node)]
+    if args.min_nnodes is not None:
+        words += ["--min-nnodes", str(args.min_nnodes)]
     return [*words, args.script, *args.script_args]
 
 
@@ -333,6 +344,7 @@ def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:
         CommunicationError: if the rendezvous of the machines failed.
     """
     _check_port(plan)
+    _check_heartbeat(plan)
     _check_interface(plan)
     _check_log_dir(plan)
     _note_unknown_address(plan)
@@ -384,6 +396,17 @@ def _check_port(plan: LaunchPlan) -> None:
                 why="it is the port of the rendezvous of all ranks",
                 fix="pass another port" + ("" if plan.request.nnodes > 1 else ", or none to use a free one"),
             ) from error
+
+
+def _check_heartbeat(plan: LaunchPlan) -> None:
+    """Checks that lost machines are detected if the run is to go on without them."""
+    if plan.request.min_nnodes is not None and not plan.heartbeat:
+        raise ConfigurationError(
+            "--min-nnodes has no effect without heartbeats.",
+            where="--min-nnodes",
+            why="the machines do not share a secret, so lost ones are not detected",
+            fix=f"pass --secret-file, or set {VARIABLE} on all machines",
+        )
 
 
 def _check_interface(plan: LaunchPlan) -> None:

@@ -51,6 +51,7 @@ class LaunchRequest:
     nproc_per_node: int = 1
     as_many_as_possible: bool = False
     nnodes: int = 1
+    min_nnodes: int | None = None
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int | None = None
@@ -235,6 +236,8 @@ def _no_xla(host: Host, decision: Decision) -> Setting | None:
 
 
 def _explain_restarts(request: LaunchRequest) -> str:
+    if request.min_nnodes is not None:
+        return f"after a rank has failed, or a machine is lost, on as few as {request.min_nnodes} machines"
     if request.min_nproc_per_node is None:
         return "after a rank has failed, on as many ranks"
     return f"after a rank has failed, on as few as {request.min_nproc_per_node} ranks if one fails repeatedly"
@@ -336,6 +339,26 @@ def _check_ranks(request: LaunchRequest) -> None:
             where="--min-nproc-per-node",
             why="it is the smallest number of ranks with which one machine goes on after a rank has failed repeatedly",
             fix=f"pass 1 to {request.nproc_per_node}, together with --max-restarts, or leave it out",
+        )
+    fewest = request.min_nnodes
+    if fewest is not None and (
+        not 1 <= fewest <= request.nnodes or request.nnodes == 1 or not request.max_restarts or request.heartbeat == 0
+    ):
+        raise ConfigurationError(
+            f"--min-nnodes {fewest} has no effect "
+            + (
+                "on one machine."
+                if request.nnodes == 1
+                else "without --max-restarts."
+                if not request.max_restarts
+                else "without heartbeats."
+            )
+            if request.nnodes == 1 or 1 <= fewest <= request.nnodes
+            else f"--min-nnodes {fewest} is not possible here.",
+            where="--min-nnodes",
+            why="it is the smallest number of machines with which a run goes on after others were lost, which "
+            "heartbeats tell",
+            fix=f"pass 1 to {request.nnodes}, together with --nnodes and --max-restarts, or leave it out",
         )
     if request.secret_file is not None and (request.nnodes == 1 or request.heartbeat == 0 or not request.secret_file):
         raise ConfigurationError(

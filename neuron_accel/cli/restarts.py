@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from neuron_accel.engine.plan.restart import Fit, Notes
@@ -102,3 +103,60 @@ class Restarts:
                 "(gradient_accumulation_steps may be 1)"
             )
         return None
+
+
+# ---- several machines ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The machines of a restart; none if the run does not go on.
+
+    Args:
+        machines: their indices at the first start, ascending.
+        full_size: number of data-parallel ranks of the first start, if there are fewer now; else None.
+        why: what is said about it; empty if all machines are there.
+    """
+
+    machines: Sequence[int]
+    full_size: int | None = None
+    why: str = ""
+
+
+def choose_machines(here: Sequence[int], *, machines: int, ranks: int, least: int, notes: Notes) -> Choice:
+    """Chooses the machines with which a run goes on: as many of those that are there as a mesh of the same degrees,
+    but for data parallelism, fits.
+
+    Args:
+        here: indices of the machines that are there, ascending.
+        machines: number of machines at the first start.
+        ranks: on each machine.
+        least: smallest number of machines.
+        notes: what the first rank has noted.
+    """
+    if len(here) == machines:
+        return Choice(machines=tuple(here))
+    missing = ", ".join(str(machine) for machine in range(machines) if machine not in here)
+    without = f"machine {missing} is lost" if machines - len(here) == 1 else f"machines {missing} are lost"
+    reason = None
+    if len(here) < least:
+        reason = f"{len(here)} of {machines} machines are left, fewer than --min-nnodes {least}"
+    elif not notes.fits:
+        reason = "the script has made no NeuronAccelerator so far, which says on how many ranks it fits"
+    elif not notes.accumulates:
+        reason = (
+            "a step would have fewer samples, because the script does not train with accelerator.accumulate(model) "
+            "(gradient_accumulation_steps may be 1)"
+        )
+    possible = [fit for fit in notes.fits if fit.ranks % ranks == 0 and least <= fit.ranks // ranks <= len(here)]
+    if reason is None and not possible:
+        reason = f"no mesh with the same degrees but for data parallelism fits {least} to {len(here)} machines"
+    if reason is not None:
+        return Choice(machines=(), why=f"{without}, and {reason}")
+    fit, full = possible[0], notes.fits[0]
+    taken = tuple(here[: fit.ranks // ranks])
+    return Choice(
+        machines=taken,
+        full_size=full.data_parallel,
+        why=f"{without}; {len(taken)} of {machines} go on, with {fit.ranks} rank{'s' * (fit.ranks > 1)}; mesh: "
+        f"{fit.mesh}; a step has {full.data_parallel // fit.data_parallel} times the micro-batches of the first start, "
+        "and as many samples",
+    )

@@ -27,18 +27,18 @@ def strike(start, tmp_path):
 
 def test_killed_ranks_are_named_and_only_steps_are_lost(strike, tmp_path):
     """The launcher restarts once; after that the command itself is started again, as by a scheduler."""
-    points = ["--point", "step:3", "--rank", "1", "--point", "worker:2", "--point", "save.fsync:5"]
+    points = ["--point", "step:3", "--rank", "1", "--point", "worker:2"]
     code, outcome, err = strike(*points, launch=["--max-restarts", "1"])
     assert code == 0, err
     assert outcome["is_good"]
     assert (outcome["exit_code"], outcome["starts"], outcome["steps"]) == (0, 2, 8)
-    first, second, third = outcome["strikes"]
-    assert [s["at"] for s in outcome["strikes"]] == ["step", "worker", "save.fsync"]
-    assert [s["struck"] for s in outcome["strikes"]] == [1, 1, 1]
-    assert [s["named"] for s in outcome["strikes"]] == [1, 1, 1]
+    first, second = outcome["strikes"]
+    assert [s["at"] for s in outcome["strikes"]] == ["step", "worker"]
+    assert [s["struck"] for s in outcome["strikes"]] == [1, 1]
+    assert [s["named"] for s in outcome["strikes"]] == [1, 1]
     assert first["resumed"] == "checkpoint_1"  # of two steps
     assert second["resumed"] >= "checkpoint_1"
-    assert all(s["started_again"] and not s["is_older"] for s in (first, second, third))
+    assert all(s["started_again"] and not s["is_older"] for s in (first, second))
     assert outcome["steps_lost"] <= 3
     assert err.count("neuron-accel: restart 1 of 1\n") == 1
     assert "DataLoader worker" in err
@@ -47,7 +47,7 @@ def test_killed_ranks_are_named_and_only_steps_are_lost(strike, tmp_path):
     assert repeated == outcome["steps_lost"]
 
 
-def test_ranks_that_are_stopped_slowed_and_short_of_cpu_go_on(strike):
+def test_a_rank_that_is_stopped_goes_on(strike):
     """A rank that is stopped stays stopped for the given time."""
     actions = ["--point", "collective:20", "--action", "stop", "--seconds", "1.5"]
     began = time.monotonic()
@@ -62,7 +62,9 @@ def test_ranks_that_are_stopped_slowed_and_short_of_cpu_go_on(strike):
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["slow", "cpu", "memory", "descriptors"])
 def test_starved_ranks_lose_no_checkpoint(strike, tmp_path, action):
-    """Without memory or descriptors a rank may fail; the next start has both."""
+    """Without memory or descriptors a rank fails; the next start has both."""
+    allocation = "held = torch.empty(64 << 20, dtype=torch.uint8)\n        accelerator.save_state()"
+    (tmp_path / "train.py").write_text(kills.SCRIPT.replace("accelerator.save_state()", allocation))
     code, outcome, err = strike("--point", "save.open:4", "--action", action, launch=["--max-restarts", "1"])
     assert code == 0, err
     (starved,) = outcome["strikes"]
@@ -74,6 +76,7 @@ def test_starved_ranks_lose_no_checkpoint(strike, tmp_path, action):
     assert kills.check_losses(tmp_path / "losses")[0] == []
 
 
+@pytest.mark.slow
 def test_a_script_that_does_not_resume_is_found(start, tmp_path):
     script = kills.SCRIPT.replace('accelerator.load_state(resume="latest")', "done = 0")
     script = script.replace("automatic_checkpoint_naming=True", "automatic_checkpoint_naming=False")

@@ -6,10 +6,14 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
 import socket
+import time
 
 import pytest
 import torch
+
+from neuron_accel.cli.run_secret import VARIABLE
 
 SCRIPT = """
 import json, os, pathlib, signal, sys
@@ -194,4 +198,36 @@ def test_two_machines_name_their_ranks_that_failed_and_go_on(start, tmp_path):
     result = json.loads((tmp_path / "result.json").read_text())
     weights, rate = uninterrupted(2)
     assert (result["ranks"], result["rate"]) == (2, [pytest.approx(rate)])
+    torch.testing.assert_close(torch.tensor(result["weights"]), weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fewest", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_machine_that_is_lost_is_gone_on_without(start, environment, tmp_path, fewest):
+    """Its launcher is killed, and its ranks with it."""
+    environment[VARIABLE] = "0123456789abcdef0123456789abcdef"
+    script = SCRIPT.replace("        losses.append", "        time.sleep(0.1)\n        losses.append")
+    (tmp_path / "train.py").write_text(script.replace("import json, os", "import json, time, os"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    options += ["--cpu", "--quiet", "--max-restarts", "2", "--grace", "5", "--min-nnodes", str(fewest)]
+    script = [str(tmp_path / "train.py"), str(tmp_path), "{}", '["zero1"]']
+    first, second = (start(*options, "--node-rank", str(node), *script) for node in (0, 1))
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "checkpoints" / "checkpoint_2" / "manifest.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    second.signal(signal.SIGKILL)
+    code, _, err = first.finish(timeout=100)
+    assert "machine 1 ended without closing its connection and is considered lost" in err
+    if fewest == 2:
+        assert code == 2, err
+        assert "machine 1 is lost, and 1 of 2 machines are left, fewer than --min-nnodes 2" in err
+        return
+    assert code == 0, err
+    assert "machine 1 is lost; 1 of 2 go on, with 1 rank; mesh: one rank" in err
+    assert "data-parallel size 1 instead of 2: each rank accumulates 2 micro-batches instead of 1" in err
+    result = json.loads((tmp_path / "result.json").read_text())
+    weights, rate = uninterrupted(2)
+    assert (result["ranks"], result["rate"]) == (1, [pytest.approx(rate)])
     torch.testing.assert_close(torch.tensor(result["weights"]), weights, rtol=1e-4, atol=1e-5)

@@ -38,10 +38,10 @@ def machines():
     """Starts the heartbeats of machines; returns them with the signals that their ranks got."""
     port, started = free_port(), []
 
-    def start(rank, secret=SECRET, nnodes=3, lost_after=60.0):
+    def start(rank, secret=SECRET, nnodes=3, lost_after=60.0, **more):
         signals = []
         secret = secret if isinstance(secret, RunSecret) else RunSecret(secret)
-        options = {"secret": secret, "lost_after": lost_after, "grace": 0.1, "send_signal": signals.append}
+        options = {"secret": secret, "lost_after": lost_after, "grace": 0.1, "send_signal": signals.append, **more}
         started.append(Heartbeat(rank, nnodes, ("127.0.0.1", port), **options))
         started[-1].__enter__()
         return started[-1], signals
@@ -87,6 +87,30 @@ def test_a_machine_whose_connection_ends_is_lost_and_the_ranks_are_ended(machine
     connection.close()
     until(lambda: len(signals) == 2)
     assert signals == [signal.SIGTERM, signal.SIGKILL]
+
+
+def test_a_run_that_may_go_on_ends_the_ranks_of_a_start_and_knows_which_machines_are_gone(machines, capsys):
+    """The ranks of the next start get no signal, and a second machine may be lost later."""
+    zero, signals = machines(0, goes_on=True)
+    secret = RunSecret(SECRET).read()
+    for number in (1, 2):
+        connection = connect(machines.port)
+        introduce(connection, secret, zero._run, number)
+        until(lambda number=number: connections(zero, number) == 1)
+        connection.close()
+        until(lambda number=number: number in zero.gone)
+    time.sleep(0.3)  # longer than the grace
+    assert signals == [signal.SIGTERM, signal.SIGTERM]
+    assert "machine 2 ended without closing its connection and is considered lost" in capsys.readouterr().err
+
+
+def test_a_machine_whose_launch_is_over_is_gone(machines):
+    zero, signals = machines(0, goes_on=True)
+    one, _ = machines(1, goes_on=True)
+    until(lambda: connections(zero, 1) == 1)
+    one.__exit__()
+    until(lambda: zero.gone == {1})
+    assert signals == []
 
 
 def test_machine_0_whose_connection_ends_is_lost(machines):
@@ -365,3 +389,25 @@ def test_a_secret_that_has_no_effect_is_refused(tmp_path, fields):
     script.touch()
     with pytest.raises(ConfigurationError, match="--secret-file"):
         check_request(LaunchRequest(target=str(script), **{"nnodes": 2, "master_addr": "a", **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"nnodes": 1}, "on one machine."),
+        ({"max_restarts": 0}, "without --max-restarts."),
+        ({"heartbeat": 0.0}, "without heartbeats."),
+        ({"min_nnodes": 5}, "--min-nnodes 5 is not possible here."),
+        ({"min_nnodes": 0}, "--min-nnodes 0 is not possible here."),
+    ],
+)
+def test_a_smallest_number_of_machines_needs_restarts_and_heartbeats(tmp_path, fields, what):
+    (tmp_path / "t.py").touch()
+    given = {"nnodes": 4, "master_addr": "127.0.0.1", "max_restarts": 1, "min_nnodes": 2, **fields}
+    with pytest.raises(ConfigurationError) as caught:
+        check_request(LaunchRequest(target=str(tmp_path / "t.py"), **given))
+    assert what in str(caught.value)
+    check_request(LaunchRequest(target=str(tmp_path / "t.py"), **{**given, "nnodes": 4, **VALID}))
+
+
+VALID = {"max_restarts": 1, "heartbeat": None, "min_nnodes": 2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_accel.cli.restarts import Restarts
+from neuron_accel.cli.restarts import Restarts, choose_machines
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
 from neuron_accel.engine.plan.plan import Plan
 from neuron_accel.engine.plan.planner import make_plan
@@ -111,3 +111,40 @@ def test_restarts_are_known_by_the_environment():
     requeued = find_restart({"SLURM_RESTART_COUNT": "2", "NEURON_ACCEL_LAUNCHED": "12.5"})
     assert requeued is not None
     assert requeued.since == 0.0  # the launch is a new one
+
+
+# ---- several machines ------------------------------------------------------------------------------------------------
+def chosen(*here, machines=4, ranks=2, least=1, notes=KNOWN):
+    return choose_machines(here, machines=machines, ranks=ranks, least=least, notes=notes)
+
+
+def test_all_machines_that_are_there_go_on():
+    assert chosen(0, 1, 2, 3).machines == (0, 1, 2, 3)
+    assert (chosen(0, 1, 2, 3).full_size, chosen(0, 1, 2, 3).why) == (None, "")
+
+
+def test_without_a_machine_as_many_go_on_as_a_mesh_fits():
+    choice = chosen(0, 2, 3)  # 6 of 8 ranks: the mesh fits 4
+    assert (choice.machines, choice.full_size) == ((0, 2), 4)
+    assert choice.why == (
+        "machine 1 is lost; 2 of 4 go on, with 4 ranks; mesh: dp 2 x tp 2; a step has 2 times the micro-batches of the "
+        "first start, and as many samples"
+    )
+    assert chosen(0, 2).machines == (0, 2)
+    assert chosen(0).machines == (0,)
+    assert chosen(0, machines=2, ranks=4).machines == (0,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"least": 3}, "machines 2, 3 are lost, and 2 of 4 machines are left, fewer than --min-nnodes 3"),
+        ({"notes": Notes()}, "the script has made no NeuronAccelerator so far"),
+        ({"notes": Notes(fits=FITS)}, "does not train with accelerator.accumulate(model)"),
+        ({"ranks": 3}, "no mesh with the same degrees but for data parallelism fits 1 to 2 machines"),
+    ],
+)
+def test_a_run_that_cannot_go_on_says_why(arguments, why):
+    choice = chosen(0, 1, **arguments)
+    assert choice.machines == ()
+    assert why in choice.why
