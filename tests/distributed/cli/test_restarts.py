@@ -47,9 +47,10 @@ while loader.iteration < 2:
             if kills.get(attempt) == [accelerator.process_index, accelerator.save_iteration]:
                 os.kill(os.getpid(), signal.SIGKILL)
             accelerator.save_state()
+weights = accelerator.get_state_dict(model)
 if accelerator.is_main_process:
     done = {"ranks": accelerator.world_size, "rate": scheduler.get_last_lr(), "losses": losses}
-    done["weights"] = torch.cat([p.flatten() for p in model.parameters()]).tolist()
+    done["weights"] = torch.cat([weight.flatten() for weight in weights.values()]).tolist()
     (folder / "result.json").write_text(json.dumps(done))
 accelerator.end_training()
 """
