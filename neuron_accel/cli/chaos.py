@@ -128,7 +128,8 @@ def strike_this_process(environ: Mapping[str, str]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.list:
-        print(json.dumps(POINTS, indent=2) if args.json else format_table(("point", "a process"), _points(), _width()))
+        table = format_table(("point", "a process"), list(POINTS.items()), table_width())
+        print(json.dumps(POINTS, indent=2) if args.json else table)
         return 0
     words: list[str] = args.words
     if not words or words[0] not in COMMANDS:
@@ -145,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
         outcome = run_command(words, strikes, counts=args.count, timeout=args.timeout, output=output)
         outcomes.append(dataclasses.replace(outcome, seed=seed))
         if not args.json:
-            show(outcome.explain(_width()))
+            show(outcome.explain(table_width()))
         if outcome.signal is not None:
             break
     if args.json:
@@ -158,14 +159,6 @@ def run(args: argparse.Namespace) -> int:
     if outcomes[-1].signal is not None:
         return 128 + outcomes[-1].signal
     return 0 if all(outcome.is_good for outcome in outcomes) else 1
-
-
-def _points() -> list[tuple[str, str]]:
-    return list(POINTS.items())
-
-
-def _width() -> int | None:
-    return table_width()
 
 
 # ---- Drawing ---------------------------------------------------------------------------------------------------------
@@ -399,7 +392,7 @@ def run_command(
             processes=processes,
             shared_memory=_of_these(_shared_memory() - shared, {line["pid"] for line in journal}),
             signal=last.signal,
-            timed_out=last.timed_out,
+            timed_out=any(each.timed_out for each in runs),
         )
 
 
@@ -417,7 +410,8 @@ class Command:
 
     @property
     def failed_by_strike(self) -> bool:
-        return self.exit_code != 0 and self.signal is None and self._done() > self._before
+        ended = self.signal is not None or self.timed_out
+        return self.exit_code != 0 and not ended and self._done() > self._before
 
     def _done(self) -> int:
         return sum((self._folder / DONE.format(number)).exists() for number in range(len(self._strikes)))
