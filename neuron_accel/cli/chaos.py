@@ -144,7 +144,8 @@ def run(args: argparse.Namespace) -> int:
     for seed in range(args.seed, args.seed + args.repeat):
         strikes = [] if args.count else draw(seed, args, words[0], points, ranks)
         outcome = run_command(words, strikes, counts=args.count, timeout=args.timeout, output=output)
-        outcomes.append(dataclasses.replace(outcome, seed=seed))
+        outcome = dataclasses.replace(outcome, seed=seed)
+        outcomes.append(outcome)
         if not args.json:
             show(outcome.explain(table_width()))
         if outcome.signal is not None:

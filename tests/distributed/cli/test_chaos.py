@@ -92,8 +92,8 @@ def test_a_script_that_does_not_resume_is_found(start, tmp_path):
 
 def test_a_command_that_fails_by_itself_is_not_started_again(start, tmp_path):
     (tmp_path / "train.py").write_text("raise SystemExit(3)")
-    words = ["--point", "step:3", "--", "launch", "--cpu", "--quiet", str(tmp_path / "train.py")]
+    words = ["--point", "step:3", "--seed", "5", "--", "launch", "--cpu", "--quiet", str(tmp_path / "train.py")]
     code, out, err = start(*words, command="chaos").finish(timeout=60)
     assert code == 1, err
-    assert "0 of 1 reached" in out
+    assert "0 of 1 reached, seed 5" in out
     assert "exit code 3, started 1 time\n" in out
