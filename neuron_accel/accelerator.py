@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 # Accelerate chooses its device when it is imported, so the backend has to be chosen first.
@@ -37,6 +36,7 @@ from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin  # noqa: E402
 from neuron_accel.engine.plan.registry import default_registry  # noqa: E402
 from neuron_accel.engine.plan.restart import KeptBatch, find_fits  # noqa: E402
 from neuron_accel.engine.runtime.preview import explain_memory, explain_parameters, preview  # noqa: E402
+from neuron_accel.engine.runtime.run import agreed  # noqa: E402
 from neuron_accel.errors import UsageError  # noqa: E402
 from neuron_accel.loop import gather as values  # noqa: E402
 from neuron_accel.loop import prepare  # noqa: E402
@@ -78,6 +78,7 @@ from neuron_accel.loop.wrappers import Owner, PreparedOptimizer, PreparedSchedul
 from neuron_accel.neuron.environment import hardware_of_run  # noqa: E402
 from neuron_accel.neuron.precision import lost_updates, settle_precision  # noqa: E402
 from neuron_accel.neuron.profiling import profiling_problem, settle_profiling  # noqa: E402
+from neuron_accel.storage import staged, upload_folder  # noqa: E402
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -983,22 +984,25 @@ class NeuronAccelerator(Accelerator):
 
         Args:
             model: a prepared model.
-            save_directory: the folder.
+            save_directory: the folder, or a URL such as "s3://bucket/model"; the main process then needs space for the
+                files in its temporary folder.
             max_shard_size: largest size of a file, such as "5GB".
             safe_serialization: whether to write safetensors, with a tied weight under its first name only; False for
                 ``torch.save``, with a tied weight under each of its names.
         """
-        self._each_tensor_once = safe_serialization
-        try:
-            super().save_model(model, os.fspath(save_directory), max_shard_size, safe_serialization)
-        finally:
-            self._each_tensor_once = False
-        if self.is_main_process:
-            unwrapped = self.unwrap_model(model)
-            for part in ("config", "generation_config"):
-                value: Any = getattr(unwrapped, part, None)
-                if hasattr(value, "save_pretrained"):
-                    value.save_pretrained(Path(save_directory))
+        with staged(save_directory) as folder:
+            self._each_tensor_once = safe_serialization
+            try:
+                super().save_model(model, os.fspath(folder), max_shard_size, safe_serialization)
+            finally:
+                self._each_tensor_once = False
+            if self.is_main_process:
+                unwrapped = self.unwrap_model(model)
+                for part in ("config", "generation_config"):
+                    value: Any = getattr(unwrapped, part, None)
+                    if hasattr(value, "save_pretrained"):
+                        value.save_pretrained(folder)
+            agreed(self.run, lambda: upload_folder(folder, save_directory) if self.is_main_process else None)
         self.wait_for_everyone()
 
     @skipped_without_values(returns_folder)
@@ -1018,8 +1022,8 @@ class NeuronAccelerator(Accelerator):
         The checkpoint can be loaded on any mesh.
 
         Args:
-            output_dir: the folder; a checkpoint in it stays valid until the new one is complete. None with automatic
-                checkpoint naming.
+            output_dir: the folder, or a URL such as "s3://bucket/runs/state"; a checkpoint in it stays valid until the
+                new one is complete. None with automatic checkpoint naming.
             safe_serialization: accepted as in Accelerate; False only warns, once, since nothing is pickled.
             async_save: whether to return once everything is copied to host memory. The next save or load and
                 `end_training` wait until it is written, and raise the error if that failed.
@@ -1061,7 +1065,7 @@ class NeuronAccelerator(Accelerator):
         stopped, and does nothing at the first; the main process prints which of the two happens.
 
         Args:
-            input_dir: the folder; None with automatic checkpoint naming, for the latest complete checkpoint.
+            input_dir: the folder or URL; None with automatic checkpoint naming, for the latest complete checkpoint.
             load_kwargs: must be empty: nothing is unpickled.
             resume: "latest" to load the latest complete checkpoint if there is one: with automatic checkpoint naming
                 the one of the project folder with the highest number; else, of ``input_dir`` or the project folder, the

@@ -12,6 +12,7 @@ import fnmatch
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from neuron_accel.errors import CheckpointError, ConfigurationError
 
 _log = logging.getLogger(__name__)
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+)://(.*)", re.DOTALL)
 _COLLAPSED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
 _LOCAL = ("file", "local")
 _FLAT = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "cos", "obs")
@@ -371,6 +372,33 @@ class RemotePath:
     def _bucket(self) -> str:
         protocol, _, path = self.url.partition("://")
         return f"{protocol}://{path.partition('/')[0]}"
+
+
+@contextmanager
+def staged(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """A context with a local folder for libraries that write to such only: ``folder`` itself, or a temporary one if it
+    is a URL. :func:`upload_folder` then moves the files there."""
+    if isinstance(location(folder), Path):
+        yield Path(folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="neuron_accel-") as temporary:
+        yield Path(temporary)
+
+
+def upload_folder(local: Path, folder: str | os.PathLike[str]) -> None:
+    """Uploads the files in a temporary folder to a URL; does nothing for a local folder. The configuration of a model
+    is last, since without it a folder cannot be loaded.
+
+    Raises:
+        CheckpointError: if a file cannot be written. Those that were written before stay.
+    """
+    target = location(folder)
+    if isinstance(target, Path):
+        return
+    files = sorted((path for path in local.rglob("*") if path.is_file()), key=lambda p: (p.name == "config.json", p))
+    for path in files:
+        with open(path, "rb") as file:
+            (target / path.relative_to(local).as_posix()).upload(iter(lambda: file.read(_ONE_REQUEST), b""))
 
 
 Location = Path | RemotePath

@@ -20,6 +20,7 @@ from neuron_accel.engine.plan.planner import make_plan  # noqa: E402
 from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin  # noqa: E402
 from neuron_accel.engine.plan.registry import default_registry  # noqa: E402
 from neuron_accel.errors import ConfigurationError, PlanError  # noqa: E402
+from neuron_accel.storage import is_url  # noqa: E402
 
 if TYPE_CHECKING:
     from neuron_accel.engine.plan.plan import Plan
@@ -175,6 +176,13 @@ class StrategyArguments:
 
     # ---- checks ------------------------------------------------------------------------------------------------------
     def _check_values(self) -> None:
+        folder = str(getattr(self, "output_dir", None) or "")
+        if is_url(folder):  # transformers would make a local folder of that name
+            raise ConfigurationError(
+                f"output_dir={folder!r} is not a local folder.",
+                why="transformers writes logs and the state of the Trainer there, and deletes old checkpoints from it",
+                fix="use a folder that all machines share; `trainer.accelerator.save_state(url)` saves to a URL",
+            )
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)} is not possible.", fix="use 1 or more")

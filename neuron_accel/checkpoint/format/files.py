@@ -183,12 +183,16 @@ class Files:
         except OSError as error:
             raise failure("made durable", path, error) from error
 
-    def remove(self, path: Location) -> None:
-        """Removes a file, or a folder with its contents, if it exists."""
+    def remove(self, path: Location, *, is_folder: bool = False) -> None:
+        """Removes a file, or a folder with its contents, if it exists. A folder at a URL must be said to be one, since
+        to ask the store would be another request."""
         try:
             self.operation("remove", path)
             if isinstance(path, RemotePath):
-                path.remove()
+                if is_folder:
+                    path.remove()
+                else:
+                    path.unlink(missing_ok=True)
             elif path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

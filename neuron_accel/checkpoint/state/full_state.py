@@ -10,6 +10,7 @@ import torch
 from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.engine.runtime.tensors import full_tensor
 from neuron_accel.errors import UsageError
+from neuron_accel.storage import is_url
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Group
@@ -187,6 +188,12 @@ class SaveFull:
         self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any
     ) -> None:
         """See transformers. A ``state_dict``, if given, must be the full one."""
+        if is_url(str(save_directory)):  # a local folder of that name would be made
+            raise UsageError(
+                f"transformers cannot save to {save_directory}.",
+                where=_METHOD,
+                fix="use `accelerator.save_model(model, url)`",
+            )
         with self._run.calling("save_pretrained"):
             if state_dict is None:
                 state_dict = full_state_dict(self._record, self._run)

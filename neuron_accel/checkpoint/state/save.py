@@ -81,6 +81,7 @@ class Destination:
         is_new: whether the folder was made for this save; used on the main process only.
         confirm: is called on the main process before the manifest is replaced; raises CheckpointError if another run
             has taken the folder over.
+        placing: is set on the main process when it begins to replace the manifest.
     """
 
     folder: Location
@@ -88,6 +89,7 @@ class Destination:
     token: str
     is_new: bool = False
     confirm: Callable[[], None] = lambda: None
+    placing: threading.Event = field(default_factory=threading.Event)
 
     @property
     def suffix(self) -> str:
@@ -107,6 +109,8 @@ class Destination:
 
     def is_current(self) -> bool:
         """Whether the manifest of this save is in place, so that its files must stay."""
+        if not self.placing.is_set():
+            return False
         try:
             return has_manifest(self.folder) and read_manifest(self.folder).info.get("save") == self.token
         except CheckpointError:
@@ -210,6 +214,7 @@ def complete(
         info={**contents.info, "save": destination.token},
     )
     destination.confirm()
+    destination.placing.set()
     files.replace(folder / NAME, manifest.to_bytes())
     files.sync_folder(folder.parent)
     _remove_old(folder, manifest, files)

@@ -565,7 +565,7 @@ def prune(folder: Location, keep: int, files: Files) -> list[Location]:
     for path in old:
         files.remove(path / NAME)
         files.sync_folder(path)
-        files.remove(path)
+        files.remove(path, is_folder=True)
         if isinstance(path, RemotePath):
             path.abort_uploads(is_of_a_save)
     return old

@@ -35,6 +35,7 @@ BAD = {
     "--tensor_parallel_size 3": (PlanError, ["3"]),
     "--tensor_parallel_size 0": (ConfigurationError, ["tensor_parallel_size=0"]),
     "--pipeline_parallel_num_microbatches 4": (ConfigurationError, ["without a pipeline"]),
+    "--output_dir s3://bucket/runs": (ConfigurationError, ["s3://bucket/runs", "save_state"]),
     "--plugins zero2": (NeuronAccelError, ["zero2", "zero1"]),
     "--plugins zero1 --zero_1": (PlanError, ["zero1"]),
     "--zero_1 --fully_sharded": (PlanError, ["zero1", "fully_sharded"]),
