@@ -111,6 +111,13 @@ def newest(session: nox.Session) -> None:
 
 
 @nox.session
+def storage(session: nox.Session) -> None:
+    """Checkpoints on an S3 server on the loopback, which some fifty further packages make possible."""
+    install(session, NATIVE_TORCH, ".[s3,test]", "moto[server]>=5")
+    session.run("pytest", "tests/storage", "tests/unit/test_storage.py", *session.posargs)
+
+
+@nox.session
 def cuda(session: nox.Session) -> None:
     """On however many NVIDIA GPUs there are: parity, compositions, checkpoints. Skipped without one."""
     if shutil.which("nvidia-smi") is None:

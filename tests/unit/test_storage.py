@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from neuron_accel.checkpoint.format.files import Extent, Files, checksum_of_block, checksums_of
+from neuron_accel.checkpoint.state.save import is_of_a_save
 from neuron_accel.errors import CheckpointError, ConfigurationError
 from neuron_accel.storage import RemotePath, location, staged, upload_folder
 from tests.object_store import PART, ObjectStore, contents_of, make_bucket, register, uploads_of
@@ -251,3 +252,41 @@ def test_access_that_is_denied_says_what_to_permit(store):
         path.put(b"1")
     assert "AWS_PROFILE" in caught.value.fix
     assert "s3:PutObject" in caught.value.fix
+
+
+class Uploads(ObjectStore):
+    """The requests of S3 for uploads of several parts, two on a page."""
+
+    def __init__(self, keys, error=None):
+        super().__init__()
+        self.keys, self.error = list(keys), error
+
+    def split_path(self, path):
+        return "bucket", path.partition("bucket/")[2], None
+
+    def call_s3(self, method, Bucket, Prefix, KeyMarker="", UploadIdMarker=""):
+        assert (method, Bucket) == ("list_multipart_uploads", "bucket")
+        if self.error is not None:
+            raise self.error
+        found = sorted(key for key in self.keys if key.startswith(Prefix) and key > KeyMarker)
+        more = {"IsTruncated": True, "NextKeyMarker": found[1], "NextUploadIdMarker": "id"} if len(found) > 2 else {}
+        return {"Uploads": [{"Key": key, "UploadId": "id"} for key in found[:2]], **more}
+
+    def abort_mpu(self, bucket, key, upload):
+        self.keys.remove(key)
+
+
+def test_uploads_that_were_left_are_aborted_on_every_page_and_others_are_not(caplog):
+    others = ["runs/c/x.bin", "runs/c/z/training_state.safetensors", "runs/c2/training_state.safetensors"]
+    mine = ["runs/c/training_state-g0.safetensors"]
+    mine += [f"runs/c/{inside}/rank_0{n}-g0.safetensors" for inside in ("optimizer", "plugin") for n in range(3)]
+    store = Uploads([*mine, *others], None)
+    RemotePath("s3://bucket/runs/c", store).abort_uploads(is_of_a_save)
+    assert sorted(store.keys) == sorted(others)
+    store.error = PermissionError("denied")
+    RemotePath("s3://bucket/runs/c", store).abort_uploads(is_of_a_save)  # what was asked for is saved
+    assert "s3:ListBucketMultipartUploads" in caplog.text
+    store.error = OSError("the network is down")
+    with pytest.raises(CheckpointError, match="the network is down"):
+        RemotePath("s3://bucket/runs/c", store).abort_uploads(is_of_a_save)
+    RemotePath("objects://bucket/runs/c", store).abort_uploads(is_of_a_save)  # has no such requests

@@ -5,15 +5,28 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import threading
 import time
+from urllib.parse import quote
 
 import psutil
 import pytest
 
 from neuron_accel.checkpoint.format.files import Files
 from neuron_accel.checkpoint.state import lock as lock_module
-from neuron_accel.checkpoint.state.lock import NAME, STALE_S, SaveLock, is_this_process, this_process
+from neuron_accel.checkpoint.state.lock import (
+    NAME,
+    STALE_S,
+    Lease,
+    SaveLock,
+    is_being_saved,
+    is_this_process,
+    lock_of,
+    this_process,
+)
 from neuron_accel.errors import CheckpointError
+from neuron_accel.storage import location
+from tests.object_store import contents_of, make_bucket, register
 
 
 def taken(folder):
@@ -105,3 +118,109 @@ def test_only_the_one_who_made_it_removes_it(tmp_path):
     (tmp_path / NAME).write_text('{"token": "of another"}')
     lock.release()
     assert (tmp_path / NAME).exists()
+
+
+# ---- leases, at URLs -------------------------------------------------------------------------------------------------
+@pytest.fixture
+def bucket(tmp_path):
+    register()
+    folder, url = make_bucket(tmp_path)
+    yield folder, location(f"{url}/c")
+    register()
+
+
+def lease_of(folder, **changes):
+    """Writes the lease of another process."""
+    path = folder / f".saving.{len(list(folder.iterdir()))}.json"
+    path.put(json.dumps({**this_process(), "token": "other", **changes}).encode())
+    return path
+
+
+def age(bucket, path, seconds):
+    when = time.time() - seconds
+    os.utime(bucket / quote(f"c/{path.name}", safe=""), (when, when))
+
+
+def test_a_lease_is_removed_when_it_is_released_and_confirmed_as_long_as_it_is_there(bucket):
+    folder, url = bucket
+    lease = lock_of(url, Files())
+    assert isinstance(lease, Lease)
+    lease.release()  # not acquired
+    lease.acquire()
+    assert len(contents_of(folder)) == 1
+    assert is_being_saved(url)
+    lease.confirm()
+    next(iter(url.iterdir())).unlink()
+    with pytest.raises(CheckpointError, match="taken this folder over"):
+        lease.confirm()
+    lease.release()
+    assert contents_of(folder) == {}
+    assert not is_being_saved(url)
+
+
+def test_leases_of_processes_that_have_ended_are_removed_and_others_are_respected(bucket):
+    folder, url = bucket
+    other_host = {"host": "another", "pid": 7}
+    gone = [lease_of(url, started=this_process()["started"] - 100), lease_of(url, **other_host)]
+    age(folder, gone[1], STALE_S + 5)
+    lease = lock_of(url, Files())
+    lease.acquire()
+    assert not any(path.exists() for path in gone)
+    lease.release()
+    for changes in ({}, other_host):
+        fresh, lease = lease_of(url, **changes), lock_of(url, Files())
+        with pytest.raises(CheckpointError, match="is saving into this folder"):
+            lease.acquire()
+        assert list(contents_of(folder)) == [f"c/{fresh.name}"]
+        assert is_being_saved(url)
+        assert not [name for name in contents_of(folder) if ".probe" in name]
+        fresh.unlink()
+
+
+def test_of_leases_that_are_acquired_at_the_same_time_one_at_most_is_held(bucket):
+    _, url = bucket
+    held, at_once, most, together = [], 0, 0, threading.Lock()
+
+    def work():
+        nonlocal at_once, most
+        for _ in range(4):
+            lease = lock_of(url, Files())
+            try:
+                lease.acquire()
+            except CheckpointError:
+                continue
+            with together:
+                at_once += 1
+                most = max(most, at_once)
+                held.append(lease)
+            time.sleep(0.05)
+            with together:
+                at_once -= 1
+            lease.release()
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+    assert held
+
+
+def test_a_lease_is_renewed_but_not_made_again_after_another_run_has_removed_it(bucket, monkeypatch):
+    folder, url = bucket
+    monkeypatch.setattr(lock_module, "TOUCH_S", 0.05)
+    lease = lock_of(url, Files())
+    lease.acquire()
+    age(folder, lease._path, STALE_S + 5)
+    deadline = time.monotonic() + 10
+    while time.time() - lease._path.stat().st_mtime_ns / 1e9 > 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    lease._path.unlink()
+    lease._thread.join(10)
+    assert not lease._thread.is_alive()
+    assert contents_of(folder) == {}
+    with pytest.raises(CheckpointError, match="taken this folder over"):
+        lease.confirm()
+    lease.release()
