@@ -348,21 +348,21 @@ def number_of_blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def checksum_of_block(path: Location, block: int, size: int = BLOCK) -> str:
+def checksum_of_block(path: Location, block: int, size: int) -> str:
     """Returns the checksum of one block of a file, using a fixed amount of memory.
 
     Args:
         path: the file.
         block: number of the block.
-        size: bytes of the block, which the last one has fewer of.
+        size: bytes of the whole file.
 
     Raises:
         CheckpointError: if the file cannot be read.
     """
-    checksum, left = xxhash.xxh3_64(), size
+    checksum, left = xxhash.xxh3_64(), min(BLOCK, size - block * BLOCK)
     try:
         if isinstance(path, RemotePath):
-            for part in path.ranges(block * BLOCK, size):
+            for part in path.ranges(block * BLOCK, left):
                 checksum.update(part)
             return str(checksum.hexdigest())
         buffer = bytearray(_CHUNK)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from neuron_accel.checkpoint.format.files import BLOCK, checksum_of_block, failure, number_of_blocks, read_bytes
+from neuron_accel.checkpoint.format.files import checksum_of_block, failure, number_of_blocks, read_bytes
 from neuron_accel.errors import CheckpointError
 from neuron_accel.storage import Location, RemotePath
 
@@ -177,7 +177,7 @@ def check_size(folder: Location, relative: str, entry: FileEntry) -> None:
 def check_block(folder: Location, relative: str, entry: FileEntry, block: int) -> None:
     """Checks the checksum of one block of a file; raises CheckpointError if it does not match."""
     path = locate(folder, relative)
-    if checksum_of_block(path, block, min(BLOCK, entry.size - block * BLOCK)) != entry.checksums[block]:
+    if checksum_of_block(path, block, entry.size) != entry.checksums[block]:
         raise CheckpointError(
             f"{relative!r} is damaged: its checksum does not match.",
             where=str(path),

@@ -108,7 +108,7 @@ class SaveLock:
                     self._thread.start()
                     return
                 found = _read(self._path)
-                if found is not None and self._holds(found):
+                if found is not None and self.is_held_by(found):
                     break
                 self._take_away(found)
         except OSError as error:
@@ -158,7 +158,7 @@ class SaveLock:
             with contextlib.suppress(OSError):
                 os.utime(self._path)
 
-    def _holds(self, found: dict[str, Any]) -> bool:
+    def is_held_by(self, found: dict[str, Any]) -> bool:
         """Whether the process that made a lock may still be saving."""
         lives = _lives(found)
         if lives is not None:
@@ -295,7 +295,7 @@ def is_being_saved(folder: Location) -> bool:
     """Whether a process may be saving into a folder, as far as its lock says."""
     if not isinstance(folder, RemotePath):
         found = _read(folder / NAME)
-        return found is not None and _lives(found) is not False
+        return found is not None and SaveLock(folder, Files()).is_held_by(found)
     for path, found in _leases(folder):
         lives = _lives(found)
         if lives is None:

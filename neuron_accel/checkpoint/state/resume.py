@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from neuron_accel.checkpoint.format.files import failure
-from neuron_accel.checkpoint.format.manifest import NAME, has_manifest, read_manifest
+from neuron_accel.checkpoint.format.files import failure, read_bytes
+from neuron_accel.checkpoint.format.manifest import NAME, Manifest, has_manifest
 from neuron_accel.errors import CheckpointError
 from neuron_accel.storage import Location
 
@@ -103,12 +103,16 @@ def latest_of(folder: Location) -> Location | None:
 
 def _saved(path: Location) -> tuple[str, int] | None:
     """When a checkpoint was saved, in seconds and then by the time of the file; None if it is incomplete, or its
-    manifest is damaged."""
+    manifest is damaged. An error of a store is raised, since an older checkpoint would be loaded instead."""
     if not has_manifest(path):
         return None
     try:
-        return str(read_manifest(path).info.get("saved", "")), (path / NAME).stat().st_mtime_ns
-    except (CheckpointError, OSError):
+        stored, written = read_bytes(path / NAME), (path / NAME).stat().st_mtime_ns
+    except OSError:
+        return None
+    try:
+        return str(Manifest.from_bytes(stored, str(path / NAME)).info.get("saved", "")), written
+    except CheckpointError:
         return None
 
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.checkpoint.format.files import Files
-from neuron_accel.checkpoint.format.manifest import NAME, has_manifest, read_manifest
+from neuron_accel.checkpoint.format.files import Files, failure, read_bytes
+from neuron_accel.checkpoint.format.manifest import NAME, Manifest, has_manifest, read_manifest
 from neuron_accel.checkpoint.state.full_state import full_state_dict, save_in_full
 from neuron_accel.checkpoint.state.load import load, load_weights
 from neuron_accel.checkpoint.state.lock import Lease, SaveLock, is_being_saved, is_this_process, lock_of, this_process
@@ -409,7 +409,11 @@ class Checkpoints:
         if not has_manifest(folder):
             return 0
         try:
-            manifest = read_manifest(folder)
+            stored = read_bytes(folder / NAME)  # if this fails, it may be valid
+        except OSError as error:
+            raise failure("read", folder / NAME, error) from error
+        try:
+            manifest = Manifest.from_bytes(stored, str(folder / NAME))
         except CheckpointError:  # the manifest is damaged, so the checkpoint cannot be loaded and need not be kept
             self._files.remove(folder / NAME)
             return 0

@@ -393,6 +393,33 @@ def test_an_address_that_does_not_work_is_an_error_on_every_rank(tmp_path):
         assert all("nosuch" in text for text in messages[3:])
 
 
+def _unreadable_manifest(url: str) -> None:
+    register()
+    bucket = Path(url.removeprefix("objects://"))
+    trained = Trained("gpt2-tied", [])
+    trained.accelerator.save_state(f"{url}/c")
+    before = contents_of(bucket)
+
+    def fail(name: str, key: str) -> None:
+        if name == "get" and key.endswith(NAME):
+            raise OSError("the network is down")
+
+    ObjectStore.before_request = staticmethod(fail)
+    for call in (
+        lambda: trained.accelerator.save_state(f"{url}/c"),  # would take it for damaged, and remove it
+        lambda: trained.accelerator.load_state(url, resume="latest"),  # would take an older one
+        lambda: trained.accelerator.load_state(f"{url}/c"),
+    ):
+        with pytest.raises(CheckpointError, match="the network is down"):
+            call()
+        assert contents_of(bucket) == before
+
+
+def test_a_manifest_that_cannot_be_read_at_the_moment_is_not_taken_for_damaged(tmp_path):
+    _, url = make_bucket(tmp_path)
+    run_ranks(_unreadable_manifest, 1, url)
+
+
 # ---- the end of the program ------------------------------------------------------------------------------------------
 PROGRAM = """
 import sys

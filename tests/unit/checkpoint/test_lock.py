@@ -120,6 +120,23 @@ def test_only_the_one_who_made_it_removes_it(tmp_path):
     assert (tmp_path / NAME).exists()
 
 
+def test_a_folder_is_being_saved_while_its_lock_is_held(tmp_path):
+    assert not is_being_saved(tmp_path)
+    lock = lock_of(tmp_path, Files())
+    assert isinstance(lock, SaveLock)
+    lock.acquire()
+    lock.confirm()
+    assert is_being_saved(tmp_path)
+    (tmp_path / NAME).write_text(json.dumps({"host": "another", "pid": 7, "namespace": ""}))
+    assert is_being_saved(tmp_path)
+    with pytest.raises(CheckpointError, match="taken this folder over"):
+        lock.confirm()
+    os.utime(tmp_path / NAME, (time.time() - STALE_S - 5,) * 2)
+    assert not is_being_saved(tmp_path)
+    lock.release()
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
 # ---- leases, at URLs -------------------------------------------------------------------------------------------------
 @pytest.fixture
 def bucket(tmp_path):
