@@ -95,12 +95,24 @@ for step in range(3):
 """
 
 
+def write_report(folder):
+    """The report of a run of one rank, with as many steps as commands name."""
+    from neuron_accel.run_report.records import Header, Step, rank_file, to_line
+
+    about = {"mesh": {"dp": 1}, "coordinates": {"dp": 0}, "plugins": (), "host": "here", "device": "cpu"}
+    header = Header(run="a", rank=0, world_size=1, backend="torch", started=0.0, **about)
+    steps = [Step(step=number, time=float(number), seconds=1.0, parts={"other": 1.0}) for number in range(12)]
+    folder.mkdir()
+    (folder / rank_file(0)).write_text("".join(f"{to_line(record)}\n" for record in (header, *steps)))
+
+
 @pytest.mark.parametrize("command", [*filter(runs_here, commands())])
 def test_commands_run(command, tmp_path, monkeypatch, capsys):
     """On what a reader would have; a launch says what it would do, the tests beside this folder start ranks."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TRAINING)
     (tmp_path / "cache").mkdir()
+    write_report(tmp_path / "run_report")
     model = {
         "model_type": "llama",
         "hidden_size": 64,

@@ -59,14 +59,14 @@ class PreparedModel:
     """Whether gradients of weights may arrive after the backward pass of their module, at any time before
     ``after_backward``."""
 
-    forward_in_range: bool = False
-    """Whether each forward pass is a range: :meth:`make_ranges` was called."""
-
     reader: Callable[[Mapping[str, tuple[int, torch.Tensor]]], None] | None = None
     """Reads weights for :meth:`read_weights`, while some of them are unread."""
 
     handles: list[Any] = field(default_factory=list)
     """Handles whose ``remove()`` is called when the run releases the model."""
+
+    forward_in_range: bool = False
+    """Whether each forward pass is a range: :meth:`make_ranges` was called."""
 
     def __repr__(self) -> str:
         use = "for training" if self.optimizable else "for evaluation"

@@ -23,7 +23,7 @@ _BEGINNINGS = ("loader", "forward")
 """Parts with which the first step begins."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Open:
     """A range on the stack.
 
@@ -127,7 +127,7 @@ class Recorder(RangeObserver):
     def begin(self, opened: OpenRange) -> None:
         now = time.perf_counter()
         stack = self._stack
-        if threading.get_ident() != self._thread and not any(each.part == "backward" for each in stack):
+        if threading.get_ident() != self._thread and all(each.part != "backward" for each in stack):
             return
         if not self._begun and opened.part in _BEGINNINGS:
             self._begun = True
@@ -135,6 +135,8 @@ class Recorder(RangeObserver):
             self._parts = dict.fromkeys(PARTS, 0.0)
         self._charge(now)
         part = opened.part or (stack[-1].part if stack else "other")
+        if part not in self._parts:  # of a range that somebody else has opened
+            part = "other"
         stack.append(_Open(opened, part, now, self.step))
         if opened.part == "backward" and opened.category == "part":
             self._backward_passes += 1
@@ -143,7 +145,7 @@ class Recorder(RangeObserver):
     def end(self, opened: OpenRange) -> None:
         now = time.perf_counter()
         stack = self._stack
-        if not any(each.opened is opened for each in stack):
+        if not stack or (stack[-1].opened is not opened and all(each.opened is not opened for each in stack)):
             return
         self._charge(now)
         while True:
@@ -163,7 +165,7 @@ class Recorder(RangeObserver):
         if self._stack:
             innermost = self._stack[-1]
             innermost.exclusive += spent
-            self._parts[innermost.part] = self._parts.get(innermost.part, 0.0) + spent
+            self._parts[innermost.part] += spent
         else:
             self._parts["other"] += spent
 

@@ -14,6 +14,7 @@ from neuron_accel.cli import terminal as cli_terminal
 from neuron_accel.cli.calibrate import describe
 from neuron_accel.cli.main import COMMANDS, main
 from neuron_accel.cli.terminal import Bar, format_command, format_pairs, format_table, show
+from tests.docs.test_documents import write_report
 from tests.unit.cli.screen import capture, terminal
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
@@ -38,6 +39,7 @@ SHOWN = {
     "reshard": ["reshard --tensor-parallel-size 2 checkpoint output"],
     "inspect": ["inspect checkpoint --all"],
     "verify": ["verify checkpoint"],
+    "trace": ["trace run_report"],
 }
 """Commands that run in this process, by subcommand. ``test`` and ``calibrate`` start ranks."""
 
@@ -70,6 +72,7 @@ def folder(tmp_path, monkeypatch, checkpoint) -> Path:
     (tmp_path / "train.py").touch()
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "checkpoint").symlink_to(checkpoint)
+    write_report(tmp_path / "run_report")
     entry = tmp_path / "cache" / "neuronxcc-2.21.18209.0+043b1bf7" / "MODULE_4711817319104853912+e30acd3a"
     entry.mkdir(parents=True)
     (entry / "model.neff").write_bytes(bytes(1000))
