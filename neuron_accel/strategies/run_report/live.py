@@ -191,11 +191,15 @@ def render(step: Step, late: Sequence[Straggler], replicas: int, width: int) -> 
     from rich.console import Group
     from rich.text import Text
 
-    line = Text()
-    for name, value in facts(step, replicas):
-        line.append(f"{name} ", style="dim").append(f"{value}  ")
-    bar = Text()
     room = max(10, width - 1)
+    lines = [Text()]
+    for name, value in facts(step, replicas):  # a line is broken between facts, not in them
+        if len(lines[-1]) + len(name) + len(value) + 1 > room:
+            lines.append(Text())
+        lines[-1].append(f"{name} ", style="dim").append(f"{value}  ")
+    for line in lines:
+        line.rstrip()
+    bar = Text()
     ranked = [(part, seconds) for part, seconds in step.parts.items() if seconds > 0.005 * step.seconds]
     for part, seconds in ranked:
         label = f" {part} {seconds / step.seconds:.0%}"
@@ -203,4 +207,4 @@ def render(step: Step, late: Sequence[Straggler], replicas: int, width: int) -> 
         bar.append(label[:cells].ljust(cells), style=f"black on {_COLOURS.get(part, 'white')}")
     bar.truncate(room)
     warnings = [Text(each, style="yellow") for each in warnings_of(step, late)]
-    return Group(line, bar, *warnings)
+    return Group(*lines, bar, *warnings)

@@ -1,0 +1,294 @@
+"""The plugin of run reports: what it shows, its options, and how time is divided over ranges."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from neuron_accel import NeuronAccelerator, RunReportPlugin
+from neuron_accel.backends.base import Traffic
+from neuron_accel.backends.ranges import Ranges
+from neuron_accel.errors import ConfigurationError
+from neuron_accel.run_report.records import Collectives, Memory, Step, Straggler, read_run
+from neuron_accel.strategies.run_report.live import Dashboard, Lines, make_display, render
+from neuron_accel.strategies.run_report.plugin import figures
+from neuron_accel.strategies.run_report.recorder import Recorder
+
+STEP = Step(
+    step=120,
+    time=0.0,
+    seconds=0.4,
+    samples=8,
+    tokens=4096,
+    parts={"loader": 0.01, "forward": 0.1, "backward": 0.2, "communication": 0.05, "optimizer": 0.03, "other": 0.01},
+    collectives=(
+        Collectives(op="all_reduce", group="dp", count=1, bytes=5),
+        Collectives(op="broadcast", group="dp", count=1, bytes=6),
+    ),
+    memory=Memory(host=2 << 30),
+    loss=2.3,
+    grad_norm=0.8,
+    lr=(3e-4,),
+    mfu=0.41,
+    compilations=2,
+)
+LATE = [Straggler(step=99, rank=3, seconds=0.052, part="loader")]
+
+
+# ---- on the terminal -------------------------------------------------------------------------------------------------
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_gets_a_dashboard_and_a_log_gets_lines():
+    pytest.importorskip("rich")
+    assert isinstance(make_display("auto", 1.0, Terminal()), Dashboard)
+    assert isinstance(make_display("auto", 1.0, io.StringIO()), Lines)
+    assert isinstance(make_display("lines", 1.0, Terminal()), Lines)
+    assert make_display("nothing", 1.0, Terminal()) is None
+
+
+def test_without_rich_there_are_lines_and_a_dashboard_is_an_error(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert isinstance(make_display("auto", 1.0, Terminal()), Lines)
+    with pytest.raises(ConfigurationError, match="needs rich"):
+        make_display("dashboard", 1.0, Terminal())
+
+
+def test_lines_are_seldom_and_say_what_is_known():
+    stream = io.StringIO()
+    lines = Lines(60.0, stream)
+    for _ in range(3):
+        lines.show(STEP, LATE, 4)
+    first, late, compiled = stream.getvalue().splitlines()
+    for fact in (
+        "step 120",
+        "loss 2.3000",
+        "grad norm 0.8",
+        "40,960 tokens/s",
+        "MFU 41.0%",
+        "2.00 GiB",
+        "backward 50%",
+    ):
+        assert fact in first
+    assert "rank 3 is 52 ms late (loader)" in late
+    assert "2 graphs were compiled" in compiled
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_dashboard_fits_the_terminal(columns):
+    pytest.importorskip("rich")
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
+    console.print(render(STEP, LATE, 4, columns))
+    lines = console.file.getvalue().splitlines()
+    assert all(len(line) <= columns for line in lines)
+    text = "\n".join(lines)
+    for fact in ("loss 2.3000", "40,960 tokens/s", "host memory 2.00 GiB", "backward 50%", "rank 3 is 52 ms late"):
+        assert fact in text
+
+
+def test_the_dashboard_is_redrawn_seldom_and_shows_the_last_step():
+    pytest.importorskip("rich")
+    stream = Terminal()
+    dashboard = Dashboard(stream)
+    for number in range(50):
+        dashboard.show(Step(step=number, time=0.0, seconds=1.0, parts={"other": 1.0}), [], 1)
+    dashboard.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    assert "step 49" in shown
+    assert "step 20" not in shown
+
+
+def test_figures_for_trackers_are_those_that_are_known():
+    found = figures(STEP)
+    assert found["run_report/sent/dp"] == 11.0
+    assert found["run_report/tokens_per_second"] == pytest.approx(10240)
+    assert found["run_report/memory/host"] == float(2 << 30)
+    assert "run_report/memory/device" not in found
+    assert "run_report/waiting" not in found
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("options", [{"compare_every": -1}, {"show_seconds": -1.0}, {"show": "all"}, {"folder": 3}])
+def test_options_are_checked(options):
+    with pytest.raises(ConfigurationError):
+        RunReportPlugin(**options)
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"rank": 0}', '{"rank": 0, "traffic": [{}], "operations": 1}'])
+def test_a_file_without_a_prediction_is_an_error(text, tmp_path):
+    path = tmp_path / "plan.json"
+    if text is not None:
+        path.write_text(text)
+    plugin = RunReportPlugin(folder=tmp_path / "report", predicted=path, show="nothing")
+    with pytest.raises(ConfigurationError, match="has no prediction"):
+        NeuronAccelerator(cpu=True, plugins=[plugin])
+
+
+# ---- one rank --------------------------------------------------------------------------------------------------------
+def train(accelerator, *, steps=2, evaluate=False):
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    for _ in range(steps):
+        accelerator.backward(model(torch.ones(3, 4)).sum())
+        if evaluate:
+            model.eval()
+            with torch.no_grad():
+                model(torch.ones(300, 4))
+            model.train()
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+
+
+def test_utilization_is_that_of_the_instance(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEURON_ACCEL_INSTANCE", "trn1.2xlarge")
+    prediction = {"rank": 0, "traffic": [], "operations": 10**12}
+    (tmp_path / "plan.json").write_text(json.dumps(prediction))
+    plugin = RunReportPlugin(folder=tmp_path / "report", predicted=tmp_path / "plan.json", show="nothing")
+    train(NeuronAccelerator(cpu=True, plugins=[plugin]))
+    (rank,) = read_run(tmp_path / "report").ranks
+    assert rank.header.instance.startswith("trn1.2xlarge")
+    assert rank.header.peak_flops > 1e13
+    assert rank.header.parameters == 20
+    for step in rank.steps:
+        assert step.flops == 1e12
+        assert step.mfu == pytest.approx(1e12 / step.training_seconds / rank.header.peak_flops)
+        assert step.memory.parameters == step.memory.gradients == 20 * 4
+        assert step.memory.optimizer >= 2 * 20 * 4
+        assert step.samples == 3
+        assert step.tokens is None
+    assert "run_report" in (tmp_path / "report" / "plan.txt").read_text()
+
+
+def test_forward_passes_without_gradients_are_evaluation(tmp_path):
+    plugin = RunReportPlugin(folder=tmp_path, show="nothing")
+    train(NeuronAccelerator(cpu=True, plugins=[plugin]), evaluate=True)
+    for step in read_run(tmp_path).ranks[0].steps:
+        assert step.parts["evaluation"] > 0
+        assert step.samples == 3
+        assert step.training_seconds < step.seconds
+
+
+def test_nothing_is_left_when_the_run_ends(tmp_path):
+    accelerator = NeuronAccelerator(cpu=True, plugins=[RunReportPlugin(folder=tmp_path, show="nothing")])
+    run = accelerator.run
+    assert run.ranges.observers
+    train(accelerator)
+    assert not run.ranges.observers
+    assert not run.backend._recordings
+
+
+# ---- ranges ----------------------------------------------------------------------------------------------------------
+class Backend:
+    compilations, is_lazy, device_memory = None, False, None
+
+
+def record(body):
+    """Steps that a recorder sees while ``body(ranges)`` runs."""
+    ranges, found = Ranges(), []
+    recorder = Recorder(Backend(), Traffic(), clock=0.0, traced=frozenset({0, 1}), finished=found.append)
+    remove = ranges.observe(recorder)
+    body(ranges)
+    remove()
+    return found
+
+
+def step_in(ranges):
+    return ranges.open("optimizer step", "part", part="optimizer", optimizer=1)
+
+
+def test_time_belongs_to_the_innermost_range():
+    def body(ranges):
+        with ranges.open("forward", "part", part="forward"):
+            time.sleep(0.02)
+            with ranges.open("a hook", "hook"):
+                time.sleep(0.01)
+            with ranges.open("all_reduce", "collective", part="communication", op="all_reduce", group="dp"):
+                time.sleep(0.03)
+        time.sleep(0.01)
+        with step_in(ranges):
+            pass
+
+    (measured,) = record(body)
+    step = measured.step
+    assert step.parts["forward"] == pytest.approx(0.03, abs=0.01)
+    assert step.parts["communication"] == pytest.approx(0.03, abs=0.01)
+    assert step.parts["other"] == pytest.approx(0.01, abs=0.01)
+    assert sum(step.parts.values()) == pytest.approx(step.seconds, abs=1e-9)
+
+
+def fail(ranges):
+    with contextlib.suppress(ValueError), ranges.open("forward", "part", part="forward"):
+        ranges.open("never closed").__enter__()
+        raise ValueError
+
+
+def test_an_error_in_a_range_closes_it():
+    def body(ranges):
+        for _ in range(2):
+            fail(ranges)
+            with step_in(ranges):
+                pass
+
+    first, second = record(body)
+    assert (first.step.step, second.step.step) == (0, 1)
+    assert {span.name for span in second.ranges} == {"forward", "never closed", "optimizer step"}
+
+
+def test_steps_are_those_of_the_first_optimizer():
+    def body(ranges):
+        for _ in range(3):
+            with step_in(ranges):
+                pass
+            with ranges.open("optimizer step", "part", part="optimizer", optimizer=2):
+                pass
+
+    assert [each.step.step for each in record(body)] == [0, 1, 2]
+
+
+def test_ranges_of_other_threads_count_in_backward_only():
+    def elsewhere(ranges):
+        def work():
+            with ranges.open("broadcast", "collective", part="communication", op="broadcast", group="dp"):
+                time.sleep(0.01)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    def body(ranges):
+        with ranges.open("forward", "part", part="forward"):
+            elsewhere(ranges)
+        with step_in(ranges):
+            pass
+        with ranges.open("backward", "part", part="backward"):
+            elsewhere(ranges)
+        with step_in(ranges):
+            pass
+
+    first, second = record(body)
+    assert first.step.parts["communication"] == 0
+    assert second.step.parts["communication"] > 0.005
+
+
+def test_ranges_without_an_observer_do_nothing():
+    ranges = Ranges()
+    assert ranges.open("a") is ranges.open("b")
+    with ranges.open("a", "collective"):
+        assert ranges.collective is None
+
+
+def test_the_folder_can_be_text():
+    assert RunReportPlugin(folder="there").folder == Path("there")
