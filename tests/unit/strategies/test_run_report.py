@@ -209,24 +209,49 @@ def step_in(ranges):
     return ranges.open("optimizer step", "part", part="optimizer", optimizer=1)
 
 
-def test_time_belongs_to_the_innermost_range():
+class Clock:
+    """Time that passes only when it is told to."""
+
+    now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+    time = perf_counter
+
+    def pass_by(self, seconds):
+        self.now += seconds
+
+
+def test_time_belongs_to_the_innermost_range(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("neuron_accel.strategies.run_report.recorder.time", clock)
+
     def body(ranges):
+        clock.pass_by(50)  # before the first step
         with ranges.open("forward", "part", part="forward"):
-            time.sleep(0.02)
+            clock.pass_by(2)
             with ranges.open("a hook", "hook"):
-                time.sleep(0.01)
-            with ranges.open("all_reduce", "collective", part="communication", op="all_reduce", group="dp"):
-                time.sleep(0.03)
-        time.sleep(0.01)
+                clock.pass_by(1)
+            with ranges.open("all_reduce", "collective", part="communication", op="all_reduce", group="dp") as outer:
+                clock.pass_by(3)
+                with ranges.open("wait", "collective", part="communication", op="all_reduce", group="dp", waits=True):
+                    clock.pass_by(4)
+                assert ranges.collective is outer
+        clock.pass_by(5)
+        with ranges.open("my own", part="unknown"):
+            clock.pass_by(6)
         with step_in(ranges):
-            pass
+            clock.pass_by(7)
 
     (measured,) = record(body)
     step = measured.step
-    assert step.parts["forward"] == pytest.approx(0.03, abs=0.01)
-    assert step.parts["communication"] == pytest.approx(0.03, abs=0.01)
-    assert step.parts["other"] == pytest.approx(0.01, abs=0.01)
-    assert sum(step.parts.values()) == pytest.approx(step.seconds, abs=1e-9)
+    expected = {"forward": 3, "communication": 7, "other": 11, "optimizer": 7}
+    assert {part: seconds for part, seconds in step.parts.items() if seconds} == expected
+    assert (step.time, step.seconds, step.waiting) == (150, 28, 4)
+    spans = {span.name: (span.start, span.seconds) for span in measured.ranges}
+    assert spans["forward"] == (150, 10)
+    assert spans["wait"] == (156, 4)
 
 
 def fail(ranges):
