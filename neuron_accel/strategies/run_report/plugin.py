@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 _MEMORY_EVERY = 10
 """Steps between two counts of the bytes of parameters, gradients and optimizer states, which seldom change."""
 _PATTERN = "rank-*.jsonl"
+PLAN = "plan.txt"
+"""File with the description of the plan, beside those of the ranks."""
 
 
 class RunReportWarning(UserWarning):
@@ -111,7 +113,11 @@ class RunReportPlugin(StrategyPlugin):
         run.state(self)["scalars"] = Scalars(run.backend)
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
-        """Counts the samples and tokens of the first model's batches."""
+        """Counts the samples and tokens of the first model's batches. Collective if the run goes on after its objects
+        were released, which has ended the report: another one begins."""
+        if not run.state(self):
+            self.setup(run)
+            model.make_ranges(run.ranges)
         report = self._report(run)
         if report is not None and model is run.models[0]:
             model.handles.append(
@@ -279,7 +285,7 @@ class Report:
         )
         if not self._has_header:
             self._has_header = True
-            self._file.write([self._header()])
+            self._file.write([self._header(measured.step.micro_batches)])
             if self._run.backend.rank == 0:
                 self._file.write_plan(self._run.plan.explain())
         self._file.write([step, *measured.ranges])
@@ -304,7 +310,7 @@ class Report:
             return None
         return flops / step.training_seconds / peak
 
-    def _header(self) -> Header:
+    def _header(self, micro_batches: int) -> Header:
         run, hardware = self._run, self._run.hardware
         backend = run.backend
         return Header(
@@ -325,7 +331,7 @@ class Report:
             clock_offset=self._clock,
             started=self._started + self._clock,
             predicted=self._prediction,
-            micro_batches=None,
+            micro_batches=micro_batches,
         )
 
     def _compare(self, step: Step) -> None:
@@ -386,7 +392,7 @@ class ReportFile:
             run: the run that files of this folder may belong to; they stay.
         """
         try:
-            for path in sorted(self._folder.glob(_PATTERN)):
+            for path in sorted((*self._folder.glob(_PATTERN), *self._folder.glob(PLAN))):
                 if run is not None and (path != self._path or _run_of(path) == run):
                     continue
                 target = self._folder / name
@@ -415,7 +421,7 @@ class ReportFile:
         if self._failed:
             return
         try:
-            (self._folder / "plan.txt").write_text(f"{text}\n", encoding="utf-8")
+            (self._folder / PLAN).write_text(f"{text}\n", encoding="utf-8")
         except OSError as error:
             self._give_up(error)
 

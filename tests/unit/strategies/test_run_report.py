@@ -181,6 +181,23 @@ def test_forward_passes_without_gradients_are_evaluation(tmp_path):
         assert step.training_seconds < step.seconds
 
 
+def test_a_run_that_goes_on_after_its_objects_were_released_has_another_report(tmp_path):
+    accelerator = NeuronAccelerator(cpu=True, plugins=[RunReportPlugin(folder=tmp_path, show="nothing")])
+    model = torch.nn.Linear(4, 4)
+    for steps in (1, 2):
+        prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        for _ in range(steps):
+            accelerator.backward(prepared(torch.ones(3, 4)).sum())
+            optimizer.step()
+        accelerator.free_memory()
+    found = read_run(tmp_path).ranks[0].steps
+    assert [step.step for step in found] == [0, 1]
+    assert found[1].parts["forward"] > 0
+    (earlier,) = tmp_path.glob("earlier-*")
+    assert len(read_run(earlier).ranks[0].steps) == 1
+    assert (earlier / "plan.txt").exists()
+
+
 def test_nothing_is_left_when_the_run_ends(tmp_path):
     accelerator = NeuronAccelerator(cpu=True, plugins=[RunReportPlugin(folder=tmp_path, show="nothing")])
     run = accelerator.run
