@@ -108,7 +108,7 @@ class Header:
         clock_offset: seconds that were added to this machine's clock.
         started: when the run began.
         predicted: what a dry run counted for a step; None without one.
-        micro_batches: number of backward passes of the first step.
+        micro_batches: number of micro-batches of an optimizer step.
     """
 
     kind: ClassVar[str] = "run"
