@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import platform
@@ -294,7 +295,10 @@ class Report:
         if self._options.track and self._run.backend.rank == 0:
             self._run.log(figures(step), step.step)
         if self._display is not None:
-            self._display.show(step, self._late, self._run.data_parallel_size)
+            try:
+                self._display.show(step, self._late, self._run.data_parallel_size)
+            except (OSError, ValueError):  # nobody reads standard output any more
+                self._display = None
 
     def _flops(self, step: Step) -> float | None:
         if self._operations is not None:
@@ -337,22 +341,30 @@ class Report:
     def _compare(self, step: Step) -> None:
         """Exchanges the times of a step with other ranks: each leaves a note, which the first one reads a step later.
         A note that is not there yet is left out."""
-        every = self._options.compare_every
-        if self._board is None:
-            return
+        if self._board is not None:
+            try:
+                self._exchange(step, self._board)
+            except RuntimeError:  # the rank that keeps the board has ended
+                self._board = None
+
+    def _exchange(self, step: Step, board: Board) -> None:
         if self._compared is not None and self._run.backend.rank == 0:
             ranks = {}
             for rank in range(self._run.backend.world_size):
-                left = self._board.get(f"run_report/{self._name}/{rank}")
+                left = board.get(self._key(self._compared, rank))
                 found = None if left is None else json.loads(left)
                 if found is not None and found["step"] == self._compared:
                     ranks[rank] = Step(step=found["step"], time=0.0, seconds=found["seconds"], parts=found["parts"])
             self._late = stragglers_of(self._compared, ranks)
         self._compared = None
-        if (step.step + 1) % every == 0:
+        if (step.step + 1) % self._options.compare_every == 0:
             note = json.dumps({"step": step.step, "seconds": step.seconds, "parts": dict(step.parts)})
-            self._board.put(f"run_report/{self._name}/{self._run.backend.rank}", note.encode())
+            board.put(self._key(step.step, self._run.backend.rank), note.encode())
             self._compared = step.step
+
+    def _key(self, step: int, rank: int) -> str:
+        """Where a rank leaves its note: not where the one before is, which the first rank may not have read yet."""
+        return f"run_report/{self._name}/{rank}/{step // self._options.compare_every % 2}"
 
     def close(self) -> None:
         """Writes the rest, and ends the report."""
@@ -367,7 +379,8 @@ class Report:
             self._file.write([*self.recorder.rest(), End(time=time.time() + self._clock, steps=self._steps)])
         self._file.close()
         if self._display is not None:
-            self._display.close()
+            with contextlib.suppress(OSError, ValueError):
+                self._display.close()
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

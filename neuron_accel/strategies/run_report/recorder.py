@@ -259,8 +259,8 @@ def resident_bytes() -> int:
 class Scalars:
     """0-dim tensors that are read after the device has computed them.
 
-    A lazy device has them as outputs of the step's graph, and another one copies them beside its other work: they are
-    read one step later, when nobody has to wait for them.
+    A lazy device has them as outputs of the step's graph, and CUDA copies them beside its other work: they are read one
+    step later, when nobody has to wait for them. Other devices are read one step later, too.
 
     Args:
         backend: of the run.
@@ -272,7 +272,11 @@ class Scalars:
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy, which later changes of ``tensor`` leave alone."""
         kept = tensor.detach()
-        return kept.clone() if self.at_once or self._backend.is_lazy else kept.to("cpu", non_blocking=True)
+        return kept.to("cpu", non_blocking=True) if self._copies_beside else kept.clone()
+
+    @property
+    def _copies_beside(self) -> bool:
+        return self._backend.device.type == "cuda"
 
     @property
     def at_once(self) -> bool:
@@ -281,9 +285,9 @@ class Scalars:
 
     def event(self) -> torch.Event | None:
         """Returns an event after which the copies so far can be read; None if they are read without one."""
-        if self.at_once or self._backend.is_lazy or self._backend.device.type == "cpu":
+        if not self._copies_beside:
             return None
-        event = torch.Event(self._backend.device.type)
+        event = torch.Event("cuda")
         event.record()
         return event
 

@@ -334,3 +334,16 @@ def test_ranges_without_an_observer_do_nothing():
 
 def test_the_folder_can_be_text():
     assert RunReportPlugin(folder="there").folder == Path("there")
+
+
+# ---- what fails does not end a training ------------------------------------------------------------------------------
+class Closed(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+def test_a_closed_output_does_not_end_the_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", Closed())
+    plugin = RunReportPlugin(folder=tmp_path, show="lines", show_seconds=0.0)
+    train(NeuronAccelerator(cpu=True, plugins=[plugin]))
+    assert len(read_run(tmp_path).ranks[0].steps) == 2
