@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-COLOURS = 8
+COLOURS = 9
 """Number of colours ``--c0``, ``--c1``, ... that tell things apart, also for those who see fewer colours."""
 
 STYLE = """
@@ -19,13 +19,13 @@ STYLE = """
   color-scheme: light dark;
   --ink: #1b1f24; --grey: #57606a; --line: #d0d7de; --pale: #eef0f2; --paper: #ffffff; --warn: #b3261e;
   --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #aa4499;
-  --c4: #e69f00; --c5: #56b4e9; --c6: #8c8c8c; --c7: #6a51a3;
+  --c4: #e69f00; --c5: #56b4e9; --c6: #8c8c8c; --c7: #6a51a3; --c8: #8c564b;
 }
 @media screen and (prefers-color-scheme: dark) {
   :root {
     --ink: #e6edf3; --grey: #9aa7b4; --line: #3b434c; --pale: #20262d; --paper: #11151a; --warn: #ff8a80;
     --c0: #4aa8e0; --c1: #f08a45; --c2: #2bc295; --c3: #d98acb;
-    --c4: #f2bd3f; --c5: #8fd0f5; --c6: #a3a9b0; --c7: #a794dd;
+    --c4: #f2bd3f; --c5: #8fd0f5; --c6: #a3a9b0; --c7: #a794dd; --c8: #c9a08f;
   }
 }
 * { box-sizing: border-box; }

@@ -5,7 +5,7 @@
 (() => {
   const { runs, charts } = JSON.parse(document.getElementById("data").textContent);
   const SVG = "http://www.w3.org/2000/svg";
-  const LEFT = 66, RIGHT = 14, TOP = 10, BOTTOM = 36;
+  const COLOURS = 9, LEFT = 66, RIGHT = 14, TOP = 10, BOTTOM = 36;
   const DASHES = ["", "7 4", "2 3", "9 3 2 3", "12 4", "4 2"];
   const hidden = new Set();
   const drawn = [];
@@ -142,7 +142,7 @@
     const marks = log ? decades(low, high) : ticks(low, high, 5, false, chart.unit === "B" ? 1024 : 10);
     axes(svg, width, height, x, y, range, marks, chart.unit);
     for (const series of shown) {
-      const colour = series.run % 8, points = series.points;
+      const colour = series.run % COLOURS, points = series.points;
       if (series.width > 1) {
         const up = points.map(p => `${x(p[0]).toFixed(1)},${y(p[3]).toFixed(1)}`);
         const down = points.map(p => `${x(p[0]).toFixed(1)},${y(p[2]).toFixed(1)}`).reverse();
@@ -168,7 +168,7 @@
           const band = point[2] < point[3] ? ` (${format(point[2], chart.unit)} to ${format(point[3], chart.unit)})` : "";
           const name = runs.length > 1 ? `${runs[series.run]}: ` : "";
           const other = point[0] === first[0] ? "" : `, ${stepOf(point[0], series.width)}`;
-          return [series.run % 8, `${name}${format(point[1], chart.unit)}${band}${other}`];
+          return [series.run % COLOURS, `${name}${format(point[1], chart.unit)}${band}${other}`];
         })];
       },
     };
@@ -206,7 +206,7 @@
         }
       });
       add(svg, "polygon", {
-        points: [...up, ...down.reverse()].join(" "), fill: `var(--c${index % 8})`, class: "area", "data-points": points.length,
+        points: [...up, ...down.reverse()].join(" "), fill: `var(--c${index % COLOURS})`, class: "area", "data-points": points.length,
       });
       below = above;
     });
@@ -219,7 +219,7 @@
         const point = points[Math.max(0, points.findLastIndex(p => p[0] <= step))];
         const total = point.slice(1).reduce((sum, value) => sum + value, 0);
         const rows = names.map((name, index) =>
-          [index % 8, `${name}: ${format(point[index + 1], chart.unit)} (${Math.round(100 * point[index + 1] / (total || 1))} %)`]);
+          [index % COLOURS, `${name}: ${format(point[index + 1], chart.unit)} (${Math.round(100 * point[index + 1] / (total || 1))} %)`]);
         return [`${stepOf(point[0], chart.width)}: ${format(total, chart.unit)}`, rows.reverse()];
       },
     };

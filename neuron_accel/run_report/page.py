@@ -11,7 +11,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from neuron_accel.run_report.records import TrafficRow
+from neuron_accel.run_report.records import Straggler, TrafficRow
 from neuron_accel.run_report.summary import POINTS, ROWS, LateRank, RunSummary, Series, part_names
 from neuron_accel.web_page import COLOURS, document, format_bytes, format_seconds, table
 
@@ -327,6 +327,11 @@ def late_rows(late: Sequence[LateRank], run: RunSummary) -> list[list[str]]:
     return rows
 
 
+def delay_rows(delays: Sequence[Straggler]) -> list[list[str]]:
+    """Cells of a table of single delays."""
+    return [[f"{each.step:,}", str(each.rank), format_seconds(each.seconds), each.part] for each in delays]
+
+
 LATE_HEAD = ("rank", "host", "place", "late in steps", "in all", "mostly in", "worst")
 
 
@@ -353,6 +358,9 @@ def _ranks(made: _Page, runs: Sequence[RunSummary]) -> None:
         made.chart(_map(run, ranks, late))
         if run.late:
             made.parts.append(table(LATE_HEAD, late_rows(run.late, run)))
+            if len(run.late_steps) > len(run.late):
+                made.parts.append("<p>The longest delays:</p>")
+                made.parts.append(table(("step", "rank", "later by", "in"), delay_rows(run.late_steps)))
         else:
             made.parts.append("<p>No rank was late.</p>")
 

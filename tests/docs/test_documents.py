@@ -17,6 +17,7 @@ from neuron_accel.cli.main import build_parser, main
 from neuron_accel.engine.plan.config import load_config
 from neuron_accel.testing import run_ranks
 from tests.docs.test_guides import run_blocks
+from tests.unit.run_report.made_up import write_run
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -130,6 +131,8 @@ def test_commands_run(command, tmp_path, monkeypatch, capsys):
         "fixed": {"": 1e-5},
     }
     (tmp_path / "machine.yaml").write_text(yaml.safe_dump(measured))
+    for name in ("run_report", "runs/before", "runs/after") if "accel report" in command else ():
+        write_run(tmp_path / name, ranks=2, steps=3)
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "cache"))
     words = shlex.split(command, comments=True)[1:]
     if words[0] == "launch" and "--dry-run" not in words and "--slurm" not in words:

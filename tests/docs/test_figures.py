@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from docs.figures import charts
+from docs.figures import charts, screens
 from docs.figures.__main__ import FIGURES, IMAGES
 from neuron_accel.contract import Claim, Phase
 from neuron_accel.testing import run_ranks
@@ -62,3 +63,16 @@ def test_sharding_does_not_change_the_loss_that_is_shown():
     for losses in others:
         assert losses == pytest.approx(reference, rel=2e-5)
         assert losses != reference  # other runs, not copies
+
+
+def test_the_terminal_that_is_shown_is_that_of_the_command(tmp_path):
+    shown = json.loads((screens.FOLDER / "screens.json").read_text())
+    assert shown["plan"] == screens.plan(tmp_path), "docs.figures --report"
+
+
+@pytest.mark.parametrize("name", screens.PAGES)
+def test_a_screenshot_is_small_and_shown(name):
+    path = IMAGES / f"{name}.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert 5_000 < path.stat().st_size < 150_000
+    assert any(f"images/{name}.png)" in document.read_text() for document in DOCUMENTS)
