@@ -80,14 +80,10 @@ def describe(runs: Sequence[RunSummary]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
+    from neuron_accel.checkpoint.format.files import Files
+
+    if not path.parent.is_dir() or path.is_dir():
         raise ConfigurationError(
-            f"{path} cannot be written: {error.strerror or error}.",
-            where="--output",
-            fix="name a file in a folder that exists and can be written",
-        ) from error
+            f"{path} cannot be written: it is not a file in an existing folder.", where="--output", fix="name another"
+        )
+    Files().replace(path, text.encode())

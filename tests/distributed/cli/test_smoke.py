@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from neuron_accel.backends.torch_distributed import TorchBackend
 from neuron_accel.cli import smoke, smoke_test
 from neuron_accel.cli.main import main
 from neuron_accel.testing import run_ranks
+from tests.unit.cli.screen import terminal
 
 
 class Swapped(TorchBackend):
@@ -87,3 +90,16 @@ def test_the_whole_command_on_two_ranks(start):
     lines = out.splitlines()
     assert sum(line.startswith("ok ") for line in lines) == len(smoke.COLLECTIVES) + len(smoke.trainings(2))
     assert "0 failed on 2 ranks" in lines[-1]
+
+
+@pytest.mark.parametrize("command", ["test --cpu", "calibrate --cpu --quick --output machine.yaml"])
+def test_what_commands_with_ranks_show_fits_a_terminal_of_80_columns(command, tmp_path):
+    with terminal(80) as written:
+        started = [sys.executable, "-m", "neuron_accel.cli.main", *command.split()]
+        code = subprocess.run(started, cwd=tmp_path, timeout=110, check=False).returncode
+    text = b"".join(written).decode()
+    assert code == 0, text
+    assert "Traceback" not in text
+    lines = [state.replace("\x1b[K", "") for line in text.split("\r\n") for state in line.split("\r")]
+    assert len(lines) > 5
+    assert [line for line in lines if len(line) > 80 and len(line.split()) > 1] == []

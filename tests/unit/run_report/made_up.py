@@ -50,7 +50,7 @@ def write_run(
         change: gives another record for a rank, a step and its record.
         header: other values of the header.
     """
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
         lines: list[Line] = [_header(rank, ranks, **header)]
         for number in range(steps):
