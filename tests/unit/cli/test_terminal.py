@@ -43,7 +43,7 @@ SHOWN = {
     "verify": ["verify checkpoint"],
     "trace": ["trace traced"],
 }
-"""Commands that run in this process, by subcommand. ``test`` and ``calibrate`` start ranks, and have their own tests."""
+"""Commands that run in this process, by subcommand. ``test`` and ``calibrate`` start ranks, and have own tests."""
 
 
 @pytest.fixture(scope="module")
