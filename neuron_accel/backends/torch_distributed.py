@@ -2,7 +2,9 @@
 
 No package of a device is imported here: a device is given by its name, and torch provides its process group.
 
-On the CPU a reduce-scatter is an all-to-all followed by a local sum in the order of the ranks: it sends the minimum,
+CPU ranks of one host exchange tensors through :mod:`~neuron_accel.backends.shared_memory`, all others through gloo.
+
+With gloo a reduce-scatter is an all-to-all followed by a local sum in the order of the ranks: it sends the minimum,
 half of what gloo's own reduce-scatter sends, and its result is deterministic. bfloat16 and float16 are summed in
 float32 and rounded once, also in an all-reduce. All-reduces of float32 and wider dtypes use gloo's ring. On other
 devices the device's library computes sums; the native Neuron device sums in float32, so integers are sent as digits.
