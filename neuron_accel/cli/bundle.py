@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from neuron_accel.cli import cache
-from neuron_accel.cli.env import SECRET, URL_CREDENTIALS, format_report
 from neuron_accel.errors import ConfigurationError, NeuronAccelError
 
+SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API_?)?KEY(_|$)|AUTH", re.IGNORECASE)
+"""Names of variables whose values are secret."""
+URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 MOST_BYTES = 20 << 20
 """Bytes of a file that are kept, at its end: the error of a log is there."""
 MOST_FILES = 2000
@@ -75,12 +77,13 @@ def _hide(match: re.Match[str]) -> str:
     return f"{match[1]}{quote}{_HIDDEN}{quote}"
 
 
-def bundle(report: Mapping[str, Any], included: Iterable[Path], environment: Mapping[str, str]) -> bytes:
+def bundle(report: Mapping[str, Any], text: str, included: Iterable[Path], environment: Mapping[str, str]) -> bytes:
     """Returns a zip archive of the report, the compile cache's list, the outputs of Neuron's tools, the installed
     packages, and files.
 
     Args:
         report: of ``neuron-accel env``.
+        text: the same as text.
         included: files, and folders whose files are taken.
         environment: environment variables, whose secrets are removed everywhere.
 
@@ -89,13 +92,12 @@ def bundle(report: Mapping[str, Any], included: Iterable[Path], environment: Map
     """
     redact, buffer = Redactor(environment), io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, text in _contents(report, included):
-            archive.writestr(name, redact(text))
+        for name, content in (("env.txt", text), *_contents(report, included)):
+            archive.writestr(name, redact(content))
     return buffer.getvalue()
 
 
 def _contents(report: Mapping[str, Any], included: Iterable[Path]) -> Iterator[tuple[str, str]]:
-    yield "env.txt", format_report(report) + "\n"
     yield "env.json", json.dumps(report, indent=2) + "\n"
     yield "packages.txt", "\n".join(packages()) + "\n"
     yield "compile_cache.txt", compile_cache() + "\n"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from neuron_accel.backends.select import Machine, choose, hardware_root, neuron_flavour
+from neuron_accel.cli.bundle import SECRET, URL_CREDENTIALS, bundle
 from neuron_accel.cli.host import count_cores, count_neuron_devices, memory_bytes
 from neuron_accel.cli.network import collect_network, format_network
 from neuron_accel.cli.terminal import format_pairs, show, table_width
@@ -59,8 +60,6 @@ RELEVANT = re.compile(
     r"^(NEURON|XLA|PJRT|ACCELERATE|OMP|MKL|TORCH|PYTORCH|NCCL|GLOO|FI|CCOM|CUDA|SLURM)_"
     r"|^(USE_TORCH_XLA|DISABLE_XLA|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE)$"
 )
-SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API_?)?KEY(_|$)|AUTH", re.IGNORECASE)
-URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,9 +98,8 @@ def _network() -> list[dict[str, Any]]:
 
 def _write_bundle(path: Path, report: Mapping[str, Any], included: Sequence[Path]) -> None:
     from neuron_accel.checkpoint.format.files import Files
-    from neuron_accel.cli.bundle import bundle
 
-    contents = bundle(report, included, os.environ)
+    contents = bundle(report, f"{format_report(report)}\n", included, os.environ)
     Files().replace(path, contents)
     show(f"{path}: {len(contents) / 1e6:.1f} MB; look through it before you send it", sys.stderr)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import Run
 
 
-class _InProfiles(RangeObserver):
+class ProfiledRanges(RangeObserver):
     """Makes each range one of torch's profiler, which belongs to the thread that opens it."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ def named_ranges(run: Run) -> Iterator[None]:
     plugins, collectives, and passes of a pipeline."""
     for model in run.models:
         model.make_ranges(run.ranges)
-    remove = run.ranges.observe(_InProfiles())
+    remove = run.ranges.observe(ProfiledRanges())
     try:
         yield
     finally:

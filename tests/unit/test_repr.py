@@ -30,6 +30,7 @@ from neuron_accel import (
 )
 from neuron_accel.backends.base import LocalBoard
 from neuron_accel.engine.runtime.replica_groups import PartitionLimit
+from neuron_accel.loop.profiling import ProfiledRanges
 
 MOST = 330
 """A plugin with fifteen options has that many characters."""
@@ -84,6 +85,9 @@ def objects(tmp_path_factory) -> list[object]:
         run.backend.generator,
         run.join,
         run.world,
+        run.ranges,
+        contract.OpenRange(run.ranges, "forward", "part", "forward", {}),
+        ProfiledRanges(),
         prepared,
         prepared.parameters,
         records[0],
