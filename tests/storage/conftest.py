@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -47,7 +48,8 @@ class Server:
         return answer
 
     def _kill(self, start_response: Any) -> list[bytes]:
-        os.kill(self._pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
         self._pid = 0
         start_response("500 killed", [("Content-Length", "0")], None)
         return [b""]
@@ -58,6 +60,7 @@ def server(monkeypatch) -> Iterator[Server]:
     """A server with an empty bucket; the environment says where it is, also to other processes."""
     import boto3
     from moto.server import DomainDispatcherApplication, create_backend_app
+    from s3fs import S3FileSystem
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Quiet(WSGIRequestHandler):
@@ -79,6 +82,7 @@ def server(monkeypatch) -> Iterator[Server]:
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
     monkeypatch.setenv("FSSPEC_S3", '{"default_block_size": 5242880}')  # the least that S3 allows
+    S3FileSystem.clear_instance_cache()  # they know the server of the test before
     try:
         client = boto3.client("s3")
         client.create_bucket(Bucket=BUCKET)
