@@ -76,6 +76,10 @@ class NonFiniteError(NeuronAccelError):
     """A gradient contains NaN or infinity."""
 
 
+class CorruptionError(NeuronAccelError):
+    """Values of a rank changed although nothing wrote them, or a sum over ranks is not the sum of what they sent."""
+
+
 class CommunicationError(NeuronAccelError):
     """A collective failed, most often because another rank has ended."""
 

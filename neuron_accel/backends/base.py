@@ -48,6 +48,24 @@ class CollectiveObserver(ABC):
             ranks: all ranks that execute their graph together, including this rank.
         """
 
+    def summing(
+        self, group: Group, sent: Sequence[torch.Tensor], *, scattered: bool
+    ) -> Callable[[Sequence[torch.Tensor], float], None] | None:
+        """Is called after :meth:`issued` if the collective sums floating-point or complex numbers, before they are
+        sent. Must neither change the tensors nor read values of a lazy device.
+
+        Args:
+            group: the ranks whose tensors are summed.
+            sent: what this rank contributes.
+            scattered: whether row i of each tensor, ``[group.size, ...]``, is summed on the i-th rank only; otherwise
+                every rank receives all sums.
+
+        Returns:
+            A function that is called with this rank's sums and the factor by which they have been multiplied, before
+            the caller of the collective receives them; None if it is not needed.
+        """
+        return None
+
 
 class Board(ABC):
     """A key-value store for short notes between ranks. Reading and writing involves no collective and does not wait."""
@@ -756,6 +774,26 @@ class Backend(ABC):
             traffic.transfers.append(
                 Transfer(op=op, group=group.name, size=group.size, sent=sent, dtype=dtype, ranks=group.ranks)
             )
+
+    def _begin_sum(
+        self, group: Group, sent: Sequence[torch.Tensor], *, scattered: bool = False
+    ) -> Callable[[Sequence[torch.Tensor], float], None]:
+        """Notifies the observers of a sum. Returns a function to be called with its result and the factor by which it
+        was multiplied."""
+        if not self._observers or not (sent[0].is_floating_point() or sent[0].is_complex()):
+            return _ignore
+        asked = [observer.summing(group, sent, scattered=scattered) for observer in self._observers]
+        ends = [end for end in asked if end is not None]
+
+        def finish(received: Sequence[torch.Tensor], scale: float) -> None:
+            for end in ends:
+                end(received, scale)
+
+        return finish if ends else _ignore
+
+
+def _ignore(received: Sequence[torch.Tensor], scale: float) -> None:
+    """Of a sum that no observer watches."""
 
 
 def _in_range(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

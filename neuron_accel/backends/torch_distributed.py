@@ -254,11 +254,12 @@ class TorchBackend(Backend):
             return self._start_two_step_all_reduce(tensor, group, op)
         shared = tensor.contiguous()
         self._note("all_reduce", group, 2 * (group.size - 1) * _bytes(shared) // group.size, shared.dtype)
+        summed = self._begin_sum(group, [shared]) if op == "sum" else None
         return self._start(
             "all_reduce",
             group,
             lambda: self._all_reduce(shared, op, group),
-            lambda: shared,
+            lambda: _observed(shared, summed),
         )
 
     def _start_two_step_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> Pending:
@@ -270,10 +271,11 @@ class TorchBackend(Backend):
         rows = (F.pad(flat, (0, missing)) if missing else flat).view(group.size, count)
         self._note("all_reduce", group, 2 * (group.size - 1) * count * tensor.element_size(), tensor.dtype)
         received = torch.empty_like(rows)
+        summed = self._begin_sum(group, [flat]) if op == "sum" else None
 
         def finish() -> torch.Tensor:
             flat = self._start_gather(reduce_rows(received, op), group, "all_reduce").wait()
-            return flat.reshape(-1)[: tensor.numel()].view(tensor.shape)
+            return _observed(flat.reshape(-1)[: tensor.numel()], summed).view(tensor.shape)
 
         return self._start_exchange(rows, received, group, "all_reduce", finish)
 
@@ -328,19 +330,22 @@ class TorchBackend(Backend):
             return self._start_exact_reduce_scatter(tensor.detach(), group, normalize_dim(dim, tensor))
         self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size, rows.dtype)
         shared = self._shared(tensor, group)
+        summed = self._begin_sum(group, [rows], scattered=True)
         if _on_host(tensor) and (shared is None or not sums_rows(rows.dtype) or not rows.numel()):
             received = torch.empty_like(rows)
-            return self._start_exchange(rows, received, group, "reduce_scatter", lambda: reduce_rows(received, "sum"))
+            return self._start_exchange(
+                rows, received, group, "reduce_scatter", lambda: _observed(reduce_rows(received, "sum"), summed)
+            )
         result = torch.empty_like(rows[0])
         if shared is not None:
             flat = rows.view(group.size, -1)
             issue = partial(shared.reduce_scatter, result.view(-1), flat)
-            return self._start("reduce_scatter", group, issue, lambda: result)
+            return self._start("reduce_scatter", group, issue, lambda: _observed(result, summed))
         return self._start(
             "reduce_scatter",
             group,
             lambda: _reduce_scatter(result.view(-1), rows.view(-1), group=self._of(rows, group), async_op=True),
-            lambda: result,
+            lambda: _observed(result, summed),
         )
 
     def start_reduce_scatter_into(
@@ -358,9 +363,10 @@ class TorchBackend(Backend):
         rows = tensor.detach().view(group.size, -1)
         self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size, rows.dtype)
         shared = self._shared(tensor, group)
+        summed = self._begin_sum(group, [rows], scattered=True)
         if shared is not None and sums_rows(rows.dtype):
             issue = partial(shared.reduce_scatter, out, rows, scale)
-            return self._start("reduce_scatter", group, issue, lambda: out)
+            return self._start("reduce_scatter", group, issue, lambda: _observed(out, summed, scale))
         # What the first and the last rank send is contiguous, so their own chunk need not be copied.
         first, last = int(group.index == 0), group.size - int(group.index == group.size - 1)
         received = torch.empty_like(rows[first:last]) if scratch is None else scratch.view_as(rows)[first:last]
@@ -371,7 +377,7 @@ class TorchBackend(Backend):
             "reduce_scatter",
             group,
             lambda: self._all_to_all(incoming, outgoing, group, counts, counts),
-            lambda: sum_rows_into(out, terms, scale),
+            lambda: _observed(sum_rows_into(out, terms, scale), summed, scale),
         )
 
     def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
@@ -671,6 +677,15 @@ class _Both:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+
+
+def _observed(
+    result: torch.Tensor, summed: Callable[[Sequence[torch.Tensor], float], None] | None, scale: float = 1.0
+) -> torch.Tensor:
+    """Passes the result of a sum to the observers; returns it."""
+    if summed is not None:
+        summed([result], scale)
+    return result
 
 
 def _all_gather(output: torch.Tensor, tensor: torch.Tensor, **kwargs: Any) -> Any:

@@ -161,7 +161,11 @@ class XlaBackend(Backend):
             return self._start_exact_all_reduce(tensor, group, op)
         with self._between(tensor, group) as tensor:
             self._note("all_reduce", group, 2 * (group.size - 1) * _bytes(tensor) // group.size)
-            return Done(self._all_reduce(tensor, group, op))
+            summed = self._begin_sum(group, [tensor]) if op == "sum" else None
+            result = self._all_reduce(tensor, group, op)
+            if summed is not None:
+                summed([result], 1.0)
+            return Done(result)
 
     def _all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
         xm = self._collectives(tensor)
@@ -176,8 +180,10 @@ class XlaBackend(Backend):
             return super().all_reduce_together(tensors, group, scale)
         tensors = [tensor.detach() for tensor in tensors]
         self._note("all_reduce", group, 2 * (group.size - 1) * sum(map(_bytes, tensors)) // group.size)
+        summed = self._begin_sum(group, tensors)
         xm = self._collectives(tensors[0])
         xm.all_reduce("sum", tensors, scale, groups=_replicas(group), pin_layout=False)
+        summed(tensors, scale)
         return tensors
 
     def start_all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
@@ -209,10 +215,11 @@ class XlaBackend(Backend):
             return self._start_exact_reduce_scatter(tensor, group, dim)
         with self._between(tensor, group) as tensor:
             self._note("reduce_scatter", group, (group.size - 1) * _bytes(tensor) // group.size)
+            summed = self._begin_sum(group, [split_chunks(tensor, dim, group.size)], scattered=True)
             xm = self._collectives(tensor)
-            return Done(
-                xm.reduce_scatter(xm.REDUCE_SUM, tensor, 1.0, dim, group.size, groups=replicas, pin_layout=False)
-            )
+            result = xm.reduce_scatter(xm.REDUCE_SUM, tensor, 1.0, dim, group.size, groups=replicas, pin_layout=False)
+            summed([result], 1.0)
+            return Done(result)
 
     def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
         """See :meth:`Backend.all_to_all`.

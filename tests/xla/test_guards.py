@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_accel.errors import DesyncError, NonFiniteError, PlanError, RecompileError
+from neuron_accel.errors import CorruptionError, DesyncError, NonFiniteError, PlanError, RecompileError
 from neuron_accel.testing import RanksError, run_ranks
+from tests.distributed.strategies.guards import corruption
 from tests.distributed.strategies.guards.guards_support import train, train_with_nan
 
 GUARDS = ["recompile_guard", {"desync_guard": {"timeout_s": 60}}]
@@ -92,3 +93,32 @@ def test_steps_are_not_skipped_where_that_would_come_too_late():
     assert isinstance(error, PlanError)
     assert "Steps cannot be skipped on this device" in str(error)
     assert error.fix
+
+
+@pytest.mark.parametrize("plugins", [[], ["zero1"]], ids=["dp", "zero1"])
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("sum", "rank 1: received a sum of gradients that is not the sum of what the ranks sent"),
+        ("weight", "memory changed that nothing wrote: head.weight"),
+        ("state", "memory changed that nothing wrote: exp_avg of "),
+    ],
+)
+def test_a_value_that_changed_is_named_by_rank_and_step_when_it_is_read(plugins, what, words):
+    options = {"steps": 6, "every": 4, "backend": "xla"}
+    with pytest.raises(RanksError) as caught:
+        run_ranks(corruption.train, 2, plugins, what, timeout=110, **options, step=3)
+    for rank in (0, 1):
+        error = caught.value.errors[rank]
+        assert isinstance(error, CorruptionError), caught.value
+        assert "were corrupted in step 3." in str(error)
+        assert words in str(error)
+        assert "rank 0: memory" not in str(error)
+        assert "rank 0: received" not in str(error)
+
+
+@pytest.mark.parametrize("plugins", [[], ["zero1"], [{"fully_sharded": {"modules": "head"}}]], ids=str)
+def test_checking_sums_raises_nothing_and_makes_no_graph_after_the_first_steps(plugins):
+    few = run_ranks(corruption.train, 2, plugins, steps=5, every=2, backend="xla", timeout=110)
+    many = run_ranks(corruption.train, 2, plugins, steps=40, every=2, backend="xla", timeout=110)
+    assert few[0][-1] == many[0][-1]

@@ -38,6 +38,7 @@ COMPOSES_WITH = frozenset(
         "finite_guard",
         "recompile_guard",
         "replica_check",
+        "sum_check",
         "precompilation",
     }
 )

@@ -5,5 +5,14 @@ from neuron_accel.strategies.guards.desync import DesyncGuard
 from neuron_accel.strategies.guards.finite import FiniteGuard, NonFiniteWarning
 from neuron_accel.strategies.guards.recompile import RecompileGuard, RecompileWarning
 from neuron_accel.strategies.guards.replicas import ReplicaCheck
+from neuron_accel.strategies.guards.sums import SumCheck
 
-__all__ = ["DesyncGuard", "FiniteGuard", "NonFiniteWarning", "RecompileGuard", "RecompileWarning", "ReplicaCheck"]
+__all__ = [
+    "DesyncGuard",
+    "FiniteGuard",
+    "NonFiniteWarning",
+    "RecompileGuard",
+    "RecompileWarning",
+    "ReplicaCheck",
+    "SumCheck",
+]
