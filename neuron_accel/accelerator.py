@@ -1016,6 +1016,7 @@ class NeuronAccelerator(Accelerator):
         async_save: bool = False,
         tokenizer: Any = None,
         check_equal: bool = True,
+        in_memory: bool = False,
     ) -> str:
         """Saves models, optimizers, schedulers, loaders, random states and registered objects. Collective.
 
@@ -1030,9 +1031,13 @@ class NeuronAccelerator(Accelerator):
             tokenizer: a tokenizer to save beside the model's configuration; any object with ``save_pretrained``.
             check_equal: whether to check that replicated tensors, which one rank writes, are equal on all data-parallel
                 ranks; reads all of them once.
+            in_memory: whether to save to memory of the machines instead of a disk, which outlives the ranks and ends
+                with their launcher: ``load_state(resume="latest")`` of ranks that ``neuron-accel launch
+                --max-restarts`` has restarted loads it if it is newer than the last checkpoint. The latest two are
+                kept. Without such a launcher nothing is saved, which is said once.
 
         Returns:
-            the folder.
+            the folder; empty if nothing was saved.
 
         Raises:
             CheckpointError: on every rank, if something cannot be saved or written. An earlier checkpoint in the folder
@@ -1044,6 +1049,7 @@ class NeuronAccelerator(Accelerator):
             async_save=async_save,
             tokenizer=tokenizer,
             check_equal=check_equal,
+            in_memory=in_memory,
         )
 
     @skipped_without_values(lambda *_, **__: Resumed())

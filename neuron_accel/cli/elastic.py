@@ -37,6 +37,7 @@ from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, LaunchPlan
 from neuron_accel.cli.rendezvous import Members
 from neuron_accel.cli.restarts import Choice, Restarts, Start, choose_machines
 from neuron_accel.cli.run_secret import RunSecret, take_secret
+from neuron_accel.cli.snapshots import snapshot_folder
 from neuron_accel.engine.plan.restart import FULL_SIZE, LAUNCHED, NOTES, read_notes
 from neuron_accel.errors import CommunicationError
 
@@ -187,7 +188,12 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
     logs = RankLogs(log_dir, tee=plan.request.tee, keep_first=plan.request.log_dir is not None)
     keep = plan.request.log_dir is not None
     try:
-        with Escalation(grace=plan.request.grace), _heartbeat(plan, secret) as heartbeat, SilentExits(logs):
+        with (
+            snapshot_folder(plan.request.max_restarts),
+            Escalation(grace=plan.request.grace),
+            _heartbeat(plan, secret) as heartbeat,
+            SilentExits(logs),
+        ):
             outcome = _run_until_done(plan, logs, heartbeat)
         keep = keep or logs.are_named
         return outcome

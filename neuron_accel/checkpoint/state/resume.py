@@ -90,18 +90,18 @@ def latest(folder: Location) -> Location | None:
 
     Incomplete checkpoints, and those whose manifest is damaged, are skipped.
     """
-    return next((path for path in reversed(numbered(folder).values()) if _saved(path) is not None), None)
+    return next((path for path in reversed(numbered(folder).values()) if when_saved(path) is not None), None)
 
 
 def latest_of(folder: Location) -> Location | None:
     """Returns the complete checkpoint that was saved last, of ``folder`` itself, the folders in it and those in its
     folder ``checkpoints``; None if there is none."""
     places = (folder, *_contents(folder), *_contents(folder / NUMBERED))
-    complete = [(saved, path) for path in places if (saved := _saved(path)) is not None]
+    complete = [(saved, path) for path in places if (saved := when_saved(path)) is not None]
     return max(complete, key=lambda found: (found[0], str(found[1])))[1] if complete else None
 
 
-def _saved(path: Location) -> tuple[str, int] | None:
+def when_saved(path: Location) -> tuple[str, int] | None:
     """When a checkpoint was saved, in seconds and then by the time of the file; None if it is incomplete, or its
     manifest is damaged. An error of a store is raised, since an older checkpoint would be loaded instead."""
     if not has_manifest(path):
