@@ -300,6 +300,7 @@ def test_figures_reach_other_trackers(name, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.chdir(tmp_path)
     trackers = {"log_with": name, "project_dir": str(tmp_path / "logs")}
     run_ranks(train, 1, [], batches=3, options={"folder": str(tmp_path / "report")}, trackers=trackers)
