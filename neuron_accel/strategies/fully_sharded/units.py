@@ -70,6 +70,10 @@ class Unit:
         shard.release()
         self._finished.append(shard)
 
+    def reopen(self) -> None:
+        """Shards that were finished may be gathered again."""
+        self._finished = []
+
     @property
     def is_idle(self) -> bool:
         """Whether nothing was gathered, or is being gathered, of what is sharded."""
@@ -90,7 +94,8 @@ class Unit:
 
     def end_backward(self) -> None:
         """A backward pass is over."""
-        self.in_backward, self.forwards, self._finished = False, 0, []
+        self.in_backward, self.forwards = False, 0
+        self.reopen()
 
     def reshard(self) -> None:
         """Frees what was gathered, until the backward pass."""
@@ -195,6 +200,8 @@ class Units:
         inside = in_backward()
         if unit is self.root and not inside:
             self._last[False] = None
+            self._in_units = False  # a backward pass that raised an error has not ended
+            unit.reopen()
         self.gather(unit)
         if inside:
             return None  # it is recomputed, and its backward pass follows
