@@ -79,8 +79,8 @@ def test_commands_parse(command):
 
 
 def runs_here(command):
-    """Not what means something on Trainium or with a bucket only, nor ``neuron-accel test``, which has its own test."""
-    return not re.search(r"precompile|--compiler-flags|--cpu|--network|accel test|s3://", command.values[0])
+    """Not what means something on Trainium or with a bucket only, nor what has its own tests, with ranks."""
+    return not re.search(r"precompile|--compiler-flags|--cpu|--network|accel (test|chaos)|s3://", command.values[0])
 
 
 TRAINING = """
