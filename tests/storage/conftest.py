@@ -81,7 +81,6 @@ def server(monkeypatch) -> Iterator[Server]:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
-    monkeypatch.setenv("FSSPEC_S3", '{"default_block_size": 5242880}')  # the least that S3 allows
     S3FileSystem.clear_instance_cache()  # they know the server of the test before
     try:
         client = boto3.client("s3")

@@ -11,6 +11,7 @@ import time
 import traceback
 import urllib.request
 
+import fsspec
 import pytest
 import torch
 from accelerate.utils import ProjectConfiguration
@@ -106,6 +107,7 @@ def _kill_at_every_request(when: str) -> tuple[int, int, int]:
     """A save over an older checkpoint is killed before (or after) each request in turn. Returns the number of requests,
     after how many kills the new checkpoint was there, and how many uploads were left."""
     folder, finished, left, known = f"{URL}/c", 0, 0, set()
+    fsspec.config.conf["s3"] = {"default_block_size": 5 << 20}  # of parts; the least that S3 allows
     trained = Trained("gpt2-tied", [])
     accelerator = trained.accelerator
     ballast = torch.nn.Linear(1024, PARTS // 4096)
