@@ -184,7 +184,9 @@ class _Count:
 
 
 class Losses:
-    """The loss of each step, which must be the same when the step is repeated after a load."""
+    """The loss of each of the last steps, which must be the same when the step is repeated after a load."""
+
+    kept = 16 * STEPS  # a load goes back to one of the last checkpoints; all losses would themselves be what grows
 
     def __init__(self) -> None:
         self._first: dict[int, float] = {}
@@ -194,6 +196,7 @@ class Losses:
         """Records the loss of a step; returns a fault if it was another one before."""
         if step not in self._first:
             self._first[step] = loss
+            self._first.pop(step - self.kept, None)
             return []
         self.repeated += 1
         before = self._first[step]

@@ -106,9 +106,9 @@ def _recompute() -> tuple[StrategyPlugin, ...]:
 
 
 def _guards() -> tuple[StrategyPlugin, ...]:
-    from neuron_accel.strategies.guards import DesyncGuard, FiniteGuard, RecompileGuard, ReplicaCheck
+    from neuron_accel.strategies.guards import DesyncGuard, FiniteGuard, RecompileGuard, ReplicaCheck, SumCheck
 
-    return (DesyncGuard(timeout_s=30.0), RecompileGuard(), ReplicaCheck(every=1), FiniteGuard())
+    return (DesyncGuard(timeout_s=30.0), RecompileGuard(), ReplicaCheck(every=1), FiniteGuard(), SumCheck())
 
 
 COMPOSITIONS = {

@@ -19,7 +19,7 @@ from neuron_accel import (
     TensorParallelPlugin,
     Zero1Plugin,
 )
-from neuron_accel.strategies.guards import DesyncGuard, FiniteGuard, RecompileGuard, ReplicaCheck
+from neuron_accel.strategies.guards import DesyncGuard, FiniteGuard, RecompileGuard, ReplicaCheck, SumCheck
 from neuron_accel.testing import PluginConformance
 
 
@@ -122,6 +122,12 @@ class TestReplicaCheck(PluginConformance):
     @pytest.fixture
     def plugin(self):
         return ReplicaCheck(every=1)
+
+
+class TestSumCheck(PluginConformance):
+    @pytest.fixture
+    def plugin(self):
+        return SumCheck()
 
 
 class TestFiniteGuard(PluginConformance):

@@ -3,7 +3,7 @@ although nothing wrote it, and replicas whose updates differ."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,10 +22,9 @@ from neuron_accel.contract import (
 from neuron_accel.strategies.guards.replicas import Part, part_of
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from neuron_accel.contract import ParameterRecord, PreparedModel, Run
 
+_MOST = 4096  # sums of a step that are checked
 _EVERY = 10  # steps between readings on a device whose values are not free to read
 
 
@@ -37,8 +36,8 @@ class SumCheck(StrategyPlugin):
     - of every sum of gradients over ranks (all-reduce or reduce-scatter, of any owner of gradient reduction): the sum
       of the checksums of what the ranks sent must be the checksum of what each received, to rounding (algorithm-based
       fault tolerance, Huang and Abraham, IEEE Transactions on Computers, 1984);
-    - of memory: reduced gradients until an optimizer uses or clips them, and this rank's weights and optimizer state
-      from the end of a step until the next update, unless PyTorch has written them meanwhile;
+    - of memory: reduced gradients until an optimizer uses or clips them, and this rank's trained weights and optimizer
+      state from the end of a step until the next update, unless PyTorch has written them meanwhile;
     - of weights after each update: ranks that hold the same shard must have the same values. The rank that differs from
       the majority is named; of two, both.
 
@@ -76,16 +75,6 @@ class SumCheck(StrategyPlugin):
         checks = Checks(run, every)
         run.state(self).update(checks=checks, leave=run.backend.observe(checks.sums))
 
-    def transform_model(self, model: PreparedModel, run: Run) -> None:
-        """Watches the forward passes of a step, in and after which gradients are reduced."""
-        sums = self._checks(run).sums
-
-        def begin(module: nn.Module, _: Any) -> None:
-            sums.is_open = sums.is_open or module.training
-
-        hook = model.module.register_forward_pre_hook(torch.compiler.disable(begin))
-        run.state(self).setdefault("handles", []).append(hook)
-
     def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
         """Compares memory with the end of the last step."""
         self._checks(run).before_update(optimizer)
@@ -113,8 +102,6 @@ class SumCheck(StrategyPlugin):
     def teardown(self, run: Run) -> None:
         """Removes its hooks."""
         state = run.state(self)
-        for handle in state.pop("handles", []):
-            handle.remove()
         if state:
             state["leave"]()
         state.clear()
@@ -173,7 +160,7 @@ class Projection:
         length, rows = flat.numel(), flat.numel() // _COLUMNS
         right, left = self._take(flat.device, rows + 1)
         projections, squares = [], []
-        for first in range(0, rows, rows if self._lazy else _ROWS_AT_ONCE):
+        for first in range(0, rows, max(rows, 1) if self._lazy else _ROWS_AT_ONCE):
             last = rows if self._lazy else min(rows, first + _ROWS_AT_ONCE)
             matrix = flat[first * _COLUMNS : last * _COLUMNS].view(-1, _COLUMNS)
             matrix = matrix.float() if matrix.dtype.itemsize < 4 else matrix
@@ -253,16 +240,16 @@ class Sums(CollectiveObserver):
         run: the run.
 
     Attributes:
-        is_open: whether a step has begun.
         results: what was received in this step, with the checksum and the version of each; on eager devices.
     """
 
     def __init__(self, run: Run) -> None:
         self._run, self._lazy = run, run.backend.is_lazy
         self.project = Projection(self._lazy)
-        self.is_open = False
-        self.results: list[Kept] = []
-        self._found: dict[tuple[tuple[int, ...], bool], tuple[Group, list[Sum]]] = {}
+        self._compares = False  # sums of checksums are not checked themselves
+        # Bounded, for a loop that sums values of an evaluation: every rank of a group has the same last ones.
+        self.results: deque[Kept] = deque(maxlen=_MOST)
+        self._found: dict[tuple[tuple[int, ...], bool], tuple[Group, deque[Sum]]] = {}
 
     def issued(self, op: str, group: Group, sent: int, *, deferred: bool) -> None:
         """See :class:`CollectiveObserver`."""
@@ -273,7 +260,7 @@ class Sums(CollectiveObserver):
     def summing(
         self, group: Group, sent: Sequence[torch.Tensor], *, scattered: bool
     ) -> Callable[[Sequence[torch.Tensor], float], None] | None:
-        if not self.is_open or not self._is_of_gradients(group) or any(t.device != self._run.device for t in sent):
+        if self._compares or not self._is_of_gradients(group) or any(t.device != self._run.device for t in sent):
             return None
         dtype = sent[0].dtype.to_real()
         before = self.project.rows(sent, group.size) if scattered else self.project(sent)
@@ -282,7 +269,7 @@ class Sums(CollectiveObserver):
             after = self.project(received)
             if scale != 1.0:
                 after = after * torch.tensor([1 / scale, 1 / scale**2], dtype=after.dtype, device=after.device)
-            _, found = self._found.setdefault((group.ranks, scattered), (group, []))
+            _, found = self._found.setdefault((group.ranks, scattered), (group, deque(maxlen=_MOST)))
             found.append(Sum(dtype, before, after))
             if not self._lazy:
                 self.results += [Kept("a reduced gradient", each, bits(each)) for each in received]
@@ -295,8 +282,14 @@ class Sums(CollectiveObserver):
     def compare(self) -> torch.Tensor | None:
         """Returns above 0 if a sum of this step is wrong on this rank; 0-dim; None without sums. Collective over the
         groups of the sums."""
-        self.is_open = False
         found, self._found = self._found, {}
+        self._compares = True
+        try:
+            return self._wrong(found)
+        finally:
+            self._compares = False
+
+    def _wrong(self, found: dict[tuple[tuple[int, ...], bool], tuple[Group, deque[Sum]]]) -> torch.Tensor | None:
         wrong = []
         for (_, scattered), (group, sums) in found.items():
             sent = torch.stack([each.sent for each in sums], -2)  # [sums, 2] or [ranks, sums, 2]
@@ -373,7 +366,8 @@ class Checks:
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Compares gradients, weights and state with their checksums."""
         kept = [*self.sums.results, *self._weights, *self._state.pop(id(optimizer), [])]
-        self.sums.results, self._weights = [], []
+        self.sums.results.clear()
+        self._weights = []
         kept = [each for each in kept if each.is_unwritten]
         if kept:
             flags = torch.stack([self._differs(each) for each in kept])

@@ -129,3 +129,20 @@ def train(
     accelerator.end_training()
     found = [(t.op, t.sent) for t in traffic.transfers]
     return found, graphs
+
+
+def train_with_uneven_inputs(plugins):
+    """Rank 1 has fewer batches than rank 0, and takes part in its sums with zeros."""
+    from neuron_accel import NeuronAccelerator
+    from neuron_accel.strategies.guards import SumCheck
+
+    accelerator = NeuronAccelerator(plugins=[SumCheck()], config={"plugins": plugins})
+    torch.manual_seed(0)
+    model = Bigrams()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for batch in token_batches(2 if accelerator.run.backend.rank else 4):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.end_training()

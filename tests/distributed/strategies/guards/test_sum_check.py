@@ -8,7 +8,7 @@ import torch
 from neuron_accel.errors import CorruptionError
 from neuron_accel.strategies.guards.sums import Projection, beyond_rounding, bits
 from neuron_accel.testing import RanksError, run_ranks
-from tests.distributed.strategies.guards.corruption import flip, train
+from tests.distributed.strategies.guards.corruption import flip, train, train_with_uneven_inputs
 
 STRATEGIES = {"dp": [], "zero1": ["zero1"], "fully sharded": [{"fully_sharded": {"modules": "head"}}]}
 
@@ -56,6 +56,11 @@ def test_an_error_that_is_read_later_names_its_step():
 @pytest.mark.parametrize("plugins", STRATEGIES.values(), ids=STRATEGIES)
 def test_rounding_is_no_corruption(plugins, dtype):
     run_ranks(train, 2, plugins, steps=200, dtype=dtype, clip=True, timeout=50)
+
+
+@pytest.mark.parametrize("plugins", [[], ["zero1"]], ids=["dp", "zero1"])
+def test_ranks_that_ran_out_of_data_take_part(plugins):
+    run_ranks(train_with_uneven_inputs, 2, plugins, timeout=50)
 
 
 @pytest.mark.parametrize(("plugins", "op"), [([], "all_reduce"), (["zero1"], "reduce_scatter")], ids=["dp", "zero1"])
