@@ -25,9 +25,9 @@ after they were cut off; long ones are thinned, without losing the lowest and hi
 """
 EXAMPLES = """\
 examples:
-  neuron-accel report run_report                           write report.html
-  neuron-accel report runs/before runs/after -o both.html  compare two runs
-  neuron-accel report run_report --text                    print only
+  neuron-accel report run_report                            write report.html
+  neuron-accel report runs/before runs/after -o both.html   compare two runs
+  neuron-accel report run_report --text                     print only
 """
 
 
