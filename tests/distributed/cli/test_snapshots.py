@@ -127,7 +127,7 @@ def test_the_snapshots_of_a_killed_launcher_are_removed_by_the_next_one(start, t
     left = [path for path in Path("/dev/shm").glob("neuron_accel_snapshots_*") if _locked_by(path, pid)]
     assert len(left) == 1
     os.kill(pid, signal.SIGKILL)
-    first.process.wait()
+    first.process.join()
     code, _, err = start(*ONE_MACHINE, *script, "", "2").finish(timeout=100)
     assert code == 0, err
     assert not left[0].exists()
