@@ -67,7 +67,7 @@ class ObjectStore(AbstractFileSystem):
         bucket, key = self._request("head", path)
         if (bucket / quote(key, safe="")).is_file():
             return self._entry(bucket, key)
-        if any(name.startswith(f"{key}/") for name in self._keys(bucket)):
+        if not key or any(name.startswith(f"{key}/") for name in self._keys(bucket)):
             return {"name": f"{bucket}/{key}", "type": "directory", "size": 0}
         raise FileNotFoundError(path)
 
