@@ -61,6 +61,16 @@ def test_parameters_sharded_over_data_and_context_ranks():
         assert full / 4 <= kept < full / 4 + 100
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("options", [{"hybrid_shard_size": 2}, {"reshard_after_forward": 2}], ids=["hybrid", "near"])
+def test_parameters_sharded_in_groups_of_data_and_context_ranks(options):
+    plugins = [CP2, FullyShardedPlugin(**options)]
+    training = Training(max_norm=0.5, accumulation=2)
+    data = cp_models.batches(4, alike=True)
+    assert_parallel_equivalence(cp_models.grouped, data, plugins, ranks=8, training=training)
+
+
 def shards(plugins):
     """Elements of the weights that this rank keeps, axes over which ranks keep the others, and all elements."""
     accelerator = NeuronAccelerator(plugins=plugins)

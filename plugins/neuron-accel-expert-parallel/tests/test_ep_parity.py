@@ -54,12 +54,15 @@ def test_trains_like_one_process(family, layout):
         pytest.param([FullyShardedPlugin(persistence_threshold=100, use_grad_acc_hook=True)], 4, marks=SLOW),
         pytest.param([FullyShardedPlugin(), ActivationCheckpointingPlugin()], 4, marks=SLOW),
         pytest.param([FullyShardedPlugin(), TP2], 8, marks=SLOW),
+        pytest.param([FullyShardedPlugin(hybrid_shard_size=2)], 8, marks=SLOW),
+        pytest.param([FullyShardedPlugin(reshard_after_forward=2)], 8, marks=SLOW),
     ],
-    ids=["stage3", "stage3-dp1", "stage2", "keeps-small", "recomputes", "tp2"],
+    ids=["stage3", "stage3-dp1", "stage2", "keeps-small", "recomputes", "tp2", "hybrid", "resharded-in-groups"],
 )
 def test_beside_fully_sharded_parameters(others, ranks):
     training = Training(max_norm=0.5, accumulation=2)
-    assert_parallel_equivalence(ep_models.mixtral, ep_models.batches(4), [EP2, *others], ranks=ranks, training=training)
+    data = ep_models.batches(4, size=max(4, ranks))
+    assert_parallel_equivalence(ep_models.mixtral, data, [EP2, *others], ranks=ranks, training=training)
 
 
 def test_beside_data_parallel_ranks_and_zero1():

@@ -33,6 +33,15 @@ def test_trains_like_one_process(composition):
     assert_parallel_equivalence(model_fn, token_batches(2 * accumulation, size=8), plugins, ranks=4, training=training)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("options", [{"hybrid_shard_size": 2}, {"reshard_after_forward": 2}], ids=["hybrid", "near"])
+def test_parameters_sharded_in_groups_of_replicas_of_a_stage(options):
+    training = Training(max_norm=0.5, accumulation=2)
+    model_fn, plugins = functools.partial(MODELS["llama"], blocks=4), [pipeline(2, 2), {"fully_sharded": options}]
+    assert_parallel_equivalence(model_fn, token_batches(4, size=8), plugins, ranks=8, training=training)
+
+
 def counts(plugins, microbatches, folder=None):
     """The gathers and reduce-scatters of a step, and of an evaluation; which weights have values between steps."""
     from neuron_accel import NeuronAccelerator
