@@ -42,6 +42,7 @@ SHOWN = {
     "inspect": ["inspect checkpoint --all"],
     "verify": ["verify checkpoint"],
     "trace": ["trace traced"],
+    "chaos": ["chaos --list"],
 }
 """Commands that run in this process, by subcommand. ``test`` and ``calibrate`` start ranks, and have own tests."""
 
