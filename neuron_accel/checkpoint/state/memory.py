@@ -2,29 +2,31 @@
 
 A snapshot is a checkpoint like any other, in a folder that the launcher of each machine has made on a file system in
 memory. Two folders are used in turn, so that a rank that ends while one is written leaves the other. Every rank writes
-its shards on its own machine; the manifest and the state that only the main process writes are copied to all machines.
-Before a snapshot is loaded, files that a machine does not have are fetched from those that have them. (Wang et al.,
-"Gemini: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints", SOSP 2023, is the idea of
-checkpoints in the memory of the machines that train.)
+its shards on its own machine, which sends a copy of them to the next machine; the manifest and the state that only the
+main process writes are copied to all machines. So the machines that are left have the whole of a snapshot if one, or
+several that do not follow each other, are lost. Before a snapshot is loaded, files that a machine does not have are
+fetched from those that have them. (Wang et al., "Gemini: Fast Failure Recovery in Distributed Training with In-Memory
+Checkpoints", SOSP 2023, is the idea of checkpoints in the memory of the machines that train, with copies on others.)
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuron_accel.checkpoint.format.files import failure
 from neuron_accel.checkpoint.format.index import KINDS
-from neuron_accel.checkpoint.format.manifest import NAME, Manifest, check_file, has_manifest, read_manifest
+from neuron_accel.checkpoint.format.manifest import NAME, FileEntry, Manifest, check_file, has_manifest, read_manifest
 from neuron_accel.checkpoint.state.resume import when_saved
 from neuron_accel.checkpoint.state.snapshot import folder_of
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from neuron_accel.backends.base import Group
     from neuron_accel.engine.runtime.run import Run
     from neuron_accel.storage import Location
 
@@ -65,8 +67,10 @@ class SnapshotMemory:
         return self._roots.index(str(self._root)) == self._run.backend.rank
 
     @property
-    def _machines(self) -> int:
-        return len(set(self._roots or ()))
+    def _firsts(self) -> list[int]:
+        """The first rank of each machine."""
+        roots = self._roots or []
+        return [rank for rank, root in enumerate(roots) if roots.index(root) == rank]
 
     # ---- saving ------------------------------------------------------------------------------------------------------
     def begin(self) -> Path:
@@ -85,13 +89,18 @@ class SnapshotMemory:
         return folder
 
     def complete(self, folder: Path) -> None:
-        """Copies what only the main process has written to the other machines. Collective."""
-        if self._machines == 1:
+        """Copies what only the main process has written to the other machines, and the shards of each machine to the
+        next one. Collective.
+
+        Raises:
+            CheckpointError: on every rank, if a file cannot be read or written.
+        """
+        if len(self._firsts) == 1:
             return
         run, written = self._run, dict[str, bytes]()
         if run.backend.rank == 0:
             manifest = read_manifest(folder)
-            names = [path for path, entry in manifest.files.items() if entry.kind in ("state", "auxiliary")]
+            names = [path for path, entry in manifest.files.items() if not _is_shard(entry)]
             written = {name: (folder / name).read_bytes() for name in (*names, NAME)}  # the manifest last
         written = run.backend.broadcast_object(written, run.world)
 
@@ -100,6 +109,37 @@ class SnapshotMemory:
                 _write(folder / name, [content])
 
         agreed(run, copy)
+        self._copy_to_neighbours(folder)
+
+    def _copy_to_neighbours(self, folder: Path) -> None:
+        """Sends the shards of each machine to the next one."""
+        run = self._run
+
+        def own_shards() -> dict[str, int]:
+            if not self._is_first:
+                return {}
+            entries = read_manifest(folder).files.items()
+            return {name: entry.size for name, entry in entries if (folder / name).is_file() and _is_shard(entry)}
+
+        mine, errors = agreed(run, own_shards), list[CheckpointError]()
+        for number, pairs in enumerate(_rounds(self._firsts)):
+            alone = [(rank,) for rank in range(run.world.size) if not any(rank in pair for pair in pairs)]
+            partition = [*(tuple(sorted(pair)) for pair in pairs), *alone]
+            group = run.backend.new_group(partition, f"neighbours {number}")
+            source = next((source for source, target in pairs if run.backend.rank in (source, target)), None)
+            if source is None:
+                continue
+            index, is_source = group.ranks.index(source), run.backend.rank == source
+            sizes = run.backend.broadcast_object(mine if is_source else None, group, index)
+            for name, size in sizes.items():
+                chunks = self._chunks(folder / name, size, group, index)
+                errors += _receive(None if is_source else folder / name, chunks)
+
+        def report() -> None:
+            if errors:
+                raise errors[0]
+
+        agreed(run, report)
 
     # ---- loading -----------------------------------------------------------------------------------------------------
     def _newest(self) -> list[str]:
@@ -137,7 +177,7 @@ class SnapshotMemory:
         manifest = agreed(run, lambda: Manifest.from_bytes(known[0], str(folder / NAME)))
         own = {name for name in manifest.files if self._is_first and (folder / name).is_file()}
         holders = run.backend.all_gather_object(own, run.world)
-        firsts = [index for index, root in enumerate(self._roots or ()) if (self._roots or []).index(root) == index]
+        firsts = self._firsts
         for name, entry in sorted(manifest.files.items()):
             holder = next((rank for rank in firsts if name in holders[rank]), None)
             if holder is None:
@@ -154,31 +194,52 @@ class SnapshotMemory:
     def _fetch(self, path: Path, size: int, holder: int, *, wanted: bool) -> None:
         """Writes the file of another machine to this one. Collective."""
         run = self._run
-        chunks = self._chunks(path, size, holder)
-        error: CheckpointError | None = None
-        if wanted:
-            try:
-                _write(path, chunks)
-            except CheckpointError as problem:
-                error = problem
-        for _ in chunks:  # what was not written takes part in the broadcasts all the same
-            pass
+        chunks = self._chunks(path, size, run.world, holder)
+        errors = _receive(path if wanted else None, chunks)
 
         def report() -> None:
-            if error is not None:
-                raise error
+            if errors:
+                raise errors[0]
 
         agreed(run, report)
 
-    def _chunks(self, path: Path, size: int, holder: int) -> Iterator[bytes]:
-        run = self._run
+    def _chunks(self, path: Path, size: int, group: Group, holder: int) -> Iterator[bytes]:
+        """Yields the bytes of a file of the rank at position ``holder`` of a group, of which all ranks take part."""
+        backend = self._run.backend
         for begin in range(0, size, _CHUNK):
             part: bytes | None = None
-            if run.backend.rank == holder:
+            if group.index == holder:
                 with suppress(OSError), path.open("rb") as file:
                     file.seek(begin)
                     part = file.read(_CHUNK)
-            yield run.backend.broadcast_object(part, run.world, holder) or b""
+            yield backend.broadcast_object(part, group, holder) or b""
+
+
+def _rounds(machines: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Pairs of each machine and the next one, such that a machine is in one pair of a round at most."""
+    pairs = list(zip(machines, [*machines[1:], machines[0]], strict=True))
+    if len(machines) == 2:
+        return [[pair] for pair in pairs]
+    if len(machines) % 2 == 0:
+        return [pairs[0::2], pairs[1::2]]
+    return [pairs[0:-1:2], pairs[1:-1:2], pairs[-1:]]
+
+
+def _is_shard(entry: FileEntry) -> bool:
+    return entry.kind not in ("state", "auxiliary")
+
+
+def _receive(path: Path | None, chunks: Iterator[bytes]) -> list[CheckpointError]:
+    """Takes part in sending a file, and writes it to ``path``. Returns the error if that fails."""
+    errors = []
+    if path is not None:
+        try:
+            _write(path, chunks)
+        except CheckpointError as error:
+            errors.append(error)
+    for _ in chunks:  # what was not written: other ranks take part in it
+        pass
+    return errors
 
 
 def _read(path: Path) -> bytes:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from neuron_accel.cli.run_secret import VARIABLE
 from tests.distributed.cli.test_restarts import uninterrupted
 
 SCRIPT = """
@@ -57,6 +58,8 @@ while loader.iteration < 2:
             if fault == "hangs":
                 (folder / "here").touch()
                 signal.pause()
+            if rank == 1 and fault == "lost":
+                os.kill(os.getppid(), signal.SIGKILL)  # the launcher, with which its machine is lost
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
         if steps % 5 == 0:
@@ -154,3 +157,22 @@ def test_a_rank_of_one_of_two_machines_continues_from_the_memory_of_both(start, 
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert re.search(r"resumed from \S+/snapshot_\d, saved .* by 2 ranks: .*; from memory", ends[0][2])
     assert result_of(tmp_path)["steps"] == STEPS - 8
+
+
+def test_a_machine_that_is_lost_costs_the_steps_since_the_last_snapshot(start, environment, tmp_path):
+    """The other machine has a copy of its shards, and continues alone."""
+    environment[VARIABLE] = "0123456789abcdef0123456789abcdef"
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    options += ["--cpu", "--quiet", "--max-restarts", "2", "--grace", "5", "--min-nnodes", "1"]
+    script = [str(tmp_path / "train.py"), str(tmp_path), "lost", "2"]
+    first, _ = (start(*options, "--node-rank", str(node), *script) for node in (0, 1))
+    code, _, err = first.finish(timeout=110)
+    assert code == 0, err
+    assert "machine 1 is lost; 1 of 2 go on, with 1 rank" in err
+    assert re.search(r"resumed from \S+/snapshot_\d, saved .* by 2 ranks: .*; from memory", err)
+    result = result_of(tmp_path)
+    assert (result["ranks"], result["steps"]) == (1, STEPS - 8)
