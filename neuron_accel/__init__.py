@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharded training of ordinary PyTorch loops on AWS Trainium, GPUs and CPUs, through pluggable strategies.
 
 Names are imported when they are first used: importing Accelerate chooses its device, and importing this package should

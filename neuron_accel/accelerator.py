@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``NeuronAccelerator``: an ``accelerate.Accelerator`` whose ``prepare`` follows a plan of strategies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything that a strategy plugin may use, in one module.
 
 Built-in strategies import this module and nothing else of the core. A plugin of a third party does the same, and may

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exceptions of this package.
 
 The message of each states what is wrong, where, why it matters and what to do. All derive from one base class, so that

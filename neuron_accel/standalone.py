@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO-1 without an accelerator: an optimizer wrapper with the interface of torch_xla's, on every backend.
 
 :class:`ZeroRedundancyOptimizer` has the arguments and defaults of ``torch_xla.distributed.zero_redundancy_optimizer``.

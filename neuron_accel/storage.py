@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders and files at URLs such as ``s3://bucket/runs``, through fsspec.
 
 An object store has neither folders nor renames: a file is an object, which is written as a whole or not at all, and a

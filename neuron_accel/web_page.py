@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages that a browser shows without a network: the document around a body, its style in light, dark and print, tables,
 and numbers with units. What a page shows may come from files of others: whatever is written goes through ``escape``.
 """

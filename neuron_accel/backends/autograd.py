@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Differentiable collectives for every backend.
 
 Each is linear, and its backward is another function of this module, so that they can be differentiated any number of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of a backend: a device, process groups, and collectives between the ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records the graphs that an XLA rank executes, so that they can be checked without the device.
 
 Recording is enabled if the environment variable ``NEURON_ACCEL_RECORD_GRAPHS`` names a folder. Each rank writes one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local operations on tensors before and after a collective: splitting, concatenating, summing. No communication.
 
 Collectives use rows: a tensor ``[ranks, *chunk]`` whose row i is sent to, or received from, the i-th rank of a group.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion of objects to bytes, and to tensors of a fixed size for devices that compile a graph for every shape; and
 the exchange of objects between processes over gloo.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Initializes torch's default process group, and checks whether it supports a device."""
 
 from __future__ import annotations

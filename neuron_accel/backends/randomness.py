@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random numbers of a device: seeds that are equal on all ranks, and numbers that differ between ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named ranges of time in a run: parts of a step, hooks of plugins, collectives. Observers see them begin and end.
 
 Without an observer a range costs a function call. Nothing is measured here: an observer takes the time, or marks the

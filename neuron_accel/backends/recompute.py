@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation checkpointing: activations are not kept for the backward pass but recomputed in it.
 
 On eager devices this is :func:`torch.utils.checkpoint.checkpoint` with ``use_reentrant=False``. It cannot be used on a

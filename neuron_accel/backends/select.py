@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chooses the backend of a run, and makes Accelerate choose the same.
 
 Accelerate uses XLA whenever torch_xla can be imported, and decides this when Accelerate itself is imported.

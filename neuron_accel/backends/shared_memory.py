@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives between processes of one host through shared memory, without threads and without sockets.
 
 Every rank copies what it sends into memory that the others map, and says so in its ledger. A rank completes an

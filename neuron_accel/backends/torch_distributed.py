@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives through torch.distributed: gloo on the CPU, and the device libraries nccl and (native) neuron.
 
 No package of a device is imported here: a device is given by its name, and torch provides its process group.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives through torch_xla: lazy tensors and one graph per step, on any PJRT device.
 
 Operations are not executed at once. They are recorded in a graph, which :meth:`XlaBackend.step_boundary` compiles,

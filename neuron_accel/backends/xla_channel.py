@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Communication of XLA ranks without the device: objects, tensors on the host, and the time of execution.
 
 Objects such as plans and file names are not sent through the device, which compiles a graph for every shape. Ranks that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kills, stops, slows or starves a process at a named point of a run: the part of ``neuron-accel chaos`` that is in the
 process itself.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of a launch: ``python .../_rank.py LAUNCHER_PID script|module TARGET [ARGUMENT ...]``.
 
 Runs the target as Python itself would, with three additions:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's elastic agent of one of several machines, which says what failed before each restart and meets the others
 anew.
 

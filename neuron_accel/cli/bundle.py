@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a support ticket asks for, in one file: environment, compile cache, and logs, plans and reports of runs, without
 secrets."""
 

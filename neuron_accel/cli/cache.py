@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel cache``: lists the compile cache and evicts entries."""
 
 from __future__ import annotations

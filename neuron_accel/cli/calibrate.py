@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel calibrate``: measures this machine, for predictions of time."""
 
 from __future__ import annotations

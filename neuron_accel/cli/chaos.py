@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel chaos``: runs a command, strikes its processes at named points, and says what was lost.
 
 How a process is struck without a change of the script is in ``_chaos_points.py``. This module draws the strikes by a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel precompile --check``: checks the graphs of a few training steps on CPU, without a Neuron device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The machines of a launch, from the environment variables of a cluster's scheduler. Pure functions.
 
 Schedulers start one process on each machine (a task, a pod, a container) and set environment variables with its index.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel consolidate``: writes the model of a sharded checkpoint as a standard folder."""
 
 from __future__ import annotations

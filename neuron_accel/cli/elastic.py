@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a :class:`~neuron_accel.cli.launch_plan.LaunchPlan` on torch's elastic agent, as torchrun does."""
 
 from __future__ import annotations

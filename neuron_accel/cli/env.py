@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel env``: prints versions, hardware and settings, for bug reports."""
 
 from __future__ import annotations

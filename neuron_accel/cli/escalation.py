@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ensures that a signal to the launcher ends its ranks.
 
 The elastic agent passes SIGINT and SIGTERM on to the ranks. A rank that is inside a collective does not handle an

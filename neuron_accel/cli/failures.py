@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the rank that failed first and describes its failure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Detects that another machine of a launch is lost, also if its connections were not closed.
 
 The launcher of machine 0 listens at the port after that of the rendezvous, and the launchers of the others stay

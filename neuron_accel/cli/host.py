@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Properties of this machine that the launcher and ``neuron-accel env`` use."""
 
 from __future__ import annotations

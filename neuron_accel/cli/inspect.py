@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel inspect``: shows the contents of a checkpoint."""
 
 from __future__ import annotations

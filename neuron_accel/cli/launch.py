@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel launch``: starts a training script on several ranks."""
 
 from __future__ import annotations

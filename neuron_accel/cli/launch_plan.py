@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan of a launch: a pure function of the request, the machine and the environment."""
 
 from __future__ import annotations

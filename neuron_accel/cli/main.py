@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Entry point of ``neuron-accel``: runs a command, and prints errors of this library without a traceback."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a launch will fit: its script is run dry first, in a process of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel env --network``: checks whether this machine is set up for training on several machines.
 
 Collectives between Trainium instances use the Elastic Fabric Adapter (EFA). The checks cover what can be determined on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel new-plugin``: creates a package with a strategy plugin, as a starting point."""
 
 from __future__ import annotations

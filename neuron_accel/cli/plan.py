@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel plan``: what a layout needs, before anything is rented."""
 
 from __future__ import annotations

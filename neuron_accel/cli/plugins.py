@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel plugins``: lists the installed strategies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel precompile``: compiles the graphs of a training run with ``neuron_parallel_compile``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where ranks find each other: a store, which is a new one for each start, since restarted ranks must not read the
 addresses of the ranks before them.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel report``: a page about one run, or several laid over each other."""
 
 from __future__ import annotations

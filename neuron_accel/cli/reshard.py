@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel reshard``: shards a checkpoint for another mesh."""
 
 from __future__ import annotations

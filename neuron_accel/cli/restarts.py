@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides whether a launch goes on after a rank has failed, and on how many ranks."""
 
 from __future__ import annotations

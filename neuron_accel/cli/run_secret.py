@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The secret of a run, by which the launchers of its machines recognise each other.
 
 It comes from the environment variable ``NEURON_ACCEL_SECRET``, which a batch file sets and a scheduler passes on, or

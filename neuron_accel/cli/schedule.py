@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel schedule``: draws a pipeline schedule."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Charts of pipeline schedules for the terminal and as SVG. Without torch."""
 
 from __future__ import annotations

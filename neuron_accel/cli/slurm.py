@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch files for Slurm, with one task per machine, which starts the ranks of that machine."""
 
 from __future__ import annotations

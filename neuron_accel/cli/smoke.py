@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The script that each rank of ``neuron-accel test`` runs: ``python -m neuron_accel.cli.smoke RESULT_FILE SECONDS``.
 
 It compares every collective with its definition, then trains tiny models for three steps through ``NeuronAccelerator``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel test``: checks that this installation trains correctly on several ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folder in memory in which restarted ranks find their last snapshot; it ends with the launcher."""
 
 from __future__ import annotations

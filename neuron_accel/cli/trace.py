@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel trace``: makes a trace of a reported run, for Perfetto or Chrome."""
 
 from __future__ import annotations

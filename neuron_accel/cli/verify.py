@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron-accel verify``: checks that a checkpoint is complete and undamaged."""
 
 from __future__ import annotations

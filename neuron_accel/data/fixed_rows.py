@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches of a fixed shape, for devices that compile a graph for every shape.
 
 The last batch of an epoch may be shorter than the others, or be padded with samples from the beginning so that every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data loaders of a run: data-parallel ranks read different samples, the other ranks of each read the same."""
 
 from __future__ import annotations

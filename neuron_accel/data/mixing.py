@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Classes that combine a mixin with one of Accelerate's loaders, created on demand, whose objects can be pickled."""
 
 from __future__ import annotations

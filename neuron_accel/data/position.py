@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Position of a loader within an epoch, and its order, so that a later run on another mesh can resume from there."""
 
 from __future__ import annotations

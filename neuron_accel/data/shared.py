@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loaders for ranks that read the same samples, with a check that their batches are equal.
 
 Ranks along a model axis compute one forward pass together. Different batches would not raise an error but give a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Iterable datasets that every rank reads: counts the samples of the last batch that are not padding.
 
 All ranks need the same number of batches, so the last ones are padded with samples from the beginning. The length of an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lazy loading: models are built without memory for their weights, and each rank then loads only its shards.
 
 A model is built inside :func:`lazy_load_for_parallelism`. Preparing it, or :func:`materialize`, loads the weights.

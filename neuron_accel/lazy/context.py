@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The context in which models are built and loaded without memory for their weights.
 
 A checkpoint may contain both of two weights that a model ties; one of pickled weights always does. transformers then

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads this rank's shards into a model that was built without memory for its weights."""
 
 from __future__ import annotations

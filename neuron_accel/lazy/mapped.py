@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads slices of tensors in memory-mapped files, without using the mapping.
 
 Reading through a mapping makes entire pages resident in the process, including those that the system reads ahead.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records operations on tensors without memory, so that they can be replayed later.
 
 Inside a :class:`Recorder` tensors are created on the meta device, and all operations on them are recorded: the

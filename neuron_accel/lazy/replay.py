@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replays a recording for given tensors, with one of them in memory at a time if possible."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads slices of recorded tensors directly from files.
 
 transformers' conversions of a checkpoint mostly rearrange tensors: they stack the weights of experts, concatenate gate

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the arguments of ``NeuronAccelerator``, as strict as those of a configuration file."""
 
 from __future__ import annotations

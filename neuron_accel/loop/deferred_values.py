@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deferred values: logging, printing and progress bars without a host read in the middle of a step.
 
 On a lazy device, which collects a step in one graph, reading a value would execute the part of the graph that has been

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives over the values of data-parallel ranks; ranks with the same data count once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers' ``gradient_checkpointing_enable()``, and the flag of its Trainer, on lazy devices."""
 
 from __future__ import annotations

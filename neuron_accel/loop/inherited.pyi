@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a NeuronAccelerator inherits from ``accelerate.Accelerator``, which ships no types: without this mypy would take
 every name on an accelerator for one that it has. Names that it does not have, or that it lacks, fail a test."""
 

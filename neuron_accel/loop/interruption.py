@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stopping a run on request: after a signal to a rank or a notice in a file, all ranks stop after the same step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training loops in which ranks have different numbers of batches."""
 
 from __future__ import annotations

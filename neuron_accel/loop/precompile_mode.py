@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs that only collect graphs, for neuron_parallel_compile: a few steps without side effects."""
 
 from __future__ import annotations

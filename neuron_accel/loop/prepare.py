@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Preparing models and optimizers: the order in which the hooks of the plugins are called, and the steps between.
 
 ``NeuronAccelerator.prepare_model`` and ``prepare_optimizer`` call these functions.

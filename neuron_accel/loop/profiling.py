@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranges of a run, in profiles of torch."""
 
 from __future__ import annotations

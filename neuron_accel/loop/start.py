@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The start of a run: every rank makes a plan, ranks compare their plans, and the groups of the mesh are created."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training step: backward passes of its micro-batches, averaging over items (tokens), and gradient clipping.
 
 ``NeuronAccelerator.backward``, ``accumulate`` and ``clip_grad_norm_`` call :class:`Step`. The optimizer's own step is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A watchdog that reports collective calls which only some ranks have made, with file and line of every rank.
 
 A call is recorded when it begins. A thread checks how long the current call has lasted; after a while, ranks exchange

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wrappers of optimizers and schedulers that ``prepare`` returns: Accelerate's, extended for a run of plugins."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of model families, which describe as data how their modules are sharded.
 
 An :class:`ArchitecturePlan` describes a family; :func:`architecture_of` binds it to a model.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The architecture of a model: a family's plan, and the modules that it describes."""
 
 from __future__ import annotations

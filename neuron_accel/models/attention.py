@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention for models of transformers that does not keep scores for the backward pass.
 
 Attention layers of transformers call a function that the model's configuration names, which is a public interface, so

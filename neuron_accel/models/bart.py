@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoders of encoder-decoder models, used alone: learned or fixed positions, biases in all layers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BERT and similar models as decoders: post-norm, learned positions, a head of several layers."""
 
 from __future__ import annotations

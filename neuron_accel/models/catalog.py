@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plans of all known families, and plans that users register."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of layers of linear attention with the delta rule (Gated DeltaNet, Kimi Delta Attention), which are recognised
 by their submodules."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-2 and its relatives: GPT-Neo, GPT-J, CodeGen, MPT, OPT."""
 
 from __future__ import annotations

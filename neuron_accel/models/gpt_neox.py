@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoders whose fused projection has query, key and value of each head in turn: GPT-NeoX, BLOOM, Falcon."""
 
 from __future__ import annotations

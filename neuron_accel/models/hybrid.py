@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoders with state-space or convolutional layers, which are replicated, or with mixtures of experts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoders like Llama: rotary positions, grouped key/value heads, gated feed-forward."""
 
 from __future__ import annotations

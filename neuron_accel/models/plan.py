@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Descriptions of families of decoders as plain data: the names of their modules, and how each is sharded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Resizes the vocabulary of a prepared model whose embedding and head are sharded, or are on some ranks only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the repeated blocks of a model, between which it can be split into stages, and the modules before and after
 them.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports whether the model of a configuration can be sharded, without creating weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans derived from transformers' own plans for its models: ``base_model_tp_plan`` and ``base_model_pp_plan``.
 
 These plans are checked against the modules of the model. They do not say which features belong to one head; this is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The architecture of a user's own model, from a plan given as a dict of patterns to styles."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The persistent compile cache: its location and options.
 
 On the XLA path the compiler's wrapper keeps the cache in a folder or on S3. For each graph it contains a folder

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lists the entries of a compile cache on S3 or at another URL. The cache is never changed.
 
 Evicting entries safely, as :mod:`neuron_accel.neuron.cache_store` does in a folder, is not possible on an object store.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lists the entries of a compile cache in a folder, and evicts entries that are not in use.
 
 Eviction is safe while jobs run. An entry is kept while its lock is held, while it is being compiled, while a process of

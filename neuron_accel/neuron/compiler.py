@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of the Neuron compiler as a dataclass."""
 
 from __future__ import annotations

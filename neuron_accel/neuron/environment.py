@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environment variables of the ranks for an instance type, with reasons, and the instance that a run is planned for."""
 
 from __future__ import annotations

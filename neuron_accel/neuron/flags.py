@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parsing, merging and writing the text of ``NEURON_CC_FLAGS``.
 
 It contains options of the compiler (neuronx-cc) and of the wrapper around it that keeps the compile cache. Sources: the

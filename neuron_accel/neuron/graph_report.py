@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks recorded graphs: each graph by itself, and differences between ranks and between steps.
 
 The graphs are recorded by :mod:`neuron_accel.backends.graph_recorder`.

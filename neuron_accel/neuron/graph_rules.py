@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules by which the Neuron compiler or runtime rejects a graph, checked without them.
 
 The rules are from the compiler's public list of error codes (compiler/error-codes of the Neuron SDK's documentation,

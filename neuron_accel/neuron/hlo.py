@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads graphs before compilation: serialized ``HloModuleProto`` messages, as torch_xla and XLA's dumps write them.
 
 The messages are decoded without the protobuf package, since the classes generated from XLA's protos are not available

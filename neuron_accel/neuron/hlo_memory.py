@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Estimates the memory that a graph needs: the largest number of bytes that are live at once.
 
 The estimate follows the order of the instructions in the graph; the compiler reorders, fuses and tiles them. It counts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainium instances as data: cores, memory, bandwidth, and the groups of ranks that the hardware can form.
 
 Sources: the Neuron SDK documentation, about-neuron/arch/neuron-hardware (cores, memory, bandwidth), the release notes

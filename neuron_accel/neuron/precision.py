@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Precision on Neuron: disables casts by the compiler under autocast, and detects weight updates lost to rounding."""
 
 from __future__ import annotations

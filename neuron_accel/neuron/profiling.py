@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Neuron's runtime needs to record profiles for neuron-profile and Neuron Explorer.
 
 On the XLA path the runtime records them if variables say so when it starts. On the native device torch's profiler turns

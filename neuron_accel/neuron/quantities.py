@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parsing and formatting of sizes and durations."""
 
 from __future__ import annotations

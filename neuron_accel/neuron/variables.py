@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environment variables of Neuron training: their meaning, valid values, and remarks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The constants that the time of a step is predicted with: those of an instance, from public sources, or those of a
 machine, measured on it. Each says where it is from, and between which bounds it lies. Without torch.
 

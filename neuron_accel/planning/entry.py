@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``neuron_accel.plan``: counts one layout, or searches for the fastest."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one layout of one model needs: the memory of a rank by part, its traffic by axis, and its operations."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures the constants of the machine it runs on: the script that each rank of ``neuron-accel calibrate`` runs.
 
 ``python -m neuron_accel.planning.measure FILE [quick]``. Every rank measures at the same time, so that what ranks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts the memory of a training step from the tensors that are alive, by what they are for, and its operations.
 
 Every operation is seen by a ``TorchDispatchMode``. A storage counts from the operation that creates it until nothing

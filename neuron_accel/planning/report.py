@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A page that shows what layouts need: memory by part, the step over time, traffic by axis, time against memory.
 
 The page is one file, with pictures as inline SVG and without scripts: it needs no network and no library.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts an optimizer step of a training as it is written: the user's own script is run dry up to the end of that step.
 
 The accelerator that the script creates gets two more plugins, which observe: they tell when backward passes and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Searches the layouts of a model on a number of machines: all that the installed plugins offer, those that cannot fit
 or run ruled out with the reason, the others ranked by predicted time.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations on tensors without memory, remembered by what determines their results.
 
 Most operations of a step are alike: those of every block, of every micro-batch and of most layouts of a model. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One training step of one rank, counted: memory, traffic and operations; and the same step of a deeper model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicts the time of a step from what a rank does in it, in order, and the constants of a machine.
 
 A kernel takes a fixed time and that of the roofline: its operations at the core's rate, or its bytes at the memory's,

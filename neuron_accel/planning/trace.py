@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank does in a step, in order: kernels with their operations and bytes, and when collectives start and are
 waited for. The time of a step is predicted from it."""
 

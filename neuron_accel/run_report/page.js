@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Draws the charts of a run report: lines of several runs, stacked areas, and a map of ranks by step. Each figure has the
 // number of its chart; charts are drawn as wide as the figure is, and again when that changes. Values are shown for the
 // step under the pointer, or the one that the arrow keys lead to. Text from files is only ever set as text.

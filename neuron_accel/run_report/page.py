@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of a run report, and the same in short for a terminal.
 
 The page is one file that needs no network. Its charts are drawn from thinned values by ``page.js``, a part of it.

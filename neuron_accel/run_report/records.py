@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of a run report, and what can be said of a run from them.
 
 A run's folder has one file of JSON lines for each rank, ``rank-00000.jsonl`` and so on: a header, a line for each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a report shows of a run, read step by step: memory stays bounded however long the run was.
 
 The files of all ranks are read side by side, a block of each at a time, and only sums and thinned series are kept.

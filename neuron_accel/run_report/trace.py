@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trace of a run's steps, in the format that Perfetto and Chrome read: ranks are processes, in one time."""
 
 from __future__ import annotations

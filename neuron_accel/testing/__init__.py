@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Public helpers for testing strategies, and models with strategies.
 
 - :func:`run_ranks` calls a function on several ranks of this machine: with gloo, with torch_xla on the CPU, or on an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data that a caller sends to ranks: a pickled function call, and how to import the calling script."""
 
 from __future__ import annotations

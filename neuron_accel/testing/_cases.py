@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The functions that the conformance kit runs on ranks, and the cases that they receive."""
 
 from __future__ import annotations

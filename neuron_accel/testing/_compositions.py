@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compositions with built-in strategies in which the conformance kit runs a plugin."""
 
 from __future__ import annotations

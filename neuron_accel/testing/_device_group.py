@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A base class of process groups of a device that are implemented with a gloo group of the same ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the conformance kit without training: contract, configuration, planning, and consolidated files."""
 
 from __future__ import annotations

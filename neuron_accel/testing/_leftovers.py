@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that a plugin leaves nothing behind after a run, by comparing snapshots of a rank before and after it."""
 
 from __future__ import annotations

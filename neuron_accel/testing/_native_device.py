@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device ``neuron`` implemented in Python, with its tensors in CPU memory: a stand-in for the native Neuron device.
 
 Tensors belong to torch's PrivateUse1 device, and their storages point to CPU memory. Every operation runs on CPU

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The processes that are the ranks of an emulated Neuron device, and the process that forks them."""
 
 from __future__ import annotations

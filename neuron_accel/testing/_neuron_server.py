@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process from which ranks of an emulated Neuron device are forked.
 
 Run with ``python -m neuron_accel.testing._neuron_server``. It differs from the process for XLA ranks in its environment

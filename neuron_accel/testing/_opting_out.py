@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Opting out of checks of the conformance kit, which requires a written reason."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for ``neuron_parallel_compile`` on an emulated instance.
 
 It runs a command that only collects graphs, and then writes an emulated result for each graph in the cache without one.

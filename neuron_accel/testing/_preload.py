@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imports modules that ranks need in the process from which they are forked, so that ranks do not import them again.
 
 That process starts no threads, creates no process group and initialises no device, since forked ranks would inherit

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank of :func:`neuron_accel.testing.run_ranks`: it connects, runs the task, and sends the result."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happens inside the process whose threads are the XLA ranks of a test."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process from which XLA ranks are forked: ``python -m neuron_accel.testing._xla_server``.
 
 :mod:`neuron_accel.testing._neuron_server` does the same for ranks of an emulated Neuron device.

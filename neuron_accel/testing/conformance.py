@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``PluginConformance``: checks whether a plugin follows the contract.
 
     class TestStripes(PluginConformance):

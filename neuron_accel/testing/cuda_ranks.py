@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a function on several ranks with CUDA devices, on any number of GPUs.
 
 With enough GPUs each rank has one, and ranks communicate with nccl. nccl does not support several ranks on one GPU, so

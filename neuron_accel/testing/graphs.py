@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks the graphs of a training on XLA against the limits of the Neuron compiler and an instance.
 
 The training runs on torch_xla ranks of this machine's CPU (:mod:`neuron_accel.testing.xla_ranks`), without an

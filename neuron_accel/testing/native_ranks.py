@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks with a stand-in for the native Neuron device (TorchNeuron), without Neuron hardware or its packages.
 
 Each rank is a process with a device ``neuron``, implemented in Python with tensors in CPU memory, and a process group

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a function, or a launcher, on ranks of an emulated Trainium instance, with one process per Neuron core.
 
 The parts of torch_xla for Neuron are the real ones: they load the plugin, assign cores to processes, and connect ranks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares training with plugins on several ranks to training in one process.
 
 The reference is a plain PyTorch loop in one process, without this library. The same model, built with the same seed, is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exceptions of ranks that fail."""
 
 from __future__ import annotations

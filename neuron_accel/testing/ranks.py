@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a function on several ranks of this machine, for tests.
 
 Ranks are forked from a process that has imported torch, Accelerate and transformers, so that a call takes a fraction of

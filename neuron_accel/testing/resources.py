@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Resources of a process according to the kernel and the C library: memory and bytes sent. Linux only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a function on several torch_xla ranks of this machine's CPU, with lazy graphs, compilation and collectives.
 
 The CPU client of PJRT connects only devices of one process, so ranks are threads of one process, each with its own

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers' ``Trainer`` on the strategies of this package."""
 
 from __future__ import annotations

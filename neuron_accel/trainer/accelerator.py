@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The accelerator of a Trainer."""
 
 from __future__ import annotations

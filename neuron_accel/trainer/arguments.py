@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training arguments that select strategies, also as command-line flags through ``HfArgumentParser``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a Trainer: sharded, in its ``checkpoint-N`` folders, and loadable on any mesh."""
 
 from __future__ import annotations

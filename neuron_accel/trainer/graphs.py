@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Trainer on a lazy device, which collects a step in one graph.
 
 transformers' loop reads values during a step (the loss and the number of tokens at every log, shapes and results of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes transformers' ``Trainer``, or a subclass of it, train with strategies.
 
 The training loop and callbacks are those of transformers. The mixin overrides the methods that build the accelerator,

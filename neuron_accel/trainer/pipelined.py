@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses of a Trainer with a pipeline, whose last stage computes them."""
 
 from __future__ import annotations

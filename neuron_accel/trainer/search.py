@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hyperparameter search on several ranks: the first rank chooses the trials, and all ranks train each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Resuming from checkpoints of transformers' ``Trainer``, with any composition of strategies.
 
 Such a checkpoint contains the model's weights, ``optimizer.pt``, ``scheduler.pt``, a file of random states of each

@@ -44,6 +44,14 @@ def test_the_licence_is_an_expression(built):
     assert built[1]["License"] is None
 
 
+def test_every_file_of_the_packages_names_the_licence():
+    kinds = (".py", ".pyi", ".c", ".h", ".js")
+    files = [path for folder in (ROOT / "neuron_accel", *ROOT.glob("plugins/*/src")) for path in folder.rglob("*.*")]
+    code = [path for path in files if path.suffix in kinds and path.read_text().strip()]
+    assert len(code) > 300
+    assert [path for path in code if "SPDX-License-Identifier: Apache-2.0" not in path.read_text()[:80]] == []
+
+
 def test_the_page_of_an_index_has_no_link_that_leads_nowhere(built):
     text = built[1].get_payload()
     assert text.startswith("# neuron_accel")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Durable operations on files, in local folders and at URLs.
 
 All operations of a save are methods of one :class:`Files`, so that a test can end the process before any of them, and

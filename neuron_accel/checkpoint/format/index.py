@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Index of the tensors in a folder: a checkpoint of any mesh, or a folder of transformers."""
 
 from __future__ import annotations

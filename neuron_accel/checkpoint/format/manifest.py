@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The manifest of a checkpoint.
 
 ``manifest.json`` is written last. It lists every file with its size and checksums, and contains a checksum of itself. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the model of a checkpoint of neuronx-distributed or of optimum-neuron, with neither of them installed.
 
 Each rank of a pipeline stage and of tensor parallelism has written its shards with ``torch.save``. Followed are the

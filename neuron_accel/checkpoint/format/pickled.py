@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads pickled weights, as in older folders of transformers, without running code that a pickle contains.
 
 ``torch.load(weights_only=True)`` creates only tensors and containers. Files of the format that torch writes since 1.6

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serializes the state of arbitrary objects as JSON and tensors, without pickle.
 
 The ``state_dict()`` of schedulers, gradient scalers and objects of the user nearly always consists of numbers, strings,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading ranges of bytes, and boxes of tensors, from files."""
 
 from __future__ import annotations

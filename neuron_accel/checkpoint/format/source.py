@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stored tensors, which can be read with any layout.
 
 A :class:`SourceTensor` is one tensor of the original model, or of optimizer state of the same layout, with all its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads and writes headers of safetensors files, without torch.
 
 A file consists of the length of the header (eight bytes, little endian), a JSON header, and the bytes of the tensors

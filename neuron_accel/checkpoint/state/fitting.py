@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that state from a checkpoint fits the objects of a training run, before anything is changed.
 
 Checksums detect damage, but a file may also have been written by another program, or with malicious intent.

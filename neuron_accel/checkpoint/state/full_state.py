@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unsharded state dicts and gradients, with the names and shapes of the original model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads a checkpoint on any mesh.
 
 First everything is checked: the manifest, the checksums of all files (distributed over the ranks), that all needed

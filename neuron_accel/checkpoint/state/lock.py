@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lock of a save, by which a second run that saves into the same folder is told.
 
 In a folder it is a file, made exclusively, which file systems that several machines share guarantee too. It names the

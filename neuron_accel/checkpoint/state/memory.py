@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots: checkpoints in files in memory, which outlive the ranks and end with their launcher.
 
 A snapshot is a checkpoint like any other, in a folder that the launcher of each machine has made on a file system in

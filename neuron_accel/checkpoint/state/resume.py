@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``load_state(resume="latest")`` finds in a folder, and what it says about it."""
 
 from __future__ import annotations

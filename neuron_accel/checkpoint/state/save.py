@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes a checkpoint: each rank its shards, then the main process all other state and finally the manifest.
 
 Files get names that an existing manifest in the folder does not use; at a URL, names that no other save uses. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``save_state`` and ``load_state``: Accelerate's arguments, names of folders, and which checkpoints are kept."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank's part of a checkpoint: its tensors, which of them it writes, and its files."""
 
 from __future__ import annotations

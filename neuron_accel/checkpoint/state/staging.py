@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host memory that background saves copy tensors to.
 
 Allocating memory costs more than copying, since the system has to find and clear every page. All tensors are therefore

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of a training run other than the tensors of models and optimizers: captured for a checkpoint, and
 restored."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Consolidates a checkpoint of any mesh into a standard folder of transformers, a few megabytes at a time.
 
 Checkpoints of neuronx-distributed and optimum-neuron are read too; see ``checkpoint/format/neuronx.py``.

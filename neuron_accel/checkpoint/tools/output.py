@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folder that a tool writes: locked meanwhile, and cleaned by the next run if this one is killed.
 
 Before its first file a tool writes a list of all of them into the folder, and removes that list last. So a folder with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inspects and verifies checkpoints. Needs neither torch nor numpy."""
 
 from __future__ import annotations

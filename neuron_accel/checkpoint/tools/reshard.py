@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reshards a checkpoint, including optimizer state, for another mesh, whose ranks then read only their own files.
 
 Loading does not require this: any mesh loads any checkpoint. It reduces the number of files that each rank reads, if

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buckets: parameters whose gradients are reduced together, and the memory for these gradients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests whether an optimizer is element-wise, or at least updates each parameter independently.
 
 Only then can a parameter, or a list of parameters, be sharded over ranks. A list of known classes would not cover

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact steps of optimizers that need full parameters while ranks hold shards of them.
 
 LAMB scales by a parameter's norm, Adafactor factors its rows and columns, Muon orthogonalises the matrix: applied to a

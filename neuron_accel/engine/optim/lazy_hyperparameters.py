@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hyper-parameters that change from step to step, on devices that compile graphs.
 
 On a lazy device a Python number becomes an input of the graph, but 0 and 1 become constants, and numbers of equal value

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Global norms and clipping of sharded gradients, with every element of the original parameters counted once."""
 
 from __future__ import annotations

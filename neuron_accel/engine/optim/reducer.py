@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reduction of gradients over ranks, bucket by bucket, while the backward pass still runs.
 
 :class:`GradientReducer` is for owners of gradient reduction that keep gradients at their parameters; it is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies of an optimizer for other parameters, and its state in terms of the original parameters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converts plain data to the types of dataclass annotations, and checks objects against them.
 
 The conversion is strict: a boolean is not a valid number, and a number is not a valid boolean; an integer is valid for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration of a run, from a YAML file or a mapping.
 
     mixed_precision: "no"

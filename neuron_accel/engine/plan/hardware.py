@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits of a kind of machine, as data for the planner, and checks of a mesh against them."""
 
 from __future__ import annotations

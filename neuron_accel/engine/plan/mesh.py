@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mesh of ranks: named axes, coordinates of ranks, and groups of ranks.
 
 Ranks are numbered row-major over the axes, outer to inner: stages, replicas, data, sequence, model (pp, ..., dp, cp,

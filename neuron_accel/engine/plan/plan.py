@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan of a run: mesh, plugins in order, and owners of responsibilities; its comparison between ranks, and its
 description as text."""
 

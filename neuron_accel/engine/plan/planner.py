@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the plan of a run. Plugins are ordered by phase, then by their declarations, then by name, not as they are
 given."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface between the engine and a strategy.
 
 A strategy is a frozen, keyword-only dataclass derived from :class:`StrategyPlugin`. Its fields are its options, its

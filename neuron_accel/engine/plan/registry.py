@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds plugins: entry points, classes registered in this process, and ``"package.module:Class"``.
 
 Entry points are loaded only when they are used, so that an installed but unused plugin costs nothing, and one that

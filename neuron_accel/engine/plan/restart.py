@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a launcher and the ranks tell each other about restarts: variables of the environment, and files with notes.
 
 A launcher that may start a run again on fewer ranks asks the first rank, by the folder :data:`NOTES`, on which numbers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion of configuration values to plain data, for JSON and YAML."""
 
 from __future__ import annotations

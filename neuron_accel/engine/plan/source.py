@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads configuration files, and records the line of each value for error messages."""
 
 from __future__ import annotations

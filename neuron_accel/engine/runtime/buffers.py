@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Synchronizes buffers that training changes (running statistics) between ranks that process different samples.
 
 The forward passes of each rank change its own buffers. As in DistributedDataParallel, those of the first rank are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forward of a single module, replaced and restored."""
 
 from __future__ import annotations

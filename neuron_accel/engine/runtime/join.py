@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Uneven inputs: ranks that have run out of data take part in the collectives of the others.
 
 A data-parallel step is a sequence of collectives in which every rank takes part. A rank whose epoch ended earlier would

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Descriptions of a prepared model as text, also of one that is not prepared yet, through a copy without weights."""
 
 from __future__ import annotations

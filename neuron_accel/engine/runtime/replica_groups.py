@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits the number of partitions of the ranks into replica groups in one graph.
 
 The planner counts the partitions that the mesh needs in advance (:meth:`Hardware.check_mesh`). Groups that a plugin

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of one run: a plan, a backend, the prepared models, and the state of plugins."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations on tensors of several ranks: gathering full tensors, broadcasting weights, moving a model to its
 device."""
 

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts: how the parameters of the original model are sharded on this rank."""

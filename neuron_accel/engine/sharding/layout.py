@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout of one tensor of the original model over the mesh.
 
 A :class:`Layout` is pure data: a global shape, the name of a dtype, and one :class:`Cut` per sharded dim. It maps

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logits that a rank does not hold as such: a tensor class for strategies that never form the full logits."""
 
 from __future__ import annotations

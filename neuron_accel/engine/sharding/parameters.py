@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters by their name in the original model.
 
 A parameter is identified by its FQN in the original model only. A :class:`ParameterMap` is created before any

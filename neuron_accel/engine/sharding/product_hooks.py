@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks on the output of a sharded layer, before ranks exchange it.
 
 The output of a sharded layer combines the results of several ranks. A plugin that adds something to a layer, such as an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plugin of chunked cross entropy, and logits that are not computed until they are read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data parallelism: every rank trains the same parameters on its own samples, and gradients are averaged.
 
 The plugin is the default owner of gradient reduction and clipping. The reduction is :class:`GradientReducer`.

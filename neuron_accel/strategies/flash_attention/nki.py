@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flash attention of the Neuron Kernel Interface (NKI), as a differentiable function.
 
 Kernels ``flash_fwd`` and ``flash_attn_bwd`` of ``neuronxcc.nki.kernels``, with the layouts that their documentation

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters that do not train are sharded too: gathered with their unit, without gradients and optimizer state.
 
 Whether an optimizer holds them is of no importance: the weights under adapters are held by none. One that begins to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This rank's shard of parameters whose values are gathered only while the model uses them.
 
 The parameters of a bucket are views of one flat buffer. Its storage is freed and allocated anew, while the buffer

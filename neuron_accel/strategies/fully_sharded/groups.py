@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks over which parameters are sharded, if these are not all data-parallel ranks.
 
 Groups within the data-parallel ranks are axes of the mesh of their own, of kind ``DATA``: loaders, schedulers and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This rank's shard of parameters whose values are gathered only while the model uses them, on a device that runs one
 compiled graph on all ranks.
 

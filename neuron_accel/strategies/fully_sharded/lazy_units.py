@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The units of a model on a device that compiles a whole step into one graph.
 
 A compiler may run an operation as soon as its operands exist. Shards of parameters exist from the beginning of the

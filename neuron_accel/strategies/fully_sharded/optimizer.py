@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer that ``prepare`` returns when parameters are fully sharded: that of ZeRO-1, over other shards."""
 
 from __future__ import annotations

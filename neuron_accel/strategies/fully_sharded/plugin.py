@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fully sharded strategy: configuration, and what it adds to ZeRO-1."""
 
 from __future__ import annotations

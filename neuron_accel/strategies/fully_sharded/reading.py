@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a rank's shard of the weights of models that were built without memory for them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When the parameters of a model are gathered and freed: hooks on its modules.
 
 A unit is a module whose parameters are gathered together: a repeated block, and the model itself with what is in no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plugins that watch a training and report errors. They change nothing, except that :class:`FiniteGuard` can skip
 steps."""
 

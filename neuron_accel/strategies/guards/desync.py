@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Raises an error if ranks issue different collectives, which would otherwise hang."""
 
 from __future__ import annotations

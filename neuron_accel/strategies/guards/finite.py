@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Detects gradients with NaN or infinity, and raises an error, skips the step or warns."""
 
 from __future__ import annotations

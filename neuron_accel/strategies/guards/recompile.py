@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports graphs that are compiled after the first steps, with the input that caused them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that ranks which hold the same shard of a parameter hold equal values, and names the parameters that
 differ."""
 

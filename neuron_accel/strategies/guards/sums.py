@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Detects values that hardware has changed: sums over ranks that are not the sum of what was sent, memory that changed
 although nothing wrote it, and replicas whose updates differ."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor and pipeline parallelism in one plugin, with the name and the options that optimum-neuron uses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splits a model into stages of balanced cost."""
 
 from __future__ import annotations

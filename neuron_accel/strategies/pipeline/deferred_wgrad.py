@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backward passes in two halves: gradients of activations first, gradients of weights later.
 
 While :class:`DeferredWgrad` is active, linear projections record the inputs of their weight's gradient instead of

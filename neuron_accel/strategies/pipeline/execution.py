@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Execution of a schedule: a rank runs its list of actions for one batch."""
 
 from __future__ import annotations

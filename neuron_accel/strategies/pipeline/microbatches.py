@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splitting a batch into micro-batches, and the weight of each micro-batch in the loss."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outputs of a pipelined model: those of the last stage for its micro-batches, merged and sent to every rank."""
 
 from __future__ import annotations

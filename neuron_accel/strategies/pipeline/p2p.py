@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exchange of activations and gradients between stages: point-to-point messages, or a permutation of all ranks."""
 
 from __future__ import annotations

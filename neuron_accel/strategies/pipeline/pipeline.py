@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forward of a pipelined model: in training forward and backward of all micro-batches, else forward only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plugin of pipeline parallelism."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules as data: lists of actions and transfers, computed by pure functions. Without torch."""
 
 from __future__ import annotations

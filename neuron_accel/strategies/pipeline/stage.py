@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stage: the model itself, in which stubs replace the layers of other stages."""
 
 from __future__ import annotations

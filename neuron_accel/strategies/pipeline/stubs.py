@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stubs that replace the layers of other stages in the model of a stage.
 
 A stage runs the model's own forward. Positions, rotary tables and masks are computed as usual from the batch. The stubs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tied weights on several stages: one parameter of the model, a copy on each of these stages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When each action of a schedule happens, with transfers that take no time, and how many micro-batches a rank keeps.
 Without torch."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the first rank shows of a run while it trains: a few lines that are redrawn on a terminal, or a line now and
 then."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plugin of run reports: what is seen in its hooks, and where the figures go."""
 
 from __future__ import annotations

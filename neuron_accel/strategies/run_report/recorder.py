@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures the steps of one rank: a stack of open ranges, to the innermost of which each moment belongs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activations between tensor-parallel regions, sharded along the sequence."""
 
 from __future__ import annotations

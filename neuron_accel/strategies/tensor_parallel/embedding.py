@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token embedding and head, sharded along the vocabulary."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How heads are split over ranks: evenly, padded, or replicated on several ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers with sharded features, which replace a module keeping its hooks, training mode and attributes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks on the inputs and outputs of tensor-parallel regions, and on the outputs of a model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shards a model by its shard plans: replaces modules, shards parameters, and installs the hooks of regions."""
 
 from __future__ import annotations

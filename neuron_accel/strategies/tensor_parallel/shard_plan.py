@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides how each parameter of a model is sharded, as a pure function of the model and the degree."""
 
 from __future__ import annotations

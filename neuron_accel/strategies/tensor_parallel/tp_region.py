@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How activations enter and leave tensor-parallel regions, in which ranks compute different results.
 
 All regions of a model share one :class:`TpRegion`. The activations between two regions are either replicated

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes the communication of the sharded modules of a model as a table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A vocabulary sharded over ranks: token ids, logits, their cross entropy, and local operations on logits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This rank's shard of a bucket whose parameters are views of one flat buffer, so that weights are gathered in place.
 
 Gradients are copied into a send buffer as they arrive, while they are in the cache, and released at once. Buckets use a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This rank's shard of a bucket on a device that runs one compiled graph on all ranks.
 
 Parameter shards have equal sizes on all ranks (:mod:`neuron_accel.strategies.zero1.partition`) and are consecutive in

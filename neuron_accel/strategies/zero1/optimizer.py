@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer that ``prepare`` returns under ZeRO-1.
 
 It has the interface of the user's optimizer: the same groups with the model's parameters, which schedulers edit. A twin

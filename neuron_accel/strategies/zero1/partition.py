@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the elements of a bucket are distributed over ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plugin of ZeRO-1."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This rank's shard of a bucket: gradients are reduce-scattered to it, it is updated, and weights are all-gathered.
 
 There are two kinds. :class:`~neuron_accel.strategies.zero1.eager_shard.EagerShard` keeps parameters as views of one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``parameter.grad`` under ZeRO-1: a tensor that is gathered when it is read.
 
 From the end of the backward pass until gradients are zeroed it is the reduced gradient, as with plain data parallelism.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion between the state of tensors that the inner optimizer updates and the state of single parameter shards.
 
 ``state_dict`` of :class:`~neuron_accel.strategies.zero1.optimizer.Zero1Optimizer` has an entry for each updated tensor,

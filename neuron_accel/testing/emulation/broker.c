@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Executes for the ranks of one launch: a client of XLA's CPU with one device for each rank, and a thread that acts for
 // it. All compile a program once, and meet in its collectives as threads of one process do.
 //

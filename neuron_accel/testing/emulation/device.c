@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A PJRT plugin that torch_xla takes for Neuron's: XLA's CPU plugin, seen by each process as one core of several.
 //
 // Every process sees NEURON_PJRT_WORLD_SIZE devices of the platform NEURON, of which NEURON_PJRT_PROCESS_INDEX is its

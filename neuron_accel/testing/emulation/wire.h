@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the device of a rank (device.c) and the process that executes for all ranks (broker.c) say to each other: 64-bit
 // numbers and bytes over a socket of the Unix domain, in the byte order of the machine.
 //

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of queries to a block of keys, computed in tiles, and merging of the results of several blocks.
 
 Softmax over all keys is a weighted sum of softmaxes over blocks of keys, with weights from the log-sum-exp of each

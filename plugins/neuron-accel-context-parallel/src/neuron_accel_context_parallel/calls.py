@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shards the arguments of a model's call along the sequence."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masks of packed documents and padding, encoded as one number per token.
 
 The code of a token is twice the index of its document, plus one if queries may attend to it. Codes are passed through a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Autograd functions between values that are equal on all ranks and values of each rank's positions.
 
 Gradients of parameters are averaged over the ranks of a sequence. So the gradient of a value that all ranks compute

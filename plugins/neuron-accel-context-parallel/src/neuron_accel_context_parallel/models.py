@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of transformers with ring attention.
 
 Their attention layers call the function that the configuration names, through transformers' public

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gathers the outputs of a model along the sequence."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ring attention over a sequence that is sharded over ranks: keys and values are passed around, queries are not.
 
 In each step a rank computes attention of its queries to the keys that it has, sends these to the next rank, and merges

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which queries of this rank are combined with which keys of another rank in each step of the ring.
 
 On eager devices they are slices that depend on the rank. On lazy devices, where all ranks have to run the same graph,

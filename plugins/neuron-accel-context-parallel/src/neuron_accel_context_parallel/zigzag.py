@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a sequence is sharded over ranks.
 
 A sequence is padded to 2 x degree chunks of equal length; rank r has chunks r and 2 x degree - 1 - r, one early and one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert parallelism for neuron_accel: mixtures of experts over ranks that have other samples and other experts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The load-balancing loss of routers over the tokens of all ranks.
 
 The loss (Fedus, Zoph and Shazeer, "Switch Transformers", 2021, equations 4 to 6) is a product of two means over tokens,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sends tokens to the ranks of their experts, and their results back.
 
 Where ranks can send different numbers of rows, the module of experts stays as it is, with fewer experts: a hook before

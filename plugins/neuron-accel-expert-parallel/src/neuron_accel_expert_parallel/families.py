@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the experts of a model are, as data: names of modules by family.
 
 A module of experts holds the parameters of all of them, stacked along dim 0, says how many there are in its attribute

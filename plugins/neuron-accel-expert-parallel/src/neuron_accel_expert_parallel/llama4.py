@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Llama 4's mixtures in the form of others: experts that are called with the tokens that chose them.
 
 In transformers a mixture of Llama 4 calls its experts with a copy of all tokens for every expert, multiplied by the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How evenly tokens are spread over experts and ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sends tokens to experts in buffers of a fixed size, so that no shape depends on a value.
 
 Each rank has a buffer of ``capacity`` rows for each expert; the buffers of the experts of one rank are sent to it

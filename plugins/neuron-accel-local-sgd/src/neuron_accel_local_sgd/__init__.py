@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local SGD and DiLoCo: islands of ranks train on their own and synchronise every so many steps."""
 
 from __future__ import annotations

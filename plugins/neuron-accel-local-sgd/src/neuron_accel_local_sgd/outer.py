@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The outer loop: what the islands learned in some inner steps becomes one step of an outer optimizer.
 
 The outer optimizer keeps an *anchor* for each parameter, in float32: the weights on which the islands agreed last. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plugin: options, the axis of islands, and the hooks in which the outer loop acts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mean over islands of a flat tensor, in float32, bfloat16 or int8 on the wire.
 
 In int8 each block of :data:`BLOCK` elements has a scale, the largest absolute value in it divided by 127. Islands

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA fine-tuning with ``peft`` for neuron_accel, with adapters that are sharded like the layers that they adapt.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves the adapter of a prepared model, or of a checkpoint, in peft's format."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads and writes adapters in peft's format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 from __future__ import annotations

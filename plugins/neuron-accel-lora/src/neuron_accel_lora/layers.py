@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters of layers: parameters that are added to a layer, and a hook that adds the adapter's output to the
 layer's."""
 

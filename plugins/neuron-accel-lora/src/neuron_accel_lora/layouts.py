@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts of the two factors of an adapter, which follow from the layout of the weight that they adapt.
 
 A layer computes ``W x`` and its adapter ``B A x``. If the output features of ``W`` are sharded, so are the rows of

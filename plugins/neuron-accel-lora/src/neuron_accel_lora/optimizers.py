@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replaces the frozen parameters of an optimizer by adapters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the options of peft's ``LoraConfig``."""
 
 from __future__ import annotations

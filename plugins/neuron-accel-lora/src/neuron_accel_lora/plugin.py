@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plugin: its options and hooks."""
 
 from __future__ import annotations

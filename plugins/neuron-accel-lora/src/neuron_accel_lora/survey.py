@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the layers that peft adapts in a model, by applying peft to a copy of the model's structure."""
 
 from __future__ import annotations

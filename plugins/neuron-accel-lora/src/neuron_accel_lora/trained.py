@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks and describes the trained parameters."""
 
 from __future__ import annotations
