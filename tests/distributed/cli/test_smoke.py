@@ -101,5 +101,6 @@ def test_what_commands_with_ranks_show_fits_a_terminal_of_80_columns(command, tm
     assert code == 0, text
     assert "Traceback" not in text
     lines = [state.replace("\x1b[K", "") for line in text.split("\r\n") for state in line.split("\r")]
+    lines = [line for line in lines if not line.startswith("[Gloo]")]  # torch 2.9 prints them
     assert len(lines) > 5
     assert [line for line in lines if len(line) > 80 and len(line.split()) > 1] == []
