@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from neuron_accel.backends.base import CollectiveObserver
 from neuron_accel.neuron.hlo import parse_module
 from neuron_accel.neuron.hlo_memory import live_bytes
 from neuron_accel.testing import RanksError, run_ranks
@@ -57,7 +58,7 @@ def test_trains_like_one_process(composition):
 
 
 # ---- the graph of a step ---------------------------------------------------------------------------------------------
-class Graphs:
+class Graphs(CollectiveObserver):
     """Keeps the graphs that are about to be executed, of the tensors that a training keeps: hash and HLO."""
 
     def __init__(self, kept):
