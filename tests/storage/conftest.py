@@ -12,9 +12,6 @@ from urllib.parse import parse_qs
 
 import pytest
 
-pytest.importorskip("s3fs", reason="s3fs is not installed; `nox -s storage` has it")
-pytest.importorskip("moto", reason="moto is not installed; `nox -s storage` has it")
-
 BUCKET = "bucket"
 CONTROL = "/-/kill"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -24,6 +25,9 @@ from neuron_accel.errors import CheckpointError
 from neuron_accel.storage import location
 from neuron_accel.testing import run_ranks
 from tests.distributed.checkpoint.checkpoint_support import BATCHES, TP2, Trained, assert_equal
+
+MISSING = [name for name in ("s3fs", "moto") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed: nox -s storage")
 
 URL = "s3://bucket/runs"
 PARTS = 11 << 20  # bytes of a file that is uploaded in several parts

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from neuron_accel import NeuronAccelerator
+from neuron_accel.testing.xla_ranks import one_at_a_time
 
 STEPS = 5
 
@@ -85,11 +86,13 @@ def on_rank(build: Callable[[], nn.Module], plugins: list, data: list, folder: s
     from neuron_accel_lora import save_adapter
 
     accelerator = NeuronAccelerator(plugins=plugins)
-    model = build()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+    with one_at_a_time():  # ranks that are threads share a random generator
+        model = build()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
     model.train()
     torch.manual_seed(7)
+    accelerator.wait_for_everyone()
     model, optimizer = accelerator.prepare(model, optimizer)
     size, rank = accelerator.data_parallel_size, accelerator.data_parallel_rank
     losses, found = [], []
@@ -98,9 +101,11 @@ def on_rank(build: Callable[[], nn.Module], plugins: list, data: list, folder: s
         with accelerator.run.backend.record() as traffic:
             loss = model(**share).loss
             accelerator.backward(loss)
-            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
-            found.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            mean = accelerator.reduce(loss.detach(), "mean")
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
+            losses.append(float(mean))
+            found.append(float(norm))
         optimizer.zero_grad()
     save_adapter(accelerator, model, folder)
     after = accelerator.get_state_dict(model)
