@@ -91,6 +91,7 @@ def on_rank(build: Callable[[], nn.Module], plugins: list, data: list, folder: s
         before = {name: value.clone() for name, value in model.state_dict().items()}
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
     model.train()
+    accelerator.wait_for_everyone()
     torch.manual_seed(7)
     accelerator.wait_for_everyone()
     model, optimizer = accelerator.prepare(model, optimizer)
