@@ -10,7 +10,6 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from neuron_accel import NeuronAccelerator
-from neuron_accel.testing.xla_ranks import one_at_a_time
 
 STEPS = 5
 
@@ -86,7 +85,7 @@ def on_rank(build: Callable[[], nn.Module], plugins: list, data: list, folder: s
     from neuron_accel_lora import save_adapter
 
     accelerator = NeuronAccelerator(plugins=plugins)
-    with one_at_a_time():  # ranks that are threads share a random generator
+    with accelerator.main_process_first():  # ranks that are threads share a random generator
         model = build()
         before = {name: value.clone() for name, value in model.state_dict().items()}
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
