@@ -1,10 +1,11 @@
-"""The tests train on the CPU also where torch_xla is installed, which Accelerate would choose when peft imports it."""
+"""Where torch_xla is installed Accelerate chooses it, also for peft, unless this package is imported before."""
 
 from __future__ import annotations
 
 import os
 
-from neuron_accel.backends.select import settle
-
 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-settle(os.environ)
+
+from neuron_accel import NeuronAccelerator
+
+assert NeuronAccelerator
