@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 
 import pytest
 import torch
@@ -25,18 +26,20 @@ def built_in() -> set[str]:
 def test_every_built_in_plugin_is_part_of_a_composition():
     names = {plugin.spec.name for c in COMPOSITIONS.values() for plugin in c.built_in()}
     # The first is there by default, the second is a name for tensor parallelism and pipelines together, the next two
-    # need models of transformers, while a plugin's author may train any, and the last composes only with plugins that
-    # declare it.
-    others = {"data_parallel", "model_parallelism", "flash_attention", "chunked_loss", "fully_sharded"}
+    # need models of transformers, while a plugin's author may train any, the next composes only with plugins that
+    # declare it, and the last writes files.
+    others = {"data_parallel", "model_parallelism", "flash_attention", "chunked_loss", "fully_sharded", "run_report"}
     assert names == built_in() - others
     assert COMPOSITIONS["tp2"].beside((ModelParallelismPlugin(tensor_parallel_size=2),)) is None
 
 
-def test_every_built_in_plugin_goes_through_the_kit():
+def test_every_built_in_plugin_goes_through_the_kit(tmp_path):
     classes = [value for name, value in vars(test_built_in).items() if name.startswith("Test")]
     fixtures = [cls.plugin for cls in classes]
     plugins = [getattr(f, "_fixture_function", None) or f.__wrapped__ for f in fixtures]
-    assert {make(None).spec.name for make in plugins} == built_in()
+    given = {"self": None, "tmp_path": tmp_path}
+    made = [make(**{name: given[name] for name in inspect.signature(make).parameters}) for make in plugins]
+    assert {plugin.spec.name for plugin in made} == built_in()
 
 
 # ---- a user's own model ----------------------------------------------------------------------------------------------
