@@ -33,7 +33,7 @@ HARDWARE_ROOT_VARIABLE = "NEURON_ACCEL_HARDWARE_ROOT"
 """Environment variable for the folder that contains ``dev`` and ``sys`` of an emulated machine."""
 
 SHARED_MEMORY_VARIABLE = "NEURON_ACCEL_SHARED_MEMORY"
-"""Environment variable that is true if CPU ranks of one host communicate through shared memory."""
+"""Environment variable: true if CPU ranks of one host communicate through shared memory."""
 
 DRY_RUN_SIZE_VARIABLE = "NEURON_ACCEL_DRYRUN_WORLD_SIZE"
 """Environment variable for the number of ranks of a dry run; 1 by default."""
@@ -296,7 +296,7 @@ def connect(
     from neuron_accel.backends.torch_distributed import TorchBackend
 
     sends = flag(environ, "NEURON_ACCEL_POINT_TO_POINT", default=True)
-    shares = flag(environ, SHARED_MEMORY_VARIABLE, default=True)
+    shares = flag(environ, SHARED_MEMORY_VARIABLE, default=False)
     return TorchBackend.connect(
         decision.device, timeout=timeout, adopts=adopts, tries_sending=sends, shares_memory=shares
     )

@@ -3,7 +3,7 @@
 
 No package of a device is imported here: a device is given by its name, and torch provides its process group.
 
-CPU ranks of one host exchange tensors through :mod:`~neuron_accel.backends.shared_memory`, all others through gloo.
+CPU ranks of one host can exchange tensors through :mod:`~neuron_accel.backends.shared_memory`, all others through gloo.
 
 With gloo a reduce-scatter is an all-to-all followed by a local sum in the order of the ranks: it sends the minimum,
 half of what gloo's own reduce-scatter sends, and its result is deterministic. bfloat16 and float16 are summed in
@@ -68,7 +68,7 @@ class TorchBackend(Backend):
         *,
         owns_default_group: bool = False,
         timeout: timedelta | None = None,
-        shares_memory: bool = True,
+        shares_memory: bool = False,
     ) -> None:
         super().__init__()
         self._device = device
@@ -95,7 +95,7 @@ class TorchBackend(Backend):
         timeout: timedelta | None = None,
         adopts: bool = False,
         tries_sending: bool = True,
-        shares_memory: bool = True,
+        shares_memory: bool = False,
     ) -> TorchBackend:
         """Returns the backend of this process.
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(shared_memory.why_not_here() is not None, reason
 
 
 def connect(**options):
-    backend = TorchBackend.connect("cpu", **options)
+    backend = TorchBackend.connect("cpu", **{"shares_memory": True, **options})
     return backend, backend.new_group([range(backend.world_size)], "world")
 
 
