@@ -191,7 +191,7 @@ def _fail_at_every_request(url: str, faulty: int, background: bool) -> int:
 
 
 IN_BACKGROUND = [pytest.param(rank, True, marks=pytest.mark.slow) for rank in (0, 1)]
-"""Ranks may still be removing what they have written when the error is raised: a listing right after it is not stable."""
+"""Ranks may still remove what they have written when the error is raised, so a listing right after it is not stable."""
 
 
 @pytest.mark.parametrize(("faulty", "background"), [(0, False), (1, False), *IN_BACKGROUND])
