@@ -166,6 +166,7 @@ def _fail_at_every_request(url: str, faulty: int, background: bool) -> int:
     trained.step(BATCHES[0])
     bucket, folder = Path(url.removeprefix("objects://")), location(f"{url}/c")
     before: dict[str, bytes] = {}
+    unknown = 0
     for number in range(1000):
         failure = Failure(number if accelerator.process_index == faulty else 1e9, stays=number % 2 == 0)
         ObjectStore.before_request = staticmethod(failure)
@@ -180,21 +181,27 @@ def _fail_at_every_request(url: str, faulty: int, background: bool) -> int:
         after = contents_of(bucket)
         accelerator.wait_for_everyone()
         if succeeded and not any(run.backend.all_gather_object(failure.failed, run.world)):
+            names = {NAME, *read_manifest(folder).files}
+            assert set(after) == {f"c/{name}" for name in names}, "also what an unknown end has left is removed"
             return number
         if after.get(f"c/{NAME}") != before.get(f"c/{NAME}"):
             assert verify(folder) == []
             assert not [name for name in after if ".saving." in name or ".rank_" in name]
             before = after
-        assert after == before, set(after) ^ set(before)
+        if after != before:
+            # The manifest was sent, the answer was lost, and so was the one to whether it is there: the files may be
+            # those of a complete checkpoint, and stay.
+            assert failure.stays, set(after) ^ set(before)
+            assert faulty == 0
+            assert set(before) < set(after)
+            unknown += 1
+            before = after
+        assert unknown < 5
         accelerator.wait_for_everyone()
     raise AssertionError
 
 
-IN_BACKGROUND = [pytest.param(rank, True, marks=pytest.mark.slow) for rank in (0, 1)]
-"""Ranks may still remove what they have written when the error is raised, so a listing right after it is not stable."""
-
-
-@pytest.mark.parametrize(("faulty", "background"), [(0, False), (1, False), *IN_BACKGROUND])
+@pytest.mark.parametrize(("faulty", "background"), [(0, False), (1, False), (0, True), (1, True)])
 def test_a_save_that_fails_at_any_request_leaves_nothing_behind(tmp_path, faulty, background):
     _, url = make_bucket(tmp_path)
     failures = run_ranks(_fail_at_every_request, 2, url, faulty, background)
