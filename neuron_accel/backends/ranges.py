@@ -93,7 +93,7 @@ class Ranges:
         return f"<{type(self).__name__}: {len(self.observers)} observers>"
 
     def __reduce__(self) -> tuple[type[Ranges], tuple[()]]:
-        return Ranges, ()  # in another process nobody observes
+        return Ranges, ()  # observers stay in their process
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranges:
         return self  # copies of a loader or model belong to the same run

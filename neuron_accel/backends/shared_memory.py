@@ -46,7 +46,7 @@ _EVERYONE = 2**31 - 1
 _CHECKS = 0.02  # seconds after which a waiting rank checks that the others are alive
 _LINE = 64  # bytes of a cache line, and of an entry of a ledger
 ENTRIES = 2048  # operations whose entries are kept; more cannot be under way
-_SMALLEST = 1 << 20  # bytes of an arena
+_FIRST = 64 << 20  # bytes of the first arena, of which memory is taken as it is used
 _DIRECT = 1 << 15  # bytes up to which every rank sums everything itself, which saves one exchange
 
 Consume = Callable[[list[torch.Tensor]], None]
@@ -181,32 +181,26 @@ class Arenas:
     """This rank's memory for what it sends."""
 
     def __init__(self) -> None:
-        self.memories: list[Memory] = []
-        self._used: list[list[tuple[int, int, int]]] = []  # of each arena: begin, end, and number of the operation
+        self.memories = [Memory(_FIRST)]
+        self._used: list[list[tuple[int, int, int]]] = [[]]  # of each arena: begin, end, and number of the operation
 
     def take(self, size: int, number: int, completed: Callable[[], int]) -> tuple[int, int]:
         """Returns arena and position of ``size`` bytes for operation ``number``. They are used again when all ranks
         have completed it; ``completed`` returns how many operations these are."""
         size = max(_LINE, -(-size // _LINE) * _LINE)
-        for attempt in range(2):
-            for arena, used in enumerate(self._used):
-                begin = 0
-                for start, end, _ in used:
-                    if start - begin >= size:
-                        break
-                    begin = end
-                if self.memories[arena].size - begin >= size:
-                    used.append((begin, begin + size, number))
-                    used.sort()
-                    return arena, begin
-            if not attempt:
-                done = completed()
-                for used in self._used:
-                    used[:] = [each for each in used if each[2] >= done]
-        largest = self.memories[-1].size if self.memories else _SMALLEST // 2
-        self.memories.append(
-            Memory(max(2 * largest if len(self.memories) < 4 else largest, 1 << (size - 1).bit_length()))
-        )
+        done = completed()
+        for arena, used in enumerate(self._used):
+            used[:] = [each for each in used if each[2] >= done]
+            begin = 0
+            for start, end, _ in used:
+                if start - begin >= size:
+                    break
+                begin = end
+            if self.memories[arena].size - begin >= size:
+                used.append((begin, begin + size, number))
+                used.sort()
+                return arena, begin
+        self.memories.append(Memory(max(_FIRST, 1 << (size - 1).bit_length())))
         self._used.append([(0, size, number)])
         return len(self.memories) - 1, 0
 
@@ -248,6 +242,8 @@ class SharedMemory:
         ledgers: of all ranks of the group; this rank's own is written.
         processes: numbers of the processes.
         watches: file descriptors that become readable when a process ends; -1 for this process.
+        arenas: of this rank.
+        first_arenas: the first arena of each rank; what they hold is there also after their rank has ended.
         timeout: of an operation.
     """
 
@@ -259,13 +255,15 @@ class SharedMemory:
         ledgers: Sequence[Ledger],
         processes: Sequence[int],
         watches: Sequence[int],
+        arenas: Arenas,
+        first_arenas: Sequence[Memory],
         timeout: timedelta,
     ) -> None:
         self._index, self._ranks, self._ledgers, self._timeout = index, tuple(ranks), list(ledgers), timeout
         self._processes, self._watches = list(processes), list(watches)
         self._others = [place for place in range(len(self._ranks)) if place != index]
-        self._arenas = Arenas()
-        self._arenas_of: list[dict[int, Memory]] = [{} for _ in self._ranks]
+        self._arenas = arenas
+        self._arenas_of: list[dict[int, Memory]] = [{0: first} for first in first_arenas]
         self._under_way: deque[Operation] = deque()
         self._started = 0
         self._lock = threading.RLock()
@@ -289,26 +287,32 @@ class SharedMemory:
             gather: collective that returns the objects of all ranks of the group.
         """
         why_not = why_not_here()
-        ledger = None
+        ledger, arenas = None, None
         if why_not is None:
             try:
+                arenas = Arenas()
                 ledger = Ledger(Memory(Ledger.SIZE))
                 ledger.token = secrets.token_hex(16).encode()
             except OSError as error:
                 why_not = str(error)
-        mine = None if ledger is None else (host_of_this_process(), os.getpid(), ledger.memory.file, ledger.token)
+        mine = None
+        if ledger is not None and arenas is not None:
+            files = ledger.memory.file, arenas.memories[0].file
+            mine = host_of_this_process(), os.getpid(), files, ledger.token
         known = gather(mine)
-        ledgers, watches = [], []
+        ledgers, watches, first_arenas = [], [], []
         try:
-            if ledger is None or any(other is None or other[0] != known[index][0] for other in known):
+            if ledger is None or arenas is None or any(other is None or other[0] != known[index][0] for other in known):
                 raise OSError("the ranks of the group do not share a host")
-            for place, (_, process, file, token) in enumerate(known):
+            for place, (_, process, files, token) in enumerate(known):
                 if place == index:
                     ledgers.append(ledger)
                     watches.append(-1)
+                    first_arenas.append(arenas.memories[0])
                     continue
                 watches.append(os.pidfd_open(process))
-                ledgers.append(Ledger(Memory(Ledger.SIZE, f"/proc/{process}/fd/{file}")))
+                ledgers.append(Ledger(Memory(Ledger.SIZE, f"/proc/{process}/fd/{files[0]}")))
+                first_arenas.append(Memory(_FIRST, f"/proc/{process}/fd/{files[1]}"))
                 if ledgers[-1].token != token:
                     raise OSError(f"the memory of process {process} is not the expected one")
             agrees = True
@@ -320,9 +324,21 @@ class SharedMemory:
                     os.close(watch)
             if ledger is not None:
                 ledger.memory.close()
+            if arenas is not None:
+                arenas.close()
             return None
+        assert arenas is not None
         processes = [process for _, process, _, _ in known]
-        return cls(index=index, ranks=ranks, ledgers=ledgers, processes=processes, watches=watches, timeout=timeout)
+        return cls(
+            index=index,
+            ranks=ranks,
+            ledgers=ledgers,
+            processes=processes,
+            watches=watches,
+            arenas=arenas,
+            first_arenas=first_arenas,
+            timeout=timeout,
+        )
 
     def close(self, seconds: float = 10.0) -> None:
         """Waits until the other ranks have read what this one has sent, as long as they run, and frees the memory."""

@@ -81,7 +81,7 @@ def repeated() -> list[int]:
         pending = [backend.start_all_reduce(torch.full((1 << 17,), 1.0), group) for _ in range(4)]
         pending.append(backend.start_all_gather(torch.ones(1000 + step), group))
         assert all(each.wait().min() >= 1 for each in pending)
-        sizes.append(sum(arena.size for arena in memory._arenas.memories))
+        sizes.append(sum(os.stat(arena.file).st_blocks * 512 for arena in memory._arenas.memories))
     return sizes
 
 
@@ -137,6 +137,21 @@ def end_first() -> float:
 
 def test_a_rank_that_ends_first_is_still_read():
     assert run_ranks(end_first, 2, full_exit=True) == [1 << 16] * 2
+
+
+def end_at_once() -> float:
+    backend, group = connect()
+    if backend.rank == 0:
+        backend.start_all_gather(torch.ones(1 << 16), group)
+        os._exit(3)
+    time.sleep(1.0)
+    return backend.all_gather(torch.ones(1 << 16), group).sum().item()
+
+
+def test_what_a_rank_has_sent_is_read_after_it_has_ended():
+    with pytest.raises(RanksError) as caught:
+        run_ranks(end_at_once, 2)
+    assert set(caught.value.errors) == {0}, "rank 1 has what rank 0 sent before it ended"
 
 
 def fork_a_worker() -> float:
