@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from neuron_accel.backends import shared_memory
+from neuron_accel.backends.select import SHARED_MEMORY_VARIABLE
 from neuron_accel.backends.torch_distributed import TorchBackend
 from neuron_accel.errors import CommunicationError
 from neuron_accel.testing import RanksError, run_ranks
+from neuron_accel.testing.parity import Training, assert_parallel_equivalence
 from neuron_accel.testing.resources import bytes_sent
+from tests.distributed.models import llama, token_batches
 
 pytestmark = pytest.mark.skipif(shared_memory.why_not_here() is not None, reason=str(shared_memory.why_not_here()))
 
@@ -39,6 +42,21 @@ def test_nothing_is_sent_through_the_kernel():
         assert (counted, sent) == (4 << 20, 0)
     for counted, sent in run_ranks(through_the_kernel, 2, False):
         assert sent >= counted == 4 << 20
+
+
+def of_an_accelerator() -> int:
+    from neuron_accel import NeuronAccelerator
+
+    run = NeuronAccelerator().run
+    run.backend.barrier()
+    before = bytes_sent()
+    run.backend.all_reduce(torch.ones(1 << 18), run.world)
+    return bytes_sent() - before
+
+
+def test_a_variable_turns_it_on():
+    assert min(run_ranks(of_an_accelerator, 2)) > 0
+    assert run_ranks(of_an_accelerator, 2, env={SHARED_MEMORY_VARIABLE: "1"}) == [0, 0]
 
 
 def with_a_distant_rank() -> tuple[int, int]:
@@ -137,6 +155,20 @@ def end_first() -> float:
 
 def test_a_rank_that_ends_first_is_still_read():
     assert run_ranks(end_first, 2, full_exit=True) == [1 << 16] * 2
+
+
+PP2 = {"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
+
+
+@pytest.mark.parametrize(
+    "plugins",
+    [[], ["zero1"], ["fully_sharded"], [{"tensor_parallel": {"tensor_parallel_size": 2}}, "zero1"], [PP2, "zero1"]],
+    ids=["dp4", "zero1", "fully-sharded", "tp2-zero1", "pp2-zero1"],
+)
+def test_trains_like_one_process(plugins, monkeypatch):
+    monkeypatch.setenv(SHARED_MEMORY_VARIABLE, "1")
+    training = Training(max_norm=0.5, accumulation=2)
+    assert_parallel_equivalence(llama, token_batches(4, size=8), plugins, ranks=4, training=training)
 
 
 def end_at_once() -> float:
