@@ -298,7 +298,7 @@ class Report:
         if self._display is not None:
             try:
                 self._display.show(step, self._late, self._run.data_parallel_size)
-            except (OSError, ValueError):  # nobody reads standard output any more
+            except (OSError, ValueError):  # standard output is closed
                 self._display = None
 
     def _flops(self, step: Step) -> float | None:

@@ -136,7 +136,7 @@ class Recorder(RangeObserver):
             self._parts = dict.fromkeys(PARTS, 0.0)
         self._charge(now)
         part = opened.part or (stack[-1].part if stack else "other")
-        if part not in self._parts:  # of a range that somebody else has opened
+        if part not in self._parts:  # of a range that another plugin or the script has opened
             part = "other"
         stack.append(_Open(opened, part, now, self.step))
         if opened.part == "backward" and opened.category == "part":
@@ -261,7 +261,7 @@ class Scalars:
     """0-dim tensors that are read after the device has computed them.
 
     A lazy device has them as outputs of the step's graph, and CUDA copies them beside its other work: they are read one
-    step later, when nobody has to wait for them. Other devices are read one step later, too.
+    step later, when reading them does not wait. Other devices are read one step later, too.
 
     Args:
         backend: of the run.

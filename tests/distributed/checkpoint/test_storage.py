@@ -361,7 +361,7 @@ def _prune_beside_another_run(url: str) -> None:
     (root / "checkpoint_0/tensor_parallel_shards/rank_00-g0-abc.safetensors").put(b"left over")
     (root / "checkpoint_1/tensor_parallel_shards/rank_00-g0-def.safetensors").put(b"being written")
     (root / "checkpoint_1/.saving.t.json").put(json.dumps(OTHER).encode())
-    (root / "notes.txt").put(b"of somebody")
+    (root / "notes.txt").put(b"of another run")
     trained.accelerator.save_state()
     found = {name.split("/")[1] for name in contents_of(bucket)}
     assert found == {"checkpoint_1", "checkpoint_3", "notes.txt"}

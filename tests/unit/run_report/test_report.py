@@ -1,4 +1,4 @@
-"""What a report says of a run: numbers that are known beforehand, in bounded memory, and bad files in words."""
+"""What a report says of a run: numbers that are known beforehand, in bounded memory, and errors for bad files."""
 
 from __future__ import annotations
 
