@@ -125,6 +125,7 @@ class Index:
                 layout=layout,
                 form=description.get("form", "parameter"),
                 buffer=bool(description.get("buffer", False)),
+                position=None if description.get("position") is None else operator.index(description["position"]),
             )
             for alias in (name, *aliases):
                 tensors[alias] = source

@@ -97,6 +97,7 @@ class SourceTensor:
         form: ``"parameter"`` if it has the shape of the parameter; ``"own"`` for state of another shape (scalars,
             factored moments).
         buffer: whether it is a buffer, not a parameter.
+        position: of a parameter among those of its model; None if it is not known.
         parts: the chunks of each shard.
     """
 
@@ -105,6 +106,7 @@ class SourceTensor:
     aliases: tuple[str, ...] = ()
     form: str = "parameter"
     buffer: bool = False
+    position: int | None = None
     parts: dict[Place, list[Chunk]] = field(default_factory=dict)
 
     @cached_property

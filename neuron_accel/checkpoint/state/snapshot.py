@@ -52,6 +52,7 @@ class Item:
         axes: axes along which ranks hold other shards, besides those of the layout.
         leads: axes along which all ranks hold the same values, and the first rank writes them.
         buffer: whether it is a buffer, of which the first rank that has it writes its values.
+        position: of a parameter among those of its model.
         record: the parameter.
     """
 
@@ -66,6 +67,7 @@ class Item:
     axes: tuple[str, ...] = ()
     leads: tuple[str, ...] = ()
     buffer: bool = False
+    position: int | None = None
     record: ParameterRecord | None = None
 
     @property
@@ -112,6 +114,8 @@ class Item:
             result["form"] = self.form
         if self.buffer:
             result["buffer"] = True
+        if self.position is not None:
+            result["position"] = self.position
         return result
 
 
@@ -133,9 +137,9 @@ def items_of_model(model: PreparedModel, index: int) -> list[Item]:
     """Returns the parameters and persistent buffers of one model on this rank."""
     collection = model_collection(index)
     items = []
-    for record in model.parameters:
+    for position, record in enumerate(model.parameters):
         if record.current is not None and (item := _weight_item(record, record.current, collection)) is not None:
-            items.append(item)
+            items.append(replace(item, position=position))
     for names, value in buffers_of(model).items():
         items.append(
             Item(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,9 +43,7 @@ def inspect(folder: Location) -> dict[str, Any]:
             for path, entry in manifest.files.items()
         },
         "collections": {
-            collection: [
-                _tensor(tensor) for tensor in sorted(index.tensors(collection), key=lambda t: _by_number(t.name))
-            ]
+            collection: [_tensor(tensor) for tensor in _in_order(index, collection)]
             for collection in sorted(index.collections)
         },
     }
@@ -77,6 +76,13 @@ def _check_info(info: Mapping[str, Any], folder: Location) -> None:
             where=str(folder),
             why="it was not written by `save_state`, or by another version",
         )
+
+
+def _in_order(index: Index, collection: str) -> list[SourceTensor]:
+    """Returns the tensors of a collection in the order of the model's parameters, and others after them by name."""
+    models = (tensor for name in index.collections if name.startswith("model.") for tensor in index.tensors(name))
+    places = {tensor.name: tensor.position for tensor in models if tensor.position is not None}
+    return sorted(index.tensors(collection), key=lambda t: (places.get(t.name, math.inf), _by_number(t.name)))
 
 
 def _by_number(name: str) -> list[Any]:

@@ -188,6 +188,7 @@ def _stored_shards(
         tensor=torch.empty(0, device="meta"),
         form=source.form,
         buffer=source.buffer,
+        position=source.position,
     )
     numel, ranks = math.prod(layout.local_shape), mesh.size(mesh.gradient_axes)
     sharded = sharding.shard_optimizer and item.kind == "optimizer" and source.form == "parameter" and numel >= ranks

@@ -18,7 +18,7 @@ import torch
 from neuron_accel.checkpoint.format.manifest import NAME, read_manifest
 from neuron_accel.checkpoint.format.tensorfile import read_header
 from neuron_accel.checkpoint.tools.consolidate import consolidate, parse_size
-from neuron_accel.checkpoint.tools.report import verify
+from neuron_accel.checkpoint.tools.report import inspect, verify
 from neuron_accel.cli.main import main
 from neuron_accel.errors import CheckpointError, UsageError
 from neuron_accel.testing import run_ranks
@@ -162,12 +162,21 @@ def test_other_families_on_other_meshes(saved, model, ranks, plugins):
 
 
 # ---- inspect and verify ----------------------------------------------------------------------------------------------
+def parameters_of(model):
+    from tests.distributed.checkpoint.checkpoint_support import MODELS
+
+    with torch.device("meta"):
+        return [name for name, _ in MODELS[model]().named_parameters()]
+
+
 def test_inspect_says_what_is_there(saved, capsys):
     folder, contents, _ = saved("llama-padded")
     assert main(["inspect", "--json", str(folder / "tensor_parallel_shards")]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["mesh"] == {"dp": 1, "tp": 4}
     tensors = {tensor["name"]: tensor for tensor in report["collections"]["model.0"]}
+    order = parameters_of("llama-padded")
+    assert [name for name in tensors if name in order] == order
     assert {name: tuple(t["shape"]) for name, t in tensors.items()} == {
         name: tuple(value.shape) for name, value in weights_of(contents).items()
     }
@@ -409,6 +418,12 @@ def test_a_pipeline_is_resharded_back_and_forth(saved, tmp_path):
         assert set(header.tensors) <= names
         assert any(".layers." in name for name in header.tensors)
     assert main(["reshard", "-q", str(tmp_path / "pp"), str(tmp_path / "back")]) == 0
+    order = parameters_of("llama")
+    for each in (folder, tmp_path / "pp", tmp_path / "back"):
+        collections = inspect(each)["collections"]
+        assert len(collections) > 2
+        for tensors in collections.values():
+            assert [tensor["name"] for tensor in tensors] == order, "in the order of the model"
     found, next_loss = run_ranks(load_and_step, 1, str(tmp_path / "back"), "llama", [])[0]
     assert_equal(contents, found)
     assert next_loss == pytest.approx(loss, rel=1e-5)
