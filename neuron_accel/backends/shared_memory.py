@@ -286,23 +286,23 @@ class SharedMemory:
             timeout: of an operation.
             gather: collective that returns the objects of all ranks of the group.
         """
-        why_not = why_not_here()
-        ledger, arenas = None, None
-        if why_not is None:
-            try:
+        ledger: Ledger | None = None
+        arenas: Arenas | None = None
+        here: tuple[str, ...] = ()
+        if why_not_here() is None:
+            with suppress(OSError):
+                here = host_of_this_process()
                 arenas = Arenas()
                 ledger = Ledger(Memory(Ledger.SIZE))
                 ledger.token = secrets.token_hex(16).encode()
-            except OSError as error:
-                why_not = str(error)
         mine = None
         if ledger is not None and arenas is not None:
             files = ledger.memory.file, arenas.memories[0].file
-            mine = host_of_this_process(), os.getpid(), files, ledger.token
+            mine = here, os.getpid(), files, ledger.token
         known = gather(mine)
         ledgers, watches, first_arenas = [], [], []
         try:
-            if ledger is None or arenas is None or any(other is None or other[0] != known[index][0] for other in known):
+            if ledger is None or arenas is None or any(other is None or other[0] != here for other in known):
                 raise OSError("the ranks of the group do not share a host")
             for place, (_, process, files, token) in enumerate(known):
                 if place == index:
