@@ -89,7 +89,7 @@ def check_replicas(model: PreparedModel, run: Run, steps: int = 0) -> None:
     """
     if run.backend.is_lazy:
         run.backend.step_boundary()
-    replica = tuple((axis, run.coordinates[axis]) for axis in run.mesh.replica_axes)  # replicas may differ
+    replica = replica_of(run)
     mine = {
         record.fqn: ((*replica, *part_of(record, run.coordinates)), digest(_held(record, record.current)))
         for record in model.parameters
@@ -107,6 +107,11 @@ def check_replicas(model: PreparedModel, run: Run, steps: int = 0) -> None:
             why="they train the same parameter, and their gradients belong to different weights",
             fix="change weights in the same way on every rank (same seed, same file), or before `prepare`",
         )
+
+
+def replica_of(run: Run) -> Part:
+    """Returns which replica of the model this rank belongs to, where replicas may differ between synchronisations."""
+    return tuple((axis, run.coordinates[axis]) for axis in run.mesh.replica_axes)
 
 
 def part_of(record: ParameterRecord, coordinates: dict[str, int]) -> Part:

@@ -20,7 +20,7 @@ from neuron_accel.contract import (
     PluginSpec,
     StrategyPlugin,
 )
-from neuron_accel.strategies.guards.replicas import Part, part_of
+from neuron_accel.strategies.guards.replicas import Part, part_of, replica_of
 
 if TYPE_CHECKING:
     from neuron_accel.contract import ParameterRecord, PreparedModel, Run
@@ -439,7 +439,10 @@ class Checks:
             return
         due, self._due = self._due, []
         if self._keys is None:
-            mine = {_key(r): part_of(r, run.coordinates) for m in run.models for r in m.parameters if r.trains}
+            replica = replica_of(run)
+            mine = {
+                _key(r): (*replica, *part_of(r, run.coordinates)) for m in run.models for r in m.parameters if r.trains
+            }
             self._parts = run.backend.all_gather_object(mine, run.world)
             self._keys = sorted({key for parts in self._parts for key in parts})
         rows = torch.stack([each.read(self._keys, run) for each in due])
