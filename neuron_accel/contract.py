@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     # optimizers: copies for other parameters, their properties, and their state in terms of the original parameters
     from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure, why_not_elementwise
+    from neuron_accel.engine.optim.flat_step import FlatStep
     from neuron_accel.engine.optim.full_parameter import FullParameterOptimizer
     from neuron_accel.engine.optim.norms import (
         GradientPart,
@@ -168,6 +169,7 @@ _NAMES = {
         "needs_closure",
         "why_not_elementwise",
     ),
+    "engine.optim.flat_step": ("FlatStep",),
     "engine.optim.full_parameter": ("FullParameterOptimizer",),
     "engine.optim.norms": (
         "GradientPart",
@@ -290,6 +292,7 @@ __all__ = [
     "DeviceGenerator",
     "Done",
     "FlatGradients",
+    "FlatStep",
     "FullParameterOptimizer",
     "GradientPart",
     "GradientReducer",

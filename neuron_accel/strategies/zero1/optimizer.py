@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from neuron_accel.contract import (
     BackwardWatcher,
     Bucket,
+    FlatStep,
     FullParameterOptimizer,
     GradientPart,
     ParameterError,
@@ -149,6 +150,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._translate()
         if self._needs_full_parameters(optimizer):
             self.inner = FullParameterOptimizer(self.inner, self._layouts, run)
+        self._flat_step = None if self._lazy else FlatStep(self.inner)
         self._release(self.shards)
         if self._recipe is not None:
             del optimizer._neuron_accel_recipe  # type: ignore[attr-defined]
@@ -534,7 +536,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         for shard in self.shards:
             self._replace(shard.regroup(self.inner.state))
             shard.before_update()
-        self.inner.step(**options)
+        (self._flat_step or self.inner.step)(**options)
         for shard in self.shards:
             shard.after_update()
         copy_options(self.inner, self.optimizer)
