@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of torch's element-wise optimizers on flat tensors that fit a core's cache, instead of one tensor per parameter.
+"""Steps of torch's element-wise optimizers on flat tensors that fit the cache, instead of one tensor per parameter.
 
 On a CPU these optimizers run a dozen operations for each parameter. For a small one their calls take longer than their
 arithmetic, and the temporaries of a large one pass through memory a dozen times. For the duration of a step, parameters
@@ -19,8 +19,8 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 _SLICE = 1 << 18
-"""Elements of a slice for each thread: weights, gradient, state and temporaries of AdamW are then a few MB in float32, and
-smaller slices cost more calls."""
+"""Elements of a slice for each thread: with gradient, state and temporaries of AdamW a few MB in float32. Smaller
+slices cost more calls."""
 
 _DTYPES = (torch.float32, torch.float64)
 """Their operations round alike wherever in a tensor an element is; those of narrower dtypes do not, since a vector is
@@ -38,8 +38,8 @@ class FlatStep:
     """Steps an optimizer, on flat tensors where that gives the same result to the bit.
 
     That is the case for torch's element-wise optimizers and dense float32 or float64 parameters on a CPU. With
-    ``foreach=True`` parameters are joined and not cut into slices. With ``fused=True`` they are stepped as they are: the
-    kernel has no temporaries, and rounds differently at the end of a tensor. So are other parameters, and other
+    ``foreach=True`` parameters are joined and not cut into slices. With ``fused=True`` they are stepped as they are:
+    the kernel has no temporaries, and rounds differently at the end of a tensor. So are other parameters, and other
     optimizers, and those with hooks on their step, which would see other parameters.
 
     Args:
@@ -128,17 +128,20 @@ def _runs(parameters: Iterable[torch.Tensor], state: Any, cut: int | None) -> It
     last: Any = None
 
     def finished() -> Iterator[_Run | torch.Tensor]:
-        is_large = last is not None and cut is not None and any(p.numel() > cut for p in neighbours)
-        pays = len(neighbours) > 1 or is_large
+        pays = len(neighbours) > 1 or (cut is not None and any(p.numel() > cut for p in neighbours))
         yield from [_Run(neighbours, state, cut)] if pays else neighbours
 
-    for parameter in parameters:
-        kind = _kind(parameter, state.get(parameter, {}))
-        joined = kind is not None and kind == last and _follows(neighbours[-1], parameter)
+    kinds = [(parameter, _kind(parameter, state.get(parameter, {}))) for parameter in parameters]
+    yield from (parameter for parameter, kind in kinds if kind is None)
+    fitting = [(parameter, kind) for parameter, kind in kinds if kind is not None]
+    # Buckets have parameters in the order of the backward pass, groups in any other.
+    for parameter, kind in sorted(fitting, key=lambda pair: pair[0].data_ptr()):
+        joined = bool(neighbours) and kind == last and _follows(neighbours[-1], parameter)
         if not joined:
             yield from finished()
             neighbours = []
-        neighbours, last = [*neighbours, parameter] if joined else [parameter], kind
+        neighbours.append(parameter)
+        last = kind
     yield from finished()
 
 

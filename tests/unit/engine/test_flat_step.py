@@ -47,7 +47,8 @@ class Flat:
         self.gradients = torch.zeros_like(self.weights)
         self.parameters = [nn.Parameter(part) for part in self.weights.split(SIZES)]
         self.generator = generator
-        parts = [self.parameters[i::groups] for i in range(groups)] if groups > 1 else [self.parameters]
+        backwards = self.parameters[::-1]  # as under ZeRO-1, where buckets and groups have different orders
+        parts = [backwards[i::groups] for i in range(groups)]
         self.optimizer = cls([{"params": part} for part in parts], **options)
 
     def backward(self, unused=()):
@@ -107,10 +108,11 @@ def test_a_step_has_fewer_and_smaller_tensors_and_leaves_none(stepped):
         step()
     total = sum(SIZES)
     assert stepped == [-(-total // (1024 * torch.get_num_threads()))] * 2
-    assert [id(p) for p in flat.optimizer.param_groups[0]["params"]] == [id(p) for p in flat.parameters]
+    assert [id(p) for p in flat.optimizer.param_groups[0]["params"]] == [id(p) for p in flat.parameters[::-1]]
     assert set(flat.optimizer.state) == set(flat.parameters)
     steps = [entries["step"] for entries in flat.optimizer.state.values()]
-    assert all(value == 2 for value in steps) and len({value.data_ptr() for value in steps}) == len(steps)
+    assert all(value == 2 for value in steps)
+    assert len({value.data_ptr() for value in steps}) == len(steps)
 
 
 def _drop_a_gradient(run, step):
@@ -234,7 +236,7 @@ def test_an_error_in_a_step_leaves_the_optimizer_whole(monkeypatch):
     flat.optimizer.param_groups[0]["betas"] = None
     with pytest.raises(TypeError):
         step()
-    assert [id(p) for p in flat.optimizer.param_groups[0]["params"]] == [id(p) for p in flat.parameters]
+    assert [id(p) for p in flat.optimizer.param_groups[0]["params"]] == [id(p) for p in flat.parameters[::-1]]
     assert set(flat.optimizer.state) == set(flat.parameters)
 
 
