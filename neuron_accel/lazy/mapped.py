@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads slices of tensors in memory-mapped files, without using the mapping.
 
-Reading through a mapping makes entire pages resident in the process, including those that the system reads ahead.
-Instead, the file and offset of a mapped tensor are found through ``/proc/self/maps`` (proc(5)), and slices are read
-with pread: only the requested bytes, and short gaps between them where another call would cost more.
+Reading through a mapping makes entire pages resident in the process, including those that the system reads ahead, as
+long as the mapping exists. Instead, the file and offset of a mapped tensor are found through ``/proc/self/maps``
+(proc(5)). Long runs of elements are read with pread; slices of many short runs, as of weights that are sharded along
+their last dim, are copied out of short-lived mappings of a few megabytes of the file.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,13 @@ from neuron_accel.errors import CheckpointError
 Box = tuple[tuple[int, int], ...]
 """Start and stop of a slice along each dim."""
 
-_BUFFER = 8 << 20
-_GAP = 512
-"""Longest gap, in bytes, that is read instead of skipped."""
+_BUFFER = 1 << 20
+_LONG_RUN = 256 << 10
+"""Shortest run of elements, in bytes, that is read with a call of its own."""
+_GAP = 4 << 10
+"""Longest gap between runs, in bytes, that is read over."""
+_WINDOW = 8 << 20
+"""Bytes of a file that are mapped at a time."""
 _MAPS = Path("/proc/self/maps")
 
 
@@ -142,15 +148,41 @@ class Reader:
         if out.dim() == 0:
             box, out = ((0, 1),), out.view(1)
         dtype = source.tensor.dtype
-        step = max(1, _BUFFER // max(1, out[0].numel() * dtype.itemsize))
+        first = len(shape) - 1  # from this dim on, the elements of the box are contiguous
+        while first > 0 and box[first] == (0, shape[first]):
+            first -= 1
+        run = (box[first][1] - box[first][0]) * math.prod(shape[first + 1 :]) * dtype.itemsize
+        direct = out.dtype == dtype and out.is_contiguous() and out.device.type == "cpu"
+        if source.offset % dtype.itemsize == 0 and (run < _LONG_RUN or not direct):
+            self._copy(source, shape, box, out)
+            return
+        step = max(1, _BUFFER // max(1, out[0].numel() * dtype.itemsize)) if not direct else out.shape[0]
         for begin in range(0, out.shape[0], step):
             target = out[begin : begin + step]
             rows = (box[0][0] + begin, box[0][0] + begin + target.shape[0])
-            direct = target.dtype == dtype and target.is_contiguous() and target.device.type == "cpu"
             buffer = target if direct else torch.empty(target.shape, dtype=dtype)
             self._fill(source, shape, (rows, *box[1:]), buffer)
             if not direct:
                 target.copy_(buffer)
+
+    def _copy(self, source: MappedTensor, shape: Sequence[int], box: Box, out: torch.Tensor) -> None:
+        """Copies a slice out of mappings."""
+        dtype = source.tensor.dtype
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        for part in _windows(box, strides, _WINDOW // dtype.itemsize):
+            start = sum(low * stride for (low, _), stride in zip(part, strides, strict=True))
+            count = _span(part, strides)
+            sizes = [high - low for low, high in part]
+            memory, before = self._files.mapped(
+                source.path,
+                source.offset + start * dtype.itemsize,
+                count * dtype.itemsize,
+                math.prod(sizes) * dtype.itemsize,
+            )
+            place = tuple(slice(low - b[0], high - b[0]) for (low, high), b in zip(part, box, strict=True))
+            stored = torch.frombuffer(memory, dtype=dtype, count=count, offset=before)
+            out[place].copy_(stored.as_strided(sizes, strides))
+            del stored, memory  # closes the mapping
 
     def _fill(self, source: MappedTensor, shape: Sequence[int], box: Box, out: torch.Tensor) -> None:
         """Reads a slice into a contiguous ``out`` of the tensor's dtype."""
@@ -175,3 +207,20 @@ class Reader:
                 fix="do not change the file before the model is prepared",
             )
         self._checked.add(source.path)
+
+
+def _span(box: Box, strides: Sequence[int]) -> int:
+    """Returns the number of elements from the first one of a box to its last one."""
+    return 1 + sum((stop - start - 1) * stride for (start, stop), stride in zip(box, strides, strict=True))
+
+
+def _windows(box: Box, strides: Sequence[int], most: int) -> Iterator[Box]:
+    """Yields the parts of a box such that each spans at most ``most`` elements of the file."""
+    if _span(box, strides) <= most:
+        yield box
+        return
+    dim = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dim]
+    step = max(1, most // strides[dim])
+    for begin in range(start, stop, step):
+        yield from _windows((*box[:dim], (begin, min(begin + step, stop)), *box[dim + 1 :]), strides, most)

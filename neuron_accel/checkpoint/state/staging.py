@@ -7,12 +7,12 @@ copied to one region, of huge pages if available, which is kept and reused by ea
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 
 import torch
 
 from neuron_accel.checkpoint.format.files import in_order
+from neuron_accel.checkpoint.format.ranges import pages
 
 _ALIGNMENT = 64
 
@@ -41,7 +41,7 @@ class StagingMemory:
             size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         if size > self.size:
             self._region = torch.empty(0, dtype=torch.uint8)  # releases the memory before more is allocated
-            self._region = _pages(size)
+            self._region = torch.frombuffer(pages(size), dtype=torch.uint8)
         copies = [
             self._region[offset : offset + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
             for tensor, offset in zip(tensors, offsets, strict=True)
@@ -56,10 +56,3 @@ class StagingMemory:
 def _copy(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     with torch.no_grad():
         pair[0].copy_(pair[1])
-
-
-def _pages(size: int) -> torch.Tensor:
-    memory = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
