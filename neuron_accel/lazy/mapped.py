@@ -70,7 +70,9 @@ class MappedTensor:
 class Mappings:
     """Finds the files of memory-mapped tensors."""
 
-    _known: list[Mapping] = field(default_factory=list)
+    _starts: list[int] = field(default_factory=list)
+    _lines: list[str] = field(default_factory=list)
+    """Of ``/proc/self/maps``: one for each mapping, ordered by address."""
 
     def find(self, tensor: torch.Tensor) -> MappedTensor | None:
         """Returns the tensor with its place in a file, or None if it is not mapped or not contiguous."""
@@ -78,35 +80,25 @@ class Mappings:
             return None
         start = tensor.data_ptr()
         found = self._lookup(start)
-        if found is None:
-            self._known = _read_maps()
+        if found is None and _MAPS.exists():
+            self._lines = _MAPS.read_text().splitlines()
+            self._starts = [int(line[: line.index("-")], 16) for line in self._lines]
             found = self._lookup(start)
         if found is None or start + tensor.numel() * tensor.element_size() > found.stop:
             return None
         return MappedTensor(tensor.detach(), found.path, found.inode, found.offset + start - found.start)
 
     def _lookup(self, address: int) -> Mapping | None:
-        place = bisect_right([mapping.start for mapping in self._known], address) - 1
-        if place < 0 or address >= self._known[place].stop:
+        """Returns the mapping of a file that contains an address, if there is one."""
+        place = bisect_right(self._starts, address) - 1
+        if place < 0:
             return None
-        return self._known[place]
-
-    def forget(self) -> None:
-        """Discards the cached mappings, which may have changed."""
-        self._known = []
-
-
-def _read_maps() -> list[Mapping]:
-    """Returns the mappings of files, ordered by address; an empty list on systems without ``/proc/self/maps``."""
-    if not _MAPS.exists():
-        return []
-    found = []
-    for line in _MAPS.read_text().splitlines():
-        addresses, access, offset, _, inode, *path = line.split(maxsplit=5)
-        if path and path[0].startswith("/") and not path[0].endswith("(deleted)") and "x" not in access:
-            start, stop = (int(address, 16) for address in addresses.split("-"))
-            found.append(Mapping(start, stop, int(offset, 16), int(inode), path[0]))
-    return found
+        addresses, access, offset, _, inode, *path = self._lines[place].split(maxsplit=5)
+        start, stop = (int(bound, 16) for bound in addresses.split("-"))
+        is_file = path and path[0].startswith("/") and not path[0].endswith("(deleted)") and "x" not in access
+        if address >= stop or not is_file:
+            return None
+        return Mapping(start, stop, int(offset, 16), int(inode), path[0])
 
 
 class Reader:

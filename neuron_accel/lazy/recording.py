@@ -10,7 +10,7 @@ The method is that of torchdistx (https://pytorch.org/torchdistx, "Deferred Modu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +66,19 @@ class Call:
     source: MappedTensor | None = None
 
 
+@dataclass(frozen=True)
+class Signature:
+    """What the schema of an operator says.
+
+    Args:
+        chooses_device: whether it has an argument ``device``.
+        written: position and name of each argument that it changes in place.
+    """
+
+    chooses_device: bool
+    written: tuple[tuple[int, str], ...]
+
+
 @dataclass
 class Recording:
     """Operations in the order in which they were called.
@@ -83,6 +96,7 @@ class Recording:
     them."""
     _memory: list[torch.UntypedStorage] = field(default_factory=list)
     _numbers: dict[int, int] = field(default_factory=dict)
+    _signatures: dict[Any, Signature] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recording:
         return self  # a copied model is loaded from the same recording
@@ -93,7 +107,7 @@ class Recording:
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Returns whether the storage of ``tensor`` belongs to this recording."""
-        return tensor.device.type == "meta" and id(tensor.untyped_storage()) in self._numbers
+        return tensor.is_meta and id(tensor.untyped_storage()) in self._numbers
 
     def view(self, tensor: torch.Tensor) -> View:
         """Returns ``tensor`` as a :class:`View`; adds its storage to the recording if needed."""
@@ -117,13 +131,37 @@ class Recording:
         self.calls.append(Call(None, (), {}, (self.view(result),), source=source))
         return result
 
-    def add_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Records an operation that was called on meta tensors."""
-        outputs = [t for t in tensors_in(result) if not self.knows(t)]
-        written = [self.view(t).memory for t in _written(function, args, kwargs)]
+    def signature(self, function: Any) -> Signature:
+        """Returns what the schema of an operator says."""
+        if function not in self._signatures:
+            arguments = list(enumerate(function._schema.arguments))
+            self._signatures[function] = Signature(
+                any(argument.name == "device" for _, argument in arguments),
+                tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write),
+            )
+        return self._signatures[function]
+
+    def written(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Returns the tensor arguments that an operator changes in place."""
+        changed = self.signature(function).written
+        return tensors_in([args[place] if place < len(args) else kwargs.get(name) for place, name in changed])
+
+    def add_call(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        given: Sequence[torch.Tensor],
+        changed: Sequence[torch.Tensor],
+    ) -> None:
+        """Records an operator that was called on meta tensors, of which ``given`` are its arguments, and ``changed``
+        those that it changes in place."""
+        outputs = [t for t in tensors_in([result]) if not self.knows(t)]
+        written = [self.view(t).memory for t in changed]
         if not outputs and not written:
             return  # a view of a storage that is known
-        read = frozenset(self.view(t).memory for t in tensors_in((args, list(kwargs.values()))) if _is_meta(t))
+        read = frozenset(self.view(t).memory for t in given if t.is_meta)
         draws = torch.Tag.nondeterministic_seeded in function.tags
         self.calls.append(
             Call(
@@ -145,7 +183,7 @@ class Recording:
         self.calls.append(Call(function, (view,), options, (), memory, memory, draws=True, state=self._state()))
 
     def _without_tensor(self, tensor: torch.Tensor) -> Any:
-        return self.view(tensor) if _is_meta(tensor) else tensor.detach().clone()
+        return self.view(tensor) if tensor.is_meta else tensor.detach().clone()
 
     def _state(self) -> int | None:
         state = torch.get_rng_state()
@@ -164,29 +202,33 @@ class Recorder(TorchDispatchMode):
         self._paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        given = list(tensors_in((args, list(kwargs.values()))))
-        chooses = any(argument.name == "device" for argument in func._schema.arguments)
-        asked = kwargs.get("device")
+        given = tensors_in((args, kwargs.values()))
+        chooses = self._recording.signature(func).chooses_device
         if given:
-            recorded = any(_is_meta(t) for t in given)
+            recorded = any(t.is_meta for t in given)
         else:
+            asked = kwargs.get("device")
             here = asked is None or asked.type == "cpu"
             recorded = chooses and (not _stays_as_it_is(func, args) if here else asked.type == "meta")
         if not recorded:
             return func(*args, **kwargs)
-        for tensor in _written(func, args, kwargs):
-            if not _is_meta(tensor):
+        written = self._recording.written(func, args, kwargs)
+        for tensor in written:
+            if not tensor.is_meta:
                 raise UsageError(
                     f"{func} writes values of a tensor without memory into a tensor that has memory.",
                     where="lazy_load_for_parallelism",
                     why="inside the context, weights and tensors computed from them have no values yet",
                 )
         options = {**kwargs, "device": torch.device("meta")} if chooses else kwargs
-        result = func(*exchanged(args, _to_meta), **{n: exchanged(v, _to_meta) for n, v in options.items()})
-        self._recording.add_call(func, args, kwargs, result)
+        if all(t.is_meta for t in given):
+            result = func(*args, **options)
+        else:
+            result = func(*exchanged(args, _to_meta), **{n: exchanged(v, _to_meta) for n, v in options.items()})
+        self._recording.add_call(func, args, kwargs, result, given, written)
         return result
 
     @contextmanager
@@ -199,13 +241,15 @@ class Recorder(TorchDispatchMode):
             self._paused = False
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors of nested lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Returns the tensors among ``values``, and in nested lists and tuples of them."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple, ValuesView)):
+            found += tensors_in(value)
+    return found
 
 
 def exchanged(value: Any, change: Callable[[Any], Any], kind: type | tuple[type, ...] = torch.Tensor) -> Any:
@@ -224,16 +268,5 @@ def _stays_as_it_is(function: Any, args: tuple[Any, ...]) -> bool:
     return nothing or function._schema.name == "aten::linspace"
 
 
-def _is_meta(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "meta"
-
-
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if _is_meta(tensor) or tensor.dim() == 0 else tensor.to("meta")
-
-
-def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yields the tensor arguments that an operator changes in place."""
-    for place, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
+    return tensor if tensor.is_meta or tensor.dim() == 0 else tensor.to("meta")
