@@ -8,6 +8,7 @@ launcher.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig
 
-from neuron_accel.cli.rendezvous import MachinesRendezvous, Members
+from neuron_accel.cli.rendezvous import MachinesRendezvous
 
 Failures = Mapping[int, ProcessFailure]
 """The failures of ranks, by global rank."""
@@ -48,7 +50,7 @@ def run_agent(
     config: LaunchConfig,
     command: Sequence[str],
     on_restart: Callable[[Failures, int], None],
-    members: Members | None = None,
+    rendezvous: RendezvousHandler | None = None,
 ) -> None:
     """Runs the ranks of this machine, as ``torch.distributed.launcher.api.launch_agent`` does.
 
@@ -56,23 +58,22 @@ def run_agent(
         config: of a static rendezvous.
         command: the program of each rank and its arguments.
         on_restart: see :class:`RestartingAgent`.
-        members: agrees on the machines of each restart; None: it needs all of them.
+        rendezvous: agrees on the machines of each start; None: all of ``config``.
 
     Raises:
         ChildFailedError: if a rank has failed, and there are no restarts left.
         SignalException: if the launcher got a signal.
         CommunicationError: if too many machines were lost.
+        NotNeeded: if the run has ended well without this machine.
     """
-    address, _, port = config.rdzv_endpoint.rpartition(":")
-    rendezvous = MachinesRendezvous(
-        address,
-        int(port),
-        config.rdzv_configs["rank"],
-        config.max_nodes,
-        config.run_id,
-        config.rdzv_configs["timeout"],
-        members=members,
-    )
+    if rendezvous is None:
+        address, _, port = config.rdzv_endpoint.rpartition(":")
+        configs = config.rdzv_configs
+        rendezvous = MachinesRendezvous(
+            address, int(port), configs["rank"], config.max_nodes, config.run_id, configs["timeout"]
+        )
+    else:  # all machines have as many ranks, so that the agents need no store to number them
+        os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,

@@ -35,12 +35,13 @@ from neuron_accel.cli.escalation import Escalation, signal_ranks
 from neuron_accel.cli.failures import RankFailure, RankSuccess, describe, first_failure
 from neuron_accel.cli.heartbeat import Heartbeat
 from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, LaunchPlan
-from neuron_accel.cli.rendezvous import Members
+from neuron_accel.cli.membership import Membership, NotNeeded, View
 from neuron_accel.cli.restarts import Choice, Restarts, Start, choose_machines
 from neuron_accel.cli.run_secret import RunSecret, take_secret
 from neuron_accel.cli.snapshots import snapshot_folder
-from neuron_accel.engine.plan.restart import FULL_SIZE, LAUNCHED, NOTES, read_notes
+from neuron_accel.engine.plan.restart import FULL_SIZE, LAUNCHED, NOTES, Notes, read_notes
 from neuron_accel.errors import CommunicationError
+from neuron_accel.neuron.environment import ROOT_VARIABLE, with_host
 
 ERROR_FILE = "error.json"
 SILENT_EXIT_SECONDS = 5.0
@@ -65,6 +66,8 @@ class RankLogs(LogsSpecs):
         self.root, self.tee, self.keep_first = root, tee, keep_first
         self.folders: dict[int, Path] = {}
         self._started_before = 0
+        self.start: int | None = None
+        """Number of the start, from 0, if the machines agree on it; else it follows from those of this launcher."""
         self.are_named = False
         """Whether a message about a failure has named one of the files."""
 
@@ -89,6 +92,7 @@ class RankLogs(LogsSpecs):
         destination = LogsDest()
         for local_rank, env in envs.items():
             attempt = self._started_before + int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            attempt = attempt if self.start is None else self.start
             env["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
             folder = self.root / (f"rank_{env['RANK']}" + (f"_attempt_{attempt}" if attempt else ""))
             folder.mkdir(parents=True, exist_ok=True)
@@ -182,7 +186,8 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
         CommunicationError: if the rendezvous of the machines failed.
     """
     os.environ.update({setting.name: setting.value for setting in plan.settings})
-    os.environ[LAUNCHED] = str(time.time())
+    launched = time.time()
+    os.environ[LAUNCHED] = str(launched)
     secret = take_secret(os.environ, plan.request.secret_file)
     _silence_agent()
     log_dir = Path(plan.request.log_dir or tempfile.mkdtemp(prefix="neuron_accel_"))
@@ -190,12 +195,16 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
     keep = plan.request.log_dir is not None
     try:
         with (
+            tempfile.TemporaryDirectory(prefix="neuron_accel_notes_") as notes,
             snapshot_folder(plan.request.max_restarts),
             Escalation(grace=plan.request.grace),
-            _heartbeat(plan, secret) as heartbeat,
+            _heartbeat(plan, secret, Path(notes), launched) as heartbeat,
             SilentExits(logs),
         ):
-            outcome = _run_until_done(plan, logs, heartbeat)
+            membership = heartbeat if isinstance(heartbeat, Membership) else None
+            outcome = _run_until_done(plan, logs, Path(notes), membership)
+            if membership is not None:
+                membership.succeeds = not outcome.failures
         keep = keep or logs.are_named
         return outcome
     except SignalException as ended:
@@ -213,7 +222,7 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
             shutil.rmtree(log_dir, ignore_errors=True)
 
 
-def _run_until_done(plan: LaunchPlan, logs: RankLogs, heartbeat: Heartbeat | None) -> Outcome:
+def _run_until_done(plan: LaunchPlan, logs: RankLogs, notes: Path, membership: Membership | None) -> Outcome:
     """Starts the ranks, again after one has failed, as often as the request allows.
 
     On several machines torch's agents restart their ranks.
@@ -226,44 +235,39 @@ def _run_until_done(plan: LaunchPlan, logs: RankLogs, heartbeat: Heartbeat | Non
         most_restarts=request.max_restarts if alone else 0,
     )
     start: Start | None = restarts.first
-    with tempfile.TemporaryDirectory(prefix="neuron_accel_notes_") as notes:
-        if request.min_nproc_per_node is not None or (request.min_nnodes is not None and request.node_rank == 0):
-            os.environ[NOTES] = notes
-        members = _members(plan, Path(notes), heartbeat)
-        while start is not None:
-            outcome = _run_once(plan, logs, start, members)
-            if not outcome.failures:
-                break
-            start = restarts.after(first_failure(outcome.failures).rank, read_notes(Path(notes)))
-            if start is not None:
-                print(f"neuron-accel: {describe(outcome.failures, outcome.successes)}", file=sys.stderr)
-                print(f"neuron-accel: {start.why}", file=sys.stderr, flush=True)
+    if request.min_nproc_per_node is not None or request.min_nnodes is not None:
+        os.environ[NOTES] = str(notes)
+    while start is not None:
+        outcome = _run_once(plan, logs, start, membership)
+        if not outcome.failures:
+            break
+        start = restarts.after(first_failure(outcome.failures).rank, read_notes(notes))
+        if start is not None:
+            print(f"neuron-accel: {describe(outcome.failures, outcome.successes)}", file=sys.stderr)
+            print(f"neuron-accel: {start.why}", file=sys.stderr, flush=True)
     return outcome
 
 
-def _members(plan: LaunchPlan, notes: Path, heartbeat: Heartbeat | None) -> Members | None:
-    """Agrees on the machines of a restart if the run may go on without some of them."""
-    request = plan.request
-    if request.min_nnodes is None or heartbeat is None:
-        return None
-    least = request.min_nnodes
+def _rendezvous(plan: LaunchPlan, logs: RankLogs, membership: Membership) -> rendezvous.ElasticRendezvous:
+    """The rendezvous of a run that may go on without some machines."""
 
-    def choose(here: Sequence[int]) -> Choice:
-        return choose_machines(
-            here, machines=request.nnodes, ranks=request.nproc_per_node, least=least, notes=read_notes(notes)
-        )
+    def begins(view: View) -> None:
+        logs.start = view.number - 1
+        os.environ.pop(FULL_SIZE, None)
+        if view.full_size is not None:
+            os.environ[FULL_SIZE] = str(view.full_size)
+        os.environ[LAUNCHED] = str(view.launched)
+        for setting in plan.settings:
+            if setting.name == ROOT_VARIABLE:  # the runtime's first rank may be on another machine now
+                os.environ[ROOT_VARIABLE] = with_host(setting.value, view.first_host)
+        if view.why:
+            print(f"neuron-accel: {view.why}", file=sys.stderr, flush=True)
 
-    def begins(choice: Choice) -> None:
-        if choice.full_size is not None:
-            os.environ[FULL_SIZE] = str(choice.full_size)
-        if choice.why:
-            print(f"neuron-accel: {choice.why}", file=sys.stderr, flush=True)
-
-    patience = plan.heartbeat + request.grace + MACHINE_SECONDS
-    return Members(request.nnodes, lost=lambda: heartbeat.gone, choose=choose, begins=begins, patience=patience)
+    port = int(plan.endpoint.rpartition(":")[2])
+    return rendezvous.ElasticRendezvous(membership, first_port=port, timeout=RENDEZVOUS_SECONDS, begins=begins)
 
 
-def _run_once(plan: LaunchPlan, logs: RankLogs, start: Start, members: Members | None) -> Outcome:
+def _run_once(plan: LaunchPlan, logs: RankLogs, start: Start, membership: Membership | None) -> Outcome:
     logs.begin(start.number)
     if start.full_size is not None:
         os.environ[FULL_SIZE] = str(start.full_size)
@@ -277,9 +281,11 @@ def _run_once(plan: LaunchPlan, logs: RankLogs, start: Start, members: Members |
     config, command = _config(plan, logs, start.ranks), [sys.executable, *plan.command(os.getpid())]
     try:
         if config.max_restarts:  # on several machines
-            run_agent(config, command, report, members)
+            run_agent(config, command, report, None if membership is None else _rendezvous(plan, logs, membership))
         else:
             elastic_launch(config, command[0])(*command[1:])
+    except NotNeeded:
+        print("neuron-accel: the run has ended well without this machine", file=sys.stderr, flush=True)
     except ChildFailedError as error:
         logs.are_named = True
         failures = error.failures
@@ -287,19 +293,38 @@ def _run_once(plan: LaunchPlan, logs: RankLogs, start: Start, members: Members |
     return Outcome()
 
 
-def _heartbeat(plan: LaunchPlan, secret: RunSecret | None) -> contextlib.AbstractContextManager[Any]:
+def _heartbeat(
+    plan: LaunchPlan, secret: RunSecret | None, notes: Path, launched: float
+) -> contextlib.AbstractContextManager[Any]:
     request = plan.request
     if plan.heartbeat == 0 or secret is None:
         return contextlib.nullcontext()
-    return Heartbeat(
+    options: dict[str, Any] = {
+        "secret": secret,
+        "lost_after": plan.heartbeat,
+        "grace": request.grace,
+        "interface": request.socket_interface,
+    }
+    address = (request.master_addr or "127.0.0.1", plan.heartbeat_port)
+    least = request.min_nnodes
+    if least is None:
+        return Heartbeat(request.node_rank, request.nnodes, address, **options)
+
+    def choose(here: Sequence[int], noted: Notes, last: Sequence[int]) -> Choice:
+        ranks, machines = request.nproc_per_node, request.nnodes
+        return choose_machines(here, machines=machines, ranks=ranks, least=least, notes=noted, last=last)
+
+    return Membership(
         request.node_rank,
         request.nnodes,
-        (request.master_addr or "127.0.0.1", plan.heartbeat_port),
-        secret=secret,
-        lost_after=plan.heartbeat,
-        grace=request.grace,
-        interface=request.socket_interface,
-        goes_on=request.min_nnodes is not None,
+        address,
+        ranks=request.nproc_per_node,
+        choose=choose,
+        read_notes=lambda: read_notes(notes),
+        launched=launched,
+        patience=plan.heartbeat + request.grace + MACHINE_SECONDS,
+        first_patience=RENDEZVOUS_SECONDS,
+        **options,
     )
 
 

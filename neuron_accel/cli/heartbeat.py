@@ -5,12 +5,13 @@ The launcher of machine 0 listens at the port after that of the rendezvous, and 
 connected to it. Both sides send a heartbeat every second. If no heartbeat arrives for some time, or the connections of
 a machine end without a message that the launch is over and it does not come back, the machine is considered lost, and
 the ranks of this machine are ended; they would otherwise wait in a collective until it times out. If the port cannot be
-used, the launch continues without heartbeats.
+used, the launch continues without heartbeats. A run that may go on without lost machines adds
+:mod:`neuron_accel.cli.membership`.
 
 A connection counts once both sides have proved that they know the secret of the run, which is never sent: each sends
-random bytes, and answers with an HMAC of those of both sides. Every later message carries an HMAC of its position, so
-that it can be neither inserted nor repeated. Whatever else arrives at the port is closed after a few seconds and bytes,
-and changes nothing.
+random bytes, and answers with an HMAC of those of both sides. Every later message carries an HMAC of its content and
+position, so that it can be neither inserted nor repeated. Whatever else arrives at the port is closed after a few
+seconds and bytes, and changes nothing.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import psutil
+from typing import NamedTuple
 
 from neuron_accel.cli.escalation import signal_ranks
 from neuron_accel.cli.host import listen
 from neuron_accel.cli.run_secret import RunSecret
 from neuron_accel.errors import ConfigurationError
 
-BEAT, LEAVE = b".", b"q"
+BEAT, LEAVE, STATUS = b".", b"q", b"s"
 PAUSE_S = 1.0
+LARGEST = 1 << 20
+"""Bytes of a message's content."""
 RETURN_S = 3.0
 """Seconds in which a machine whose connections ended may connect again before it is considered lost."""
 HANDSHAKE_S = 5.0
@@ -44,12 +46,19 @@ STRANGERS = 32
 CONNECTIONS = 4
 """Connections of one machine; more are closed."""
 
-_NONCE, _MAC, _MACHINE = 32, 32, 4
-_VERSION = b"neuron-accel heartbeat 1\n"
+_NONCE, _MAC, _MACHINE, _SIZE = 32, 32, 4, 4
+_VERSION = b"neuron-accel heartbeat 2\n"
 
 
 class Refused(Exception):
     """The other side of a connection has not proved that it knows the secret."""
+
+
+class Message(NamedTuple):
+    """A message; its kind is empty at the end of the connection."""
+
+    kind: bytes
+    content: bytes = b""
 
 
 class Link:
@@ -67,34 +76,47 @@ class Link:
         self._sent = self._received = 0
         self._rest = b""
 
-    def send(self, kind: bytes) -> None:
-        """Sends :data:`BEAT` or :data:`LEAVE`."""
+    @property
+    def hosts(self) -> tuple[str, str]:
+        """Addresses of this and of the other side."""
+        return str(self._connection.getsockname()[0]), str(self._connection.getpeername()[0])
+
+    def send(self, kind: bytes, content: bytes = b"") -> None:
+        """Sends :data:`BEAT`, :data:`LEAVE`, or :data:`STATUS` with its content."""
+        head = kind + len(content).to_bytes(_SIZE, "big")
         self._connection.settimeout(PAUSE_S)
-        self._connection.sendall(kind + self._sign(self._mine, self._sent, kind))
+        self._connection.sendall(head + content + self._sign(self._mine, self._sent, head + content))
         self._sent += 1
 
-    def receive(self, seconds: float) -> bytes:
-        """The next message; empty at the end of the connection.
+    def receive(self, seconds: float) -> Message:
+        """The next message.
 
         Raises:
             TimeoutError: if none is complete within ``seconds``.
-            Refused: if it is not from the other side.
+            Refused: if it does not come from the other side of this connection, or is too large.
         """
-        deadline = time.monotonic() + seconds
-        while len(self._rest) < 1 + _MAC:
-            data = _receive(self._connection, 1 + _MAC - len(self._rest), deadline)
+        deadline, head = time.monotonic() + seconds, 1 + _SIZE
+        while len(self._rest) < (size := head + self._length() + _MAC):
+            data = _receive(self._connection, (head if len(self._rest) < head else size) - len(self._rest), deadline)
             if not data:
-                return b""
+                return Message(b"")
             self._rest += data
         message, self._rest = self._rest, b""
-        kind, mac = message[:1], message[1:]
-        if not hmac.compare_digest(mac, self._sign(self._theirs, self._received, kind)):
+        signed, mac = message[:-_MAC], message[-_MAC:]
+        if not hmac.compare_digest(mac, self._sign(self._theirs, self._received, signed)):
             raise Refused
         self._received += 1
-        return kind
+        return Message(signed[:1], signed[head:])
 
-    def _sign(self, side: bytes, number: int, kind: bytes) -> bytes:
-        return hmac.digest(self._key, side + number.to_bytes(8, "big") + kind, "sha256")
+    def _length(self) -> int:
+        """Size of the content of the message that is being received, as far as it is known."""
+        size = int.from_bytes(self._rest[1 : 1 + _SIZE], "big") if len(self._rest) > _SIZE else 0
+        if size > LARGEST:
+            raise Refused
+        return size
+
+    def _sign(self, side: bytes, number: int, message: bytes) -> bytes:
+        return hmac.digest(self._key, side + number.to_bytes(8, "big") + message, "sha256")
 
 
 def admit(connection: socket.socket, secret: bytes, run: bytes) -> tuple[int, Link]:
@@ -184,7 +206,6 @@ class Heartbeat:
         lost_after: seconds without a heartbeat after which a machine is considered lost.
         grace: seconds from SIGTERM until ranks are killed.
         interface: network interface on which machine 0 listens if it does not have the address itself.
-        goes_on: whether the run goes on without a machine that is lost, unless that is machine 0.
         send_signal: sends a signal to every rank of this machine.
     """
 
@@ -198,11 +219,10 @@ class Heartbeat:
         lost_after: float,
         grace: float,
         interface: str | None = None,
-        goes_on: bool = False,
         send_signal: Callable[[int], None] = signal_ranks,
     ) -> None:
         self._node_rank, self._nnodes, self._address = node_rank, nnodes, address
-        self._send_signal, self._goes_on = send_signal, goes_on
+        self._send_signal = send_signal
         self.gone: set[int] = set()
         """Machines that are lost, or whose launch is over."""
         self._secret, self._run = secret, f"{address[1]}/{nnodes}\n".encode()
@@ -221,7 +241,7 @@ class Heartbeat:
         if self._node_rank == 0:
             self._secret.make()
         self._secret.read()
-        self._threads = [self._start(self._listen if self._node_rank == 0 else self._connect)]
+        self._threads = [self._start(work) for work in self._works()]
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -229,6 +249,10 @@ class Heartbeat:
         for thread in list(self._threads):
             thread.join(timeout=2 * PAUSE_S)
         self._secret.remove()
+
+    def _works(self) -> list[Callable[[], None]]:
+        """What is done in threads."""
+        return [self._listen if self._node_rank == 0 else self._connect]
 
     def _start(self, target: Callable[..., None], *arguments: object) -> threading.Thread:
         thread = threading.Thread(target=target, args=arguments, daemon=True, name="neuron_accel_heartbeat")
@@ -242,7 +266,11 @@ class Heartbeat:
         except OSError as error:
             say(f"lost machines will not be detected: port {self._address[1]} cannot be used ({error.strerror})")
             return
+        self._accept(listener)
+
+    def _accept(self, listener: socket.socket) -> None:
         with listener:
+            port = listener.getsockname()[1]
             listener.settimeout(PAUSE_S / 2)
             while not self._over.is_set():
                 try:
@@ -256,18 +284,22 @@ class Heartbeat:
                     connection.close()
                     continue
                 self._threads = [thread for thread in self._threads if thread.is_alive()]
-                self._threads.append(self._start(self._admit, connection, str(other[0])))
+                self._threads.append(self._start(self._admit, connection, str(other[0]), port))
 
-    def _admit(self, connection: socket.socket, sender: str) -> None:
+    def _may_enter(self, number: int) -> bool:
+        """Whether a machine with this number may connect to this one."""
+        return 0 < number < self._nnodes
+
+    def _admit(self, connection: socket.socket, sender: str, port: int) -> None:
         with connection:
             try:
                 secret = self._secret.read()
                 number, link = admit(connection, secret or secrets.token_bytes(_NONCE), self._run)
-                if not 0 < number < self._nnodes:
+                if not self._may_enter(number):
                     raise Refused
             except (Refused, OSError, ConfigurationError):
                 self._say_once(
-                    f"a connection from {sender} to port {self._address[1]} did not prove that it knows the secret of "
+                    f"a connection from {sender} to port {port} did not prove that it knows the secret of "
                     "this run, and was closed; it changed nothing, and further ones are not reported"
                 )
                 return
@@ -298,8 +330,6 @@ class Heartbeat:
         with machine.changed:
             machine.connections -= 1
             entered = machine.entered
-            if leaves:
-                self.gone.add(number)
             if leaves or machine.connections:
                 return
             deadline = time.monotonic() + RETURN_S
@@ -315,7 +345,7 @@ class Heartbeat:
         machine = _Machine(heard=time.monotonic())
         known = False  # whether machine 0 has proved that it knows the secret
         while not (self._over.is_set() or self._lost.is_set()):
-            found = self._introduce()
+            found = self._introduce(self._address)
             if found is not None:
                 known, machine.heard = True, time.monotonic()
                 with found[0]:
@@ -325,12 +355,12 @@ class Heartbeat:
                 self._end_ranks(0, "ended without closing its connection")
             self._over.wait(PAUSE_S)
 
-    def _introduce(self) -> tuple[socket.socket, Link] | None:
+    def _introduce(self, address: tuple[str, int]) -> tuple[socket.socket, Link] | None:
         try:
             secret = self._secret.read()
             if secret is None:  # machine 0 has not written it yet
                 return None
-            connection = socket.create_connection(self._address, timeout=HANDSHAKE_S)
+            connection = socket.create_connection(address, timeout=HANDSHAKE_S)
         except ConfigurationError as error:
             self._say_once(f"lost machines are not detected: {error}")
             return None
@@ -341,7 +371,7 @@ class Heartbeat:
         except (Refused, OSError) as error:
             connection.close()
             if isinstance(error, Refused):
-                host, port = self._address
+                host, port = address
                 self._say_once(
                     f"lost machines are not detected: {host}:{port} and this machine do not know the same secret, or "
                     f"differ in --nnodes; --node-rank {self._node_rank} is expected once"
@@ -355,29 +385,48 @@ class Heartbeat:
         Returns:
             True once one side has left, because its launch is over; False if the connection has ended otherwise.
         """
-        heard = time.monotonic()
+        heard, told = time.monotonic(), b""
         with contextlib.suppress(OSError, Refused):
             while not self._over.is_set():
-                sent = time.monotonic()
                 link.send(BEAT)
-                with contextlib.suppress(TimeoutError):
-                    message = link.receive(PAUSE_S)
-                    if message in (LEAVE, b""):
-                        return message == LEAVE
+                until = time.monotonic() + PAUSE_S
+                while not self._over.is_set() and (left := until - time.monotonic()) > 0:
+                    told = self._tell(link, told)
+                    try:
+                        message = link.receive(min(left, PAUSE_S / 5))
+                    except TimeoutError:
+                        continue
+                    if message.kind == LEAVE:
+                        self._take_leave(number, message.content)
+                    if message.kind in (LEAVE, b""):
+                        return message.kind == LEAVE
                     machine.heard = heard = time.monotonic()
-                    self._over.wait(max(0.0, PAUSE_S - (heard - sent)))
+                    self._hear(number, link, message)
                 if time.monotonic() - heard > self._lost_after:
                     if time.monotonic() - machine.heard > self._lost_after:
                         self._end_ranks(number, f"sent no heartbeat for {self._lost_after:g} s")
                     return False  # it has another connection
-            link.send(LEAVE)
+            self._tell(link, told)
+            link.send(LEAVE, self._farewell())
         return self._over.is_set()
+
+    def _tell(self, link: Link, told: bytes) -> bytes:
+        """Sends what the other side does not know yet; ``told`` is what it knows. Returns what it knows then."""
+        return told
+
+    def _hear(self, number: int, link: Link, message: Message) -> None:
+        """Takes note of a message of another machine, other than the last."""
+
+    def _take_leave(self, number: int, content: bytes) -> None:
+        """Takes note of the last message of another machine."""
+        self.gone.add(number)
+
+    def _farewell(self) -> bytes:
+        """The content of the last message of this machine."""
+        return b""
 
     def _end_ranks(self, machine: int, how: str) -> None:
         if self._lost.is_set() or self._over.is_set() or machine in self.gone:
-            return
-        if self._goes_on and machine != 0:
-            self._end_this_start(machine, how)
             return
         self._lost.set()
         say(f"machine {machine} {how} and is considered lost; ending the ranks of this machine")
@@ -385,33 +434,10 @@ class Heartbeat:
         if not self._over.wait(self._grace):
             self._send_signal(signal.SIGKILL)
 
-    def _end_this_start(self, machine: int, how: str) -> None:
-        """Ends the ranks that run now, so that the launcher starts others, without the machine."""
-        say(f"machine {machine} {how} and is considered lost; ending the ranks of this machine, to go on without it")
-        ranks = psutil.Process().children()
-        self._send_signal(signal.SIGTERM)
-        self.gone.add(machine)  # from now on there may be ranks of the next start
-        deadline = time.monotonic() + self._grace
-        while ranks and not self._over.is_set():
-            ranks = [rank for rank in ranks if _runs(rank)]
-            if time.monotonic() > deadline:
-                for rank in ranks:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        rank.kill()
-                return
-            self._over.wait(PAUSE_S / 4)
-
     def _say_once(self, text: str) -> None:
         if not self._has_said.is_set():
             self._has_said.set()
             say(text)
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def say(text: str) -> None:

@@ -8,14 +8,10 @@ does here: whoever reaches the port can read and write the store.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, HashStore, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -27,12 +23,12 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from neuron_accel.cli.host import listen
-from neuron_accel.cli.restarts import Choice
-from neuron_accel.errors import CommunicationError
+from neuron_accel.cli.membership import Membership, View
 
 BACKEND = "neuron_accel_loopback"
 LOOPBACK = "127.0.0.1"
-POLL_S = 0.2
+CONNECT_S = 30.0
+"""Seconds in which a machine connects to the store of a start."""
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -95,84 +91,21 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-class Members:
-    """Agrees on the machines that go on after one was lost.
-
-    Args:
-        machines: their number at the first start.
-        lost: returns those that are known to be lost. Used on machine 0, as is ``choose``.
-        choose: returns those that go on, of those that are there.
-        begins: is called on each machine that goes on.
-        patience: seconds after which a machine that has not come is lost too.
-    """
-
-    def __init__(
-        self,
-        machines: int,
-        *,
-        lost: Callable[[], Collection[int]],
-        choose: Callable[[Sequence[int]], Choice],
-        begins: Callable[[Choice], None],
-        patience: float,
-    ) -> None:
-        self._expected = list(range(machines))
-        self._lost, self._choose, self._begins, self._patience = lost, choose, begins, patience
-
-    def meet(self, store: Store, machine: int) -> Sequence[int]:
-        """Returns the machines that go on. Called on each machine at each start but the first.
-
-        Raises:
-            CommunicationError: if the run does not go on, or without this machine.
-        """
-        store.set(f"here{machine}", "")
-        if machine == 0:
-            choice = self._choose(self._wait(store))
-            self._expected = list(choice.machines)
-            store.set("members", json.dumps(dataclasses.asdict(choice)))
-        choice = Choice(**json.loads(store.get("members")))
-        if machine not in choice.machines:
-            raise CommunicationError(
-                f"Machine {machine} does not take part any more: {choice.why}.",
-                where="restart of several machines",
-                fix="launch again with the machines that there are",
-            )
-        self._begins(choice)
-        return choice.machines
-
-    def _wait(self, store: Store) -> list[int]:
-        deadline = time.monotonic() + self._patience
-        while True:
-            here = [machine for machine in self._expected if store.check([f"here{machine}"])]
-            lost = set(self._lost())
-            if lost.issuperset(set(self._expected) - set(here)) or time.monotonic() > deadline:
-                return [machine for machine in here if machine not in lost]
-            time.sleep(POLL_S)
-
-
 class MachinesRendezvous(StaticTCPRendezvous):
     """torch's static rendezvous of several machines, with a new store for the ranks of each restart.
 
     Machine 0 starts it at a free port, which it announces in the store of the first start; the other machines wait
-    there for it. If some machines may be lost, machine 0 waits for those that are not, and then says which go on.
-
-    Args:
-        arguments: of torch's class.
-        members: on machine 0 chooses those that go on; None: all machines have to.
+    there for it.
     """
 
     _starts = 0
     _ranks_store: TCPStore | None = None
-
-    def __init__(self, *arguments: Any, members: Members | None = None) -> None:
-        super().__init__(*arguments)
-        self._members = members
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Returns the stores of a start: for the launchers, and for the ranks.
 
         Raises:
             torch.distributed.DistError: if machine 0 cannot be reached, or does not restart in time.
-            CommunicationError: if the run does not go on, or without this machine.
         """
         found = super().next_rendezvous()
         self._starts += 1
@@ -184,14 +117,93 @@ class MachinesRendezvous(StaticTCPRendezvous):
                 self.master_addr, 0, is_master=True, timeout=self.timeout, wait_for_workers=False
             )
             store.set("port", str(self._ranks_store.port))
-        machines = range(self.world_size) if self._members is None else self._members.meet(store, self.rank)
         port = int(store.get("port"))
-        of_ranks = RendezvousStoreInfo(self.master_addr, port)
-        return RendezvousInfo(store, machines.index(self.rank), len(machines), of_ranks)
+        return RendezvousInfo(store, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, port))
 
     def shutdown(self) -> bool:
         self._ranks_store = None
         return super().shutdown()
+
+
+class ElasticRendezvous(RendezvousHandler):
+    """The rendezvous of machines of which some may be lost: the leader of each start has the store of its ranks.
+
+    Args:
+        membership: agrees on the machines of a start.
+        first_port: port of the store of the first start; later ones have a free port.
+        timeout: seconds that a rank waits for a key.
+        begins: is called before the ranks of a start in which this machine takes part.
+    """
+
+    def __init__(
+        self, membership: Membership, *, first_port: int, timeout: float, begins: Callable[[View], None]
+    ) -> None:
+        self._membership, self._first_port = membership, first_port
+        self._timeout, self._begins = timedelta(seconds=timeout), begins
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return "neuron_accel_elastic"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Waits for the next start, and returns its store.
+
+        Raises:
+            CommunicationError: if the run does not go on, or without this machine.
+            NotNeeded: if it has ended without this machine.
+            RendezvousConnectionError: on the leader, if the port cannot be used.
+        """
+        while True:
+            self._store = None
+            view = self._membership.meet(self._serve)
+            if view.leader != self._membership.machine:
+                try:
+                    timeout = timedelta(seconds=CONNECT_S)
+                    self._store = TCPStore(*view.store, is_master=False, timeout=timeout, wait_for_workers=False)
+                    self._store.set_timeout(self._timeout)
+                except DistError:  # the leader is lost as well
+                    continue
+            assert self._store is not None
+            self._begins(view)
+            rank, store = view.machines.index(self._membership.machine), PrefixStore("launchers", self._store)
+            return RendezvousInfo(store, rank, len(view.machines), RendezvousStoreInfo(*view.store))
+
+    def _serve(self, host: str, number: int, interface: str | None) -> tuple[str, int]:
+        port = self._first_port if number == 1 else 0
+        try:
+            listener = listen(host, port, interface=interface)
+        except OSError as error:
+            raise RendezvousConnectionError(f"port {port} cannot be used: {error.strerror}") from error
+        bound, port = listener.getsockname()[:2]
+        self._store = TCPStore(
+            LOOPBACK if bound in ("0.0.0.0", "::") else bound,
+            port,
+            is_master=True,
+            timeout=self._timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return host, port
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        return
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return "neuron_accel"
+
+    def shutdown(self) -> bool:
+        self._store = None
+        return True
 
 
 def register() -> str:

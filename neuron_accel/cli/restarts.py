@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from neuron_accel.engine.plan.restart import Fit, Notes
@@ -122,7 +122,34 @@ class Choice:
     why: str = ""
 
 
-def choose_machines(here: Sequence[int], *, machines: int, ranks: int, least: int, notes: Notes) -> Choice:
+def reason_to_end(here: Collection[int], *, last: Sequence[int], ended: Collection[int], leader: int) -> str | None:
+    """Why machines may not go on without those that are missing; None if they may.
+
+    The missing ones may be on the other side of a network failure, and go on too. So those that are here have to be
+    more than half of the machines of the last start, or half of them with its leader, not counting machines whose
+    launcher has ended for certain.
+
+    Args:
+        here: the machines that are here.
+        last: those of the last start.
+        ended: those whose launcher has ended for certain.
+        leader: the one that has led the last start.
+    """
+    counted = [machine for machine in last if machine in here or machine not in ended]
+    present = [machine for machine in counted if machine in here]
+    if 2 * len(present) > len(counted) or (2 * len(present) == len(counted) and leader in present):
+        return None
+    silent = [str(machine) for machine in counted if machine not in here]
+    are = f"machine {silent[0]} is" if len(silent) == 1 else f"machines {', '.join(silent)} are"
+    return (
+        f"{are} silent, which a network failure looks like as well, and may go on: {len(present)} of {len(counted)} "
+        f"machines are here, and more than half are needed, or half with machine {leader}, which led the last start"
+    )
+
+
+def choose_machines(
+    here: Sequence[int], *, machines: int, ranks: int, least: int, notes: Notes, last: Sequence[int] | None = None
+) -> Choice:
     """Chooses the machines with which a run goes on: as many of those that are there as a mesh of the same degrees,
     but for data parallelism, fits.
 
@@ -132,9 +159,11 @@ def choose_machines(here: Sequence[int], *, machines: int, ranks: int, least: in
         ranks: on each machine.
         least: smallest number of machines.
         notes: what the first rank has noted.
+        last: the machines of the last start; None: all.
     """
     if len(here) == machines:
-        return Choice(machines=tuple(here))
+        is_back = last is not None and len(last) < machines
+        return Choice(machines=tuple(here), why=f"all {machines} machines go on again" if is_back else "")
     missing = ", ".join(str(machine) for machine in range(machines) if machine not in here)
     without = f"machine {missing} is lost" if machines - len(here) == 1 else f"machines {missing} are lost"
     reason = None

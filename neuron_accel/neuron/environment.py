@@ -117,7 +117,8 @@ class RuntimeOptions:
 
 
 ROOT_PORT = 62182
-"""Port at which ranks of the Neuron runtime meet on the XLA path, unless NEURON_RT_ROOT_COMM_ID sets another."""
+"""Port at which ranks of the Neuron runtime meet on the XLA path, unless :data:`ROOT_VARIABLE` sets another."""
+ROOT_VARIABLE = "NEURON_RT_ROOT_COMM_ID"
 
 
 def root_address(environ: Mapping[str, str], *, address: str | None, port: int | None) -> Setting | None:
@@ -145,10 +146,15 @@ def root_address(environ: Mapping[str, str], *, address: str | None, port: int |
             fix="pass a number up to 65533",
         )
     taken = port + 2 if port is not None else ROOT_PORT + visible_cores(visible)[0]
-    host = address or "127.0.0.1"
-    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    value = with_host(f":{taken}", address or "127.0.0.1")
     why = f"each job on a machine needs its own port; reserve it (sysctl net.ipv4.ip_local_reserved_ports={taken})"
-    return Setting(name="NEURON_RT_ROOT_COMM_ID", value=f"{host}:{taken}", why=why)
+    return Setting(name=ROOT_VARIABLE, value=value, why=why)
+
+
+def with_host(address: str, host: str) -> str:
+    """An address ``host:port`` with another host."""
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return f"{host}:{address.rpartition(':')[2]}"
 
 
 def compile_settings(

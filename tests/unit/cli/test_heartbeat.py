@@ -15,7 +15,7 @@ import pytest
 
 from neuron_accel.backends.select import Decision
 from neuron_accel.cli import heartbeat
-from neuron_accel.cli.heartbeat import BEAT, LEAVE, Heartbeat, Refused, admit, introduce
+from neuron_accel.cli.heartbeat import LEAVE, STATUS, Heartbeat, Refused, admit, introduce
 from neuron_accel.cli.host import Host, listen
 from neuron_accel.cli.launch_plan import LaunchRequest, check_request, plan_launch
 from neuron_accel.cli.run_secret import VARIABLE, RunSecret, take_secret
@@ -89,24 +89,9 @@ def test_a_machine_whose_connection_ends_is_lost_and_the_ranks_are_ended(machine
     assert signals == [signal.SIGTERM, signal.SIGKILL]
 
 
-def test_a_run_that_may_go_on_ends_the_ranks_of_a_start_and_knows_which_machines_are_gone(machines, capsys):
-    """The ranks of the next start get no signal, and a second machine may be lost later."""
-    zero, signals = machines(0, goes_on=True)
-    secret = RunSecret(SECRET).read()
-    for number in (1, 2):
-        connection = connect(machines.port)
-        introduce(connection, secret, zero._run, number)
-        until(lambda number=number: connections(zero, number) == 1)
-        connection.close()
-        until(lambda number=number: number in zero.gone)
-    time.sleep(0.3)  # longer than the grace
-    assert signals == [signal.SIGTERM, signal.SIGTERM]
-    assert "machine 2 ended without closing its connection and is considered lost" in capsys.readouterr().err
-
-
 def test_a_machine_whose_launch_is_over_is_gone(machines):
-    zero, signals = machines(0, goes_on=True)
-    one, _ = machines(1, goes_on=True)
+    zero, signals = machines(0)
+    one, _ = machines(1)
     until(lambda: connections(zero, 1) == 1)
     one.__exit__()
     until(lambda: zero.gone == {1})
@@ -230,10 +215,13 @@ def pair():
 
 def test_a_message_cannot_be_repeated_reflected_or_inserted():
     zero, one, left, right = pair()
-    one.send(BEAT)
+    one.send(STATUS, b"content")
     message = left.recv(100)
-    right.sendall(message)
-    assert zero.receive(1) == BEAT
+    right.sendall(message[:3])
+    with pytest.raises(TimeoutError):
+        zero.receive(0.05)
+    right.sendall(message[3:])
+    assert zero.receive(1) == (STATUS, b"content")
     right.sendall(message)  # repeated
     with pytest.raises(Refused):
         zero.receive(1)
@@ -243,7 +231,12 @@ def test_a_message_cannot_be_repeated_reflected_or_inserted():
     with pytest.raises(Refused):
         one.receive(1)
     zero, one, left, right = pair()
-    right.sendall(LEAVE * 33)
+    one.send(STATUS, b"content")
+    right.sendall(left.recv(100).replace(b"content", b"contend"))  # changed
+    with pytest.raises(Refused):
+        zero.receive(1)
+    zero, one, left, right = pair()
+    right.sendall(LEAVE * 33)  # inserted, and larger than any message
     with pytest.raises(Refused):
         zero.receive(1)
     for connection in (left, right):
