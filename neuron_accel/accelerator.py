@@ -299,10 +299,12 @@ class NeuronAccelerator(Accelerator):
 
     @property
     def data_parallel_size(self) -> int:
+        """Number of ranks or groups of ranks that process different samples."""
         return self.run.data_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:
+        """Index of this rank among those that process different samples, from 0; ranks with the same samples share it."""
         return self.run.data_parallel_rank
 
     @property
@@ -312,6 +314,7 @@ class NeuronAccelerator(Accelerator):
 
     @property
     def tensor_parallel_rank(self) -> int:
+        """Index of this rank along the axes of kind ``MODEL``, from 0."""
         return self._rank(AxisKind.MODEL)
 
     @property
@@ -321,6 +324,7 @@ class NeuronAccelerator(Accelerator):
 
     @property
     def pipeline_parallel_rank(self) -> int:
+        """Index of this rank along the axes of kind ``STAGE``, from 0."""
         return self._rank(AxisKind.STAGE)
 
     @property
@@ -330,6 +334,7 @@ class NeuronAccelerator(Accelerator):
 
     @property
     def context_parallel_rank(self) -> int:
+        """Index of this rank along the axes of kind ``SEQUENCE``, from 0."""
         return self._rank(AxisKind.SEQUENCE)
 
     def _size(self, kind: AxisKind) -> int:

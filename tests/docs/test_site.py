@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pickle
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +42,99 @@ def test_no_link_of_the_site_is_dead(site):
 @needs_browser
 def test_no_page_of_the_site_has_an_error(site):
     assert [*seen_in_a_browser(site)] == []
+
+
+# ---- the reference ---------------------------------------------------------------------------------------------------
+LISTS = ("Parameters", "Keyword Arguments", "Variables")
+
+
+def entries(site: Path) -> Iterator[tuple[str, Any]]:
+    """The documented classes, functions and members: module and name, and their part of the page."""
+    from sphinx import addnodes
+
+    for page in ("api", "contract", "errors"):
+        tree = pickle.loads((site.parent / "doctrees" / f"{page}.doctree").read_bytes())
+        for entry in tree.findall(addnodes.desc):
+            if entry[0].get("module"):
+                yield f"{entry[0]['module']}:{entry[0]['fullname']}", entry
+
+
+def doubled(entry: Any) -> list[str]:
+    """Parameters that an entry lists twice, or lists and describes once more as members."""
+    from docutils import nodes
+    from sphinx import addnodes
+
+    content = entry[-1]
+    fields = [field for each in content if isinstance(each, nodes.field_list) for field in each]
+    names = [
+        name.astext()
+        for field in fields
+        if field[0].astext() in LISTS
+        for name in field.findall(addnodes.literal_strong)
+    ]
+    names += [each[0]["fullname"].rpartition(".")[2] for each in content if isinstance(each, addnodes.desc)]
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def text_of_others(name: str) -> str | None:
+    """The class outside of this project whose docstring is that of a class or a method; None if it has its own."""
+    module, _, path = name.partition(":")
+    owner, value = None, importlib.import_module(module)
+    for part in path.split("."):
+        owner, value = value, getattr(value, part, None)
+    leaf = path.rpartition(".")[2]
+    if inspect.isclass(value):
+        own, others = value.__doc__, [(base, base.__doc__) for base in value.__mro__[1:]]
+    elif inspect.isclass(owner) and leaf in vars(owner):
+        own = getattr(inspect.getattr_static(owner, leaf), "__doc__", None)
+        others = [
+            (base, getattr(vars(base)[leaf], "__doc__", None)) for base in owner.__mro__[1:] if leaf in vars(base)
+        ]
+    else:
+        return None
+    texts = [
+        (base, text)
+        for base, text in others
+        if text and (own is None or inspect.cleandoc(own) == inspect.cleandoc(text))
+    ]
+    foreign = [base for base, _ in texts if not base.__module__.startswith("neuron_accel")]
+    return foreign[0].__qualname__ if foreign and foreign[0] is texts[0][0] else None
+
+
+def test_the_reference_lists_each_parameter_once(site):
+    found = {name: names for name, entry in entries(site) if (names := doubled(entry))}
+    assert found == {}
+    assert sum(1 for _ in entries(site)) > 400
+
+
+def test_the_reference_has_no_text_of_other_libraries(site):
+    found = {name: text_of_others(name) for name, _ in entries(site)}
+    assert {name: base for name, base in found.items() if base is not None} == {}
+
+
+def test_doubled_parameters_are_found():
+    from docutils import nodes
+    from sphinx import addnodes
+
+    def field(title, *names):
+        return nodes.field(
+            "", nodes.field_name("", title), nodes.field_body("", *(addnodes.literal_strong("", n) for n in names))
+        )
+
+    member = addnodes.desc("", addnodes.desc_signature("", "", fullname="Cls.b"), addnodes.desc_content())
+    lists = nodes.field_list("", field("Parameters", "a", "b", "a"), field("Raises", "c", "c"))
+    entry = addnodes.desc("", addnodes.desc_signature("", "", fullname="Cls"), addnodes.desc_content("", lists, member))
+    assert doubled(entry) == ["a", "b"]
+
+
+def test_texts_of_other_libraries_are_found(monkeypatch):
+    import torch
+
+    from neuron_accel.contract import FullParameterOptimizer
+
+    assert text_of_others("neuron_accel.contract:FullParameterOptimizer.step") is None
+    monkeypatch.setattr(FullParameterOptimizer.step, "__doc__", torch.optim.Optimizer.step.__doc__)
+    assert text_of_others("neuron_accel.contract:FullParameterOptimizer.step") == "Optimizer"
 
 
 def test_dead_links_are_found(tmp_path):

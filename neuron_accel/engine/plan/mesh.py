@@ -55,6 +55,7 @@ class AxisKind(Enum):
 
     @property
     def order(self) -> int:
+        """Position of the kind in the mesh, from 0 for the outermost."""
         return list(AxisKind).index(self)
 
 
