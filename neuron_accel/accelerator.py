@@ -304,7 +304,7 @@ class NeuronAccelerator(Accelerator):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Index of this rank among those that process different samples, from 0; ranks with the same samples share it."""
+        """Index of this rank's samples among those of all data-parallel ranks, from 0."""
         return self.run.data_parallel_rank
 
     @property

@@ -94,6 +94,8 @@ class FullyShardedPlugin(Zero1Plugin):
         reads_weights=True,
     )
 
+    title: ClassVar[str] = "fully sharded parameters"
+
     reshard_after_forward: bool | int | None = None
     hybrid_shard_size: int | None = None
     modules: str | tuple[str, ...] = BLOCKS

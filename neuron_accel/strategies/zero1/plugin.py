@@ -71,6 +71,9 @@ class Zero1Plugin(StrategyPlugin):
         claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING, Claim.OPTIMIZER_STATE}),
     )
 
+    title: ClassVar[str] = "ZeRO-1"
+    """Name of the strategy in messages."""
+
     optimizer_dtype: torch.dtype = torch.float32
     max_norm: float | None = None
     use_grad_acc_hook: bool = False
@@ -147,16 +150,17 @@ class Zero1Plugin(StrategyPlugin):
             )
         if not is_separable(optimizer):
             raise PlanError(
-                f"{type(optimizer).__name__} uses all parameters together (or draws random numbers), but under "
-                "ZeRO-1 each rank updates only some of them.",
+                f"{type(optimizer).__name__} uses all parameters together (or draws random numbers), but with "
+                f"{self.title} each rank updates only some of them.",
                 where=f"plugin {self.spec.name!r}",
                 why="a norm over all of them, or an estimate of the best learning rate, would differ between ranks",
-                fix="train without ZeRO-1, or choose an optimizer that updates each parameter independently",
+                fix=f"train without {self.title}, or choose an optimizer that updates each parameter independently",
             )
         reason = why_not_elementwise(optimizer) if self.partition == "even" else None
         if reason is not None:
             raise PlanError(
-                f"{type(optimizer).__name__} is not element-wise, and ZeRO-1 would shard parameters over ranks.",
+                f"{type(optimizer).__name__} is not element-wise, but with {self.title} each rank updates shards of "
+                "parameters.",
                 where=f"plugin {self.spec.name!r}, partition='even'",
                 why=reason,
                 fix=f"use {type(self).__name__}(partition='parameters')",

@@ -76,7 +76,7 @@ class ShardedGrad(torch.Tensor):
         if source is None:
             raise UsageError(
                 "This gradient is no longer available.",
-                where="`parameter.grad` of a parameter under ZeRO-1",
+                where="`parameter.grad` of a parameter whose optimizer is sharded",
                 why="it is gathered from all ranks when it is read, and its optimizer no longer exists",
                 fix="read it before the accelerator releases the optimizer, or keep a clone of it",
             )
@@ -101,7 +101,7 @@ class ShardedGrad(torch.Tensor):
             if function._schema.is_mutable and first._waiting is not None:
                 raise UsageError(
                     "A gradient cannot be changed in place between micro-batches.",
-                    where="`parameter.grad` of a parameter under ZeRO-1",
+                    where="`parameter.grad` of a parameter whose optimizer is sharded",
                     why="it includes a gradient of this rank alone, which is not summed over ranks yet",
                     fix="change it after the last micro-batch, or zero gradients after every step",
                 )
@@ -302,7 +302,7 @@ class ReducedGradients(ABC):
         if self._gradient is None or not self.used_anywhere[index]:
             raise UsageError(
                 f"The gradient of {self.bucket.records[index].fqn!r} has been dropped.",
-                where="`parameter.grad` under ZeRO-1, kept beyond `zero_grad`",
+                where="`parameter.grad` with a sharded optimizer, kept beyond `zero_grad`",
                 why="it is gathered from all ranks when it is read",
                 fix="read it before `zero_grad`, or keep a clone of it",
             )
@@ -338,7 +338,7 @@ class ReducedGradients(ABC):
         if set(everyone) != {name}:
             raise DesyncError(
                 f"Ranks read different gradients: {sorted(set(everyone))}.",
-                where="`parameter.grad` under ZeRO-1",
+                where="`parameter.grad` with a sharded optimizer",
                 why="each rank has a shard of them, and all of them gather a gradient that is read",
                 fix="read the same gradients in the same order on every rank",
             )

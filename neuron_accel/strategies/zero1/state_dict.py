@@ -71,7 +71,7 @@ def by_place(
             if tuple(place) not in lengths:
                 raise UsageError(
                     f"The state of elements {place[1]} to {place[2]} of {place[0]!r} does not belong here.",
-                    where="`load_state_dict` of an optimizer under ZeRO-1",
+                    where="`load_state_dict` of a sharded optimizer",
                     why="it was sharded in another way: other parameters trained when it was, or there were other "
                     "ranks",
                     fix="use `accelerator.save_state` and `load_state`, which load into any mesh",

@@ -7,8 +7,8 @@ import inspect
 import pytest
 import torch
 
-from neuron_accel import FullyShardedPlugin, Zero1Plugin
-from neuron_accel.errors import ConfigurationError
+from neuron_accel import FullyShardedPlugin, NeuronAccelerator, Zero1Plugin
+from neuron_accel.errors import ConfigurationError, PlanError
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
 
 
@@ -52,3 +52,37 @@ def test_the_optimizer_gets_every_option_that_it_has():
     given = FullyShardedPlugin(max_norm=2.0, overlap=False).optimizer_options()
     assert given.keys() == required
     assert (given["plugin"], given["max_norm"], given["overlap"]) == ("fully_sharded", 2.0, False)
+
+
+class NormalisedSGD(torch.optim.SGD):
+    """Divides all gradients by their common norm."""
+
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(norm)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "title"),
+    [(Zero1Plugin(), "ZeRO-1"), (FullyShardedPlugin(modules="0"), "fully sharded parameters")],
+)
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (torch.optim.Adafactor, "is not element-wise, but with {} each rank updates shards of parameters"),
+        (NormalisedSGD, "but with {} each rank updates only some of them"),
+    ],
+)
+def test_the_refusal_of_an_optimizer_names_the_strategy(plugin, title, optimizer, words):
+    accelerator = NeuronAccelerator(cpu=True, plugins=[plugin])
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    try:
+        with pytest.raises(PlanError) as caught:
+            accelerator.prepare(model, optimizer(model.parameters(), lr=0.1))
+        assert words.format(title) in str(caught.value)
+        assert type(plugin).__name__ in str(caught.value) or f"train without {title}" in str(caught.value)
+    finally:
+        accelerator.free_memory()
