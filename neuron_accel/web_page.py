@@ -46,6 +46,14 @@ td, th { text-align: left; padding: 0.15em 1.2em 0.15em 0; vertical-align: top; 
 """Colours are variables, so that pictures follow the scheme of the screen; paper is white in print."""
 
 
+def colour(index: int) -> str:
+    """Returns the colour of the thing with this number: one of the palette, and beyond it the same ones mixed with ink
+    and then with paper, so that 27 things have different colours."""
+    shade, number = divmod(index, COLOURS)
+    base = f"var(--c{number})"
+    return base if shade % 3 == 0 else f"color-mix(in srgb, {base} 55%, var(--{('ink', 'paper')[shade % 3 - 1]}))"
+
+
 def document(title: str, body: Iterable[str], *, style: str = "", script: str = "", data: Any = None) -> str:
     """Returns a page.
 

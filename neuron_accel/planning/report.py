@@ -14,7 +14,7 @@ from html import escape
 from neuron_accel.planning.layout import LayoutCount
 from neuron_accel.planning.memory import PARTS
 from neuron_accel.planning.time import Span, StepTime
-from neuron_accel.web_page import COLOURS, document, format_bytes, format_seconds, pairs, table
+from neuron_accel.web_page import colour, document, format_bytes, format_seconds, pairs, table
 
 _WIDTH, _LEFT, _RIGHT, _ROW = 960, 190, 90, 30
 _STYLE = """
@@ -115,9 +115,9 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _rect(x: float, y: float, width: float, height: float, colour: str, title: str) -> str:
+def _rect(x: float, y: float, width: float, height: float, fill: str, title: str) -> str:
     return (
-        f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.1):.2f}" height="{height:g}" fill="{colour}">'
+        f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.1):.2f}" height="{height:g}" fill="{fill}">'
         f"<title>{escape(title)}</title></rect>"
     )
 
@@ -128,17 +128,13 @@ def _legend(names: Sequence[str], y: float) -> list[str]:
         width = 26 + 7 * len(name)
         if x + width > _WIDTH:
             x, y = float(_LEFT), y + 18
-        found += [_rect(x, y, 11, 11, _colour(index), name), _text(x + 16, y + 10, name)]
+        found += [_rect(x, y, 11, 11, colour(index), name), _text(x + 16, y + 10, name)]
         x += width
     return found
 
 
 def _legend_height(names: Sequence[str]) -> int:
     return 18 * (1 + sum(26 + 7 * len(name) for name in names) // (_WIDTH - _LEFT - 60)) + 8
-
-
-def _colour(index: int) -> str:
-    return f"var(--c{index % COLOURS})"
 
 
 def _bars(
@@ -154,7 +150,7 @@ def _bars(
         for index, part in enumerate(names):
             size = parts.get(part, 0.0) * scale
             if size > 0:
-                found.append(_rect(x, y, size, _ROW - 8, _colour(index), f"{name}: {part}"))
+                found.append(_rect(x, y, size, _ROW - 8, colour(index), f"{name}: {part}"))
             x += size
         found.append(_text(x + 6, y + 16, total))
         y += _ROW
@@ -195,7 +191,7 @@ def _timeline(time: StepTime) -> str:
         for span in _merged([span for span in spans if span.lane == lane], 0.25 / scale):
             title = f"{span.label}, {format_seconds(span.start)} to {format_seconds(span.end)}"
             x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
-            found.append(_rect(x, y, width, _ROW - 2, _colour(labels.index(span.label)), title))
+            found.append(_rect(x, y, width, _ROW - 2, colour(labels.index(span.label)), title))
     y = 4 + 2 * (_ROW + 6)
     found += [_text(_LEFT, y + 8, "0"), _text(_WIDTH - 20, y + 8, format_seconds(end), "end")]
     return _svg(y + 18 + _legend_height(labels), [*found, *_legend(labels, y + 18)], "the step over time")
@@ -213,7 +209,7 @@ def _stages(counted: LayoutCount) -> str:
         for label, start, stop in passes:
             width = (stop - start) * scale
             title, edge = f"{label}, {start:g} to {stop:g}", min(1.0, width / 8)
-            found.append(_rect(_LEFT + start * scale, y, width - edge, height - 2, _colour(labels.index(label)), title))
+            found.append(_rect(_LEFT + start * scale, y, width - edge, height - 2, colour(labels.index(label)), title))
         if height > 10 or stage % 4 == 0:
             found.append(_text(_LEFT - 8, y + height / 2 + 4, f"stage {stage}", "end"))
         y += height
@@ -291,6 +287,6 @@ def _frontier(entries: Sequence[Entry]) -> str:
         found.append(f'<path d="M{x:.1f} {top:.1f}V{low:.1f}" stroke="var(--c6)" fill="none"/>')
         title = f"{entry.label}: {format_bytes(memory)}, {format_seconds(seconds)}"
         found += [_text(x + 7, y - 5, str(number))] if len(points) > 1 else []
-        colour = "var(--c0)" if (memory, seconds, entry) in best else "var(--c6)"
-        found.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{escape(title)}</title></circle>')
+        fill = colour(0 if (memory, seconds, entry) in best else 6)
+        found.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{fill}"><title>{escape(title)}</title></circle>')
     return _svg(height, found, "time against memory")

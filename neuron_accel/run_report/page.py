@@ -14,7 +14,7 @@ from typing import Any
 
 from neuron_accel.run_report.records import Straggler, TrafficRow
 from neuron_accel.run_report.summary import POINTS, ROWS, LateRank, RunSummary, Series, part_names
-from neuron_accel.web_page import COLOURS, document, format_bytes, format_seconds, table
+from neuron_accel.web_page import COLOURS, colour, document, format_bytes, format_seconds, table
 
 _STYLE = """
 figure { position: relative; margin: 0.5em 0 1.2em; }
@@ -150,7 +150,7 @@ def _run_legend(names: Sequence[str]) -> str:
 
 def _legend(names: Sequence[str]) -> str:
     entries = [
-        f'<li><span class="swatch" style="background:var(--c{index % COLOURS})"></span>{escape(name)}</li>'
+        f'<li><span class="swatch" style="background:{colour(index)}"></span>{escape(name)}</li>'
         for index, name in enumerate(names)
     ]
     return f'<ul class="legend">{"".join(entries)}</ul>'
@@ -163,8 +163,7 @@ def _bars(rows: Iterable[tuple[str, Mapping[str, float], str]], names: Sequence[
     lines = []
     for name, parts, total in rows:
         pieces = "".join(
-            f'<i style="width:{66 * parts[part] / longest:.2f}%;background:var(--c{index % COLOURS})" '
-            f'title="{escape(part)}"></i>'
+            f'<i style="width:{66 * parts[part] / longest:.2f}%;background:{colour(index)}" title="{escape(part)}"></i>'
             for index, part in enumerate(names)
             if parts.get(part, 0) > 0
         )

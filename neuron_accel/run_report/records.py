@@ -107,6 +107,7 @@ class Header:
         parameters: number of elements of the original model's parameters.
         torch, neuron_accel: versions.
         clock_offset: seconds that were added to this machine's clock.
+        clock_error: largest error of ``clock_offset``, in seconds; 0 on the machine of the first rank.
         started: when the run began.
         predicted: what a dry run counted for a step; None without one.
         micro_batches: number of micro-batches of an optimizer step.
@@ -129,6 +130,7 @@ class Header:
     torch: str = ""
     neuron_accel: str = ""
     clock_offset: float = 0.0
+    clock_error: float = 0.0
     started: float
     predicted: Prediction | None = None
     micro_batches: int | None = None

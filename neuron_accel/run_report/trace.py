@@ -53,7 +53,12 @@ def trace(run: RunReport, steps: Iterable[int] | None = None) -> dict[str, Any]:
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"run": run.header.run, "started": origin, "mesh": dict(run.header.mesh)},
+        "otherData": {
+            "run": run.header.run,
+            "started": origin,
+            "mesh": dict(run.header.mesh),
+            "clock_error": max(each.header.clock_error for each in run.ranks),
+        },
     }
 
 

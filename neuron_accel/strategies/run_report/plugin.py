@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import platform
 import time
 import uuid
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 _MEMORY_EVERY = 10
 """Steps between two counts of the bytes of parameters, gradients and optimizer states, which seldom change."""
+_CLOCK_ROUNDS = 9
 _PATTERN = "rank-*.jsonl"
 PLAN = "plan.txt"
 """File with the description of the plan, beside those of the ranks."""
@@ -192,8 +194,8 @@ class Report:
             self._file.move_earlier(earlier)
         self._name, earlier = backend.broadcast_object((uuid.uuid4().hex[:12], earlier), run.world)
         self._file.move_earlier(earlier, self._name)
-        self._started, clock = time.time(), clock_offset(run)
-        self._clock = clock
+        self._started = time.time()
+        self._clock, self._clock_error = clock_offset(run)
         self._board: Board | None = backend.board() if options.compare_every and run.world.size > 1 else None
         self._display: Display | None = None
         if backend.rank == 0:
@@ -209,7 +211,7 @@ class Report:
         with ExitStack() as stack:
             traffic = stack.enter_context(backend.record())
             self.recorder = Recorder(
-                backend, traffic, clock=clock, traced=frozenset(options.trace_steps), finished=self._finished
+                backend, traffic, clock=self._clock, traced=frozenset(options.trace_steps), finished=self._finished
             )
             stack.callback(run.ranges.observe(self.recorder))
             self._observing = stack.pop_all()
@@ -334,6 +336,7 @@ class Report:
             torch=torch.__version__,
             neuron_accel=_own_version(),
             clock_offset=self._clock,
+            clock_error=self._clock_error,
             started=self._started + self._clock,
             predicted=self._prediction,
             micro_batches=micro_batches,
@@ -544,24 +547,30 @@ def _memory_of(run: Run, optimizer: torch.optim.Optimizer) -> Memory:
     return Memory(parameters=parameters, gradients=sum(gradients.values()), optimizer=sum(tensors.values()))
 
 
-def clock_offset(run: Run) -> float:
-    """Returns the seconds to add to this machine's clock to have that of the first rank. Collective.
+def clock_offset(run: Run) -> tuple[float, float]:
+    """Returns the seconds to add to this machine's clock to have that of the first rank, and the largest error of
+    them. Collective.
 
-    Ranks of one machine have one clock. Others leave a collective at nearly the same time; the median of several
-    differences is accurate to about the time that a message takes.
+    Ranks of one machine share a clock. For the other machines, in each round the first rank reads its clock after every
+    rank has entered a barrier and before any rank receives the reading. So this rank can bound the offset by its own
+    clock, read before the barrier and after the exchange. The bounds of all rounds hold at the same time; the offset is
+    the middle between the closest two, the error half of their distance.
     """
-    backend, offsets = run.backend, []
+    backend = run.backend
     if run.world.size == 1:
-        return 0.0
+        return 0.0, 0.0
     hosts = backend.all_gather_object(platform.node(), run.world)
-    if len(set(hosts)) > 1:
-        for _ in range(9):
-            backend.barrier()
-            times = backend.all_gather_object(time.time(), run.world)
-            offsets.append(times[0] - times[run.world.index])
-    if hosts[0] == platform.node() or not offsets:
-        return 0.0
-    return sorted(offsets)[len(offsets) // 2]
+    if len(set(hosts)) == 1:
+        return 0.0, 0.0
+    least, most = -math.inf, math.inf
+    for _ in range(_CLOCK_ROUNDS):
+        began = time.time()
+        backend.barrier()
+        first = backend.all_gather_object(time.time(), run.world)[0]
+        least, most = max(least, first - time.time()), min(most, first - began)
+    if hosts[0] == platform.node():
+        return 0.0, 0.0
+    return (least + most) / 2, abs(most - least) / 2
 
 
 def _own_version() -> str:

@@ -112,6 +112,7 @@ class Recorder(RangeObserver):
         self._optimizer: Any = None  # the one whose steps are counted
         self._ranges: list[Range] = []
         self._compiled = backend.compilations
+        self._resident = resident_memory()
         self._begun = False
         self.step, self.observed, self.memory = 0, Observed(), Memory()
         self.own = 0.0
@@ -207,7 +208,7 @@ class Recorder(RangeObserver):
             memory=Memory(
                 device_peak=used[1],
                 device=used[0],
-                host=resident_bytes(),
+                host=self._resident(),
                 parameters=self.memory.parameters,
                 gradients=self.memory.gradients,
                 optimizer=self.memory.optimizer,
@@ -250,11 +251,13 @@ class Recorder(RangeObserver):
         return ranges
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process."""
+def resident_memory() -> Callable[[], int]:
+    """Returns a function that returns the bytes of resident memory of this process. Reading them costs a tenth of
+    finding the process."""
     import psutil
 
-    return int(psutil.Process().memory_info().rss)
+    process = psutil.Process()
+    return lambda: int(process.memory_info().rss)
 
 
 class Scalars:

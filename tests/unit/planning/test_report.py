@@ -11,7 +11,7 @@ import pytest
 
 from neuron_accel.planning.layout import LayoutCount
 from neuron_accel.planning.memory import PARTS, Moment, Peak
-from neuron_accel.planning.report import Entry, html_report
+from neuron_accel.planning.report import Entry, _timeline, html_report
 from neuron_accel.planning.step import Flow, StepCount
 from neuron_accel.planning.time import Span, StepTime
 
@@ -116,3 +116,14 @@ def test_one_layout_without_time_has_a_page_too():
     assert not Page(text).open
     assert "no time is predicted" in text
     assert len(pictures(text)) == 2
+
+
+def test_colours_do_not_repeat_on_a_step_with_many_labels():
+    spans = tuple(Span("compute", f"label {n}", float(n), n + 1.0) for n in range(20))
+    time = StepTime(seconds=20.0, low=20.0, high=20.0, parts={}, sources={}, spans=spans)
+    picture = _timeline(time)
+    bars = {match[2]: match[1] for match in re.finditer(r'fill="([^"]+)"><title>(label \d+), ', picture)}
+    assert len(bars) == 20
+    assert len(set(bars.values())) == 20
+    keys = {match[2]: match[1] for match in re.finditer(r'fill="([^"]+)"><title>(label \d+)</title>', picture)}
+    assert keys == bars

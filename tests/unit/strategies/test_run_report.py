@@ -9,17 +9,18 @@ import re
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from neuron_accel import NeuronAccelerator, RunReportPlugin
-from neuron_accel.backends.base import Traffic
+from neuron_accel.backends.base import Traffic, Transfer
 from neuron_accel.backends.ranges import Ranges
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.run_report.records import Collectives, Memory, Step, Straggler, read_run
 from neuron_accel.strategies.run_report.live import Dashboard, Lines, make_display, render
-from neuron_accel.strategies.run_report.plugin import figures
+from neuron_accel.strategies.run_report.plugin import ReportFile, figures
 from neuron_accel.strategies.run_report.recorder import Recorder
 
 STEP = Step(
@@ -347,3 +348,26 @@ def test_a_closed_output_does_not_end_the_training(tmp_path, monkeypatch):
     plugin = RunReportPlugin(folder=tmp_path, show="lines", show_seconds=0.0)
     train(NeuronAccelerator(cpu=True, plugins=[plugin]))
     assert len(read_run(tmp_path).ranks[0].steps) == 2
+
+
+# ---- what it costs ---------------------------------------------------------------------------------------------------
+def test_a_step_of_twenty_ranges_costs_less_than_a_hundredth_of_twenty_milliseconds(tmp_path):
+    backend = SimpleNamespace(compilations=None, device_memory=None, is_lazy=False)
+    traffic, file = Traffic(), ReportFile(tmp_path, 0)
+    recorder = Recorder(
+        backend, traffic, clock=0.0, traced=frozenset(), finished=lambda measured: file.write([measured.step])
+    )
+    ranges = Ranges()
+    ranges.observe(recorder)
+    times = []
+    for _ in range(100):
+        began = time.thread_time()  # other work on the machine does not count
+        for _ in range(20):
+            with ranges.open("all_gather", "collective", part="communication", op="all_gather", group="dp"):
+                traffic.transfers.append(Transfer(op="all_gather", group="dp", size=2, sent=64))
+        with ranges.open("optimizer step", "part", part="optimizer", optimizer=1):
+            pass
+        times.append(time.thread_time() - began)
+    file.close()
+    assert len((tmp_path / "rank-00000.jsonl").read_text().splitlines()) == 100
+    assert min(times) < 200e-6, sorted(times)[:3]

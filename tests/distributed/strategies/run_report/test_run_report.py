@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
@@ -372,6 +373,55 @@ def test_predicted_and_seen_traffic_are_equal(name, tmp_path):
     assert report.ranks[1].header.predicted is None  # rank 0 was planned
     assert report.ranks[0].steps[1].flops > 0
     assert [step.loss is not None for step in report.ranks[0].steps] == [True] * 3  # read a step later
+
+
+# ---- one time for several machines -----------------------------------------------------------------------------------
+AHEAD = 37.25
+"""Seconds by which the clock of the second rank's machine is ahead."""
+
+
+def with_a_clock_of_its_own(folder):
+    """Returns for each range of this rank's own the true time at which it was opened."""
+    import platform
+    from unittest import mock
+
+    from neuron_accel import NeuronAccelerator
+
+    rank, true = int(os.environ["RANK"]), time.time
+    with (
+        mock.patch.object(platform, "node", return_value=f"machine{rank}"),
+        mock.patch.object(time, "time", side_effect=lambda: true() + AHEAD * rank),
+    ):
+        report = {"folder": folder, "show": "nothing", "trace_steps": list(range(1, 9))}
+        accelerator = NeuronAccelerator(config={"plugins": [{"run_report": report}]})
+        model = torch.nn.Linear(4, 4)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        opened = []
+        for _ in range(9):
+            accelerator.backward(model(torch.ones(2, 4)).sum())
+            with accelerator.run.ranges.open("now"):
+                opened.append(true())
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.end_training()
+    return opened
+
+
+def test_ranks_of_machines_with_different_clocks_are_in_one_time(tmp_path):
+    from neuron_accel.run_report.trace import trace
+
+    results = run_ranks(with_a_clock_of_its_own, 2, str(tmp_path))
+    report = read_run(tmp_path)
+    first, second = (each.header for each in report.ranks)
+    assert (first.clock_offset, first.clock_error) == (0.0, 0.0)
+    assert 0 < second.clock_error < 0.5
+    assert abs(second.clock_offset + AHEAD) <= second.clock_error
+    for each, opened in zip(report.ranks, results, strict=True):
+        spans = [span for span in each.ranges if span.name == "now"]
+        differences = sorted(span.start - at for span, at in zip(spans, opened[1:], strict=True))
+        middle = differences[len(differences) // 2]  # a rank may be interrupted between the two readings
+        assert abs(middle) <= each.header.clock_error + 0.002
+    assert trace(report)["otherData"]["clock_error"] == second.clock_error
 
 
 # ---- what it costs ---------------------------------------------------------------------------------------------------
