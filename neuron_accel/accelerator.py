@@ -903,7 +903,7 @@ class NeuronAccelerator(Accelerator):
             settle_profiling(os.environ, found.output_trace_dir)
 
     def _log_figures(self, values: Mapping[str, float], step: int) -> None:
-        """Hands figures that a plugin has measured to the trackers."""
+        """Logs figures that a plugin has measured to the trackers."""
         if self.is_main_process:
             super().log(dict(values), step)
 

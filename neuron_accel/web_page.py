@@ -13,7 +13,7 @@ from html import escape
 from typing import Any
 
 COLOURS = 9
-"""Number of colours ``--c0``, ``--c1``, ... that tell things apart, also for those who see fewer colours."""
+"""Number of colours ``--c0``, ``--c1``, ..., which colour-blind readers can distinguish, too."""
 
 STYLE = """
 :root {
@@ -47,8 +47,8 @@ td, th { text-align: left; padding: 0.15em 1.2em 0.15em 0; vertical-align: top; 
 
 
 def colour(index: int) -> str:
-    """Returns the colour of the thing with this number: one of the palette, and beyond it the same ones mixed with ink
-    and then with paper, so that 27 things have different colours."""
+    """Returns the colour of a label by its index. The first colours are those of the palette; further ones are mixed
+    with the colour of text, and then with that of the background, so that 27 labels have different colours."""
     shade, number = divmod(index, COLOURS)
     base = f"var(--c{number})"
     return base if shade % 3 == 0 else f"color-mix(in srgb, {base} 55%, var(--{('ink', 'paper')[shade % 3 - 1]}))"

@@ -192,7 +192,7 @@ def main() -> int:
     state = State()
     accelerator.register_for_checkpointing(state)
     if options.resume and accelerator.load_state(resume="latest"):
-        accelerator.print(f"goes on after step {state.step}")
+        accelerator.print(f"continues after step {state.step}")
     train(accelerator, options, model, optimizer, loader, scheduler, state)
     accelerator.save_state()
     accelerator.save_model(model, options.output_dir / "model")

@@ -15,7 +15,7 @@ class ModelArguments:
     """Arguments that select the model."""
 
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "A model of the hub, or a folder of one, whose training goes on."}
+        default=None, metadata={"help": "A model of the hub, or a folder of one, whose training continues."}
     )
     config_name: str | None = field(
         default=None, metadata={"help": "A configuration, by name or folder, for a new model."}

@@ -85,7 +85,7 @@ def main() -> int:
     progress = Progress(accelerator, steps)
     accelerator.register_for_checkpointing(progress)
     if arguments.resume and accelerator.load_state(resume="latest"):
-        accelerator.print(f"goes on after step {progress.step}")
+        accelerator.print(f"continues after step {progress.step}")
     model.train()
     while progress.step < steps:
         for batch in loader:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a run of any size, without the other ranks and without memory: collectives give shapes and are counted.
+"""One rank of a run of any size, without the other ranks and without memory: collectives return shapes and are counted.
 
 Tensors are on the meta device, so a step of a large model takes seconds on a laptop. A step does what it does on a
 device: the same plan, the same modules, the same collectives in the same order. A tensor on the host, such as the

@@ -62,7 +62,7 @@ class OpenRange:
 
 
 class RangeObserver(ABC):
-    """Is called when a range begins and ends. Ranges of one thread are nested: the last one that began ends first."""
+    """Receives calls when ranges begin and end. Ranges of one thread are nested: the last one that began ends first."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"

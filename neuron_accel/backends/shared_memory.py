@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives between processes of one host through shared memory, without threads and without sockets.
 
-Every rank copies what it sends into memory that the others map, and says so in its ledger. A rank completes an
+Every rank copies what it sends into memory that the others map, and records that in its ledger. A rank completes an
 operation once all ranks of the group have done so, by reading what they sent; a sum reads the other ranks' memory
 directly. An operation makes progress when it is waited for and when a later one is started, so that a rank that
 computes is not interrupted.
@@ -10,9 +10,9 @@ Memory is anonymous (``memfd_create``): it has no name that could be left behind
 last process that maps it. Ranks find it through ``/proc``, so they must see each other's processes. A rank that waits
 notices at once that another one has ended, and raises the error that a closed connection raises with gloo.
 
-As with a library, what is copied here is not seen by dispatch modes, such as those that count memory.
+As in a native library, copies made here are not visible to dispatch modes, such as those that count memory.
 
-Stores of a rank must become visible in their order, which is so on x86-64; other processors use gloo.
+Stores of a rank must become visible in their order, which x86-64 guarantees; other processors use gloo.
 """
 
 from __future__ import annotations
@@ -138,19 +138,19 @@ class Ledger:
         return self._completed.value
 
     def complete(self, number: int) -> None:
-        """Says that this rank has completed operation ``number``."""
+        """Records that this rank has completed operation ``number``."""
         self._completed.value = number + 1
         self._changed()
 
     def post(self, number: int, entry: Entry) -> None:
-        """Says that what operation ``number`` sends is there."""
+        """Records that the data of operation ``number`` can be read."""
         place = number % ENTRIES * (_LINE // 8)
         self._entries[place + 1 : place + 7] = list(entry)
         self._entries[place] = number + 1
         self._changed()
 
     def posted(self, number: int) -> bool:
-        """Whether what operation ``number`` sends is there."""
+        """Whether the data of operation ``number`` can be read."""
         return self._entries[number % ENTRIES * (_LINE // 8)] == number + 1
 
     def entry(self, number: int) -> Entry:
@@ -341,7 +341,7 @@ class SharedMemory:
         )
 
     def close(self, seconds: float = 10.0) -> None:
-        """Waits until the other ranks have read what this one has sent, as long as they run, and frees the memory."""
+        """Waits until all other ranks that still run have read what this one has sent, and frees the memory."""
         deadline = time.monotonic() + seconds
         with self._lock:
             if self._failure is None:

@@ -119,7 +119,7 @@ def packages() -> list[str]:
 
 
 def compile_cache() -> str:
-    """The entries of the compile cache, as ``neuron-accel cache list`` shows them; why not, if it cannot be read."""
+    """The entries of the compile cache, as ``neuron-accel cache list`` shows them, or why it cannot be read."""
     try:
         return cache.listing()
     except (NeuronAccelError, OSError) as error:
@@ -127,7 +127,7 @@ def compile_cache() -> str:
 
 
 def output_of(command: tuple[str, ...]) -> str | None:
-    """What a command prints; None if it is not installed."""
+    """The output of a command; None if it is not installed."""
     if shutil.which(command[0]) is None:
         return None
     try:

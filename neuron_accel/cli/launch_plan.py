@@ -186,7 +186,7 @@ def _heartbeat(request: LaunchRequest, environment: Mapping[str, str]) -> tuple[
         return 0.0, ()
     if request.secret_file is not None or environment.get(SECRET, "").strip():
         return HEARTBEAT_SECONDS if request.heartbeat is None else request.heartbeat, ()
-    why = "without a secret that the machines share, anybody who reaches the port could end the run"
+    why = "without a secret that the machines share, any program that reaches the port could end the run"
     fix = f"set {SECRET} to the same value on all machines, or pass --secret-file with a path that they share"
     if request.heartbeat is None:
         return 0.0, (f"no heartbeats, so that a machine that loses power is noticed late: {why}; {fix}",)
@@ -338,7 +338,7 @@ def _check_ranks(request: LaunchRequest) -> None:
             else f"--min-nproc-per-node {least} has no effect "
             + ("on several machines." if request.nnodes > 1 else "without --max-restarts."),
             where="--min-nproc-per-node",
-            why="it is the smallest number of ranks with which one machine goes on after a rank has failed repeatedly",
+            why="it is the smallest number of ranks on which one machine continues after a rank failed repeatedly",
             fix=f"pass 1 to {request.nproc_per_node}, together with --max-restarts, or leave it out",
         )
     fewest = request.min_nnodes
@@ -357,7 +357,7 @@ def _check_ranks(request: LaunchRequest) -> None:
             if request.nnodes == 1 or 1 <= fewest <= request.nnodes
             else f"--min-nnodes {fewest} is not possible here.",
             where="--min-nnodes",
-            why="it is the smallest number of machines with which a run goes on after others were lost, which "
+            why="it is the smallest number of machines on which a run continues after others were lost, which "
             "heartbeats tell",
             fix=f"pass 1 to {request.nnodes}, together with --nnodes and --max-restarts, or leave it out",
         )

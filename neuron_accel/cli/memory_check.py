@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a launch will fit: its script is run dry first, in a process of its own."""
+"""Checks whether a launch fits into memory, by a dry run of its script in a separate process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from neuron_accel.neuron.instances import Instance, detect_instance, find_instan
 
 
 def check_memory(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> str:
-    """Runs the script dry up to its second optimizer step, as ``neuron-accel plan`` does, and compares the peak of
-    rank 0 with the memory of a core.
+    """Dry-runs the script up to its second optimizer step, as ``neuron-accel plan`` does, and compares the peak of rank
+    0 with the memory of a core.
 
     Args:
         plan: what is to be launched.
         environ: environment variables.
 
     Returns:
-        what is known, as text; the reason if the script cannot run dry.
+        the result as text, or the reason why the dry run failed.
 
     Raises:
         ConfigurationError: if the instance is not known.
@@ -48,7 +48,7 @@ def check_memory(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> s
         text=True,
     )
     if done.returncode not in (0, 1) or not done.stdout:
-        return f"the memory of a rank is not known, since the script cannot run dry:\n{done.stderr.rstrip()}"
+        return f"the memory of a rank is not known, since the dry run of the script failed:\n{done.stderr.rstrip()}"
     return compare(json.loads(done.stdout)["memory"], instance, request.lnc)
 
 
@@ -64,7 +64,7 @@ def compare(memory: Mapping[str, Any], instance: Instance, lnc: int | None) -> s
     what = f"{total / 2**30:.3g} GiB at the peak of the second step of rank 0"
     core = f"the {room / 2**30:.3g} GiB of a core of {instance.name}"
     if total <= room:
-        return f"memory: {what}, {total / room:.0%} of {core}; what the runtime and compiled graphs take comes on top"
+        return f"memory: {what}, {total / room:.0%} of {core}; without the memory of the runtime and of compiled graphs"
     largest = max(parts, key=lambda part: parts[part])
     return (
         f"WARNING: this run does NOT fit: {what}, more than {core}; "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``neuron-accel plan``: what a layout needs, before anything is rented."""
+"""``neuron-accel plan``: what a layout needs, before an instance is rented."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ SUMMARY = "count what a training run needs, without hardware"
 DESCRIPTION = """\
 Count the memory of a rank by part, what it sends along each axis of the mesh, and its operations in one optimizer step.
 
-One rank of the run is run dry, in this process: the plan, prepare, forward and backward passes and AdamW's step are the
-real ones, on tensors that have shapes and no memory. No weights are read, and no other rank exists. Blocks that are
-alike are run two and three at a time and extrapolated, so that a model of any depth takes seconds.
+One rank of the run is imitated in this process (a dry run): the plan, prepare, forward and backward passes and AdamW's
+step are the real ones, on tensors that have shapes and no memory. No weights are read, and no other rank exists. Blocks
+that are alike are run two and three at a time and extrapolated, so that a model of any depth takes seconds.
 
 Strategies are given as options, or in the configuration that the training uses. Without any, every rank is a
 data-parallel replica. Ranks that are left over by tensor parallelism are data-parallel.
 
-With a training script instead of a model, the script itself is run dry, as it is, up to the end of its second optimizer
-step, and that step is counted. Its arguments follow --. It runs as one rank of --nproc-per-node x --nnodes; what it
-prints goes to stderr, and files that it writes until then are written. Values that it reads (loss.item()) are zeros.
+With a training script instead of a model, the unchanged script is dry-run up to the end of its second optimizer step,
+and that step is counted. Its arguments follow --. It runs as one rank of --nproc-per-node x --nnodes; what it prints
+goes to stderr, and files that it writes until then are written. Values that it reads (loss.item()) are zeros.
 
-Memory is that of the tensors which are alive at the peak of a step. What the runtime and compiled graphs take is not
-counted. Of the stages of a pipeline the fullest is shown. Autocast (mixed_precision) is refused.
+Memory is that of the tensors which are alive at the peak of a step. The memory of the runtime and of compiled graphs is
+not counted. Of the stages of a pipeline, the one with the most memory is shown. Autocast (mixed_precision) is refused.
 
 With an instance or a calibration (see `neuron-accel calibrate`) the time of a step is predicted, as an interval: that
 of public constants, of which the share a training achieves is assumed, or of measured ones.
 
-With --instances, all layouts that the installed plugins offer are searched: those that do not fit are ruled out, the
-others are ranked by their predicted time, with an interval. The fastest are counted by dry runs of their own. That
-takes a minute or more, on all cores (--jobs); progress is shown on a terminal.
+With --instances, all layouts that the installed plugins support are searched: those that do not fit are ruled out, and
+the others are ranked by predicted time, with an interval. The fastest are counted by dry runs of their own. That takes
+a minute or more, on all cores (--jobs); progress is shown on a terminal.
 
 The exit code is 1 if an instance is named and the layout, or none, fits its cores.
 """
@@ -308,7 +308,7 @@ def _of_script(error: BaseException) -> types.TracebackType | None:
 
 
 def _remarks(counted: ScriptCount, script: str) -> list[str]:
-    """What has to be known about the count of a script."""
+    """Notes on the count of a script."""
     lines = ["", f"counted: optimizer step {counted.step} of {script}, with all that it does since the one before"]
     if counted.layout.bubble:
         lines.append("stages of a pipeline differ: this is one of them, --rank counts others")
@@ -476,7 +476,7 @@ def describe(counted: LayoutCount, width: int) -> str:
 
 
 def describe_time(predicted: StepTime, tokens: int) -> list[str]:
-    """Returns lines that say how long a step of so many tokens (0: unknown) takes, and what the constants are."""
+    """Returns lines with the time of a step of this number of tokens (0: unknown), and the constants."""
     lines = [f"predicted time of a step: {_duration(predicted.seconds)}"]
     lines.append(f"between {_duration(predicted.low)} and {_duration(predicted.high)}")
     slow, fast = tokens / predicted.high, tokens / predicted.low

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``neuron-accel report``: a page about one run, or several laid over each other."""
+"""``neuron-accel report``: a page about one run, or several overlaid."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 SUMMARY = "show what training runs did, as a page for a browser"
 DESCRIPTION = """\
-Write a page about a run that trained with the plugin run_report, and print it in short: loss, throughput, parts of a
-step, memory by part, traffic by axis beside what a dry run predicts, and a map of ranks and steps that names those
-that others waited for. Of several runs, each is a line of the same charts.
+Write a page about a run that trained with the plugin run_report, and print a summary: loss, throughput, parts of a
+step, memory by part, predicted and measured traffic by axis, and a heat map of ranks and steps that names stragglers.
+Of several runs, each is a line of the same charts.
 
-The page is one file that needs no network. Runs of any length and number of ranks can be read, also while they go on or
-after they were cut off; long ones are thinned, without losing the lowest and highest values. Needs no torch.
+The page is one file that needs no network. Runs of any length and number of ranks can be read, also while they continue
+or after they were interrupted; long ones are thinned, without losing the lowest and highest values. Needs no torch.
 """
 EXAMPLES = """\
 examples:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(runs: Sequence[RunSummary]) -> str:
-    """Returns what the page says, without its charts."""
+    """Returns the contents of the page without its charts, as text."""
     from neuron_accel.run_report.page import LATE_HEAD, TRAFFIC_HEAD, facts, late_rows, part_rows, traffic_rows
 
     width, several = table_width(), len(runs) > 1

@@ -14,7 +14,7 @@ from neuron_accel.errors import ConfigurationError
 SUMMARY = "make a trace of a run, for Perfetto or Chrome"
 DESCRIPTION = """\
 Make a trace of steps of a run that the plugin run_report has reported: what every rank did when, with its collectives,
-the hooks of plugins and the actions of a pipeline, in one time. Open it at https://ui.perfetto.dev or chrome://tracing;
+the hooks of plugins and the actions of a pipeline, on one clock. Open it at https://ui.perfetto.dev or chrome://tracing;
 both read the file in the browser and send it nowhere.
 
 The plugin writes the ranges of the steps in its option trace_steps; of other steps the trace has only the beginning,

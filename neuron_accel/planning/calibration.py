@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The constants that the time of a step is predicted with: those of an instance, from public sources, or those of a
-machine, measured on it. Each says where it is from, and between which bounds it lies. Without torch.
+"""The constants from which the time of a step is predicted: those of an instance, from public sources, or those
+measured on a machine. Each has a source and bounds. Without torch.
 
 A constant is "public (source)", "calibrated (on what)" or "assumed (why)". Assumed ones have wide bounds, and the
 interval of a prediction is as wide as they are.

@@ -66,11 +66,12 @@ def plan(
     full_depth: bool = False,
     **options: Any,
 ) -> LayoutCount | Search:
-    """Counts what a rank needs, by running it dry: the plan, ``prepare``, forward and backward passes and the step of
-    AdamW are those of a real run, on tensors without memory. Nothing is loaded and no other rank exists.
+    """Counts what a rank needs, by a dry run: the plan, ``prepare``, forward and backward passes and the step of AdamW
+    are those of a real run, on tensors without memory. Nothing is loaded, and no other rank exists.
 
-    With ``world_size`` one layout is counted, which ``plugins`` and ``config`` name. With ``instances`` layouts are
-    searched: all that installed plugins offer, those that do not fit ruled out, the others ranked by predicted time.
+    With ``world_size`` one layout is counted, that of ``plugins`` and ``config``. With ``instances`` all layouts that
+    the installed plugins support are searched: those that do not fit are ruled out, and the others are ranked by
+    predicted time.
 
     Args:
         model: a folder with a transformers ``config.json``, that file, or a configuration object, of a causal language
@@ -82,7 +83,7 @@ def plan(
         plugins: the strategies.
         config: further strategies, and ``gradient_accumulation_steps``: as for ``NeuronAccelerator``.
         accumulation: micro-batches in a step; by default those of ``config``, or 1.
-        instance: instance type, whose limits the layout is held to and whose core memory is compared to.
+        instance: instance type, against whose limits and core memory the layout is checked.
         dtype: dtype of the weights, ``"bfloat16"`` or ``"float32"``.
         attention: ``attn_implementation`` of transformers.
         rank: the rank that is counted; by default the one that keeps the most, of which each stage of a pipeline has

@@ -149,12 +149,12 @@ class LayoutCount:
 
 @dataclass(frozen=True)
 class _Run:
-    """A step that is run dry.
+    """A step to dry-run.
 
     Args:
         plugins: the strategies.
         rank: the rank.
-        accumulation: optimizer steps every so many calls of the model.
+        accumulation: number of calls of the model per optimizer step.
         rows: samples in a call of the model.
         depth: number of blocks of the model; None for all.
         warm_up: whether a step is run before the one that is counted.
@@ -436,8 +436,9 @@ class Planner:
 
 
 def _different_ranks(mesh: Mesh, stages: Stages, quick: bool) -> list[int]:
-    """The first rank of each stage that differs: the first and the last, and of the others those that no other exceeds
-    in blocks and micro-batches in flight; with ``quick`` also not the first and the last, which have more than blocks.
+    """Returns the first rank of each stage to count: the first and the last, and of the others those that no other
+    stage exceeds in blocks and micro-batches in flight; with ``quick`` only those that the first and the last stage,
+    which have modules besides their blocks, do not exceed either.
     """
     size = len(stages.blocks)
     loads = {index: (sum(stages.blocks[index]), stages.in_flight[index]) for index in range(size)}
@@ -463,7 +464,7 @@ def _divisors_near(wanted: int, number: int) -> list[str]:
 
 @contextmanager
 def no_collection_of_what_is_there() -> Iterator[None]:
-    """A context in which the collector of cycles looks at what is new only."""
+    """A context in which garbage collection examines new objects only."""
     gc.collect()
     gc.freeze()
     try:

@@ -259,7 +259,8 @@ class StepCounter(TorchDispatchMode):
 
     # ---- what storages are for ---------------------------------------------------------------------------------------
     def label(self, tensors: Iterable[Any], part: str) -> None:
-        """Says what the storages of ``tensors`` are for, unless that is known; other objects are ignored.
+        """Labels the storages of ``tensors`` that have no label yet with the part of memory that they belong to; other
+        objects are ignored.
 
         The weights of a model before it is prepared are in the memory of the host: what is labelled :data:`HOST` is not
         counted, unless it is labelled otherwise later.

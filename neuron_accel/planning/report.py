@@ -49,7 +49,11 @@ def html_report(entries: Sequence[Entry]) -> str:
     title = f"{counted.model} on {counted.mesh}"
     body = [f"<h1>{escape(title)}</h1>", _facts(first)]
     if len(entries) > 1:
-        body += ["<h2>Layouts</h2>", _layouts(entries), '<p class="note">What is above and below is of the first.</p>']
+        body += [
+            "<h2>Layouts</h2>",
+            _layouts(entries),
+            '<p class="note">The numbers above and below are those of the first layout.</p>',
+        ]
     body += ["<h2>Memory of a rank at the peak of a step</h2>", _memory(entries)]
     body.append("<h2>A step over time</h2>")
     if time is None:
@@ -58,7 +62,7 @@ def html_report(entries: Sequence[Entry]) -> str:
         body += [_timeline(time), _parts(time.parts, time.seconds)]
         if counted.extrapolated:
             body.append(
-                '<p class="note">The picture is that of the few blocks that were run; the times in the bar below it '
+                '<p class="note">The picture shows the few blocks that were run; the times in the bar below it '
                 "are those of all blocks.</p>"
             )
     if counted.passes:
@@ -250,7 +254,7 @@ def _traffic(counted: LayoutCount) -> str:
 
 
 def _frontier(entries: Sequence[Entry]) -> str:
-    """Layouts by memory and time; those than which no other is better in both are joined."""
+    """Layouts by memory and time; the Pareto-optimal ones are joined by a line."""
     points = [(e.counted.step.peak.total, e.time.seconds, e) for e in entries if e.time is not None]
     if not points:
         return '<p class="note">No time is predicted.</p>'

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts an optimizer step of a training as it is written: the user's own script is run dry up to the end of that step.
+"""Counts an optimizer step of an unchanged training script, by a dry run up to the end of that step.
 
-The accelerator that the script creates gets two more plugins, which observe: they tell when backward passes and
-optimizer steps begin and end, and which models are prepared. A value that the script reads, such as ``loss.item()``,
-does not exist in a dry run; it gets zeros, and where it reads them is kept for the report.
+The accelerator that the script creates gets two more plugins, which observe when backward passes and optimizer steps
+begin and end, and which models are prepared. A value that the script reads, such as ``loss.item()``, does not exist in
+a dry run: it is zero, and the report lists the lines that read values.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class ScriptCount:
 def count_training(
     train: Callable[[], object], *, world_size: int, rank: int = 0, step: int = 2, instance: str | None = None
 ) -> ScriptCount:
-    """Runs a training dry up to the end of an optimizer step, and counts what lies between that and the end of the
-    step before: with a first step, from the first call of the model.
+    """Dry-runs a training up to the end of an optimizer step, and counts everything since the end of the previous step;
+    for the first step, since the first call of the model.
 
     All that the training does between the two counts, an evaluation included. It ends by an exception that is none of
     ``Exception``, raised by ``optimizer.step()``; what it has in ``finally`` runs.
@@ -75,7 +75,7 @@ def count_training(
         world_size: number of ranks.
         rank: the rank that is counted.
         step: the optimizer step that is counted, from 1; there is no optimizer state before the second.
-        instance: instance type, whose limits the layout is held to and whose core memory is compared to.
+        instance: instance type, against whose limits and core memory the layout is checked.
 
     Raises:
         UsageError: if the training ends before that step, by itself or by an error; the error is the cause.
@@ -106,7 +106,7 @@ def count_training(
 
 @contextmanager
 def _planned_for(instance: str | None) -> Iterator[None]:
-    """A context in which runs are held to the limits of an instance."""
+    """A context in which runs are checked against the limits of an instance."""
     if instance is None:
         yield
         return
@@ -155,7 +155,7 @@ def _leaves(device: Any) -> bool:
 
 
 def _caller() -> str:
-    """The file and line of the innermost call that is none of a library's."""
+    """The file and line of the innermost call outside of libraries."""
     frame = sys._getframe(2)
     while frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES and frame.f_back is not None:
         frame = frame.f_back
@@ -316,7 +316,7 @@ class _Recorder:
         return ScriptCount(layout=layout, step=self._step, reads=self.counter.reads)
 
     def not_reached(self, error: BaseException | None) -> UsageError:
-        """The error of a training that ends before the step that is to be counted: ``error`` is what ended it."""
+        """Returns the error for a training that ends before the step to count, because of ``error``."""
         steps = max(self._steps.values(), default=0)
         why, fix = "optimizer steps are those of optimizers that the accelerator has prepared", "prepare the optimizer"
         if isinstance(error, Exception):
@@ -351,7 +351,7 @@ def _size(inputs: Any) -> tuple[int, int]:
 # ---- the plugins that observe: in a phase, plugins act in the order of their names -----------------------------------
 @dataclass(frozen=True, kw_only=True)
 class _Observer(StrategyPlugin):
-    """Tells a recorder what happens.
+    """Notifies a recorder of events.
 
     Args:
         recorder: receives it.
@@ -362,7 +362,7 @@ class _Observer(StrategyPlugin):
 
 @dataclass(frozen=True, kw_only=True)
 class _First(_Observer):
-    """What happens before other plugins act."""
+    """Notifies a recorder before other plugins act."""
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="aa_planning", phase=Phase.ADAPTATION, provides=frozenset({"gathered-weights"})
@@ -384,7 +384,7 @@ class _First(_Observer):
 
 @dataclass(frozen=True, kw_only=True)
 class _Last(_Observer):
-    """What happens after other plugins have acted."""
+    """Notifies a recorder after other plugins have acted."""
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="zz_planning", phase=Phase.OPTIMIZER, provides=frozenset({"gathered-weights"})

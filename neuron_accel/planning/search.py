@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches the layouts of a model on a number of machines: all that the installed plugins offer, those that cannot fit
-or run ruled out with the reason, the others ranked by predicted time.
+"""Searches the layouts of a model on a number of machines: all that the installed plugins support. Layouts that cannot
+fit or run are ruled out with a reason; the others are ranked by predicted time.
 
-What one micro-batch of one sample needs is run dry once for every way to compute a block (tensor parallelism, sequence
-parallelism, recomputation and so on), on the smallest mesh. From that the memory and a bound of the time of each layout
-are estimated, whatever its stages, replicas and micro-batches are. The best are then counted, each by its own dry run.
+One micro-batch of one sample is dry-run for every variant of a block (tensor parallelism, sequence parallelism,
+recomputation and so on), on the smallest mesh. From that the memory and a bound of the time of each layout are
+estimated, whatever its stages, replicas and micro-batches are. The best are then counted, each by its own dry run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Layout:
 
     Args:
         plugins: the strategies.
-        accumulation: optimizer steps every so many calls of the model.
+        accumulation: number of calls of the model per optimizer step.
     """
 
     plugins: tuple[StrategyPlugin, ...]
@@ -303,7 +303,7 @@ class _Searcher:
     def _count_first(
         self, estimates: Sequence[_Estimate], best: int, progress: Callable[[int], None]
     ) -> tuple[list[Ranked], list[RuledOut]]:
-        """Counts layouts, in order, until so many fit; returns these, and why each of the others is not among them."""
+        """Counts layouts, in order, until ``best`` of them fit; returns these, and the reasons against the others."""
         found: list[Ranked] = []
         ruled_out: list[RuledOut] = []
         too_low: dict[
@@ -454,7 +454,7 @@ _WORTHWHILE = 20.0
 
 
 class _DryRuns:
-    """Runs steps dry, in this process; in several if it takes long.
+    """Dry-runs steps in this process, or in several processes if that takes long.
 
     Args:
         planner: the planner of this process.
@@ -544,7 +544,7 @@ class _DryRuns:
 
 
 def _serve(connection: Connection, arguments: Mapping[str, Any], calibration: Any) -> None:
-    """Answers tasks until there is nobody at the other end."""
+    """Answers tasks until the other end of the connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks is interrupted, and ends this one
     torch.set_num_threads(1)
     planner = Planner(**arguments)
@@ -567,7 +567,7 @@ def _answer(planner: Planner, calibration: Any, task: _Task) -> _Answer:
     except NeuronAccelError as error:
         return _Failed(_first_line(error))
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        return _Failed(f"it cannot run dry: {_first_line(error)}")
+        return _Failed(f"its dry run failed: {_first_line(error)}")
     if not count.fits:
         assert count.core_bytes is not None
         peak = count.step.peak

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations on tensors without memory, remembered by what determines their results.
+"""A cache of the results of operations on tensors without memory, by what determines them.
 
 Most operations of a step are alike: those of every block, of every micro-batch and of most layouts of a model. The
 shape of a result and the number of floating-point operations follow from the shapes of the arguments, so that they are
@@ -45,7 +45,7 @@ class _NotRememberedError(Exception):
 
 
 class Results:
-    """What operations have returned so far. May be shared by any number of dry runs."""
+    """The cached results of operations. May be shared by any number of dry runs."""
 
     def __init__(self) -> None:
         self._known: dict[Any, _Known] = {}
@@ -118,7 +118,7 @@ def _form(value: Any) -> Any:
 
 
 def _of(result: Any, args: Any, kwargs: Any, operations: int | None) -> _Known | None:
-    """What there is to remember of a result; None if it is more than new tensors."""
+    """Returns what is cached of a result; None if it is more than new tensors."""
     results = [result] if isinstance(result, torch.Tensor) else result
     if type(results) not in (list, tuple):
         return None

@@ -73,8 +73,8 @@ class StepCount:
             and an addition each; those of recomputation included.
         weights: bytes of this rank's parameters and buffers.
         uncounted: names of operations of that kind whose number is not known, such as those of custom kernels.
-        traces: what the rank does, in order, with a factor for each: one of a step that was run dry, and those of the
-            steps that it was extrapolated from, whose times have these factors. Empty for a real rank.
+        traces: what the rank does, in order, with a factor for each: 1 for a dry run of a step, or the factors of the
+            steps from which it was extrapolated. Empty for a real rank.
         blocks: indices of the model's blocks that this rank has, if they were named.
     """
 
@@ -219,10 +219,10 @@ def flows_of(transfers: Iterable[Transfer]) -> list[Flow]:
 
 # ---- A deeper model from two shallow ones ----------------------------------------------------------------------------
 DEPTHS = (2, 3)
-"""Numbers of blocks that are run to know the step of any number of equal blocks. With two there are a first and a last
-one; every count is then a constant and a multiple of the depth. Memory at the first and at the last block, before and
-after the blocks is followed separately in each phase: between the first and the last it changes evenly, so that the
-peak is at one of the two."""
+"""Numbers of blocks that are run, from which the step of any number of equal blocks is extrapolated. With two there are
+a first and a last one; every count is then a constant and a multiple of the depth. Memory at the first and at the last
+block, before and after the blocks is followed separately in each phase: between the first and the last it changes
+evenly, so that the peak is at one of the two."""
 
 
 def extrapolate(counts: Sequence[StepCount], depth: float, blocks: str, last: int) -> StepCount:

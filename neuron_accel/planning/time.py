@@ -36,7 +36,7 @@ BUBBLE = "bubble"
 
 _MULTIPLIES = ("product", "batched product", "attention")
 _ROUNDS = {"all_reduce": 2}
-"""How often a collective goes round the ring; once if not named."""
+"""How often a collective traverses the ring; once if it is missing."""
 _ONE_HOP = ("send", "receive", "permute", "broadcast")
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a run report: what they contain, how they are read, and what is made of them. No torch."""
+"""The files of a run report: their contents, reading them, and the pages and traces made from them. Without torch."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a run report, and the same in short for a terminal.
+"""The page of a run report, and a summary for a terminal.
 
 The page is one file that needs no network. Its charts are drawn from thinned values by ``page.js``, a part of it.
 """
@@ -49,8 +49,8 @@ _LINES = {
     "samples": ("Throughput", "", "samples of a rank in a second, without checkpoints and evaluation", True),
     "mfu": ("Utilisation of the instance (MFU)", "%", "", True),
     "seconds": ("Time of a step", "s", "mean of the ranks", True),
-    "device_peak": ("Memory of the device", "B", "the largest amount in a step, on the fullest rank", True),
-    "host": ("Memory of the process", "B", "resident, on the fullest rank", True),
+    "device_peak": ("Memory of the device", "B", "the largest amount in a step, on the rank with the most", True),
+    "host": ("Memory of the process", "B", "resident, on the rank with the most", True),
 }
 """Heading, unit, note and whether the axis begins with zero, by name of a series."""
 _LOGARITHMIC = ("loss", "grad_norm")
@@ -80,7 +80,7 @@ class _Page:
 
 
 def page(runs: Sequence[RunSummary]) -> str:
-    """Returns a page about one run, or several that are laid over each other.
+    """Returns a page about one run, or several that are overlaid.
 
     Args:
         runs: from :func:`~neuron_accel.run_report.summary.several`.
@@ -222,7 +222,7 @@ def part_rows(runs: Sequence[RunSummary]) -> list[list[str]]:
 
 
 def memory_parts(run: RunSummary) -> dict[str, int]:
-    """Bytes of the fullest rank by part; without a count of the device those of objects alone."""
+    """Bytes by part of the rank with the most memory; without a count of the device those of objects alone."""
     if run.memory is None:
         return {}
     memory = run.memory[2]
@@ -341,7 +341,7 @@ def _ranks(made: _Page, runs: Sequence[RunSummary]) -> None:
         return
     made.heading(
         "Ranks that others waited for",
-        "how much longer than the median rank each rank was busy, collectives left out: the longest in the steps of a "
+        "how much longer than the median rank each rank was busy, without collectives: the maximum over the steps of a "
         "cell. A rank is late in a step if that is over 10 % of its time, and over 10 ms",
     )
     for run in shown:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a run report, and what can be said of a run from them.
+"""The files of a run report, and what follows from them.
 
 A run's folder has one file of JSON lines for each rank, ``rank-00000.jsonl`` and so on: a header, a line for each
 optimizer step, lines for the ranges of traced steps, and a last line if the run ended in order. Times are in seconds.
@@ -367,13 +367,13 @@ def _bool(value: Any) -> bool:
 # ---- a run -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank has written.
+    """The records that one rank has written.
 
     Args:
         header: the first line.
         steps: in order.
         ranges: of traced steps, in the order of their ends.
-        end: the last line; None if the run was cut off, or goes on.
+        end: the last line; None if the run was interrupted, or continues.
     """
 
     header: Header
@@ -388,7 +388,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class RunReport:
-    """A run: what its ranks have written.
+    """A run: the records of its ranks.
 
     Args:
         folder: the folder.
@@ -427,7 +427,7 @@ def rank_file(rank: int) -> str:
 def read_run(folder: str | Path) -> RunReport:
     """Reads the folder of a run.
 
-    A last line without its end is left out: the run goes on, or was cut off in the middle of it.
+    An incomplete last line is ignored: the run continues, or was interrupted while it was written.
 
     Raises:
         ConfigurationError: if there is no file of a rank, a line cannot be read, or files are of different runs.
@@ -548,12 +548,12 @@ def _slowest_part(step: Step, others: Sequence[Step]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficRow:
-    """Collectives of one kind and group in a step, as predicted and as seen.
+    """Collectives of one kind and group in a step, predicted and measured.
 
     Args:
         op, group: see :class:`Collectives`.
         predicted_count, predicted_bytes: of a dry run; None without a prediction.
-        count, bytes: as seen; of the last step, whose predecessors may differ, as the first one's often do.
+        count, bytes: measured.
     """
 
     op: str
@@ -565,14 +565,14 @@ class TrafficRow:
 
     @property
     def is_equal(self) -> bool | None:
-        """Whether prediction and observation are equal; None without a prediction."""
+        """Whether prediction and measurement are equal; None without a prediction."""
         if self.predicted_count is None:
             return None
         return (self.predicted_count, self.predicted_bytes) == (self.count, self.bytes)
 
 
 def traffic_table(rank: RankReport, step: int | None = None) -> list[TrafficRow]:
-    """Returns the collectives of a step, as predicted and as seen.
+    """Returns the predicted and the measured collectives of a step.
 
     Args:
         rank: the rank.

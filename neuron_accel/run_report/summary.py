@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report shows of a run, read step by step: memory stays bounded however long the run was.
+"""The contents of a report, read step by step, so that memory is bounded for runs of any length.
 
 The files of all ranks are read side by side, a block of each at a time, and only sums and thinned series are kept.
 """
@@ -121,15 +121,16 @@ class LateRank:
 
 @dataclass
 class RunSummary:
-    """What is shown of a run.
+    """The contents of a report on one run.
 
     Args:
-        name: what the run is called beside others.
+        name: name of the run beside others.
         headers: first lines, by rank.
         notes: what a reader has to know about the files, such as ranks without one.
         steps: number of optimizer steps.
         series: thinned values by name: ``loss``, ``grad_norm``, ``lr``, ``seconds`` of a step, ``tokens`` and
-            ``samples`` of a rank in a second, ``mfu``, and ``device_peak`` and ``host`` memory of the fullest rank.
+            ``samples`` of a rank in a second, ``mfu``, and ``device_peak`` and ``host`` memory of the rank with the
+            most.
         parts: thinned seconds of each part, mean of the ranks.
         part_seconds: seconds of each part over the run, mean of the ranks.
         step_times: of each rank, how much longer than the median rank it was busy, thinned.
@@ -420,7 +421,7 @@ def _notes(found: RunSummary, files: Sequence[_RankFile]) -> list[str]:
         notes.append("No optimizer step is complete yet.")
     if not found.ended:
         cut = [file.header.rank for file in files if file.end is None]
-        notes.append(f"The files of {_ranks(cut)} have no last line: the run goes on, or was cut off.")
+        notes.append(f"The files of {_ranks(cut)} have no last line: the run continues, or was interrupted.")
         ends = sorted({found.last[rank] for rank in found.last})
         if len(ends) > 1:
             first = [rank for rank in found.last if found.last[rank] == ends[0]]

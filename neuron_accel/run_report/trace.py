@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace of a run's steps, in the format that Perfetto and Chrome read: ranks are processes, in one time."""
+"""A trace of a run's steps, in the format that Perfetto and Chrome read: ranks are processes, on one clock."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lock of a save, by which a second run that saves into the same folder is told.
+"""The lock of a save, with which a second run that saves into the same folder raises an error.
 
 In a folder it is a file, made exclusively, which file systems that several machines share guarantee too. It names the
 process that saves, and is touched as long as that process lives: the lock of a process that was killed is recognised by
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 NAME = ".saving.json"
 TOUCH_S = 10.0
 STALE_S = 60.0
-"""Seconds after which a lock of another machine that has not been touched is considered left over."""
+"""Seconds after which a lock of another machine that has not been renewed is considered stale."""
 _LONGEST = 4096
 
 
@@ -96,7 +96,7 @@ class SaveLock:
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Makes the lock; one that was left over is removed.
+        """Acquires the lock; a stale one is removed.
 
         Raises:
             CheckpointError: if another process is saving into the folder, or the lock cannot be written.
@@ -174,7 +174,7 @@ class SaveLock:
             probe.unlink(missing_ok=True)
 
     def _take_away(self, found: dict[str, Any] | None) -> None:
-        """Removes a lock that was left over, but not one that another process has made since."""
+        """Removes a stale lock, but not one that another process has acquired since."""
         aside = self._path.with_name(f"{NAME}.{self._token}")
         try:
             os.rename(self._path, aside)
@@ -197,7 +197,7 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Writes the lease; those that were left over are removed.
+        """Writes the lease; stale ones are removed.
 
         Raises:
             CheckpointError: if another process is saving into the folder, or the lease cannot be written.

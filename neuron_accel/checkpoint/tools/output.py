@@ -59,7 +59,7 @@ class Output:
             self._leave(failed=kind is not None)
 
     def contents(self) -> list[Location]:
-        """What is in the folder, without what this class has written and without empty folders."""
+        """The contents of the folder, without the files of this class and without empty folders."""
         paths: list[Location] = [path for path in self.folder.iterdir() if not is_lock(path.name)]
         return [path for path in paths if not path.is_dir() or any(path.iterdir())]
 
@@ -74,7 +74,7 @@ class Output:
         self._files.replace(self.folder / UNFINISHED, json.dumps(self._names).encode())
 
     def _remove_unfinished(self) -> None:
-        """Removes what a run that was killed has left."""
+        """Removes the files of a run that was killed."""
         mark = self.folder / UNFINISHED
         if isinstance(self.folder, Path):
             for path in self.folder.glob(f"{LOCK}.*"):

@@ -130,7 +130,7 @@ def explain_memory(prepared: PreparedModel, run: Run, hardware: Hardware) -> str
     parts = ", ".join(f"{part} {size / 2**30:.3g}" for part, size in least.items())
     return (
         f"{'Does NOT fit: a' if total > room else 'A'} core of {hardware.name} has {room / 2**30:.3g} GiB; at least "
-        f"{total / 2**30:.3g} GiB are needed with Adam ({parts}); activations, buckets and temporary memory come on top"
+        f"{total / 2**30:.3g} GiB are needed with Adam ({parts}), without activations, buckets and temporary memory"
     )
 
 

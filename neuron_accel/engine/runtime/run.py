@@ -202,7 +202,7 @@ class Run:
     hardware: Hardware | None = None
     """Limits of the instance that the run is on, or is meant for; None on other machines."""
     log: Callable[[Mapping[str, float], int], None] = lambda values, step: None
-    """Hands figures of a step to the trackers of the training. Does nothing without trackers, or on ranks that have
+    """Logs figures of a step to the trackers of the training. Does nothing without trackers, or on ranks that have
     none."""
     is_precompiling: bool = False
     """Whether the run only collects graphs, and every value is zero."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that do not train are sharded too: gathered with their unit, without gradients and optimizer state.
 
-Whether an optimizer holds them is of no importance: the weights under adapters are held by none. One that begins to
+It does not matter whether an optimizer holds them: no optimizer holds the weights under adapters. One that begins to
 train has its values in full for a moment, and becomes part of a shard of its optimizer. One that stops training stays
 where it is, with its state.
 """

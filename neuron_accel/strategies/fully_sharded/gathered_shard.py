@@ -3,8 +3,7 @@
 
 The parameters of a bucket are views of one flat buffer. Its storage is freed and allocated anew, while the buffer
 itself and what autograd has saved of it stay, as in PyTorch's ``fully_shard``. While it is freed, parameters keep their
-shape and read as NaN: a use outside of the forward and backward pass of their module is seen, and not wrong by a
-little.
+shape and their values are NaN, so that a use outside of the forward and backward pass of their module is noticed.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class GatheredShard(EagerShard):
         return self._own.to(self.optimizer_dtype, copy=True) if self.has_masters else self._own
 
     def _describe(self) -> None:
-        """Writes down which elements of each parameter this rank keeps."""
+        """Records which elements of each parameter this rank keeps."""
         pieces = {piece.place.parameter: piece for piece in self.pieces}
         for index, record in enumerate(self.bucket.records):
             piece = pieces.get(index)

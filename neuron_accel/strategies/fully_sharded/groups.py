@@ -2,8 +2,8 @@
 """The ranks over which parameters are sharded, if these are not all data-parallel ranks.
 
 Groups within the data-parallel ranks are axes of the mesh of their own, of kind ``DATA``: loaders, schedulers and
-averages take them for data-parallel ranks, layouts and checkpoints know nothing of them, and limits of the hardware are
-checked as for any axis. They stand inside of ``dp``, so that their ranks are consecutive data-parallel ranks.
+averages treat them as data-parallel ranks, layouts and checkpoints do not depend on them, and limits of the hardware
+are checked as for any axis. They stand inside of ``dp``, so that their ranks are consecutive data-parallel ranks.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class LazyGatheredShard(LazyShard):
         return super()._own_weights() if self._loaded is None else self._loaded.to(self.optimizer_dtype)
 
     def _describe(self) -> None:
-        """Writes down which elements of each parameter this rank keeps."""
+        """Records which elements of each parameter this rank keeps."""
         for index, (record, piece) in enumerate(zip(self.bucket.records, self.pieces, strict=True)):
             record.weights = WeightShard(
                 read=partial(self._own_on_host, index),

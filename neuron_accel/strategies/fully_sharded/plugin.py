@@ -46,8 +46,8 @@ COMPOSES_WITH = frozenset(
 """Plugins beside which it was tried."""
 
 CAPABILITY = "gathered-weights"
-"""What a plugin provides that neither reads nor writes values of parameters outside of forward and backward passes, or
-does so through :attr:`ParameterRecord.weights`."""
+"""The capability of plugins that neither read nor write values of parameters outside of forward and backward passes, or
+do so through :attr:`ParameterRecord.weights`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,9 @@ class FullyShardedPlugin(Zero1Plugin):
     trains, and 1/N of the weights that do not train: these are gathered with their unit, and have no gradients and no
     state. They may begin and stop to train at any step.
 
-    Outside of forward and backward passes parameters have their shape, and read as NaN (on a lazy device reading them
-    is an error). ``accelerator.get_state_dict``, ``save_model``, ``save_pretrained`` and ``save_state`` gather or save
-    what the ranks keep. Gradients are read as under ZeRO-1.
+    Outside of forward and backward passes parameters have their shape, and their values are NaN (on a lazy device
+    reading them is an error). ``accelerator.get_state_dict``, ``save_model``, ``save_pretrained`` and ``save_state``
+    gather or save what the ranks keep. Gradients are read as under ZeRO-1.
 
     Args:
         reshard_after_forward: whether parameters are freed after the forward pass and gathered again for the backward
@@ -77,8 +77,8 @@ class FullyShardedPlugin(Zero1Plugin):
             their shards are summed over such groups by an all-reduce. None: over all data-parallel ranks.
         modules: what is gathered together: ``"blocks"``, the repeated blocks of the model; or FQN patterns, one or
             several, in which ``*`` stands for one segment or a part of it (``"encoder.layers.*"``).
-        prefetch: how many units are gathered ahead of the one that computes, which is what they take of memory; 0 for
-            none.
+        prefetch: number of units that are gathered ahead of the one that computes, and are in memory at the same time;
+            0 for none.
         persistence_threshold: parameters of fewer elements than this are kept on every rank, as under ZeRO-1 (what
             DeepSpeed calls ``stage3_param_persistence_threshold``). Their gradients and state are sharded.
         bucket_cap_mb: largest size of a bucket, in MiB, of the gradients of parameters that are kept on every rank.
@@ -125,7 +125,7 @@ class FullyShardedPlugin(Zero1Plugin):
         return added_axes(self.reshard_after_forward, self.hybrid_shard_size)
 
     def validate(self, context: PlanContext) -> None:
-        """Refuses what it was not tried with."""
+        """Refuses plugins with which it was not tested."""
         others = sorted(
             name
             for name, plugin in context.plugins.items()

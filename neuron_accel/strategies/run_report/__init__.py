@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run does, step by step: written to files, handed to trackers, and shown while it runs."""
+"""Reports each step of a run: in files, in trackers, and on the terminal while it runs."""
 
 from neuron_accel.strategies.run_report.plugin import RunReportPlugin, RunReportWarning
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the first rank shows of a run while it trains: a few lines that are redrawn on a terminal, or a line now and
-then."""
+"""What the first rank shows of a run while it trains: a few lines that are redrawn on a terminal, or a line at
+intervals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Display(ABC):
 
 
 def make_display(kind: str, seconds: float, stream: TextIO | None = None) -> Display | None:
-    """Returns what shows a run; None for nothing.
+    """Returns the display of a run; None if nothing is shown.
 
     Args:
         kind: see :class:`RunReportPlugin`.
@@ -109,7 +109,7 @@ def facts(step: Step, replicas: int) -> list[tuple[str, str]]:
 
 
 def warnings_of(step: Step, late: Sequence[Straggler]) -> list[str]:
-    """What deserves a look: stragglers, graphs that were compiled late, skipped updates."""
+    """Warnings: stragglers, graphs that were compiled late, skipped updates."""
     found = [
         f"step {each.step}: rank {each.rank} is {each.seconds * 1e3:.0f} ms late ({each.part})" for each in late[:2]
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin of run reports: what is seen in its hooks, and where the figures go."""
+"""The plugin of run reports: what its hooks record, and where the figures are written."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PLAN = "plan.txt"
 
 
 class RunReportWarning(UserWarning):
-    """The report of a run cannot be written; the training goes on without it."""
+    """The report of a run cannot be written; the training continues without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +58,14 @@ class RunReportPlugin(StrategyPlugin):
     their bytes, memory, model FLOPs utilization, compilations, loss, gradient norm and learning rate.
 
     Every rank writes a file of JSON lines, see :mod:`neuron_accel.run_report.records`. ``neuron-accel report`` makes a
-    page of them and ``neuron-accel trace`` a trace. The first rank hands the figures to the trackers of the training
+    page of them and ``neuron-accel trace`` a trace. The first rank logs the figures to the trackers of the training
     (``log_with`` of the accelerator), under names that begin with ``run_report/``, and shows them while it trains.
 
     Times are those of the host: on a device that computes beside the host, a part is as long as the host takes to
     launch its kernels and waits for them, and on a lazy device the time of the device is in the part ``device``. Loss
     and gradient norm are read when they are there, without a further execution, so on accelerators the line of a step
     is written at the end of the next one. If a file cannot be written, one warning is issued and the report ends; the
-    training goes on.
+    training continues.
 
     Args:
         folder: the folder of the report, on each machine. Files of an earlier run in it are moved to a folder
@@ -80,7 +80,7 @@ class RunReportPlugin(StrategyPlugin):
         show_seconds: seconds between two lines.
         compare_every: number of steps after which the first rank compares the times of all ranks, to name stragglers
             while the training runs; 0 for never. Ranks exchange short notes, without a collective.
-        track: whether figures are handed to trackers.
+        track: whether figures are logged to trackers.
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
@@ -117,8 +117,8 @@ class RunReportPlugin(StrategyPlugin):
         run.state(self)["scalars"] = Scalars(run.backend)
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
-        """Counts the samples and tokens of the first model's batches. Collective if the run goes on after its objects
-        were released, which has ended the report: another one begins."""
+        """Counts the samples and tokens of the first model's batches. Collective if the run continues after its objects
+        were released, which ended the report: another one begins."""
         if not run.state(self):
             self.setup(run)
             model.make_ranges(run.ranges)
@@ -142,7 +142,7 @@ class RunReportPlugin(StrategyPlugin):
             self._keep(run, "norm", norm)
 
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Keeps learning rates, and now and then counts memory."""
+        """Keeps learning rates, and counts memory every few steps."""
         report = self._report(run)
         if report is not None:
             report.stepped(optimizer)
@@ -153,7 +153,7 @@ class RunReportPlugin(StrategyPlugin):
         return {} if report is None else {"steps": report.recorder.step}
 
     def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
-        """Goes on counting steps."""
+        """Continues counting steps."""
         report = self._report(run)
         if report is not None and "steps" in state:
             report.recorder.step = int(state["steps"])
@@ -252,7 +252,7 @@ class Report:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
     def _finished(self, measured: Measured) -> None:
-        """A step has ended. Its values are read now where that is free, else at the end of the next step."""
+        """Is called at the end of a step. Reads its values now where that is free, else at the end of the next step."""
         if self._parameters is None:
             self._count_parameters()
         if self._scalars.at_once:
@@ -343,8 +343,8 @@ class Report:
         )
 
     def _compare(self, step: Step) -> None:
-        """Exchanges the times of a step with other ranks: each leaves a note, which the first one reads a step later.
-        A note that is not there yet is left out."""
+        """Exchanges the times of a step with other ranks: each writes a note to the board, which the first one reads a
+        step later. A missing note is ignored."""
         if self._board is not None:
             try:
                 self._exchange(step, self._board)
@@ -367,7 +367,7 @@ class Report:
             self._compared = step.step
 
     def _key(self, step: int, rank: int) -> str:
-        """Where a rank leaves its note: not where the one before is, which the first rank may not have read yet."""
+        """Key of a rank's note. It differs from that of the previous note, which may not have been read yet."""
         return f"run_report/{self._name}/{rank}/{step // self._options.compare_every % 2}"
 
     def close(self) -> None:
@@ -446,7 +446,7 @@ class ReportFile:
         self._failed = True
         self.close()
         warnings.warn(
-            f"The report of this run ends here: {self._path} cannot be written ({error}). The training goes on.",
+            f"The report of this run ends here: {self._path} cannot be written ({error}). The training continues.",
             RunReportWarning,
             stacklevel=2,
         )

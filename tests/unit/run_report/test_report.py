@@ -139,7 +139,7 @@ def test_what_is_missing_is_said(tmp_path):
     run = summarise(folder)
     assert run.notes == [
         "There is no file of rank 2; the run had 4 ranks.",
-        "The files of ranks 0, 1, 3 have no last line: the run goes on, or was cut off.",
+        "The files of ranks 0, 1, 3 have no last line: the run continues, or was interrupted.",
         "Steps end with 7 on rank 0, with 8 on others.",
         "The last line of rank 3 is incomplete and left out.",
     ]

@@ -3,8 +3,8 @@
 
 Where ranks can send different numbers of rows, the module of experts stays as it is, with fewer experts: a hook before
 its forward replaces the tokens of this rank by those that any rank sends to this rank's experts, and a hook after it
-sends the results back. A token goes once to each rank that holds one of its experts, however many of them it holds, and
-one row comes back: their weighted sum.
+sends the results back. A token is sent once to each rank that holds one or several of its experts, and one row is
+returned: their weighted sum.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Dispatcher:
         self.tokens, self.dropped = torch.zeros(self.experts, dtype=torch.int64), torch.tensor(0)
 
     def explain(self) -> str:
-        """Says what a layer sends."""
+        """Describes what a layer sends."""
         raise NotImplementedError
 
     def inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -170,6 +170,6 @@ def _sums(values: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _one_row_of_zeros(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-    """What a rank computes that received no token: its experts then have gradients, of zeros, as in one process those
-    without tokens do, and the backward pass of this rank communicates like that of the others."""
+    """Computation of a rank that received no token: its experts get gradients of zeros, as experts without tokens do in
+    one process, and the backward pass of this rank communicates like that of the others."""
     return tuple(torch.cat([each, each.new_zeros(1, each.shape[1])]) for each in inputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local SGD and DiLoCo: islands of ranks train on their own and synchronise every so many steps."""
+"""Local SGD and DiLoCo: islands of ranks train independently and synchronise periodically."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outer loop: what the islands learned in some inner steps becomes one step of an outer optimizer.
+"""The outer loop: the changes of the weights in some inner steps become one step of an outer optimizer.
 
 The outer optimizer keeps an *anchor* for each parameter, in float32: the weights on which the islands agreed last. The
 mean over islands of the differences between the anchor and their weights is its gradient. Ranks of an island that hold
@@ -38,13 +38,13 @@ WHERE = "plugin 'local_sgd'"
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """When islands synchronise what.
+    """When islands synchronise, and which parameters.
 
     Args:
         inner_steps: number of inner steps between two outer steps of a fragment.
         fragments: number of fragments, which synchronise one after another.
         delay: number of inner steps between sending differences and using their mean.
-        local_weight: weight of an island's own weights in those that it goes on with; the rest is the anchor's.
+        local_weight: fraction of an island's own weights in those with which it continues; the rest is the anchor's.
         warmup_steps: number of first steps after each of which weights are averaged.
         wire: dtype in which differences are sent.
     """
@@ -156,7 +156,7 @@ class OuterLoop:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets everything: the next inner step is the first, and the anchors are the weights before it."""
+        """Resets the loop: the next inner step is the first, and the anchors are the weights before it."""
         self.steps = 0
         self._agreed_at = 0  # the number of steps after which all islands had equal weights
         self.shards: dict[str, Shard] = {}
@@ -206,8 +206,8 @@ class OuterLoop:
             take_weights(self.optimizer, self._run)
 
     def synchronize(self) -> None:
-        """Makes all islands equal: finishes what is under way, and takes an outer step with what they have learned
-        since their last one. Does nothing if they are equal. Collective."""
+        """Makes all islands equal: completes pending exchanges, and takes an outer step with the changes since the last
+        one. Does nothing if islands are equal. Collective."""
         if self._agreed_at == self.steps:
             return
         equal = {shard.name for exchange in self._exchanges for shard in exchange.shards}

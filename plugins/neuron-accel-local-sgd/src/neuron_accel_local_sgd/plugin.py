@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGDPlugin(StrategyPlugin):
-    """Islands of ranks train on their own, and synchronise every ``inner_steps`` steps.
+    """Islands of ranks train independently, and synchronise every ``inner_steps`` steps.
 
-    Then the mean over islands of the differences between the weights on which they agreed last and those that they have
-    is the gradient of one step of an outer optimizer, and all islands go on with the result. With the default, SGD with
-    a learning rate of 1, that is the mean of their weights: local SGD. With Nesterov momentum it is DiLoCo.
+    The difference between the weights after the last synchronisation and the current ones, averaged over islands, is
+    then the gradient of one step of an outer optimizer, and all islands continue with the result. With the default, SGD
+    with a learning rate of 1, that is the mean of their weights: local SGD. With Nesterov momentum it is DiLoCo.
 
     Args:
         islands: number of islands; the other ranks are divided among them.
@@ -49,8 +49,8 @@ class LocalSGDPlugin(StrategyPlugin):
             steps apart, so that less is sent at once.
         delay: number of inner steps between sending differences and using their mean, during which the exchange
             overlaps with training; less than ``inner_steps``.
-        local_weight: weight of an island's own weights when it goes on after an outer step, from 0 to less than 1; the
-            rest is that of the synchronised ones.
+        local_weight: fraction of an island's own weights in those with which it continues after an outer step, from 0
+            to less than 1; the rest is that of the synchronised weights.
 
     Raises:
         ConfigurationError: if a value is not possible, or the outer optimizer cannot be created.
@@ -207,9 +207,9 @@ class LocalSGDPlugin(StrategyPlugin):
 
 
 def synchronize(accelerator: NeuronAccelerator) -> None:
-    """Makes all islands equal now: finishes exchanges that are under way, and takes an outer step with what islands
-    have learned since the last one. Does nothing if they are equal already. Call it at the end of training, before a
-    model is evaluated or saved. Collective.
+    """Makes all islands equal now: completes pending exchanges, and takes an outer step with the changes of islands
+    since the last one. Does nothing if they are equal already. Call it at the end of training, before a model is
+    evaluated or saved. Collective.
 
     Args:
         accelerator: the accelerator, with a :class:`LocalSGDPlugin`.
