@@ -376,7 +376,9 @@ class Membership(Heartbeat):
             if self._leads:
                 if self._view.number and time.monotonic() - asked > PROBE_S:
                     asked = time.monotonic()
-                    self._find_ended([m for m in self._addresses if m != self.machine and not self._is_open(m)])
+                    with self._changed:
+                        away = [m for m in self._addresses if m != self.machine and not self._is_open(m)]
+                    self._find_ended(away)
             elif self._leader_ended is not None:
                 return
             else:

@@ -52,6 +52,7 @@ class SnapshotMemory:
     def __init__(self, run: Run, root: str | None) -> None:
         self._run, self._root = run, None if root is None else Path(root)
         self._roots: list[str | None] | None = None
+        self._taken: Path | None = None
 
     @property
     def is_there(self) -> bool:
@@ -75,19 +76,36 @@ class SnapshotMemory:
 
     # ---- saving ------------------------------------------------------------------------------------------------------
     def begin(self) -> Path:
-        """Empties the folder of the older snapshot, on every machine, and returns it. Collective."""
+        """Empties the folder of the older snapshot, on every machine, and returns it. Collective.
+
+        Raises:
+            CheckpointError: on every rank, if it cannot be made.
+        """
         assert self._root is not None
         backend, world = self._run.backend, self._run.world
         newest = self._newest()
         slot = backend.broadcast_object(next(name for name in _SLOTS if name not in newest[:1]), world)
         folder = self._root / slot
-        if self._is_first:
-            (folder / NAME).unlink(missing_ok=True)  # first, so that what is left never looks complete
-            shutil.rmtree(folder, ignore_errors=True)
-            for kind in KINDS:
-                (folder / folder_of(kind)).mkdir(parents=True, exist_ok=True)
-        backend.barrier()
+        self._taken = folder
+
+        def make() -> None:
+            if not self._is_first:
+                return
+            _remove(folder)
+            try:
+                for kind in KINDS:
+                    (folder / folder_of(kind)).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise failure("write", folder, error) from error
+
+        agreed(self._run, make)
         return folder
+
+    def drop(self) -> None:
+        """Removes what there is of a snapshot that could not be taken. Collective."""
+        if self._taken is not None and self._is_first:
+            _remove(self._taken)
+        self._run.backend.barrier()
 
     def complete(self, folder: Path) -> None:
         """Copies what only the main process has written to the other machines, and the shards of each machine to the
@@ -224,6 +242,12 @@ def _rounds(machines: Sequence[int]) -> list[list[tuple[int, int]]]:
     if len(machines) % 2 == 0:
         return [pairs[0::2], pairs[1::2]]
     return [pairs[0:-1:2], pairs[1:-1:2], pairs[-1:]]
+
+
+def _remove(folder: Path) -> None:
+    with suppress(OSError):
+        (folder / NAME).unlink()  # first, so that what is left never looks complete
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_shard(entry: FileEntry) -> bool:

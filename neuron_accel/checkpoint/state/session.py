@@ -139,9 +139,18 @@ class Session:
                 self._said_no_memory = True
                 self._say(NO_MEMORY)
             return ""
-        folder = self._memory.begin()
-        self._checkpoints.save(self._source.training(self._source.modules()), folder, check_equal=False)
-        self._memory.complete(folder)
+        training = self._source.training(self._source.modules())
+        try:
+            folder = self._memory.begin()
+            self._checkpoints.save(training, folder, check_equal=False)
+            self._memory.complete(folder)
+        except CheckpointError as error:
+            self._memory.drop()
+            self._say(
+                f"a snapshot in memory was not taken: {error.what} Training goes on with the one before it; if memory "
+                "is full, make /dev/shm larger, or save to a disk"
+            )
+            return ""
         return str(folder)
 
     def _load_from_memory(

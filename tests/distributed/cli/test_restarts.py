@@ -202,33 +202,98 @@ def test_two_machines_name_their_ranks_that_failed_and_go_on(start, tmp_path):
     torch.testing.assert_close(torch.tensor(result["weights"]), weights, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("fewest", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_machine_that_is_lost_is_gone_on_without(start, environment, tmp_path, fewest):
-    """Its launcher is killed, and its ranks with it."""
+@pytest.fixture
+def machines(start, environment, tmp_path):
+    """Starts launchers of several machines, one rank each, which may go on without each other."""
     environment[VARIABLE] = "0123456789abcdef0123456789abcdef"
-    script = SCRIPT.replace("        losses.append", "        time.sleep(0.1)\n        losses.append")
-    (tmp_path / "train.py").write_text(script.replace("import json, os", "import json, time, os"))
+    slower = SCRIPT.replace("        losses.append", "        time.sleep(0.1)\n        losses.append")
+    (tmp_path / "train.py").write_text(slower.replace("import json, os", "import json, time, os"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    options += ["--cpu", "--quiet", "--max-restarts", "2", "--grace", "5", "--min-nnodes", str(fewest)]
-    script = [str(tmp_path / "train.py"), str(tmp_path), "{}", '["zero1"]']
-    first, second = (start(*options, "--node-rank", str(node), *script) for node in (0, 1))
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "checkpoints" / "checkpoint_2" / "manifest.json").exists() and time.monotonic() < deadline:
+
+    def run(node, *, nnodes=2, fewest=1, kills=None):
+        options = ["--nnodes", str(nnodes), "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
+        options += ["--master-port", str(port), "--cpu", "--quiet", "--max-restarts", "3", "--grace", "5"]
+        options += ["--min-nnodes", str(fewest), "--node-rank", str(node)]
+        return start(*options, str(tmp_path / "train.py"), str(tmp_path), json.dumps(kills or {}), '["zero1"]')
+
+    return run
+
+
+def wait_for(condition, seconds=90):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    second.signal(signal.SIGKILL)
-    code, _, err = first.finish(timeout=100)
-    assert "machine 1 ended without closing its connection and is considered lost" in err
+
+
+def wait_for_checkpoint(tmp_path, number):
+    wait_for((tmp_path / "checkpoints" / f"checkpoint_{number}" / "manifest.json").exists)
+
+
+def check_result(tmp_path, ranks):
+    result = json.loads((tmp_path / "result.json").read_text())
+    weights, rate = uninterrupted(2)
+    assert (result["ranks"], result["rate"]) == (ranks, [pytest.approx(rate)])
+    torch.testing.assert_close(torch.tensor(result["weights"]), weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("lost", "fewest"), [(0, 1), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(1, 2, marks=pytest.mark.slow)]
+)
+def test_a_machine_that_is_lost_is_gone_on_without(machines, tmp_path, lost, fewest):
+    """Its launcher is killed, and its ranks with it; machine 0 led the run."""
+    both = [machines(node, fewest=fewest) for node in (0, 1)]
+    wait_for_checkpoint(tmp_path, 2)
+    both[lost].signal(signal.SIGKILL)
+    code, _, err = both[1 - lost].finish(timeout=100)
+    assert f"machine {lost} ended without closing its connection" in err
+    assert ("machine 1 leads the run instead of machine 0" in err) == (lost == 0)
     if fewest == 2:
         assert code == 2, err
         assert "machine 1 is lost, and 1 of 2 machines are left, fewer than --min-nnodes 2" in err
         return
     assert code == 0, err
-    assert "machine 1 is lost; 1 of 2 go on, with 1 rank; mesh: one rank" in err
+    assert f"machine {lost} is lost; 1 of 2 go on, with 1 rank; mesh: one rank" in err
     assert "data-parallel size 1 instead of 2: each rank accumulates 2 micro-batches instead of 1" in err
+    check_result(tmp_path, ranks=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_machines_0_and_1_are_lost_at_once(machines, tmp_path):
+    """Of four machines two are left."""
+    four = [machines(node, nnodes=4, fewest=2) for node in range(4)]
+    wait_for_checkpoint(tmp_path, 1)
+    for node in (0, 1):
+        four[node].signal(signal.SIGKILL)
+    for node in (2, 3):
+        code, _, err = four[node].finish(timeout=150)
+        assert code == 0, err
+        assert "machines 0, 1 are lost; 2 of 4 go on, with 2 ranks" in err
     result = json.loads((tmp_path / "result.json").read_text())
-    weights, rate = uninterrupted(2)
-    assert (result["ranks"], result["rate"]) == (1, [pytest.approx(rate)])
+    weights, rate = uninterrupted(4)
+    assert (result["ranks"], result["rate"]) == (2, [pytest.approx(rate)])
     torch.testing.assert_close(torch.tensor(result["weights"]), weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_machine_that_comes_back_takes_part_after_the_next_restart(machines, tmp_path, lost):
+    """A rank fails once the machine waits."""
+    kills = {"1": (0, 8)}  # of the second start, on one rank
+    both = [machines(node, kills=kills) for node in (0, 1)]
+    wait_for_checkpoint(tmp_path, 2)
+    both[lost].signal(signal.SIGKILL)
+    wait_for(lambda: "1 of 2 go on" in both[1 - lost].stderr.read_text())
+    back = machines(lost, kills=kills)
+    code, _, err = both[1 - lost].finish(timeout=120)
+    assert code == 0, err
+    code, _, said = back.finish(timeout=60)
+    assert code == 0, said
+    assert "it waits for the next restart" in said
+    assert "all 2 machines go on again" in err
+    check_result(tmp_path, ranks=2)

@@ -17,13 +17,14 @@ from neuron_accel.cli.run_secret import VARIABLE
 from tests.distributed.cli.test_restarts import uninterrupted
 
 SCRIPT = """
-import json, os, pathlib, signal, sys
+import json, os, pathlib, resource, signal, sys
 import torch
 from accelerate.utils import ProjectConfiguration
 from neuron_accel import NeuronAccelerator
 
 folder, fault, every = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+first = attempt == "0"
 project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2)
 accelerator = NeuronAccelerator(project_config=project, config={"plugins": ["zero1"]})
 rank = accelerator.process_index
@@ -42,6 +43,21 @@ if not first and fault in ("damaged", "incomplete") and rank == 0:
         path.unlink() if fault == "incomplete" else path.write_bytes(content)
 accelerator.wait_for_everyone()
 accelerator.load_state(resume="latest")
+
+
+def kill_in_this_save():
+    events = []
+
+    def receive(event, arguments):
+        if event.startswith("neuron_accel.save."):
+            events.append(event)
+            if len(events) == 9:  # it writes
+                (folder / "killed_at").write_text(event)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(receive)
+
+
 steps = 0
 while loader.iteration < 2:
     for batch in loader:
@@ -54,6 +70,13 @@ while loader.iteration < 2:
         if not accelerator.sync_gradients:
             continue
         steps += 1
+        if attempt == "1" and fault == "twice" and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if first and steps == 8 and rank == 1 and fault == "midway":
+            kill_in_this_save()
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if first and steps == 8 and rank == 1 and fault == "full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
         if first and steps == 9:
             if fault == "hangs":
                 (folder / "here").touch()
@@ -66,6 +89,7 @@ while loader.iteration < 2:
             accelerator.save_state()
         elif steps % every == 0:
             accelerator.save_state(in_memory=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 if accelerator.is_main_process:
     sizes = sum(path.stat().st_size for path in memory.rglob("*") if path.is_file()) if memory.is_dir() else 0
     done = {"ranks": accelerator.world_size, "steps": steps, "rate": scheduler.get_last_lr(), "memory": str(memory)}
@@ -95,6 +119,34 @@ def test_restarted_ranks_lose_the_steps_since_the_last_snapshot(start, tmp_path)
     result = result_of(tmp_path)
     assert result["steps"] == STEPS - 8  # killed in step 9, after the snapshot of step 8 and the checkpoint of step 5
     assert result["next"] == 1  # step 5 is the only checkpoint
+
+
+@pytest.mark.parametrize("fault", ["midway", "full"])
+def test_a_snapshot_that_is_not_completed_leaves_the_one_before_it(start, tmp_path, fault):
+    """Rank 1 is killed while it writes the snapshot of step 8, or its files may not get larger."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    code, _, err = start(*ONE_MACHINE, str(tmp_path / "train.py"), str(tmp_path), fault, "2").finish(timeout=100)
+    assert code == 0, err
+    if fault == "full":
+        assert err.count("a snapshot in memory was not taken: ") == 1
+        assert "File too large" in err
+        assert "Training goes on with the one before it" in err
+    else:
+        assert (tmp_path / "killed_at").read_text() == "neuron_accel.save.write"
+    assert re.search(r"resumed from \S+/snapshot_\d, saved .* by 2 ranks: epoch 0, after \d+ samples; from memory", err)
+    assert result_of(tmp_path)["steps"] == STEPS - 6
+
+
+def test_fewer_ranks_continue_from_the_snapshot_of_more(start, tmp_path):
+    """Rank 1 is killed in step 9, and again in the first step after the restart."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    options = [*ONE_MACHINE, "--min-nproc-per-node", "1"]
+    code, _, err = start(*options, str(tmp_path / "train.py"), str(tmp_path), "twice", "2").finish(timeout=100)
+    assert code == 0, err
+    assert "restart 2 of 2, on 1 rank instead of 2" in err
+    assert len(re.findall(r"resumed from \S+/snapshot_\d, saved .* by 2 ranks: .*; from memory", err)) == 2
+    result = result_of(tmp_path)
+    assert (result["ranks"], result["steps"]) == (1, STEPS - 8)
 
 
 @pytest.mark.parametrize("fault", ["damaged", "incomplete"])
