@@ -82,7 +82,7 @@ examples:
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.rest = "words"
+    parser.rest, parser.rest_usage = "words", "-- COMMAND ..."
     what = parser.add_argument_group("what is struck")
     what.add_argument("--kills", type=_positive, metavar="N", help="number of strikes (default: one for each --point)")
     what.add_argument(

@@ -89,11 +89,13 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         rest: name of the argument that receives the words after ``--``; None: they are arguments as all others.
+        rest_usage: how the usage shows these words; empty if it does not.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": HelpFormatter, "allow_abbrev": False, **kwargs})
         self.rest: str | None = None
+        self.rest_usage = ""
         self._words: list[str] = []
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -110,6 +112,20 @@ class Parser(argparse.ArgumentParser):
         if left:
             self.error(self._unknown(unknown[0]) if unknown else f"unexpected argument {left[0]!r}")
         return namespace, left
+
+    def format_usage(self) -> str:
+        usage = super().format_usage()
+        if not self.rest_usage:
+            return usage
+        lines = usage.rstrip().splitlines()
+        if len(lines[-1]) + 1 + len(self.rest_usage) < terminal_width():
+            lines[-1] += f" {self.rest_usage}"
+        else:
+            lines.append(" " * len(f"usage: {self.prog} ") + self.rest_usage)
+        return "\n".join(lines) + "\n"
+
+    def format_help(self) -> str:
+        return super().format_help().replace(super().format_usage(), self.format_usage(), 1)
 
     def error(self, message: str) -> NoReturn:
         if "required" in message:  # which may follow from an unknown option

@@ -97,7 +97,7 @@ _OPTIONS = {
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.rest = "script_args"
+    parser.rest, parser.rest_usage = "script_args", "[-- ARGUMENT ...]"
     parser.add_argument("script", nargs="?", help="a training script, to be counted as it is; its arguments follow --")
     what = parser.add_argument_group("what is trained, without a script")
     what.add_argument("--model", metavar="FOLDER", help="folder with a config.json of transformers, or that file")

@@ -270,3 +270,13 @@ def test_what_is_not_good(wrong):
     assert not Outcome(**{**good, **wrong}).is_good
     older = Strike(point="step", count=1, rank=1, is_older=True)
     assert not Outcome(**{**good, "strikes": [older]}).is_good
+
+
+@pytest.mark.parametrize("columns", [40, 81, 84, 200])
+def test_the_usage_says_where_the_command_is_written(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        main(["chaos", "--help"])
+    usage = capsys.readouterr().out.partition("\n\n")[0]
+    assert usage.endswith("-- COMMAND ...")
+    assert all(len(line) <= columns for line in usage.splitlines())
