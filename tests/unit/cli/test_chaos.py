@@ -272,7 +272,7 @@ def test_what_is_not_good(wrong):
     assert not Outcome(**{**good, "strikes": [older]}).is_good
 
 
-@pytest.mark.parametrize("columns", [40, 81, 84, 200])
+@pytest.mark.parametrize("columns", [60, 81, 84, 200])
 def test_the_usage_says_where_the_command_is_written(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit):
