@@ -127,8 +127,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-nnodes",
         type=int,
         metavar="N",
-        help="if a machine is lost, restart on those that are left, at least N, with as many samples in a step; one that "
-        "comes back takes part after the next restart (default: the run ends)",
+        help="if a machine is lost, restart on those that are left, at least N, with as many samples in a step; one "
+        "that comes back takes part after the next restart (default: the run ends)",
     )
     parser.add_argument("--cpu", action="store_true", help="train on the CPU even if there are accelerators")
     neuron = parser.add_argument_group("Trainium")
