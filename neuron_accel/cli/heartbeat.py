@@ -386,7 +386,7 @@ class Heartbeat:
             True once one side has left, because its launch is over; False if the connection has ended otherwise.
         """
         heard, told = time.monotonic(), b""
-        with contextlib.suppress(OSError, Refused):
+        try:
             while not self._over.is_set():
                 link.send(BEAT)
                 until = time.monotonic() + PAUSE_S
@@ -408,7 +408,20 @@ class Heartbeat:
                     return False  # it has another connection
             self._tell(link, told)
             link.send(LEAVE, self._farewell())
+        except OSError:  # the connection has ended, maybe after a last message that was not read
+            return self._read_leave(link, number) or self._over.is_set()
+        except Refused:
+            pass
         return self._over.is_set()
+
+    def _read_leave(self, link: Link, number: int) -> bool:
+        """Whether the last message on a connection that has ended is :data:`LEAVE`."""
+        with contextlib.suppress(OSError, Refused):
+            while (message := link.receive(PAUSE_S)).kind:
+                if message.kind == LEAVE:
+                    self._take_leave(number, message.content)
+                    return True
+        return False
 
     def _tell(self, link: Link, told: bytes) -> bytes:
         """Sends what the other side does not know yet; ``told`` is what it knows. Returns what it knows then."""

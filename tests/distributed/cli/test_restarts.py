@@ -212,8 +212,8 @@ def machines(start, environment, tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
 
-    def run(node, *, nnodes=2, fewest=1, kills=None):
-        options = ["--nnodes", str(nnodes), "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
+    def run(node, *, nnodes=2, fewest=1, kills=None, options=()):
+        options = [*options, "--nnodes", str(nnodes), "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
         options += ["--master-port", str(port), "--cpu", "--quiet", "--max-restarts", "3", "--grace", "5"]
         options += ["--min-nnodes", str(fewest), "--node-rank", str(node)]
         return start(*options, str(tmp_path / "train.py"), str(tmp_path), json.dumps(kills or {}), '["zero1"]')
@@ -297,3 +297,24 @@ def test_a_machine_that_comes_back_takes_part_after_the_next_restart(machines, t
     assert "it waits for the next restart" in said
     assert "all 2 machines go on again" in err
     check_result(tmp_path, ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_machine_0_that_was_only_slow_does_not_go_on_beside_the_others(machines, tmp_path):
+    """Its launcher is stopped, and continued once the others train without it; the mesh needs one of them."""
+    three = [machines(node, nnodes=3, options=["--heartbeat", "4"]) for node in range(3)]
+    wait_for_checkpoint(tmp_path, 1)
+    three[0].signal(signal.SIGSTOP)
+    wait_for(lambda: "1 of 3 go on" in three[1].stderr.read_text())
+    three[0].signal(signal.SIGCONT)
+    ends = [machine.finish(timeout=120) for machine in three]
+    assert [code for code, _, _ in ends] == [0, 0, 0], ends
+    assert "machine 0 sent no heartbeat for 4 s and is considered lost" in ends[1][2]
+    for node in (0, 2):
+        assert "it waits for the next restart" in ends[node][2]
+        assert "the run has ended well without this machine" in ends[node][2]
+    result = json.loads((tmp_path / "result.json").read_text())
+    weights, rate = uninterrupted(3)
+    assert (result["ranks"], result["rate"]) == (1, [pytest.approx(rate)])
+    torch.testing.assert_close(torch.tensor(result["weights"]), weights, rtol=1e-4, atol=1e-5)

@@ -98,6 +98,27 @@ def test_a_machine_whose_launch_is_over_is_gone(machines):
     assert signals == []
 
 
+def test_a_last_message_counts_although_the_connection_has_ended_since(machines, monkeypatch):
+    """The other side closes it with heartbeats unread, so that sending fails before the message is read."""
+    zero, signals = machines(0)
+    one = introduce(connection := connect(machines.port), SECRET, zero._run, 1)
+    until(lambda: connections(zero, 1) == 1)
+    send = heartbeat.Link.send
+
+    def fails(link, kind, content=b""):
+        if link is one:
+            return send(link, kind, content)
+        time.sleep(0.2)
+        raise ConnectionResetError
+
+    monkeypatch.setattr(heartbeat.Link, "send", fails)
+    one.send(LEAVE)
+    connection.close()
+    until(lambda: zero.gone == {1})
+    time.sleep(0.6)
+    assert signals == []
+
+
 def test_machine_0_whose_connection_ends_is_lost(machines):
     with socket.create_server(("127.0.0.1", machines.port)) as listener:
         one, signals = machines(1)

@@ -24,7 +24,7 @@ NOTES = Notes(fits=tuple(Fit(ranks=n, data_parallel=n, mesh=f"dp {n}") for n in 
 class Machine(Membership):
     """A launcher whose connections to some machines can be cut, as by a network failure."""
 
-    def __init__(self, number, *, nnodes, port, least=1, lost_after=20.0, patience=3.0, read_notes=lambda: NOTES):
+    def __init__(self, number, *, nnodes, port, least=1, lost_after=20.0, patience=6.0, read_notes=lambda: NOTES):
         self.cut, self.signals = set(), []
         self.opened, self.outcome, self.thread = [], None, None
         super().__init__(
@@ -80,7 +80,7 @@ class Machine(Membership):
         self.thread.start()
         return self
 
-    def end(self, seconds=12):
+    def end(self, seconds=40):
         """What :meth:`begin` has come to."""
         self.thread.join(seconds)
         assert not self.thread.is_alive(), f"machine {self.machine} still waits"
@@ -94,10 +94,10 @@ class Machine(Membership):
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-    for name, seconds in (("PAUSE_S", 0.1), ("RETURN_S", 0.5), ("HANDSHAKE_S", 0.5)):
+    for name, seconds in (("PAUSE_S", 0.1), ("RETURN_S", 0.5), ("HANDSHAKE_S", 3.0)):
         monkeypatch.setattr(heartbeat, name, seconds)
     monkeypatch.setattr(membership, "POLL_S", 0.02)
-    monkeypatch.setattr(membership, "PROBE_S", 0.3)
+    monkeypatch.setattr(membership, "PROBE_S", 1.0)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def run():
         machine.__exit__()
 
 
-def until(condition, seconds=10):
+def until(condition, seconds=30):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
