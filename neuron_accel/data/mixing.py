@@ -16,6 +16,10 @@ class Mixin:
 
     prefix: ClassVar[str]
 
+    def __repr__(self) -> str:
+        dataset = getattr(self, "dataset", None)
+        return f"<{_recipe(type(self))[0].__name__} of a {type(dataset).__name__}>"
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Accelerate's own __reduce__ does not keep the class.
         return _rebuilt, (_recipe(type(self)),), dict(self.__dict__)

@@ -67,6 +67,11 @@ class Interruption:
         self._reason, self._told = "", False
         self._previous: dict[int, Any] = {number: signal.signal(number, self._handle) for number in numbers}
 
+    def __repr__(self) -> str:
+        watched = [signal.Signals(number).name for number in self._previous]
+        watched += [] if self._notice is None else [repr(self._notice)]
+        return f"<{type(self).__name__}: watches {', '.join(watched) or 'nothing'}>"
+
     def requested(self) -> bool:
         """Whether the run has been asked to stop. Every rank calls this after each step, and the result is the same on
         all of them. Within an accumulation it is False. Once True, it stays True.

@@ -262,6 +262,9 @@ class PreparedScheduler(AcceleratedScheduler):
         self._takes_metric = isinstance(scheduler, ReduceLROnPlateau)
         self._stepping = run.join.register("a scheduler step", self._step_along)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of a {type(self.scheduler).__name__}>"
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy keeps its scheduler and optimizers, without references to the training loop."""
         return {**self.__dict__, "_accumulating": None, "_stepping": None}

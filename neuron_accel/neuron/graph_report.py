@@ -88,6 +88,13 @@ class GraphReport:
     instance: Instance | None = None
     lnc: int | None = None
 
+    def __repr__(self) -> str:
+        warnings = len(self.findings) - len(self.errors)
+        return (
+            f"<{type(self).__name__}: {len(self.graphs)} graphs of {self.ranks} ranks; {len(self.errors)} errors, "
+            f"{warnings} warnings>"
+        )
+
     @property
     def errors(self) -> tuple[Finding, ...]:
         """The findings of level "error"."""

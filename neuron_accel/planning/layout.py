@@ -87,6 +87,9 @@ class LayoutCount:
     tokens: int = 0
     passes: tuple[tuple[tuple[str, float, float], ...], ...] = field(default=(), repr=False)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.model}, {self.mesh}, rank {self.rank}; {self.step!r}>"
+
     def predict(self, calibration: Machine | None = None) -> StepTime:
         """Returns the predicted time of a step: that of the rank that computes longest, and the bubble.
 

@@ -86,6 +86,13 @@ class StepCount:
     traces: tuple[tuple[float, Trace], ...] = field(default=(), repr=False)
     blocks: tuple[int, ...] = ()
 
+    def __repr__(self) -> str:
+        sent = sum(flow.sent for flow in self.flows)
+        return (
+            f"<{type(self).__name__}: peak {self.peak.total:,} bytes, sends {sent:,} bytes, {self.operations:,} "
+            "operations>"
+        )
+
     @property
     def peak(self) -> Peak:
         """The largest of the peaks."""

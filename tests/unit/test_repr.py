@@ -150,6 +150,42 @@ def test_a_public_object_has_a_repr_that_one_can_read(cls, objects):
             assert len(shown) <= MOST, shown
 
 
+@pytest.fixture(scope="module")
+def documented(tmp_path_factory) -> dict[str, object]:
+    """What public methods return, and instances of other classes of the reference, by the beginning of their repr."""
+    from transformers import LlamaConfig
+
+    from neuron_accel.neuron.graph_report import GraphReport
+
+    accelerator = NeuronAccelerator(cpu=True, plugins=[Zero1Plugin()])
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    loader = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
+    _, _, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    counted = neuron_accel.plan(LlamaConfig(vocab_size=64, **sizes), world_size=2, global_batch=2, sequence=16)
+    with accelerator.run.backend.record() as traffic:
+        interruption = accelerator.watch_for_interruption(signals=(), notice_file="notice")
+    return {
+        "<PreparedScheduler of a LambdaLR>": scheduler,
+        "<DataLoaderShard of a Tensor>": loader,
+        "<LayoutCount: LlamaForCausalLM, dp 2, rank 0; <StepCount: peak ": counted,
+        "<Interruption: watches 'notice'>": interruption,
+        "<GraphReport: 0 graphs of 2 ranks; 0 errors, 0 warnings>": GraphReport(2, (), ()),
+        "<Traffic: 0 bytes sent": traffic,
+        "nothing to resume": accelerator.load_state(str(tmp_path_factory.mktemp("empty")), resume="latest"),
+    }
+
+
+def test_what_public_methods_return_has_a_repr_that_one_can_read(documented):
+    for beginning, value in documented.items():
+        shown = str(value) if beginning.startswith("nothing") else repr(value)
+        assert shown.startswith(beginning), shown
+        assert not re.search(r"0x[0-9a-f]{6}|\n", repr(value)), repr(value)
+        assert len(repr(value)) <= MOST
+
+
 def test_the_accelerator_and_its_plan_name_mesh_and_plugins(objects):
     shown = repr(objects[0])
     assert shown == "<NeuronAccelerator: one rank; plugins: zero1; rank 0 of 1 on cpu, backend 'torch'>"
