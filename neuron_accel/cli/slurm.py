@@ -89,7 +89,7 @@ def describe_batch_files(
         plan: the launch.
         options: options of ``neuron-accel launch`` that are the same on all machines, the script, and its arguments.
         cache: the ``--cache-dir`` among the options, for the tool that compiles.
-        requeue: whether the training job gets SIGTERM before its time limit, and is queued again when that ends it.
+        requeue: whether the training job gets SIGTERM before its time limit, and is queued again if that ends it.
 
     Returns:
         the files in the order in which to submit them; that for training is the last.

@@ -300,7 +300,7 @@ class StepCounter(TorchDispatchMode):
 
     # ---- results -----------------------------------------------------------------------------------------------------
     def forget_peaks(self) -> None:
-        """Begins to look for peaks anew, from what is alive now."""
+        """Resets the peaks to what is alive now."""
         self._follow(self._live)
         self._peaks = {}
         self._all = [storage for storage in self._all if storage.died is None]

@@ -56,7 +56,7 @@ class Series:
         self._points: dict[int, list[float]] = {}
 
     def add(self, step: int, value: float) -> None:
-        """Adds the value of a step; values that are not finite are left out."""
+        """Adds the value of a step; values that are not finite are ignored."""
         if not math.isfinite(value):
             return
         self._join(step // self.width, [value, value, value, 1])
@@ -98,7 +98,7 @@ class Series:
 
 @dataclass(frozen=True)
 class LateRank:
-    """How often, and for how long, the others waited for a rank.
+    """How often and how long the other ranks waited for a rank.
 
     Args:
         rank: the rank.
@@ -126,7 +126,7 @@ class RunSummary:
     Args:
         name: name of the run beside others.
         headers: first lines, by rank.
-        notes: what a reader has to know about the files, such as ranks without one.
+        notes: remarks on the files for the reader, such as missing ranks.
         steps: number of optimizer steps.
         series: thinned values by name: ``loss``, ``grad_norm``, ``lr``, ``seconds`` of a step, ``tokens`` and
             ``samples`` of a rank in a second, ``mfu``, and ``device_peak`` and ``host`` memory of the rank with the

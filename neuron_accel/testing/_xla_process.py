@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens inside the process whose threads are the XLA ranks of a test."""
+"""The process whose threads are the XLA ranks of a test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from neuron_accel.testing._rank import STACK_SIGNAL, pickle_error
 
 @dataclass(frozen=True, kw_only=True)
 class XlaTask:
-    """What the process needs to know.
+    """The task of the process.
 
     Args:
         size: number of ranks.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that do not train are sharded too: gathered with their unit, without gradients and optimizer state.
 
-It does not matter whether an optimizer holds them: no optimizer holds the weights under adapters. One that begins to
-train has its values in full for a moment, and becomes part of a shard of its optimizer. One that stops training stays
-where it is, with its state.
+It does not matter whether an optimizer holds them: no optimizer holds the weights under adapters. A parameter that
+begins to train is gathered in full for a moment, and becomes part of a shard of its optimizer. One that stops training
+stays in its shard, with its state.
 """
 
 from __future__ import annotations

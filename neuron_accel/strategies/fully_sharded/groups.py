@@ -25,7 +25,7 @@ def check(reshard: bool | int | None, hybrid: int | None, where: str) -> None:
     """Checks ``reshard_after_forward`` and ``hybrid_shard_size``.
 
     Raises:
-        ConfigurationError: if one is no number of ranks, or they do not fit together.
+        ConfigurationError: if one is not a valid number of ranks, or they contradict each other.
     """
     for name, size in (("reshard_after_forward", reshard), ("hybrid_shard_size", hybrid)):
         if size is not None and not isinstance(size, bool) and size < 2:

@@ -4,8 +4,8 @@ compiled graph on all ranks.
 
 Storage cannot be freed in a graph, and need not be: a value is in memory from the operation that computes it to the
 last one that reads it. Between uses a parameter has no values at all (:meth:`Backend.placeholder`), so a graph neither
-receives nor returns its full weight. All that a rank keeps are the master weights, from which weights are gathered in
-their own dtype.
+receives nor returns its full weight. A rank keeps only the master weights, from which weights are gathered in their own
+dtype.
 """
 
 from __future__ import annotations

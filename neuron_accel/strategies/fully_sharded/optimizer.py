@@ -177,7 +177,7 @@ class FullyShardedOptimizer(Zero1Optimizer):
                 units.before_units.remove(self._before_units)
 
     def _receive(self) -> None:
-        """Also reduces gradients that have arrived after those of their bucket were sent, as another pass would."""
+        """Also reduces gradients that arrived after those of their bucket were sent."""
         sent = [index for index in self._ahead.agreed if self.shards[index] in self._sent]
         late = {index: self._take_late(index) for index in sent}
         anywhere = self._receive_with([gradient is not None for gradient in late.values()])

@@ -166,8 +166,8 @@ class Units:
         return self._model.parameters
 
     def keeps(self, record: ParameterRecord) -> bool:
-        """Whether every rank keeps a parameter: it is too small to be gathered for each use, or is on several stages of
-        a pipeline, which make it equal after a step."""
+        """Whether every rank keeps a parameter, because it is too small to be gathered for each use, or is on several
+        pipeline stages, which synchronise it after a step."""
         if record.current is None:
             return False
         return record.current.numel() < self._threshold or record.completed_late
@@ -229,7 +229,7 @@ class Units:
         self._handed_on = None
         if unit is self.root and self._model.runs_backward:
             return  # `end_backward` follows
-        # Where an output is no plain tensor (logits that are sharded over ranks), parameters are kept for backward.
+        # Where an output is not a plain tensor (logits that are sharded over ranks), parameters are kept for backward.
         outputs = [t for t in tree_leaves(output) if type(t) is torch.Tensor and t.requires_grad]
         handles = [tensor.register_hook(Hook(self._before_backward, unit)) for tensor in outputs]
         self._handed_on = None if unit is self.root else (unit, list(zip(outputs, handles, strict=True)))
@@ -397,7 +397,7 @@ class Hook:
             raise UsageError(
                 "A model whose parameters are sharded cannot be compiled.",
                 where="plugin 'fully_sharded', torch.compile",
-                why="parameters are gathered by hooks on its modules, which are no part of a graph",
+                why="parameters are gathered by hooks on its modules, which are not part of a graph",
                 fix="train without compiling, or with ZeRO-1 (Zero1Plugin)",
             )
         return self._function(self._unit, *args)

@@ -359,7 +359,7 @@ class Checks:
         self._parts: list[dict[tuple[Any, ...], Part]] = []
 
     def forget(self) -> None:
-        """Values were loaded or have other shapes: nothing is known of them."""
+        """Forgets all checksums, after values were loaded or changed their shapes."""
         self._weights, self._state, self._keys = [], {}, None
         self.sums.results.clear()
 
