@@ -119,6 +119,14 @@ def storage(session: nox.Session) -> None:
 
 
 @nox.session
+def trackers(session: nox.Session) -> None:
+    """Figures of a run report in each tracker of Accelerate; those beside tensorboard install some 150 packages."""
+    install(session, NATIVE_TORCH, ".[test]", "wandb", "mlflow", "aim")
+    file = "tests/distributed/strategies/run_report/test_run_report.py"
+    session.run("pytest", file, "-m", "slow or not slow", "-k", "tracker or tensorboard", *session.posargs)
+
+
+@nox.session
 def cuda(session: nox.Session) -> None:
     """On however many NVIDIA GPUs there are: parity, compositions, checkpoints. Skipped without one."""
     if shutil.which("nvidia-smi") is None:
