@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from neuron_accel.checkpoint.format.ranges import pages
 from neuron_accel.engine.plan.mesh import Mesh
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.engine.sharding.layout import Layout
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import PreparedModel, Run
 
 
-_LARGE = 4 << 20
-"""Size, in bytes, of tensors that get memory of their own from the system."""
 MARK = "_neuron_accel_recording"
 """Name of the attribute in which a module keeps the recordings of its parameters and buffers, by their names."""
 
@@ -190,7 +187,7 @@ class Origin:
 
         def fresh(name: str, known: Iterable[str], layout: Layout, at: Mapping[str, int], wanted: bool) -> torch.Tensor:
             dtype = getattr(torch, layout.dtype)
-            make = torch.zeros if layout.padded else _empty
+            make = torch.zeros if layout.padded else torch.empty
             out = make(layout.local_shape, dtype=dtype)
             if wanted:
                 recording, view = self._found(name, known)
@@ -311,14 +308,6 @@ def materialize(model: nn.Module) -> Filled:
     if origin is None:
         return Filled()
     return origin.fill(model, ParameterMap(model), {})
-
-
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """As ``torch.empty``, but large tensors are in huge pages."""
-    numel = math.prod(shape)
-    if numel * dtype.itemsize < _LARGE:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(pages(numel * dtype.itemsize), dtype=dtype).view(shape)
 
 
 def _layout(record: ParameterRecord) -> Layout:

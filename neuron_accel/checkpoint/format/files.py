@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import shutil
 import stat
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 BLOCK = 64 << 20
 """Size in bytes of the blocks that have a checksum each, so that threads and ranks can check a large file together."""
 _CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
+_POPULATE_READ = 22  # MADV_POPULATE_READ of madvise(2)
 _CHUNK = 1 << 20  # fits into a core's cache, from which it is written and checksummed
 
 
@@ -375,6 +377,44 @@ def checksum_of_block(path: Location, block: int, size: int) -> str:
     except OSError as error:
         raise failure("read", path, error) from error
     return str(checksum.hexdigest())
+
+
+def map_range(descriptor: int, offset: int, size: int, access: int = mmap.ACCESS_READ) -> mmap.mmap:
+    """Maps a range of an open file into memory, and reads it.
+
+    A mapping of storage that fails ends the process when it is used. The range is therefore brought into memory before,
+    which raises an error instead (``MADV_POPULATE_READ``, Linux 5.14). Where the system cannot do that, or the file
+    cannot be mapped, the returned memory is not a mapping of the file but a copy.
+
+    Args:
+        descriptor: of the file.
+        offset: the start of the range, a multiple of ``mmap.ALLOCATIONGRANULARITY``.
+        size: of the range, at least 1.
+        access: of the mapping.
+
+    Raises:
+        EOFError: if the file ends before the range does.
+        OSError: if it cannot be read.
+    """
+    if offset + size > os.fstat(descriptor).st_size:
+        raise EOFError
+    if sys.platform == "linux":
+        try:
+            memory = mmap.mmap(descriptor, size, access=access, offset=offset)
+            memory.madvise(_POPULATE_READ)
+            return memory
+        except ValueError:  # the file has become shorter
+            raise EOFError from None
+        except OSError:  # what is wrong with the file, if anything, reading it says
+            pass
+    memory = mmap.mmap(-1, size)
+    view = memoryview(memory)
+    while view:
+        count = os.preadv(descriptor, [view], offset)
+        if not count:
+            raise EOFError
+        view, offset = view[count:], offset + count
+    return memory
 
 
 def checksums_of(data: bytes | memoryview) -> tuple[str, ...]:

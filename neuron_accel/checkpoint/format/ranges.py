@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading ranges of bytes, and boxes of tensors, from files, and memory to read into."""
+"""Reading ranges of bytes, and boxes of tensors, from files."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import mmap
 import os
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neuron_accel.checkpoint.format.files import failure, open_file, too_short
+from neuron_accel.checkpoint.format.files import failure, map_range, open_file, too_short
 from neuron_accel.storage import Location, RemotePath
 
 if TYPE_CHECKING:
@@ -93,9 +92,8 @@ class FileRanges:
             self.bytes_read += out.nbytes
 
     def mapped(self, path: Path | str, offset: int, size: int, wanted: int) -> tuple[mmap.mmap, int]:
-        """Maps a range of a local file into memory, and asks the system to read it ahead. For ranges of which many small
-        parts are needed, that is faster than reading each. As with every mapping, the process is killed if the file is
-        truncated before the mapping is closed, or the storage fails.
+        """Maps a range of a local file into memory. For ranges of which many small parts are needed, that is faster
+        than reading each of them.
 
         Args:
             path: the file.
@@ -106,17 +104,12 @@ class FileRanges:
             The mapping, which may be written to without changing the file, and the position of the range in it.
 
         Raises:
-            CheckpointError: if the file cannot be mapped, or is too short.
+            CheckpointError: if the file cannot be read, or is too short.
         """
         before = offset % mmap.ALLOCATIONGRANULARITY
         try:
-            descriptor = self._descriptor(path)
-            if offset + size > os.fstat(descriptor).st_size:
-                raise too_short(path)
-            memory = mmap.mmap(descriptor, before + size, access=mmap.ACCESS_COPY, offset=offset - before)
-            if hasattr(mmap, "MADV_WILLNEED"):
-                memory.madvise(mmap.MADV_WILLNEED)
-        except ValueError:  # it has become shorter
+            memory = map_range(self._descriptor(path), offset - before, before + size, access=mmap.ACCESS_COPY)
+        except EOFError:
             raise too_short(path) from None
         except OSError as error:
             raise failure("read", path, error) from error
@@ -200,15 +193,3 @@ def read_box(
             target[begin - rows.start : begin - rows.start + count] = buffer.reshape(count, *shape[joined + 1 :])[
                 wanted
             ]
-
-
-def pages(size: int) -> mmap.mmap:
-    """Returns ``size`` bytes of memory of this process, of huge pages where the system has them: the system finds and
-    clears a page at its first use, which takes longer than filling it and is several times as fast for huge pages."""
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, size)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system may be built without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory

@@ -348,19 +348,13 @@ def _state_needs(optimizer: Any, piece: StatePiece, entries: dict[str, SourceTen
             continue
         _check_shape(source, layout.shape, f"optimizer state {entry!r}")
         if piece.whole:
-            full, shape = Layout(shape=layout.shape, dtype=layout.dtype), layout.shape
-            yield Need(source=source, layout=full, start=0, stop=math.prod(shape), sink=put(entry, shape))
+            of, shape = Layout(shape=layout.shape, dtype=layout.dtype), layout.shape
+            start, stop = 0, math.prod(shape)
         else:
-            shape = tuple(parameter.shape)
-            present = _usable(piece.read_state(optimizer).get(entry), shape, source)
-            yield Need(
-                source=source,
-                layout=layout,
-                start=piece.start,
-                stop=piece.stop,
-                target=present,
-                sink=put(entry, shape),
-            )
+            of, shape = layout, tuple(parameter.shape)
+            start, stop = piece.start, piece.stop
+        present = _usable(piece.read_state(optimizer).get(entry), shape, source)
+        yield Need(source=source, layout=of, start=start, stop=stop, target=present, sink=put(entry, shape))
 
 
 def _usable(present: Any, shape: tuple[int, ...], source: SourceTensor) -> torch.Tensor | None:

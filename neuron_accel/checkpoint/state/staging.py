@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory that background saves copy tensors to.
 
-Allocating memory costs more than copying, since the system has to find and clear every page. All tensors are therefore
-copied to one region, of huge pages if available, which is kept and reused by each save.
+New memory costs more than copying, since the system has to find and clear every page. All tensors are therefore copied
+to one region, which is kept and reused by each save. It does not ask for huge pages: where memory is fragmented, the
+system moves other pages to make them, which takes several times as long as small ones.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Sequence
 import torch
 
 from neuron_accel.checkpoint.format.files import in_order
-from neuron_accel.checkpoint.format.ranges import pages
 
 _ALIGNMENT = 64
 
@@ -41,7 +41,7 @@ class StagingMemory:
             size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         if size > self.size:
             self._region = torch.empty(0, dtype=torch.uint8)  # releases the memory before more is allocated
-            self._region = torch.frombuffer(pages(size), dtype=torch.uint8)
+            self._region = torch.empty(size, dtype=torch.uint8)
         copies = [
             self._region[offset : offset + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
             for tensor, offset in zip(tensors, offsets, strict=True)
