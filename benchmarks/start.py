@@ -3,11 +3,11 @@
     python -m benchmarks.start [--sizes 0.13 2] [--repeat 9] [--cold]
 
 Two gloo ranks load a Llama of the size given in GB from safetensors files, in fp32. Peers take turns in the same ranks,
-in an order that changes from round to round; a turn lasts from a barrier to a barrier. transformers' ``from_pretrained``
-alone maps the files and reads nothing, so it is also measured followed by a sum over all values, and followed by a copy
-into ordinary memory, where the others' weights are too. Ratios are to the copy of the same round (median, quartiles).
-Files are in the page cache; with ``--cold`` they are dropped from it before every turn (``posix_fadvise``). Peak memory
-is what a turn added to a rank that has done the same before.
+in an order that changes from round to round; a turn lasts from a barrier to a barrier. transformers' own loading maps
+the files and reads nothing, so it is also measured followed by a sum over all values, and followed by a copy into
+ordinary memory, where the others' weights are too. Ratios are to the copy of the same round (median, quartiles), in
+seconds and in seconds of the processor, which depend less on what else the machine does. Files are in the page cache;
+with ``--cold`` they are dropped from it before every turn (``posix_fadvise``). Peak memory is what a turn added.
 
 Then, in new processes that take turns: seconds and modules of ``import neuron_accel`` and of ``import accelerate``, and
 seconds of two ranks from their start to the end of their first step with either.
@@ -16,6 +16,7 @@ seconds of two ranks from their start to the end of their first step with either
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import io
 import os
@@ -140,23 +141,29 @@ def loads(folder: str, repeat: int, cold: bool) -> dict[str, Result]:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     order, names = random.Random(0), list(PEERS)
-    results: dict[str, Result] = {name: {"seconds": [], "memory": []} for name in names}
+    results: dict[str, Result] = {name: {"seconds": [], "processor": [], "memory": []} for name in names}
     for number in range(repeat + 1):  # the first round is not counted
         order.shuffle(names)
         for name in names:
             gc.collect()
+            with contextlib.suppress(
+                AttributeError
+            ):  # of glibc: gives freed memory back, so that all peers get new one
+                ctypes.CDLL(None).malloc_trim(0)
             dist.barrier()
             if cold and dist.get_rank() == 0:
                 drop(folder)
             memory = PeakMemory()
             dist.barrier()
-            begin = time.perf_counter()
+            begin, before = time.perf_counter(), time.process_time()
             with contextlib.redirect_stdout(io.StringIO()):
                 model = PEERS[name](folder)
+            processor = time.process_time() - before
             dist.barrier()
             seconds = time.perf_counter() - begin
             if number:
                 results[name]["seconds"].append(seconds)
+                results[name]["processor"].append(processor)
                 results[name]["memory"].append(memory.bytes() / 1e6)
             del model
     return results
@@ -172,12 +179,14 @@ def drop(folder: str) -> None:
 
 
 def report_loads(results: dict[str, Result]) -> str:
-    rows = [["peer", "seconds", "/ copied", "peak memory MB"]]
+    rows = [["peer", "seconds", "seconds / copied", "processor / copied", "peak memory MB"]]
     for name, found in results.items():
-        relative = [own / other for own, other in zip(found["seconds"], results[REFERENCE]["seconds"], strict=True)]
-        rows.append(
-            [name, quartiles(found["seconds"]), quartiles(relative), f"{statistics.median(found['memory']):.0f}"]
-        )
+        relative = {
+            what: [own / other for own, other in zip(found[what], results[REFERENCE][what], strict=True)]
+            for what in ("seconds", "processor")
+        }
+        memory = f"{statistics.median(found['memory']):.0f}"
+        rows.append([name, quartiles(found["seconds"]), *map(quartiles, relative.values()), memory])
     return in_table(rows)
 
 

@@ -4,7 +4,7 @@
 Reading through a mapping makes entire pages resident in the process, including those that the system reads ahead, as
 long as the mapping exists. Instead, the file and offset of a mapped tensor are found through ``/proc/self/maps``
 (proc(5)). Long runs of elements are read with pread; slices of many short runs, as of weights that are sharded along
-their last dim, are copied out of short-lived mappings of a few megabytes of the file.
+their last dim, are copied out of short-lived mappings of two megabytes of the file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONG_RUN = 256 << 10
 """Shortest run of elements, in bytes, that is read with a call of its own."""
 _GAP = 4 << 10
 """Longest gap between runs, in bytes, that is read over."""
-_WINDOW = 8 << 20
+_WINDOW = 2 << 20
 """Bytes of a file that are mapped at a time."""
 _MAPS = Path("/proc/self/maps")
 

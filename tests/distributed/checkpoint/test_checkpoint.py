@@ -70,3 +70,30 @@ def two_models_with_the_same_names(folder):
 
 def test_two_models_may_have_parameters_of_the_same_name(tmp_path):
     assert run_ranks(two_models_with_the_same_names, 2, str(tmp_path)) == [[True, True]] * 2
+
+
+def state_in_place(folder):
+    accelerator = NeuronAccelerator()
+    model = torch.nn.Linear(8, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+    def step():
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def moments():
+        return [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+
+    step()
+    accelerator.save_state(folder)
+    saved, before = [moment.clone() for moment in moments()], [moment.data_ptr() for moment in moments()]
+    step()
+    assert not any(map(torch.equal, moments(), saved))
+    accelerator.load_state(folder)
+    assert all(map(torch.equal, moments(), saved))
+    assert [moment.data_ptr() for moment in moments()] == before
+
+
+def test_state_of_an_optimizer_is_read_into_the_tensors_that_hold_it(tmp_path):
+    run_ranks(state_in_place, 1, str(tmp_path / "state"))

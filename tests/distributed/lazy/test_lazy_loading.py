@@ -268,5 +268,7 @@ def test_a_rank_reads_only_its_bytes_and_needs_little_more_memory_than_its_shard
     whole = sum(path.stat().st_size for path in Path(medium).glob("*.safetensors"))
     for cost in run_ranks(_costs, ranks, medium, options, strategy):
         assert cost["held"] < whole / share * 1.02
-        assert cost["wanted"] <= cost["read"] < cost["wanted"] + 400_000  # lists of files, of mappings, of tensors
+        assert cost["read"] < cost["wanted"] + 400_000  # lists of files, of mappings, of tensors
+        if options not in (TP2, TP4):  # these copy slices out of mappings, which the system does not count
+            assert cost["wanted"] <= cost["read"]
         assert cost["peak"] < 1.15 * cost["held"]

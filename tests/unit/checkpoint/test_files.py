@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import struct
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from neuron_accel.checkpoint.format.files import Files, Written, checksums_of
+from neuron_accel.checkpoint.format.files import Files, Written, checksums_of, map_range
 from neuron_accel.checkpoint.format.index import Index
 from neuron_accel.checkpoint.format.manifest import NAME, FileEntry, Manifest, check_file, locate, read_manifest
 from neuron_accel.checkpoint.format.tensorfile import read_header
@@ -58,6 +60,28 @@ def test_we_read_what_others_write(tmp_path):
         stored = header.tensors[name]
         assert (stored.shape, stored.dtype) == (tuple(value.shape), str(value.dtype).removeprefix("torch."))
         assert data[stored.offset : stored.offset + stored.nbytes] == bytes(bytes_of(value))
+
+
+def test_tensors_begin_at_a_cache_line():
+    for keys in range(1, 20):
+        header = tensors_header([("k" * keys, torch.ones(3))], {})
+        assert len(header) % 64 == 0
+
+
+@pytest.mark.parametrize("advice", [None, 9999], ids=["mapped", "copied"])
+def test_a_range_of_a_file_in_memory(tmp_path, advice, monkeypatch):
+    if advice is not None:  # as on a kernel that does not know the advice
+        monkeypatch.setattr("neuron_accel.checkpoint.format.files._POPULATE_READ", advice)
+    contents = os.urandom(3 * mmap.ALLOCATIONGRANULARITY + 5)
+    (tmp_path / "f").write_bytes(contents)
+    size = 2 * mmap.ALLOCATIONGRANULARITY
+    with open(tmp_path / "f", "rb") as file:
+        found = map_range(file.fileno(), mmap.ALLOCATIONGRANULARITY, size + 5, access=mmap.ACCESS_COPY)
+        assert found[:] == contents[-size - 5 :]
+        found[0] ^= 1
+        with pytest.raises(EOFError):
+            map_range(file.fileno(), mmap.ALLOCATIONGRANULARITY, size + 6)
+    assert (tmp_path / "f").read_bytes() == contents
 
 
 def test_written_files_are_checksummed(tmp_path):
