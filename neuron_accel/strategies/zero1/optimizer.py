@@ -47,6 +47,7 @@ from neuron_accel.contract import (
     twin,
     used_anywhere,
 )
+from neuron_accel.strategies.zero1.awaited import AwaitedWeights, may_be_awaited
 from neuron_accel.strategies.zero1.eager_shard import EagerShard, SendBuffers, suitable_cap
 from neuron_accel.strategies.zero1.lazy_shard import LazyShard
 from neuron_accel.strategies.zero1.partition import Partition, even, lazy_partition, unsplit
@@ -66,7 +67,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         run: the run.
         plugin: name of the plugin, for messages.
         optimizer_dtype, max_norm, use_grad_acc_hook, higher_cc_precision, bucket_cap_mb, partition,
-            save_master_weights, overlap: see :class:`~neuron_accel.Zero1Plugin`.
+            save_master_weights, overlap, overlap_gather: see :class:`~neuron_accel.Zero1Plugin`.
         synchronises: returns whether a backward pass that runs now reduces gradients; by default, whether one of the
             models synchronises.
         others: functions that are called with the parameters of an added group, whose gradients this optimizer then
@@ -101,6 +102,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         partition: Literal["even", "parameters"],
         save_master_weights: bool,
         overlap: bool,
+        overlap_gather: bool = False,
         synchronises: Callable[[], bool] | None = None,
         others: Sequence[Callable[[Iterable[torch.Tensor]], None]] = (),
     ) -> None:
@@ -125,6 +127,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._models: list[PreparedModel] = []
         self._sent: list[BucketShard] = []
         self._buffers = SendBuffers()
+        self._awaited = AwaitedWeights() if overlap_gather and may_be_awaited(run) else None
         self._recipe = recipe_of(optimizer)
         self.inner: torch.optim.Optimizer = None  # type: ignore[assignment]  # created below, after the shards
         self._action = run.join.register(
@@ -174,6 +177,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
     def _admit(self, records: list[ParameterRecord]) -> list[Bucket]:
         """Shards parameters that begin to train, and returns their buckets. Until then parameters have no master
         weights, and state that was loaded for them is unsharded."""
+        self.settle()
         group_of = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
         of_groups: list[list[ParameterRecord]] = [[] for _ in self.param_groups]
         for record in records:
@@ -417,6 +421,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     def take_over(self) -> None:
         """Applies values that were written to master weights and state by parameter (:meth:`state_pieces`)."""
+        self.settle()
         for shard in self.shards:
             self._replace(shard.close(self.inner.state))
 
@@ -521,6 +526,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         """
         loss = None
         self._warn_inside_no_sync()
+        self.settle()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -561,10 +567,18 @@ class Zero1Optimizer(torch.optim.Optimizer):
             shard.sync_user_weights()
 
     def gather_weights(self) -> None:
-        """Gathers the updated weights on every rank."""
+        """Gathers the updated weights on every rank; with ``overlap_gather``, starts to."""
         self.take_over()
+        if self._awaited is not None:
+            self._awaited.start(self.shards, self._models)
+            return
         for finish in [shard.send_weights() for shard in self.shards]:
             finish()
+
+    def settle(self) -> None:
+        """Waits for weights that are being gathered."""
+        if self._awaited is not None:
+            self._awaited.settle()
 
     # ---- state -------------------------------------------------------------------------------------------------------
     def state_pieces(self) -> list[StatePiece]:
@@ -640,6 +654,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
                 if places[0] in values:
                     master.copy_(joined_entries([values[place] for place in places])[""])
         self.gather_weights()
+        self.settle()
 
     def _split_like(self, saved: Sequence[Sequence[Sequence[Any]]]) -> list[list[Place]]:
         """Splits the tensors that the inner optimizer updates, such that each belongs to one entry of ``saved``.
@@ -664,6 +679,8 @@ class Zero1Optimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Removes the hooks of backward passes, and drops gradients, which cannot be gathered afterwards."""
         self._watcher.close()
+        if self._awaited is not None:
+            self._awaited.close()
         for shard in self.shards:
             shard.drop_gradients()
 
@@ -711,6 +728,7 @@ def _shard_entry(value: Any, parameter: nn.Parameter, piece: ParameterShard, lik
 # ---- The state on this rank, for checkpoints -------------------------------------------------------------------------
 def state_pieces(optimizer: Zero1Optimizer) -> list[StatePiece]:
     """Returns the state of this rank's shards of every parameter of ``optimizer``."""
+    optimizer.settle()  # a checkpoint writes to parameters too
     groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     pieces = []
     for shard in optimizer.shards:

@@ -61,6 +61,13 @@ class Zero1Plugin(StrategyPlugin):
             Without them, a resumed run starts from the rounded parameters.
         overlap: whether buckets are reduced while the backward pass still runs, or all at its end. Those of several
             optimizers are reduced at its end, since ranks could complete them in different orders.
+        overlap_gather: whether a step returns while weights are still being gathered. The next forward pass waits for
+            those of a block (an entry of a ``ModuleList`` or ``Sequential``) where it begins, so that gathering
+            overlaps whatever comes before it. Reads through the model (``model.parameters()``, ``state_dict()``,
+            ``layer.weight``) and through the accelerator wait for what they read. A list of parameters that the loop
+            has kept from before the step must not be read before the next forward pass. Weights are gathered at the end
+            of the step if the model is compiled, in a pipeline, and beside plugins that read weights between passes
+            (``replica_check``, ``sum_check`` and those that are not built in). Not on devices that compile a step.
         broadcast_buffers: whether buffers that change in training (running statistics) are broadcast from the first
             rank after every step, as in DistributedDataParallel; else each rank keeps its own.
     """
@@ -82,6 +89,7 @@ class Zero1Plugin(StrategyPlugin):
     partition: Literal["even", "parameters"] = "even"
     save_master_weights: bool = True
     overlap: bool = True
+    overlap_gather: bool = False
     broadcast_buffers: bool = True
 
     @classmethod
@@ -141,6 +149,13 @@ class Zero1Plugin(StrategyPlugin):
     def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
         """Shards optimizer state and master weights."""
         refuse_closures(optimizer, self.spec.name)
+        if self.overlap_gather and run.backend.is_lazy:
+            raise PlanError(
+                "Weights cannot be gathered while the next step begins.",
+                where=f"plugin {self.spec.name!r}, overlap_gather=True, backend {run.backend.name!r}",
+                why="this device compiles a step into one graph, which the compiler orders",
+                fix="leave overlap_gather out",
+            )
         if self.partition == "parameters" and run.backend.is_lazy:
             raise PlanError(
                 "Ranks that hold different parameters run different graphs.",
@@ -179,7 +194,7 @@ class Zero1Plugin(StrategyPlugin):
     def optimizer_options(self) -> dict[str, Any]:
         """The arguments of :class:`Zero1Optimizer` that are options of this plugin, and its name."""
         names = ("optimizer_dtype", "max_norm", "use_grad_acc_hook", "higher_cc_precision", "bucket_cap_mb")
-        more = ("partition", "save_master_weights", "overlap")
+        more = ("partition", "save_master_weights", "overlap", "overlap_gather")
         return {"plugin": self.spec.name, **{name: getattr(self, name) for name in (*names, *more)}}
 
     def after_backward(self, run: Run) -> None:
@@ -198,6 +213,14 @@ class Zero1Plugin(StrategyPlugin):
         """Broadcasts the first rank's buffers."""
         for buffers in run.state(self).get("buffers", []):
             buffers.after_step()
+
+    def before_save(self, run: Run) -> None:
+        """Waits for weights that are being gathered."""
+        self._settle(run)
+
+    def _settle(self, run: Run) -> None:
+        for optimizer in self._optimizers(run):
+            optimizer.settle()
 
     def clip_grad_norm(
         self, parameters: list[nn.Parameter], max_norm: float, norm_type: float, run: Run
