@@ -296,7 +296,7 @@ def connect(
     from neuron_accel.backends.torch_distributed import TorchBackend
 
     sends = flag(environ, "NEURON_ACCEL_POINT_TO_POINT", default=True)
-    shares = flag(environ, SHARED_MEMORY_VARIABLE, default=False)
+    shares = flag(environ, SHARED_MEMORY_VARIABLE, default=True)
     return TorchBackend.connect(
         decision.device, timeout=timeout, adopts=adopts, tries_sending=sends, shares_memory=shares
     )

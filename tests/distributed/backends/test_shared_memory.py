@@ -54,9 +54,9 @@ def of_an_accelerator() -> int:
     return bytes_sent() - before
 
 
-def test_a_variable_turns_it_on():
-    assert min(run_ranks(of_an_accelerator, 2)) > 0
-    assert run_ranks(of_an_accelerator, 2, env={SHARED_MEMORY_VARIABLE: "1"}) == [0, 0]
+def test_a_variable_turns_it_off():
+    assert run_ranks(of_an_accelerator, 2) == [0, 0]
+    assert min(run_ranks(of_an_accelerator, 2, env={SHARED_MEMORY_VARIABLE: "0"})) > 0
 
 
 def with_a_distant_rank() -> tuple[int, int]:
