@@ -163,7 +163,7 @@ def _refuse_compiling() -> NoReturn:
         "A model whose weights are gathered when they are used cannot be compiled later.",
         where="plugin 'zero1', overlap_gather=True",
         why="hooks wait for the weights, which are no part of a graph",
-        fix="compile the model before the first step, or leave overlap_gather out",
+        fix="compile the model before `prepare`, or leave overlap_gather out",
     )
 
 

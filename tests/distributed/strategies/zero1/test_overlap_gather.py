@@ -265,6 +265,19 @@ def test_weights_are_gathered_at_the_end_of_the_step(kind):
     assert run_ranks(count_waiting, 2, kind) == [0, 0]
 
 
+def compile_later():
+    accelerator, model, optimizer, _ = prepare(True)
+    step(accelerator, model, optimizer, torch.ones(2, 3, 8))
+    torch.compile(model, backend="eager")(torch.ones(2, 3, 8))
+
+
+def test_a_model_cannot_be_compiled_later():
+    from neuron_accel.testing import RanksError
+
+    with pytest.raises(RanksError, match="cannot be compiled later"):
+        run_ranks(compile_later, 2)
+
+
 def test_fully_sharded_refuses_it():
     from neuron_accel import FullyShardedPlugin
     from neuron_accel.errors import ConfigurationError
