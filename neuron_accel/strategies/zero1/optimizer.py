@@ -102,7 +102,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         partition: Literal["even", "parameters"],
         save_master_weights: bool,
         overlap: bool,
-        overlap_gather: bool = False,
+        overlap_gather: bool,
         synchronises: Callable[[], bool] | None = None,
         others: Sequence[Callable[[Iterable[torch.Tensor]], None]] = (),
     ) -> None:
