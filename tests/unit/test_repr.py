@@ -32,8 +32,8 @@ from neuron_accel.backends.base import LocalBoard
 from neuron_accel.engine.runtime.replica_groups import PartitionLimit
 from neuron_accel.loop.profiling import ProfiledRanges
 
-MOST = 330
-"""A plugin with fifteen options has that many characters."""
+MOST = 350
+"""A plugin with sixteen options has that many characters."""
 
 EXEMPT = {"PluginConformance", "NeuronTrainerMixin", "NeuronSeq2SeqTrainingArguments"}
 """A class of tests, and what others derive from: of them pytest, and the class beside it, show instances."""
@@ -105,6 +105,7 @@ def objects(tmp_path_factory) -> list[object]:
         contract.BufferBroadcast(prepared, run),
         contract.Done(parameter),
         contract.FlatGradients(bucket),
+        contract.FlatStep(torch.optim.SGD([nn.Parameter(torch.ones(2))])),
         contract.FullParameterOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))]), {}, run),
         contract.GradientPart(parameter, ("tp",)),
         contract.Cut(dim=0, axis="tp", degree=2, size=4, blocks=(4,)),

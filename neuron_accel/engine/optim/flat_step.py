@@ -50,6 +50,9 @@ class FlatStep:
         self.optimizer = optimizer
         self._plans: list[_GroupPlan] = []
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {type(self.optimizer).__name__}>"
+
     def __getstate__(self) -> dict[str, Any]:
         """In a copy of the optimizer nothing is a view of its parameters."""
         return {**self.__dict__, "_plans": []}
