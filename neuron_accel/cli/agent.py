@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's elastic agent of one of several machines, which says what failed before each restart and meets the others
-anew.
+"""torch's elastic agent of one of several machines, which reports failures before each restart and agrees with the
+other machines on the next rendezvous.
 
 Without this, the agents of several machines restart their ranks silently, and only the last failure reaches the
 launcher.
@@ -90,7 +90,7 @@ def run_agent(
     agent = RestartingAgent(on_restart, spec=spec, logs_specs=config.logs_specs, **options)
     try:
         result = agent.run()
-    except SignalException:  # the rendezvous is left to the other machines
+    except SignalException:  # the other machines continue the rendezvous
         raise
     except BaseException:
         rendezvous.shutdown()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``neuron-accel chaos``: runs a command, strikes its processes at named points, and says what was lost.
+"""``neuron-accel chaos``: runs a command, injects faults into its processes at named points, and reports what was lost.
 
-How a process is struck without a change of the script is in ``_chaos_points.py``. This module draws the strikes by a
-seed, starts the command, again after it has failed as a scheduler would, and reads from the journal what became of
-steps and checkpoints.
+A fault is called a strike. How it is injected without a change of the script is in ``_chaos_points.py``. This module
+draws the strikes from a seed, starts the command (again after it has failed, as a scheduler would), and reads the state
+of steps and checkpoints from the journal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMMANDS = ("launch", *TOOLS)
 WITHIN = 32
 SECONDS = 5.0
 LEFT_SECONDS = 10.0
-"""How long processes may take to notice that the one that has started them is gone, as loaders' workers do."""
+"""How long processes may take to notice that their parent has ended, as data loading workers do."""
 _PDEATHSIG, _SUBREAPER = 1, 36  # prctl(2)
 _ONE_RANK = ("save.mkdir", "save.lock", "save.rename", "save.remove")
 _DRAWN = ("start", "rendezvous", "forward", "backward", "collective", "step", "load", "save")
@@ -278,10 +278,10 @@ def _ranks(words: Sequence[str]) -> int | None:
 # ---- Running ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a command that was struck.
+    """The outcome of a command with injected faults.
 
     Args:
-        strikes: the strikes, with what came of them.
+        strikes: the strikes, each with its consequences.
         exit_code: of the last start of the command.
         starts: how often the command was started.
         counts: with ``counts``: how often a rank reached each point at most, in one start of the ranks.
@@ -289,7 +289,7 @@ class Outcome:
         lost: checkpoints whose save had returned, and which are missing or damaged.
         processes: descriptions of processes that were left; they were then killed.
         shared_memory: files of shared memory that were left.
-        signal: the signal that has ended all this.
+        signal: the signal that ended the runs.
         timed_out: whether a start took longer than it may.
         seed: of the strikes.
     """
@@ -308,7 +308,7 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether the command ended with success, and nothing but steps was lost."""
+        """Whether the command succeeded, and nothing but steps was lost."""
         older = any(strike.is_older for strike in self.strikes)
         return not (self.exit_code or older or self.lost or self.processes or self.shared_memory or self.timed_out)
 
@@ -458,7 +458,7 @@ class Command:
                 process.kill()
 
     def _forward(self, stream: IO[bytes]) -> None:
-        """Shows what the command says, and reads which ranks it names."""
+        """Shows the output of the command, and reads from it which ranks it names."""
         for line in stream:
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.buffer.write(line)
@@ -468,7 +468,7 @@ class Command:
 
 
 class Stopped:
-    """Continues processes that were stopped, when their time has come."""
+    """Continues stopped processes after their time."""
 
     def __init__(self, folder: Path, strikes: Sequence[Strike]) -> None:
         self._folder, self._strikes = folder, strikes
@@ -511,7 +511,7 @@ class History:
     Attributes:
         position: optimizer steps that the run is away from where it was first started, as of rank 0.
         returned: the last checkpoint whose save has returned.
-        strikes: the strikes, with what came of them.
+        strikes: the strikes, each with its consequences.
     """
 
     def __init__(self, strikes: Sequence[Strike] = (), named: Sequence[tuple[float, int]] = ()) -> None:
@@ -555,7 +555,7 @@ class History:
             self.position += 1
 
     def _settle(self, resumed: Checkpoint | None) -> None:
-        """Says of the strikes before this start what was resumed after them."""
+        """Records which checkpoint was resumed after the strikes before this start."""
         if self._ended_at is None:
             return
         back = 0 if resumed is None else self._saved.get(resumed, 0)
@@ -567,7 +567,7 @@ class History:
         self._pending, self._ended_at = [], None
 
     def _name(self, until: float) -> None:
-        """Says which rank the launcher named after each strike of the start that ended at ``until``."""
+        """Records which rank the launcher named after each strike of the start that ended at ``until``."""
         for number in self._pending if self.strikes else ():
             when = self.strikes[number].when
             if self.strikes[number].named is None and when is not None:
@@ -579,7 +579,7 @@ class History:
 
 
 def _counted(journal: Sequence[Line]) -> dict[str, int]:
-    """How often a process reached each point, of the processes the one that did so most often."""
+    """Returns how often each point was reached, by the process that reached it most often."""
     counts = Counter((line["point"], line["pid"]) for line in journal if line["event"] == "point")
     return {point: max(n for (name, _), n in counts.items() if name == point) for point in {p for p, _ in counts}}
 

@@ -46,7 +46,8 @@ from neuron_accel.neuron.environment import ROOT_VARIABLE, with_host
 ERROR_FILE = "error.json"
 SILENT_EXIT_SECONDS = 5.0
 MACHINE_SECONDS = 30.0
-"""How long the launchers of a restart wait for a machine that is not known to be lost, beyond heartbeat and grace."""
+"""Time in seconds for which the launchers wait at a restart for a machine that is not known to be lost, in addition to
+heartbeat and grace."""
 TERMINAL = ""
 """The value by which the elastic agent denotes a stream that is not redirected."""
 
@@ -208,7 +209,7 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
         keep = keep or logs.are_named
         return outcome
     except SignalException as ended:
-        signal_ranks(signal.SIGKILL)  # those that a second signal has not ended
+        signal_ranks(signal.SIGKILL)  # processes that survived a second signal
         return Outcome(signal=int(ended.sigval))
     except (RendezvousError, DistError, TimeoutError) as error:
         raise CommunicationError(
@@ -249,7 +250,7 @@ def _run_until_done(plan: LaunchPlan, logs: RankLogs, notes: Path, membership: M
 
 
 def _rendezvous(plan: LaunchPlan, logs: RankLogs, membership: Membership) -> rendezvous.ElasticRendezvous:
-    """The rendezvous of a run that may go on without some machines."""
+    """The rendezvous of a run that may continue without some machines."""
 
     def begins(view: View) -> None:
         logs.start = view.number - 1

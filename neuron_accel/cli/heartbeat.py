@@ -5,7 +5,7 @@ The launcher of machine 0 listens at the port after that of the rendezvous, and 
 connected to it. Both sides send a heartbeat every second. If no heartbeat arrives for some time, or the connections of
 a machine end without a message that the launch is over and it does not come back, the machine is considered lost, and
 the ranks of this machine are ended; they would otherwise wait in a collective until it times out. If the port cannot be
-used, the launch continues without heartbeats. A run that may go on without lost machines adds
+used, the launch continues without heartbeats. A run that may continue without lost machines adds
 :mod:`neuron_accel.cli.membership`.
 
 A connection counts once both sides have proved that they know the secret of the run, which is never sent: each sends
@@ -62,7 +62,7 @@ class Message(NamedTuple):
 
 
 class Link:
-    """A connection whose both sides know the secret.
+    """A connection of which both sides know the secret.
 
     Args:
         connection: the socket.
@@ -177,7 +177,7 @@ def _receive_exactly(connection: socket.socket, size: int, deadline: float) -> b
 
 
 def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """At most ``size`` bytes, before ``deadline``: another side that sends slowly gets no more time."""
+    """At most ``size`` bytes, before ``deadline``: a peer that sends slowly gets no more time."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError
@@ -312,7 +312,7 @@ class Heartbeat:
                 self._leave(number, machine, leaves)
 
     def _enter(self, number: int) -> _Machine | None:
-        """Counts a connection of a machine; None if it has enough."""
+        """Counts a connection of a machine; returns None if the machine has too many."""
         with self._lock:
             machine = self._machines.setdefault(number, _Machine(heard=time.monotonic()))
         with machine.changed:

@@ -306,7 +306,7 @@ def prepare(request: LaunchRequest, *, meets: bool = True) -> LaunchPlan:
 
     Args:
         request: what to launch.
-        meets: whether several machines have to know the address of machine 0 and the secret of the run already; a batch
+        meets: whether several machines must already know the address of machine 0 and the secret of the run; a batch
             file determines both.
 
     Raises:
@@ -400,7 +400,7 @@ def _check_port(plan: LaunchPlan) -> None:
 
 
 def _check_heartbeat(plan: LaunchPlan) -> None:
-    """Checks that lost machines are detected if the run is to go on without them."""
+    """Checks that lost machines are detected if the run is to continue without them."""
     if plan.request.min_nnodes is not None and not plan.heartbeat:
         raise ConfigurationError(
             "--min-nnodes has no effect without heartbeats.",

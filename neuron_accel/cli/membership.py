@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agrees on the machines of each start of a run that may go on without some of them, and on the machine that leads.
+"""Agrees on the machines of each start of a run that may continue without some of them, and on the leader.
 
 The leader is machine 0 at first. The other launchers stay connected to it, as for heartbeats, and over these
 connections each says whether it waits for the next start of its ranks. Once all machines wait that are not lost, the
@@ -9,10 +9,10 @@ Every launcher listens at a port of its own, and the leader tells all launchers 
 lost, each of the others connects to the machine with the lowest number of those that took part in the last start and
 are not lost; that machine leads from then on.
 
-In a network failure each of two groups of machines considers the other one lost, and only one of them may go on, since
-both would write the same checkpoints. A group goes on if it has more than half of the machines of the last start, or
-half of them and the leader of that start. Machines whose launcher has ended for certain do not count: a launcher says
-so when it ends, and where one was killed, the system refuses connections to its port.
+In a network failure each of two groups of machines considers the other one lost, and only one of them may continue,
+since both would write the same checkpoints. A group continues if it has more than half of the machines of the last
+start, or half of them and the leader of that start. Machines whose launcher has ended for certain do not count: a
+launcher says so when it ends, and where one was killed, the system refuses connections to its port.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class View:
     Args:
         number: number of this start, from 1; 0 before the first one.
         leader: the machine that has decided.
-        machines: those that take part, ascending; none if the run does not go on.
+        machines: those that take part, ascending; empty if the run does not continue.
         launchers: the name of the launcher of each of them.
         full_size: number of data-parallel ranks of the first start, if there are fewer now; else None.
         why: what is said about it; empty if there is nothing to say.
@@ -139,8 +139,8 @@ class Membership(Heartbeat):
         nnodes: number of machines.
         address: address of machine 0, and the port.
         ranks: number of ranks on each machine.
-        choose: returns those that go on, of those that are there, given the notes of the first rank and the machines
-            of the last start. Used on the leader.
+        choose: returns the machines that continue, of those that are present, given the notes of the first rank and
+            the machines of the last start. Used on the leader.
         read_notes: returns the notes of the first rank if it runs on this machine.
         launched: when this launcher was started, in seconds since the epoch.
         patience: seconds that the leader waits for a machine which is not known to be lost.
@@ -201,7 +201,7 @@ class Membership(Heartbeat):
                 network interface; returns the address and port of the store. Used on the leader.
 
         Raises:
-            CommunicationError: if the run does not go on, or not with this machine.
+            CommunicationError: if the run does not continue, or not with this machine.
             NotNeeded: if the run ends well without this machine.
         """
         before, since, led, has_said = self._view.number, time.monotonic(), self._leads, False

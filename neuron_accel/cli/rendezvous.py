@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where ranks find each other: a store, which is a new one for each start, since restarted ranks must not read the
-addresses of the ranks before them.
+"""The rendezvous of ranks: a store, a new one for each start, since restarted ranks must not read the addresses of the
+previous ones.
 
-On one machine it listens on the loopback only, while torch's own listens on all interfaces, as that of several machines
-does here: whoever reaches the port can read and write the store.
+On one machine the store listens on the loopback interface only. torch's own listens on all interfaces, and so does the
+store of several machines: any program that reaches the port can read and write it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LoopbackRendezvous(RendezvousHandler):
         Raises:
             RendezvousConnectionError: if the port cannot be used.
         """
-        self._store = None  # ends the one before, which may have the same port
+        self._store = None  # shuts down the previous store, which may use the same port
         try:
             listener = listen(LOOPBACK, self._port)
         except OSError as error:
@@ -153,7 +153,7 @@ class ElasticRendezvous(RendezvousHandler):
         """Waits for the next start, and returns its store.
 
         Raises:
-            CommunicationError: if the run does not go on, or without this machine.
+            CommunicationError: if the run does not continue, or not with this machine.
             NotNeeded: if it has ended without this machine.
             RendezvousConnectionError: on the leader, if the port cannot be used.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides whether a launch goes on after a rank has failed, and on how many ranks."""
+"""Decides whether a launch continues after a rank has failed, and on how many ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from neuron_accel.engine.plan.restart import Fit, Notes
 
 TIMES = 2
-"""After so many failures in a row of the same rank the launch goes on without one of the ranks, if it may."""
+"""Number of consecutive failures of one rank after which the launch continues on fewer ranks, if it may."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Start:
         number: how often they were started before.
         ranks: how many there are on this machine.
         full_size: number of data-parallel ranks of the first start, if this one has fewer; else None.
-        why: what is said about it; empty for the first.
+        why: the reason, for the message; empty for the first.
     """
 
     number: int
@@ -109,12 +109,12 @@ class Restarts:
 # ---- several machines ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The machines of a restart; none if the run does not go on.
+    """The machines of a restart; empty if the run does not continue.
 
     Args:
         machines: their indices at the first start, ascending.
         full_size: number of data-parallel ranks of the first start, if there are fewer now; else None.
-        why: what is said about it; empty if all machines are there.
+        why: the reason, for the message; empty if all machines are present.
     """
 
     machines: Sequence[int]
@@ -123,9 +123,9 @@ class Choice:
 
 
 def reason_to_end(here: Collection[int], *, last: Sequence[int], ended: Collection[int], leader: int) -> str | None:
-    """Why machines may not go on without those that are missing; None if they may.
+    """Why machines may not continue without those that are missing; None if they may.
 
-    The missing ones may be on the other side of a network failure, and go on too. So those that are here have to be
+    The missing ones may be on the other side of a network failure, and continue too. So those that are here have to be
     more than half of the machines of the last start, or half of them with its leader, not counting machines whose
     launcher has ended for certain.
 
@@ -150,11 +150,11 @@ def reason_to_end(here: Collection[int], *, last: Sequence[int], ended: Collecti
 def choose_machines(
     here: Sequence[int], *, machines: int, ranks: int, least: int, notes: Notes, last: Sequence[int] | None = None
 ) -> Choice:
-    """Chooses the machines with which a run goes on: as many of those that are there as a mesh of the same degrees,
-    but for data parallelism, fits.
+    """Chooses the machines on which a run continues: as many of those that are present as fit a mesh with the same
+    degrees, except for data parallelism.
 
     Args:
-        here: indices of the machines that are there, ascending.
+        here: indices of the machines that are present, ascending.
         machines: number of machines at the first start.
         ranks: on each machine.
         least: smallest number of machines.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder in memory in which restarted ranks find their last snapshot; it ends with the launcher."""
+"""The folder in memory with the last snapshot for restarted ranks; it is removed with the launcher."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _OWNER = "owner.lock"
 
 @contextmanager
 def snapshot_folder(restarts: int, memory: Path = MEMORY) -> Iterator[Path | None]:
-    """A context in which ranks find a folder in memory by :data:`SNAPSHOTS`, if they would be restarted. It is removed
-    at the end, and so are those that launchers which were killed have left.
+    """A context in which ranks find a folder in memory by :data:`SNAPSHOTS`, if they would be restarted. The
+    folder is removed at the end, and so are the folders of launchers that were killed.
 
     Args:
         restarts: how often the ranks are restarted.

@@ -65,7 +65,7 @@ class Files:
     as a whole or not at all, and is durable when it appears.
 
     Args:
-        work: what they belong to: ``"save"``, ``"consolidate"`` or ``"reshard"``.
+        work: the kind of operation: ``"save"``, ``"consolidate"`` or ``"reshard"``.
     """
 
     def __init__(self, work: str = "save") -> None:
@@ -173,7 +173,7 @@ class Files:
         return written
 
     def sync_folder(self, path: Location) -> None:
-        """Makes the entries of a folder durable. In a store they are when they appear."""
+        """Makes the entries of a folder durable. In a store entries are durable when they appear."""
         if isinstance(path, RemotePath):
             return
         try:
@@ -187,8 +187,8 @@ class Files:
             raise failure("made durable", path, error) from error
 
     def remove(self, path: Location, *, is_folder: bool = False) -> None:
-        """Removes a file, or a folder with its contents, if it exists. A folder at a URL must be said to be one, since
-        to ask the store would be another request."""
+        """Removes a file, or a folder with its contents, if it exists. For a folder at a URL ``is_folder`` must be
+        True, since asking the store would take another request."""
         try:
             self.operation("remove", path)
             if isinstance(path, RemotePath):

@@ -48,7 +48,7 @@ def plugin_collection(plugin: str, key: str) -> str:
 
 def kind_of(base: str, replica: int) -> str:
     """Returns the kind of a file in the manifest: ``model``, ``optimizer`` or ``plugin``, followed by ``@`` and the
-    number of the replica if it is not the first. A reader that does not know replicas thus reads the first."""
+    number of the replica if it is not the first. A reader without support for replicas thus reads the first."""
     return f"{base}@{replica}" if replica else base
 
 
@@ -180,7 +180,8 @@ def is_pretrained(folder: Location) -> bool:
 
 
 UNFINISHED = ".unfinished.json"
-"""In a folder that `consolidate` or `reshard` writes: what it will have written. Removed when that is complete."""
+"""Name of the list of files that `consolidate` or `reshard` is writing into a folder; removed when the folder is
+complete."""
 _SAFE = ("model.safetensors.index.json", "model.safetensors")
 _PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the model of a checkpoint of neuronx-distributed or of optimum-neuron, with neither of them installed.
+"""Reads the model of a checkpoint of neuronx-distributed or optimum-neuron, neither of which needs to be installed.
 
-Each rank of a pipeline stage and of tensor parallelism has written its shards with ``torch.save``. Followed are the
-writers of neuronx-distributed 0.18 (``trainer.save_checkpoint`` and, before it, ``parallel_layers.save``) and of
+Each rank of a pipeline stage and of tensor parallelism has written its shards with ``torch.save``. The reader follows
+the writers of neuronx-distributed 0.18 (``trainer.save_checkpoint`` and, before it, ``parallel_layers.save``) and of
 optimum-neuron 0.0.21 (older layout), 0.0.22 to 0.1 and 0.2 to 0.4.5:
 
     TAG/model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt        a dict of tensors by the names of the original model, or
@@ -13,16 +13,17 @@ optimum-neuron 0.0.21 (older layout), 0.0.22 to 0.1 and 0.2 to 0.4.5:
     tp_rank_TT_pp_rank_PP/checkpoint.pt                  parallel_layers.save: {"model": dict}, or, with xser,
     tp_rank_TT_pp_rank_PP, tp_rank_TT_pp_rank_PP.tensors/    in optimum-neuron 0.0.21 with the metadata in that dict
 
-Without metadata the model's configuration says the full shapes, and the sharded dim is the one in which they differ.
+Without metadata the full shapes are those of the model's configuration, and the sharded dim is the one in which shapes
+differ.
 
 Fused layers hold, on each rank, its shard of every projection one after another. Where key/value heads are replicated
 ``multiplier`` times, the replicated heads are consecutive over the ranks: either all heads, again and again (on
-Trainium 1, and always in optimum-neuron), or each head ``multiplier`` times (on Trainium 2). Each copy has its share of
-the query heads that belong to its head, in their order, and the columns of the output projection follow these.
+Trainium 1, and always in optimum-neuron), or each head ``multiplier`` times (on Trainium 2). Each copy has some of the
+query heads that belong to its head, in their order, and the columns of the output projection follow these.
 
-Nothing is unpickled but what ``torch.load(weights_only=True)`` admits (tensors, containers, numbers, strings, dtypes
-and sizes), and torch_xla's reference to a tensor, of which only the number is used. State of optimizers is not read:
-that of ZeRO-1 is flat and by parameter index, in an order that only the original program knows.
+Only what ``torch.load(weights_only=True)`` accepts is unpickled (tensors, containers, numbers, strings, dtypes and
+sizes), and torch_xla's reference to a tensor, of which only the number is used. State of optimizers is not read: that
+of ZeRO-1 is flat and by parameter index, in an order that only the original program knows.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ _log = logging.getLogger(__name__)
 
 
 class TensorReference:
-    """Stands for the class of this name in ``torch_xla.utils.serialization``: a tensor in a file of its own."""
+    """Placeholder for the class of this name in ``torch_xla.utils.serialization``: a reference to a tensor in another
+    file."""
 
     tid: int
 
@@ -353,7 +355,7 @@ class Merge:
 
 
 def replicated(shards: Sequence[Shard]) -> list[Segment]:
-    """Segments of a tensor of which each rank has all."""
+    """Segments of a tensor that is replicated on all ranks."""
     size = shards[0].shape[0] if shards[0].shape else 1
     return [Segment(shard=shard, start=0, size=size, copy=index > 0) for index, shard in enumerate(shards)]
 

@@ -177,7 +177,7 @@ def load_weights(model: PreparedModel, folder: Location, run: Run, number: int =
 
 
 def _check_files(folder: Location, manifest: Manifest, run: Run) -> None:
-    """Checks the sizes of all files, and the checksums of this rank's share of their blocks. At a URL, where all ranks
+    """Checks the sizes of all files, and the checksums of the blocks assigned to this rank. At a URL, where all ranks
     see the same files, the sizes are distributed over the ranks too."""
     entries, threads = sorted(manifest.files.items()), threads_of(run, folder)
     sized = entries[run.world.index :: run.world.size] if isinstance(folder, RemotePath) else entries

@@ -2,12 +2,13 @@
 """Snapshots: checkpoints in files in memory, which outlive the ranks and end with their launcher.
 
 A snapshot is a checkpoint like any other, in a folder that the launcher of each machine has made on a file system in
-memory. Two folders are used in turn, so that a rank that ends while one is written leaves the other. Every rank writes
-its shards on its own machine, which sends a copy of them to the next machine; the manifest and the state that only the
-main process writes are copied to all machines. So the machines that are left have the whole of a snapshot if one, or
-several that do not follow each other, are lost. Before a snapshot is loaded, files that a machine does not have are
-fetched from those that have them. (Wang et al., "Gemini: Fast Failure Recovery in Distributed Training with In-Memory
-Checkpoints", SOSP 2023, is the idea of checkpoints in the memory of the machines that train, with copies on others.)
+memory. Two folders are used in turn, so that if a rank ends while a snapshot is written, the other snapshot remains.
+Every rank writes its shards on its own machine, which sends a copy of them to the next machine; the manifest and the
+state that only the main process writes are copied to all machines. So the remaining machines have a full snapshot if
+one machine is lost, or several that are not neighbours. Before a snapshot is loaded, files that a machine does not have
+are fetched from those that have them. (Wang et al., "Gemini: Fast Failure Recovery in Distributed Training with
+In-Memory Checkpoints", SOSP 2023, introduced checkpoints in the memory of the training machines, with copies on
+others.)
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ class SnapshotMemory:
         self._run.backend.barrier()
 
     def complete(self, folder: Path) -> None:
-        """Copies what only the main process has written to the other machines, and the shards of each machine to the
-        next one. Collective.
+        """Copies the files of the main process to the other machines, and the shards of each machine to the next one.
+        Collective.
 
         Raises:
             CheckpointError: on every rank, if a file cannot be read or written.
@@ -246,7 +247,7 @@ def _rounds(machines: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 def _remove(folder: Path) -> None:
     with suppress(OSError):
-        (folder / NAME).unlink()  # first, so that what is left never looks complete
+        (folder / NAME).unlink()  # first, so that the rest never looks complete
     shutil.rmtree(folder, ignore_errors=True)
 
 

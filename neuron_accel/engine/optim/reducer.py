@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 MEET_S = 300.0
-"""Seconds that a rank on which a parameter has begun to train waits until the others notice the same."""
+"""Time in seconds for which a rank on which a parameter has begun to train waits for the others to notice the same."""
 
 
 class GradientReducer:
@@ -480,9 +480,9 @@ class BackwardWatcher:
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def complete(self, indices: Iterable[int]) -> None:
-        """Called during a backward pass: these buckets get no further gradients in it, whether some are missing or not.
-        They are announced, after those before them. Without effect in a pass that does not synchronise, or whose
-        buckets are announced at its end."""
+        """Called during a backward pass, once these buckets get no further gradients in it, whether or not some are
+        missing. They are announced, after those before them. Without effect in a pass that does not synchronise, or
+        whose buckets are announced at its end."""
         if not self._synchronises():
             return
         self._enter()
