@@ -6,7 +6,6 @@ import enum
 import inspect
 import os
 import re
-import sys
 
 from sphinx.addnodes import pending_xref
 from sphinx.errors import ExtensionError
@@ -47,7 +46,6 @@ def setup(app):
     app.connect("source-read", write_errors)
     app.connect("source-read", write_commands)
     app.connect("doctree-read", link_packages)
-    app.connect("autodoc-skip-member", skip_texts_of_others)
 
 
 def write_contract(app, docname, source):
@@ -90,18 +88,6 @@ def link_packages(app, doctree):
         if match:
             to = {"refdomain": "std", "reftype": "doc", "reftarget": f"/packages/{match[1]}", "refexplicit": True}
             node.replace_self(pending_xref("", *node.children, refdoc=app.env.docname, refwarn=True, **to))
-
-
-def skip_texts_of_others(app, what, name, member, skip, options):
-    """Leaves out a member without a docstring whose text autodoc would take from a class of torch or Accelerate."""
-    function = getattr(member, "fget", member)
-    if not inspect.isfunction(function) or function.__doc__ or not function.__module__.startswith("neuron_accel."):
-        return None
-    owner = sys.modules[function.__module__]
-    for part in function.__qualname__.split(".")[:-1]:
-        owner = getattr(owner, part, None)
-    bases = [base for base in getattr(owner, "__mro__", ()) if getattr(vars(base).get(name), "__doc__", None)]
-    return True if bases and not bases[0].__module__.startswith("neuron_accel.") else None
 
 
 def imported_from(module):

@@ -50,19 +50,20 @@ _MOST = {"start": 1, "rendezvous": 2, "load": 3, "save.mkdir": 8, "save.lock": 3
 
 SUMMARY = "kill, stop, slow or starve ranks, and see what is lost"
 DESCRIPTION = """\
-Run a command and strike its processes at named points, chosen by a seed, without a change of the script. After a
-strike by which the command fails, and is not restarted by its own launcher, it is started again, as a scheduler would.
-At the end a table says what was lost: optimizer steps since the checkpoint that was resumed, and checkpoints, of which
-none should be.
+Run a command and inject faults (strikes) into its processes at named points, chosen by a seed, without a change of the
+script. If the command fails after a strike and its own launcher does not restart it, it is started again, as a
+scheduler would. At the end a table shows what was lost: optimizer steps since the checkpoint that was resumed, and
+checkpoints (none should be lost).
 
 The command is launch, consolidate or reshard. A script has to resume by itself, as with
 accelerator.load_state(resume="latest"). Use a copy of your data: this trains, and writes where the script writes.
 
 Actions: kill (SIGKILL); stop (SIGSTOP, and SIGCONT after --seconds); slow (sleeps at each point for --seconds);
-memory, descriptors (no more than it has, but for 16 MiB or one); cpu (one core for all threads, lowest priority).
+memory (at most 16 MiB more than in use), descriptors (at most one more than in use); cpu (one core for all threads,
+lowest priority).
 
-The exit code is 1 if the command did not end with success, or a checkpoint, a process or shared memory was lost or
-left.
+The exit code is 1 if the command did not succeed, if a checkpoint was lost, or if a process or shared memory was left
+behind.
 """
 EXAMPLES = """\
 examples:

@@ -119,16 +119,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-nproc-per-node",
         type=int,
         metavar="N",
-        help="if a rank has failed twice in a row, restart on fewer ranks, at least N, with as many samples in a step: "
-        "data parallelism gets smaller, and more micro-batches are accumulated (default: as many ranks)",
+        help="if a rank has failed twice in a row, restart on fewer ranks, at least N, with the same number of samples "
+        "in a step: the data-parallel size becomes smaller, and more micro-batches are accumulated (default: the same "
+        "number of ranks)",
     )
     _option(
         ranks,
         "--min-nnodes",
         type=int,
         metavar="N",
-        help="if a machine is lost, restart on those that are left, at least N, with as many samples in a step; one "
-        "that comes back takes part after the next restart (default: the run ends)",
+        help="if a machine is lost, restart on the remaining machines, at least N, with the same number of samples in "
+        "a step; one that comes back takes part after the next restart (default: the run ends)",
     )
     parser.add_argument("--cpu", action="store_true", help="train on the CPU even if there are accelerators")
     neuron = parser.add_argument_group("Trainium")
@@ -155,7 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         neuron,
         "--check-memory",
         action="store_true",
-        help="first run the script dry up to its second optimizer step, and warn if that does not fit a core",
+        help="first dry-run the script up to its second optimizer step, and warn if it does not fit a core",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--tee", action="store_true", help="show every rank's output, prefixed with the rank")

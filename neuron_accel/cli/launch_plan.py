@@ -240,7 +240,7 @@ def _explain_restarts(request: LaunchRequest) -> str:
     if request.min_nnodes is not None:
         return f"after a rank has failed, or a machine is lost, on as few as {request.min_nnodes} machines"
     if request.min_nproc_per_node is None:
-        return "after a rank has failed, on as many ranks"
+        return "after a rank has failed, on the same number of ranks"
     return f"after a rank has failed, on as few as {request.min_nproc_per_node} ranks if one fails repeatedly"
 
 

@@ -212,10 +212,10 @@ class Membership(Heartbeat):
                     if view.number > before:
                         if not view.machines:
                             raise CommunicationError(
-                                f"The run does not go on: {view.why}.",
+                                f"The run does not continue: {view.why}.",
                                 where=_WHERE,
-                                fix="launch again with the machines that there are; the script continues from its "
-                                "latest checkpoint",
+                                fix="launch again with the remaining machines; the script continues from its latest "
+                                "checkpoint",
                             )
                         if self._takes_part(view) and view.leader not in self.gone:
                             return view
@@ -503,7 +503,7 @@ class Membership(Heartbeat):
         if self._leader != status.follows:
             self._leader, self._heard_leader = status.follows, time.monotonic()
         if took_part and self._waits is None and not self._takes_part(status.view):
-            say(f"the others go on without this machine: {status.view.why}; ending its ranks")
+            say(f"the others continue without this machine: {status.view.why}; ending its ranks")
             self._end_this_start()
 
     def _merge(self, notes: Notes) -> None:
@@ -539,7 +539,7 @@ class Membership(Heartbeat):
             if machine not in self._view.machines and not was_leader:
                 return
             runs = self._takes_part(self._view)
-            what = "; ending the ranks of this machine, to go on without it" if runs else ""
+            what = "; ending the ranks of this machine, to continue without it" if runs else ""
             say(f"machine {machine} {how} and is considered lost{what}")
             if runs and machine in self._view.machines:
                 self._end_this_start()

@@ -82,7 +82,7 @@ class Restarts:
                 number=kept.number,
                 ranks=kept.ranks,
                 full_size=kept.full_size,
-                why=f"{kept.why}; {repeatedly}, but it goes on with {kept.ranks} ranks: {reason}",
+                why=f"{kept.why}; {repeatedly}, but it continues with {kept.ranks} ranks: {reason}",
             )
         self._culprits = []
         full = self._fits[0]
@@ -92,12 +92,12 @@ class Restarts:
             full_size=full.data_parallel,
             why=f"{kept.why}, on {fit.ranks} rank{'s' * (fit.ranks > 1)} instead of {kept.ranks}, since {repeatedly}; "
             f"mesh: {fit.mesh}; a step has {full.data_parallel // fit.data_parallel} times the micro-batches of the "
-            "first start, and as many samples",
+            "first start, and the same number of samples",
         )
 
     def _reason_against(self) -> str | None:
         if not self._fits:
-            return "the script has made no NeuronAccelerator so far, which says on how many ranks it fits"
+            return "the script has not created a NeuronAccelerator yet, which determines the possible numbers of ranks"
         if not self._accumulates:
             return (
                 "a step would have fewer samples, because the script does not train with accelerator.accumulate(model) "
@@ -142,7 +142,7 @@ def reason_to_end(here: Collection[int], *, last: Sequence[int], ended: Collecti
     silent = [str(machine) for machine in counted if machine not in here]
     are = f"machine {silent[0]} is" if len(silent) == 1 else f"machines {', '.join(silent)} are"
     return (
-        f"{are} silent, which a network failure looks like as well, and may go on: {len(present)} of {len(counted)} "
+        f"{are} silent, which a network failure looks like as well, and may continue: {len(present)} of {len(counted)} "
         f"machines are here, and more than half are needed, or half with machine {leader}, which led the last start"
     )
 
@@ -163,14 +163,14 @@ def choose_machines(
     """
     if len(here) == machines:
         is_back = last is not None and len(last) < machines
-        return Choice(machines=tuple(here), why=f"all {machines} machines go on again" if is_back else "")
+        return Choice(machines=tuple(here), why=f"all {machines} machines continue" if is_back else "")
     missing = ", ".join(str(machine) for machine in range(machines) if machine not in here)
     without = f"machine {missing} is lost" if machines - len(here) == 1 else f"machines {missing} are lost"
     reason = None
     if len(here) < least:
         reason = f"{len(here)} of {machines} machines are left, fewer than --min-nnodes {least}"
     elif not notes.fits:
-        reason = "the script has made no NeuronAccelerator so far, which says on how many ranks it fits"
+        reason = "the script has not created a NeuronAccelerator yet, which determines the possible numbers of ranks"
     elif not notes.accumulates:
         reason = (
             "a step would have fewer samples, because the script does not train with accelerator.accumulate(model) "
@@ -186,7 +186,7 @@ def choose_machines(
     return Choice(
         machines=taken,
         full_size=full.data_parallel,
-        why=f"{without}; {len(taken)} of {machines} go on, with {fit.ranks} rank{'s' * (fit.ranks > 1)}; mesh: "
+        why=f"{without}; {len(taken)} of {machines} continue, with {fit.ranks} rank{'s' * (fit.ranks > 1)}; mesh: "
         f"{fit.mesh}; a step has {full.data_parallel // fit.data_parallel} times the micro-batches of the first start, "
-        "and as many samples",
+        "and the same number of samples",
     )

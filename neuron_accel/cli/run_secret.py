@@ -139,6 +139,6 @@ def _unusable(file: Path, what: str) -> ConfigurationError:
     return ConfigurationError(
         f"{file} {what}.",
         where=OPTION,
-        why="whoever knows the secret of a run can end it",
+        why="anyone who knows the secret of a run can end it",
         fix="pass a path that does not exist, where machine 0 creates the file, or a file of yours with mode 0600",
     )

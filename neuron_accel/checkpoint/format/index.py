@@ -198,7 +198,7 @@ def index_pretrained(folder: Location) -> Index:
             "The folder is incomplete.",
             where=str(folder),
             why="`neuron-accel consolidate` writes it at the moment, or was interrupted",
-            fix="wait for it, or run it again: it then removes what it has written, and begins anew",
+            fix="wait until it is complete, or run it again, which removes the incomplete files and starts over",
         )
     index = Index()
     tensors = index.collections.setdefault(model_collection(0), {})

@@ -126,7 +126,7 @@ def read_manifest(folder: Location) -> Manifest:
             f"{str(folder)!r} is not a complete checkpoint: it has no {NAME}.",
             where=str(path),
             why="the manifest is written last; the save was interrupted, or this is another folder",
-            fix="use the checkpoint before it, or the folder that `save_state` returned",
+            fix="use the previous checkpoint, or the folder that `save_state` returned",
         ) from None
     except OSError as error:
         raise failure("read", path, error) from error

@@ -157,7 +157,7 @@ class ShardFiles:
             if isinstance(value, TensorReference):
                 number = vars(value).get("tid")
                 if type(number) is not int or number < 0:
-                    raise _invalid(path, f"the reference of {name!r} is no number")
+                    raise _invalid(path, f"the reference of {name!r} is not a number")
                 source = path.with_name(f"{path.name}.tensors") / f"tensor_{number}.pt"
                 tensor = self._alone(source)
             else:
@@ -405,7 +405,7 @@ def find(folder: Path) -> Found | None:
                     "The checkpoint is not complete: it has no file 'done'.",
                     where=str(root),
                     why="neuronx-distributed writes it last; the save was interrupted, or a file was not copied",
-                    fix="use the checkpoint before it, or copy the missing file",
+                    fix="use the previous checkpoint, or copy the missing file",
                 )
             return Found(home=home, files=_complete(inside, files), metadata=root)
     tags = sorted(child.name for child in folder.iterdir() if _rank_files(child / "model"))
@@ -550,7 +550,7 @@ def _metadata(found: Found, stage: int, source: ShardFiles) -> tuple[Path, dict[
     else:
         return path, None
     if not isinstance(loaded, dict):
-        raise _invalid(path, "it is no metadata")
+        raise _invalid(path, "it does not contain metadata")
     return path, loaded
 
 
@@ -656,7 +656,7 @@ def _pickled_heads(merge: Merge, stage: Stage, metadata: dict[str, Any]) -> set[
     for original, name in originals.items():
         if name in stage:
             if not name.endswith(("_q", "_k", "_v")):
-                raise ValueError(f"{name!r} is no projection of queries, keys or values")
+                raise ValueError(f"{name!r} is not a projection of queries, keys or values")
             merge.add(original, 0, heads.segments(stage[name], 0, query=name.endswith("_q")))
             done.add(name)
     for name in known["output_projections_names"]:
@@ -860,7 +860,7 @@ def _meta_model(config: Path, most_layers: int) -> tuple[nn.Module, Any]:
 
 def _dim(value: Any, shard: Shard) -> int:
     if type(value) is not int or not 0 <= value < len(shard.shape):
-        raise ValueError(f"{value!r} is no dim of a tensor of shape {shard.shape}")
+        raise ValueError(f"{value!r} is not a dim of a tensor of shape {shard.shape}")
     return value
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SNAPSHOTS = "NEURON_ACCEL_SNAPSHOTS"
 """Environment variable: the folder in memory of this machine's launcher."""
 NO_MEMORY = (
-    "save_state(in_memory=True) saves nothing here, because nothing would restart the ranks that could load it: use "
+    "save_state(in_memory=True) has no effect here: no launcher would restart ranks that could load the snapshot. Use "
     "`neuron-accel launch --max-restarts N` on Linux"
 )
 _SLOTS = ("snapshot_0", "snapshot_1")

@@ -148,6 +148,11 @@ class FullParameterOptimizer(torch.optim.Optimizer):
                 self._layout_of[shard] = record.layout
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters, as in torch, and the full parameters of those that are sharded.
+
+        Args:
+            param_group: the parameters, as ``"params"``, and options that differ from the defaults.
+        """
         self.optimizer.add_param_group(param_group)
         self._learn(self.optimizer.param_groups[-1]["params"])
         self.inner.add_param_group(self._inner_group(self.optimizer.param_groups[-1]))
@@ -175,6 +180,11 @@ class FullParameterOptimizer(torch.optim.Optimizer):
         }
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients of the shards; those of full parameters exist during a step only.
+
+        Args:
+            set_to_none: whether gradients become None instead of zeros.
+        """
         self.optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -238,6 +248,11 @@ class FullParameterOptimizer(torch.optim.Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state of the full parameters and the options of the groups.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+        """
         self.inner.load_state_dict(state_dict)
         copy_options(self.inner, self.optimizer)
 

@@ -27,7 +27,6 @@ class GatheredShard(EagerShard):
 
     Args:
         read: called with this shard before one of its parameters is read in full: frees the one that was read before.
-        plugin: its name, for messages.
         own: this rank's weights, ``[partition.chunk]``, if the parameters have no values yet.
         near: the ranks between which parameters are gathered again after :meth:`reshard`; None for all.
 
@@ -39,12 +38,11 @@ class GatheredShard(EagerShard):
         self,
         *,
         read: Callable[[GatheredShard], None],
-        plugin: str,
         own: torch.Tensor | None = None,
         near: Group | None = None,
         **common: Any,
     ) -> None:
-        self._read, self._plugin, self._near = read, plugin, near
+        self._read, self._near = read, near
         self._near_part: torch.Tensor | None = None  # what this rank keeps of the values since they were resharded
         self._given = own
         super().__init__(**common)

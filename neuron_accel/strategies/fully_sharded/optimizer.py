@@ -118,7 +118,7 @@ class FullyShardedOptimizer(Zero1Optimizer):
             return super()._eager_shard(**arguments)
         own = self._own.pop(id(arguments["bucket"]), None)
         arguments |= {"buffers": self._passing, "near": self._groups.near}
-        shard = GatheredShard(read=units.read, plugin=self._plugin, own=own, **arguments)
+        shard = GatheredShard(read=units.read, own=own, **arguments)
         unit.shards.append((shard, partial(self._complete, unit)))
         if unit is units.root and self._before_units not in units.before_units:
             units.before_units.append(self._before_units)

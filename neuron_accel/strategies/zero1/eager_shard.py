@@ -91,12 +91,13 @@ class EagerShard(BucketShard):
 
     Args:
         buffers: the send buffers.
+        plugin: name of the plugin, for messages.
         keep_shapes: whether parameter shards, which are then full parameters, have the shape of the parameter.
     """
 
-    def __init__(self, *, buffers: SendBuffers, keep_shapes: bool = False, **common: Any) -> None:
+    def __init__(self, *, buffers: SendBuffers, plugin: str, keep_shapes: bool = False, **common: Any) -> None:
         super().__init__(**common)
-        self._buffers, self._keep_shapes = buffers, keep_shapes
+        self._buffers, self._plugin, self._keep_shapes = buffers, plugin, keep_shapes
         with torch.no_grad():
             self._flat = self._new_flat()
             self._chunk = self._masters_of(self._move_weights())
@@ -269,7 +270,7 @@ class EagerShard(BucketShard):
             raise UsageError(
                 f"The weight {self.bucket.records[index].fqn!r} is {parameter.dtype} {tuple(parameter.shape)} on "
                 f"{parameter.device} now; expected {view.dtype} {tuple(view.shape)} on {view.device}.",
-                where="plugin 'zero1'",
+                where=f"plugin {self._plugin!r}",
                 why="its optimizer's state was sharded for the earlier tensor",
                 fix="convert or move a model before `prepare`",
             )

@@ -66,6 +66,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         optimizer: the user's optimizer, with the rewritten parameters.
         run: the run.
         plugin: name of the plugin, for messages.
+        title: what the plugin does, as messages say it: "train without ...".
         optimizer_dtype, max_norm, use_grad_acc_hook, higher_cc_precision, bucket_cap_mb, partition,
             save_master_weights, overlap, overlap_gather: see :class:`~neuron_accel.Zero1Plugin`.
         synchronises: returns whether a backward pass that runs now reduces gradients; by default, whether one of the
@@ -94,6 +95,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         run: Run,
         *,
         plugin: str,
+        title: str,
         optimizer_dtype: torch.dtype,
         max_norm: float | None,
         use_grad_acc_hook: bool,
@@ -110,7 +112,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         # would create groups, state and defaults of its own.
         refuse_closures(optimizer, plugin)
         self.optimizer = optimizer
-        self._plugin = plugin
+        self._plugin, self._title = plugin, title
         self._optimizer_dtype, self._higher_precision = optimizer_dtype, higher_cc_precision
         self._max_norm, self._every_micro_batch = max_norm, use_grad_acc_hook
         self._bucket_bytes, self._keeps_parameters = int(bucket_cap_mb * (1 << 20)), partition == "parameters"
@@ -248,8 +250,14 @@ class Zero1Optimizer(torch.optim.Optimizer):
         result: dict[torch.Tensor, list[StandIn]] = defaultdict(list)
         for updated, pieces in (pair for shard in self.shards for pair in shard.updated()):
             if len(pieces) == 1:
-                result[pieces[0].parameter].append(_stand_in(pieces[0], updated))
+                result[pieces[0].parameter].append(self._stand_in(pieces[0], updated))
         return result
+
+    def _stand_in(self, piece: ParameterShard, updated: nn.Parameter) -> StandIn:
+        """Returns the stand-in of a parameter for the tensor ``updated``, which is updated instead of one shard of
+        it."""
+        shard = partial(_shard_entry, parameter=piece.parameter, piece=piece, plugin=self._plugin, like=updated)
+        return StandIn(updated, shard)
 
     def _translate(self) -> None:
         """Adds the shards to what the optimizer stores by parameter."""
@@ -264,7 +272,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             if len(pieces) > 1:
                 vars(updated).update(vars(parameter))
             elif vars(parameter):
-                _stand_in(pieces[0], updated).take_attributes(parameter)
+                self._stand_in(pieces[0], updated).take_attributes(parameter)
 
     def _needs_full_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
         """Returns whether parameters are sharded along other axes and the optimizer needs them in full."""
@@ -303,7 +311,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         common["partition"] = self._partition(bucket)
         if self._lazy:
             return self._lazy_shard(apart=self._knows_parameters, **common)
-        return self._eager_shard(buffers=buffers, keep_shapes=self._keeps_parameters, **common)
+        return self._eager_shard(buffers=buffers, plugin=self._plugin, keep_shapes=self._keeps_parameters, **common)
 
     def _partition(self, bucket: Bucket) -> Partition:
         sizes, degree = [p.numel() for p in bucket.parameters], self._run.group(*bucket.reduction_axes).size
@@ -336,7 +344,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
                 f"{bucket.records[0].fqn!r} is {str(bucket.dtype).removeprefix('torch.')}.",
                 where=f"plugin {self._plugin!r}, backend {self._run.backend.name!r}",
                 why="this device has no sums of complex numbers over ranks",
-                fix="train without ZeRO-1 on this device, or keep real and imaginary part in a real parameter "
+                fix=f"train without {self._title} on this device, or keep real and imaginary part in a real parameter "
                 "(torch.view_as_real)",
             )
 
@@ -394,7 +402,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             entries_of = shard.open(state)
             for piece in shard.pieces:
                 for name, value in self.optimizer.state.get(piece.parameter, {}).items():
-                    sharded = _shard_entry(value, piece.parameter, piece)
+                    sharded = _shard_entry(value, piece.parameter, piece, self._plugin)
                     entries_of.setdefault(piece.master, {})[name] = sharded
             self._replace(shard.close(state))
         return state
@@ -556,9 +564,9 @@ class Zero1Optimizer(torch.optim.Optimizer):
             return
         self._has_warned = True
         warnings.warn(
-            "Under ZeRO-1 ranks step together also inside `no_sync`, where `LocalSGD` expects each rank to step alone: "
-            "gradients are averaged before every step, so LocalSGD saves no communication. Leave LocalSGD out "
-            "(enabled=False), accumulate more micro-batches in each step, or train without ZeRO-1.",
+            f"With {self._title} ranks step together, also inside `no_sync`, where `LocalSGD` expects each rank to "
+            "step alone: gradients are averaged before every step, so LocalSGD saves no communication. Leave it out "
+            f"(enabled=False), accumulate more micro-batches in each step, or train without {self._title}.",
             stacklevel=3,
         )
 
@@ -703,12 +711,9 @@ def refuse_closures(optimizer: torch.optim.Optimizer, plugin: str) -> None:
         )
 
 
-def _stand_in(piece: ParameterShard, updated: nn.Parameter) -> StandIn:
-    """Returns the stand-in of a parameter for the tensor ``updated``, which is updated instead of one shard of it."""
-    return StandIn(updated, partial(_shard_entry, parameter=piece.parameter, piece=piece, like=updated))
-
-
-def _shard_entry(value: Any, parameter: nn.Parameter, piece: ParameterShard, like: torch.Tensor | None = None) -> Any:
+def _shard_entry(
+    value: Any, parameter: nn.Parameter, piece: ParameterShard, plugin: str, like: torch.Tensor | None = None
+) -> Any:
     like = piece.master if like is None else like
     if not isinstance(value, torch.Tensor):
         return value
@@ -720,7 +725,7 @@ def _shard_entry(value: Any, parameter: nn.Parameter, piece: ParameterShard, lik
         return value.clone()
     raise UsageError(
         f"State of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)} cannot be sharded.",
-        where="plugin 'zero1'",
+        where=f"plugin {plugin!r}",
         fix="prepare the optimizer before its first step",
     )
 

@@ -192,10 +192,10 @@ class Zero1Plugin(StrategyPlugin):
         )
 
     def optimizer_options(self) -> dict[str, Any]:
-        """The arguments of :class:`Zero1Optimizer` that are options of this plugin, and its name."""
+        """The arguments of :class:`Zero1Optimizer` that are options of this plugin, its name and title."""
         names = ("optimizer_dtype", "max_norm", "use_grad_acc_hook", "higher_cc_precision", "bucket_cap_mb")
         more = ("partition", "save_master_weights", "overlap", "overlap_gather")
-        return {"plugin": self.spec.name, **{name: getattr(self, name) for name in (*names, *more)}}
+        return {"plugin": self.spec.name, **{name: getattr(self, name) for name in ("title", *names, *more)}}
 
     def after_backward(self, run: Run) -> None:
         """Waits for gradients to be reduce-scattered."""

@@ -256,7 +256,7 @@ def test_a_machine_that_is_lost_is_gone_on_without(machines, tmp_path, lost, few
         assert "machine 1 is lost, and 1 of 2 machines are left, fewer than --min-nnodes 2" in err
         return
     assert code == 0, err
-    assert f"machine {lost} is lost; 1 of 2 go on, with 1 rank; mesh: one rank" in err
+    assert f"machine {lost} is lost; 1 of 2 continue, with 1 rank; mesh: one rank" in err
     assert "data-parallel size 1 instead of 2: each rank accumulates 2 micro-batches instead of 1" in err
     check_result(tmp_path, ranks=1)
 
@@ -272,7 +272,7 @@ def test_machines_0_and_1_are_lost_at_once(machines, tmp_path):
     for node in (2, 3):
         code, _, err = four[node].finish(timeout=150)
         assert code == 0, err
-        assert "machines 0, 1 are lost; 2 of 4 go on, with 2 ranks" in err
+        assert "machines 0, 1 are lost; 2 of 4 continue, with 2 ranks" in err
     result = json.loads((tmp_path / "result.json").read_text())
     weights, rate = uninterrupted(4)
     assert (result["ranks"], result["rate"]) == (2, [pytest.approx(rate)])
@@ -288,14 +288,14 @@ def test_a_machine_that_comes_back_takes_part_after_the_next_restart(machines, t
     both = [machines(node, kills=kills) for node in (0, 1)]
     wait_for_checkpoint(tmp_path, 2)
     both[lost].signal(signal.SIGKILL)
-    wait_for(lambda: "1 of 2 go on" in both[1 - lost].stderr.read_text())
+    wait_for(lambda: "1 of 2 continue" in both[1 - lost].stderr.read_text())
     back = machines(lost, kills=kills)
     code, _, err = both[1 - lost].finish(timeout=120)
     assert code == 0, err
     code, _, said = back.finish(timeout=60)
     assert code == 0, said
     assert "it waits for the next restart" in said
-    assert "all 2 machines go on again" in err
+    assert "all 2 machines continue" in err
     check_result(tmp_path, ranks=2)
 
 
@@ -306,7 +306,7 @@ def test_machine_0_that_was_only_slow_does_not_go_on_beside_the_others(machines,
     three = [machines(node, nnodes=3, options=["--heartbeat", "4"]) for node in range(3)]
     wait_for_checkpoint(tmp_path, 1)
     three[0].signal(signal.SIGSTOP)
-    wait_for(lambda: "1 of 3 go on" in three[1].stderr.read_text())
+    wait_for(lambda: "1 of 3 continue" in three[1].stderr.read_text())
     three[0].signal(signal.SIGCONT)
     ends = [machine.finish(timeout=120) for machine in three]
     assert [code for code, _, _ in ends] == [0, 0, 0], ends

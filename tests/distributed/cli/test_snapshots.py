@@ -166,7 +166,7 @@ def test_without_restarts_nothing_is_saved_and_that_is_said_once(start, tmp_path
     options = ["--nproc-per-node", "2", "--cpu", "--quiet"]
     code, _, err = start(*options, str(tmp_path / "train.py"), str(tmp_path), "", "2").finish(timeout=100)
     assert code == 0, err
-    assert err.count("save_state(in_memory=True) saves nothing here") == 1
+    assert err.count("save_state(in_memory=True) has no effect here") == 1
     assert result_of(tmp_path)["bytes"] == 0
 
 
@@ -224,7 +224,7 @@ def test_a_machine_that_is_lost_costs_the_steps_since_the_last_snapshot(start, e
     first, _ = (start(*options, "--node-rank", str(node), *script) for node in (0, 1))
     code, _, err = first.finish(timeout=110)
     assert code == 0, err
-    assert "machine 1 is lost; 1 of 2 go on, with 1 rank" in err
+    assert "machine 1 is lost; 1 of 2 continue, with 1 rank" in err
     assert re.search(r"resumed from \S+/snapshot_\d, saved .* by 2 ranks: .*; from memory", err)
     result = result_of(tmp_path)
     assert (result["ranks"], result["steps"]) == (1, STEPS - 8)

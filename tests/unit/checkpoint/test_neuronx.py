@@ -343,7 +343,7 @@ def test_code_is_refused_and_not_run(tmp_path, state, config, reference, place):
 def test_references_are_numbers(tmp_path, state, config, reference, number):
     folder = write_optimum(tmp_path / "old", state, config, reference)
     torch.save({"model.norm.weight": reference(number)}, folder / "shards" / FIRST)
-    refused(folder, tmp_path / "new", "the reference of 'model.norm.weight' is no number")
+    refused(folder, tmp_path / "new", "the reference of 'model.norm.weight' is not a number")
 
 
 def test_files_outside_are_refused(tmp_path, state, config):

@@ -243,7 +243,7 @@ def test_machine_0_is_only_slow_and_waits_for_the_next_restart(run):
     until(lambda: one._peers[0].waits == 2)
     found = [one.begin(), two.begin(), zero]
     assert {(m.end().leader, m.end().machines) for m in found} == {(1, (0, 1, 2))}
-    assert one.outcome.why == "all 3 machines go on again"
+    assert one.outcome.why == "all 3 machines continue"
 
 
 @pytest.mark.parametrize("number", [0, 2])

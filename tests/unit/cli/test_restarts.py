@@ -1,4 +1,4 @@
-"""Whether a launch goes on after a failure, and on how many ranks."""
+"""Whether a launch continues after a failure, and on how many ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_ranks_are_left_out_when_the_same_one_fails_repeatedly():
 @pytest.mark.parametrize(
     ("notes", "least", "why"),
     [
-        (Notes(), 2, "the script has made no NeuronAccelerator so far"),
+        (Notes(), 2, "the script has not created a NeuronAccelerator yet"),
         (Notes(fits=FITS), 2, "the script does not train with accelerator.accumulate"),
         (KNOWN, 5, "no mesh with the same degrees but for data parallelism fits 5 to 7 ranks"),
     ],
@@ -49,7 +49,7 @@ def test_it_says_why_there_are_not_fewer(notes, least, why):
     restarts.after(0, notes)
     again = restarts.after(0, notes)
     assert (again.ranks, again.full_size) == (8, None)
-    assert "rank 0 has failed first 2 times in a row, but it goes on with 8 ranks" in again.why
+    assert "rank 0 has failed first 2 times in a row, but it continues with 8 ranks" in again.why
     assert why in again.why
 
 
@@ -127,8 +127,8 @@ def test_without_a_machine_as_many_go_on_as_a_mesh_fits():
     choice = chosen(0, 2, 3)  # 6 of 8 ranks: the mesh fits 4
     assert (choice.machines, choice.full_size) == ((0, 2), 4)
     assert choice.why == (
-        "machine 1 is lost; 2 of 4 go on, with 4 ranks; mesh: dp 2 x tp 2; a step has 2 times the micro-batches of the "
-        "first start, and as many samples"
+        "machine 1 is lost; 2 of 4 continue, with 4 ranks; mesh: dp 2 x tp 2; a step has 2 times the micro-batches of "
+        "the first start, and the same number of samples"
     )
     assert chosen(0, 2).machines == (0, 2)
     assert chosen(0).machines == (0,)
@@ -139,7 +139,7 @@ def test_without_a_machine_as_many_go_on_as_a_mesh_fits():
     ("arguments", "why"),
     [
         ({"least": 3}, "machines 2, 3 are lost, and 2 of 4 machines are left, fewer than --min-nnodes 3"),
-        ({"notes": Notes()}, "the script has made no NeuronAccelerator so far"),
+        ({"notes": Notes()}, "the script has not created a NeuronAccelerator yet"),
         ({"notes": Notes(fits=FITS)}, "does not train with accelerator.accumulate(model)"),
         ({"ranks": 3}, "no mesh with the same degrees but for data parallelism fits 1 to 2 machines"),
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from neuron_accel import FullyShardedPlugin, NeuronAccelerator, Zero1Plugin
-from neuron_accel.errors import ConfigurationError, PlanError
+from neuron_accel.errors import ConfigurationError, PlanError, UsageError
 from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
 
 
@@ -51,7 +51,8 @@ def test_the_optimizer_gets_every_option_that_it_has():
     }
     given = FullyShardedPlugin(max_norm=2.0, overlap=False).optimizer_options()
     assert given.keys() == required
-    assert (given["plugin"], given["max_norm"], given["overlap"]) == ("fully_sharded", 2.0, False)
+    assert (given["plugin"], given["title"]) == ("fully_sharded", "fully sharded parameters")
+    assert (given["max_norm"], given["overlap"]) == (2.0, False)
 
 
 class NormalisedSGD(torch.optim.SGD):
@@ -84,5 +85,36 @@ def test_the_refusal_of_an_optimizer_names_the_strategy(plugin, title, optimizer
             accelerator.prepare(model, optimizer(model.parameters(), lr=0.1))
         assert words.format(title) in str(caught.value)
         assert type(plugin).__name__ in str(caught.value) or f"train without {title}" in str(caught.value)
+    finally:
+        accelerator.free_memory()
+
+
+KEEPS_ALL = FullyShardedPlugin(modules="0", persistence_threshold=1000)  # its shards are like those of ZeRO-1
+
+
+@pytest.mark.parametrize(
+    ("plugin", "name"),
+    [(Zero1Plugin(), "zero1"), (FullyShardedPlugin(modules="0"), "fully_sharded"), (KEEPS_ALL, "fully_sharded")],
+)
+def test_errors_about_state_and_weights_name_the_plugin_in_use(plugin, name):
+    accelerator = NeuronAccelerator(cpu=True, plugins=[plugin])
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        optimizer.state[model[0].weight]["other"] = torch.ones(3)
+        with pytest.raises(UsageError, match="cannot be sharded") as caught:
+            accelerator.prepare(model, optimizer)
+        assert f"plugin {name!r}" in str(caught.value)
+    finally:
+        accelerator.free_memory()
+    accelerator = NeuronAccelerator(cpu=True, plugins=[plugin])
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    try:
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        model[0].weight.data = torch.ones(4, 4, dtype=torch.float64)
+        with pytest.raises(UsageError, match=r"expected torch\.float32") as caught:
+            optimizer.step()
+        assert f"plugin {name!r}" in str(caught.value)
     finally:
         accelerator.free_memory()
