@@ -98,6 +98,7 @@ class EagerShard(BucketShard):
     def __init__(self, *, buffers: SendBuffers, plugin: str, keep_shapes: bool = False, **common: Any) -> None:
         super().__init__(**common)
         self._buffers, self._plugin, self._keep_shapes = buffers, plugin, keep_shapes
+        self._shapes = [parameter.shape for parameter in self.parameters]  # a loop may assign others, an error
         with torch.no_grad():
             self._flat = self._new_flat()
             self._chunk = self._masters_of(self._move_weights())
@@ -142,8 +143,8 @@ class EagerShard(BucketShard):
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [
-            flat[offset : offset + parameter.numel()].view(parameter.shape)
-            for offset, parameter in zip(self.partition.offsets, self.parameters, strict=True)
+            flat[offset : offset + shape.numel()].view(shape)
+            for offset, shape in zip(self.partition.offsets, self._shapes, strict=True)
         ]
 
     def _join(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:

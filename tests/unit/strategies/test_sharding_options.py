@@ -118,3 +118,18 @@ def test_errors_about_state_and_weights_name_the_plugin_in_use(plugin, name):
         assert f"plugin {name!r}" in str(caught.value)
     finally:
         accelerator.free_memory()
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (16,), (5, 4)])
+@pytest.mark.parametrize("plugin", [Zero1Plugin(), FullyShardedPlugin(modules="0"), KEEPS_ALL])
+def test_a_weight_of_another_shape_is_an_error(plugin, shape):
+    accelerator = NeuronAccelerator(cpu=True, plugins=[plugin])
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    try:
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        model[0].weight.data = torch.ones(shape)
+        with pytest.raises(UsageError, match=r"expected torch\.float32 \(4, 4\)"):
+            optimizer.step()
+    finally:
+        accelerator.free_memory()
