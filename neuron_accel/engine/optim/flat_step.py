@@ -66,6 +66,7 @@ class FlatStep:
         self._plans += [_GroupPlan() for _ in groups[len(self._plans) :]]
         given = [group["params"] for group in groups]
         state: Any = self.optimizer.state
+        known = len(state)
         try:
             for plan, group in zip(self._plans, groups, strict=True):
                 cut, joins = self._form(group)
@@ -75,6 +76,8 @@ class FlatStep:
             self._end(given, state, completed=False)
             raise
         self._end(given, state, completed=True)
+        if len(state) > known:
+            _put_in_order([parameter for parameters in given for parameter in parameters], state, known)
         return result
 
     def _end(self, given: Sequence[list[torch.Tensor]], state: Any, *, completed: bool) -> None:
@@ -94,6 +97,16 @@ class FlatStep:
         if group.get("capturable") or group.get("differentiable") or group.get("fused"):
             return None, False
         return (None if group.get("foreach") else _SLICE * torch.get_num_threads()), True
+
+
+def _put_in_order(parameters: Sequence[torch.Tensor], state: Any, known: int) -> None:
+    """Gives the entries of ``state`` behind the first ``known`` ones the order of the parameters, in which a step makes
+    them: that of their memory is another one on each rank."""
+    new = dict(list(state.items())[known:])
+    for parameter in new:
+        del state[parameter]
+    state.update({parameter: new.pop(parameter) for parameter in parameters if parameter in new})
+    state.update(new)
 
 
 class _GroupPlan:

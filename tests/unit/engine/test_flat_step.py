@@ -83,6 +83,8 @@ def stepped(monkeypatch):
 
 def assert_equal(mine, theirs):
     torch.testing.assert_close(mine.values(), theirs.values(), rtol=0, atol=0)
+    orders = [[(key, list(entries)) for key, entries in run.values()[1].items()] for run in (mine, theirs)]
+    assert orders[0] == orders[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
