@@ -43,7 +43,9 @@ class PrecompilationPlugin(StrategyPlugin):
         ConfigurationError: if ``max_steps`` is less than 1.
     """
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="precompilation", phase=Phase.OPTIMIZER)
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="precompilation", phase=Phase.OPTIMIZER, provides=frozenset({"weights-in-passes"})
+    )
 
     max_steps: int = 10
     batches_per_step: int = 1

@@ -61,7 +61,9 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
     modules: str | tuple[str, ...] = BLOCKS
     every: int = 1
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="activation_checkpointing", phase=Phase.MEMORY)
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="activation_checkpointing", phase=Phase.MEMORY, provides=frozenset({"weights-in-passes"})
+    )
 
     @classmethod
     def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:

@@ -43,7 +43,9 @@ class FlashAttentionPlugin(StrategyPlugin):
     block_size: int = 512
     right_padded: bool = False
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="flash_attention", phase=Phase.MEMORY)
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="flash_attention", phase=Phase.MEMORY, provides=frozenset({"weights-in-passes"})
+    )
 
     @classmethod
     def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:

@@ -20,34 +20,16 @@ from neuron_accel.strategies.fully_sharded.units import BLOCKS, Units
 
 # ZeRO-1 is stage 1 of the same method: the optimizer, the shards of gradients and what a loop sees of them, norms,
 # clipping and checkpoints are its.
+from neuron_accel.strategies.zero1.awaited import IN_PASSES
 from neuron_accel.strategies.zero1.plugin import Zero1Plugin
 
 if TYPE_CHECKING:
     from neuron_accel.contract import AxisSpec, PlanContext, PreparedModel, Run
     from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
 
-COMPOSES_WITH = frozenset(
-    {
-        "fully_sharded",
-        "tensor_parallel",
-        "model_parallelism",
-        "pipeline_parallel",
-        "sequence_parallel",
-        "activation_checkpointing",
-        "flash_attention",
-        "desync_guard",
-        "finite_guard",
-        "recompile_guard",
-        "replica_check",
-        "sum_check",
-        "precompilation",
-    }
-)
-"""Plugins beside which it was tried."""
-
 CAPABILITY = "gathered-weights"
 """The capability of plugins that neither read nor write values of parameters outside of forward and backward passes, or
-do so through :attr:`ParameterRecord.weights`."""
+do so through :attr:`ParameterRecord.weights`. Those that provide :data:`IN_PASSES` have it too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,17 +114,17 @@ class FullyShardedPlugin(Zero1Plugin):
         return added_axes(self.reshard_after_forward, self.hybrid_shard_size)
 
     def validate(self, context: PlanContext) -> None:
-        """Refuses plugins with which it was not tested."""
+        """Refuses plugins that may use weights while these have no values."""
         others = sorted(
             name
             for name, plugin in context.plugins.items()
-            if name not in COMPOSES_WITH and CAPABILITY not in plugin.spec.provides
+            if name != self.spec.name and not {CAPABILITY, IN_PASSES} & plugin.spec.provides
         )
         if others:
             raise PlanError(
                 f"Fully sharded parameters do not compose with {', '.join(map(repr, others))}.",
                 where="plugin 'fully_sharded'",
-                why="this composition was not tried, and between uses parameters have no values",
+                why="these do not say when they use weights, and between uses parameters have no values",
                 fix="use ZeRO-1 (Zero1Plugin) instead, or leave the other out; a plugin that works with weights that "
                 f"are gathered for their use says so: provides={{{CAPABILITY!r}}}",
             )

@@ -49,7 +49,7 @@ class DesyncGuard(StrategyPlugin):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="desync_guard", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values"})
+        name="desync_guard", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values", "weights-in-passes"})
     )
 
     timeout_s: float = 600.0

@@ -58,7 +58,7 @@ class FiniteGuard(StrategyPlugin):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="finite_guard", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values"})
+        name="finite_guard", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values", "weights-in-passes"})
     )
 
     action: Literal["raise", "skip", "warn"] = "raise"

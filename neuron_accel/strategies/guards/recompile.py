@@ -50,7 +50,7 @@ class RecompileGuard(StrategyPlugin):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="recompile_guard", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values"})
+        name="recompile_guard", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values", "weights-in-passes"})
     )
 
     action: Literal["warn", "raise"] = "warn"

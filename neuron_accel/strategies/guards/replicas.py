@@ -37,7 +37,7 @@ class ReplicaCheck(StrategyPlugin):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="replica_check", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values"})
+        name="replica_check", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values", "gathered-weights"})
     )
 
     every: int = 0

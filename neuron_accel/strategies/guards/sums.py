@@ -61,7 +61,7 @@ class SumCheck(StrategyPlugin):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="sum_check", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values"})
+        name="sum_check", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values", "gathered-weights"})
     )
 
     every: int | None = None

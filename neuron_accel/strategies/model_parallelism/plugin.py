@@ -33,7 +33,9 @@ class ModelParallelismPlugin(PipelineOptions, TensorParallelOptions):
     checkpoint_dir: str | os.PathLike[str] | None = None
     sequence_parallel_enabled: bool = False
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="model_parallelism", phase=Phase.LAYOUT)
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="model_parallelism", phase=Phase.LAYOUT, provides=frozenset({"weights-in-passes"})
+    )
     supports = staticmethod(TensorParallelPlugin.supports)
 
     def companions(self) -> tuple[StrategyPlugin, ...]:

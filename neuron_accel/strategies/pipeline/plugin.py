@@ -55,7 +55,10 @@ class PipelineParallelPlugin(PipelineOptions):
     pipeline_parallel_size: int = field()  # no default
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="pipeline_parallel", phase=Phase.STAGES, claims=frozenset({Claim.BACKWARD})
+        name="pipeline_parallel",
+        phase=Phase.STAGES,
+        provides=frozenset({"weights-in-passes"}),
+        claims=frozenset({Claim.BACKWARD}),
     )
 
     def __post_init__(self) -> None:

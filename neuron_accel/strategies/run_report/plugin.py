@@ -84,7 +84,7 @@ class RunReportPlugin(StrategyPlugin):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="run_report", phase=Phase.OPTIMIZER, provides=frozenset({"gathered-weights"})
+        name="run_report", phase=Phase.OPTIMIZER, provides=frozenset({"weights-in-passes"})
     )
 
     folder: Path = Path("run_report")

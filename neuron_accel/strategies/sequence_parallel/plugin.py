@@ -44,7 +44,12 @@ class SequenceParallelPlugin(StrategyPlugin):
     not divisible is padded inside. Batch-first models: dim 1 is the sequence.
     """
 
-    spec = PluginSpec(name="sequence_parallel", phase=Phase.ACTIVATIONS, requires=frozenset({"axis:tp"}))
+    spec = PluginSpec(
+        name="sequence_parallel",
+        phase=Phase.ACTIVATIONS,
+        requires=frozenset({"axis:tp"}),
+        provides=frozenset({"weights-in-passes"}),
+    )
 
     @classmethod
     def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:

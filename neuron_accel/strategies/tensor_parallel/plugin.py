@@ -66,7 +66,9 @@ class TensorParallelPlugin(TensorParallelOptions):
         options: see :class:`TensorParallelOptions`.
     """
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="tensor_parallel", phase=Phase.LAYOUT)
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="tensor_parallel", phase=Phase.LAYOUT, provides=frozenset({"weights-in-passes"})
+    )
 
     def axes(self) -> tuple[AxisSpec, ...]:
         return (AxisSpec(name=AXIS, degree=self.tensor_parallel_size, kind=AxisKind.MODEL),)

@@ -15,34 +15,22 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from neuron_accel.contract import UsageError
+from neuron_accel.contract import AxisKind, UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.contract import PreparedModel, Run
     from neuron_accel.strategies.zero1.shard import BucketShard
 
-_READS_WEIGHTS_IN_PASSES_ONLY = frozenset(
-    {
-        "zero1",
-        "tensor_parallel",
-        "model_parallelism",
-        "sequence_parallel",
-        "activation_checkpointing",
-        "flash_attention",
-        "chunked_loss",
-        "desync_guard",
-        "finite_guard",
-        "recompile_guard",
-        "run_report",
-    }
-)
-"""Plugins that read parameters in forward and backward passes only."""
+IN_PASSES = "weights-in-passes"
+"""The capability of plugins that read and write values of parameters in forward and backward passes only."""
 
 
-def may_be_awaited(run: Run) -> bool:
-    """Whether no other plugin reads weights between a step and the next forward pass, or may do so."""
-    known = (plugin.spec.name in _READS_WEIGHTS_IN_PASSES_ONLY for plugin in run.plan.plugins)
-    return not run.backend.is_lazy and all(known)
+def may_be_awaited(run: Run, plugin: str) -> bool:
+    """Whether a forward pass comes before all other uses of weights: no plugin but ``plugin`` may use them in between,
+    and no pipeline runs parts of a pass on its own."""
+    in_passes = all(each.spec.name == plugin or IN_PASSES in each.spec.provides for each in run.plan.plugins)
+    is_pipeline = any(axis.kind is AxisKind.STAGE and axis.degree > 1 for axis in run.mesh.axes)
+    return in_passes and not is_pipeline and not run.backend.is_lazy
 
 
 class AwaitedWeights:

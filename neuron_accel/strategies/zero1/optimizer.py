@@ -129,7 +129,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._models: list[PreparedModel] = []
         self._sent: list[BucketShard] = []
         self._buffers = SendBuffers()
-        self._awaited = AwaitedWeights() if overlap_gather and may_be_awaited(run) else None
+        self._awaited = AwaitedWeights() if overlap_gather and may_be_awaited(run, plugin) else None
         self._recipe = recipe_of(optimizer)
         self.inner: torch.optim.Optimizer = None  # type: ignore[assignment]  # created below, after the shards
         self._action = run.join.register(

@@ -66,8 +66,9 @@ class Zero1Plugin(StrategyPlugin):
             overlaps whatever comes before it. Reads through the model (``model.parameters()``, ``state_dict()``,
             ``layer.weight``) and through the accelerator wait for what they read. A list of parameters that the loop
             has kept from before the step must not be read before the next forward pass. Weights are gathered at the end
-            of the step if the model is compiled, in a pipeline, and beside plugins that read weights between passes
-            (``replica_check``, ``sum_check`` and those that are not built in). Not on devices that compile a step.
+            of the step if the model is compiled, in a pipeline, and beside plugins that do not provide
+            ``"weights-in-passes"``: those that compare replicas, and others that may read weights between passes. Not
+            on devices that compile a step.
         broadcast_buffers: whether buffers that change in training (running statistics) are broadcast from the first
             rank after every step, as in DistributedDataParallel; else each rank keeps its own.
     """

@@ -1,4 +1,4 @@
-"""Weights that are gathered while the next step begins: waited for where they are used, and read by nobody before."""
+"""Weights that are gathered while the next step begins are waited for where they are used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from neuron_accel.testing import run_ranks
+from neuron_accel.testing import assert_parallel_equivalence, run_ranks
+from neuron_accel.testing.parity import Training
+from tests.distributed.models import llama, token_batches
 
 DELAY, COMPUTE = 3.0, 1.0
 """What a bucket takes on the network, and a block in its forward pass, on a clock that nothing but these moves."""
@@ -245,9 +247,72 @@ def test_checkpoints(tmp_path):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+# ---- beside other strategies, against one process --------------------------------------------------------------------
+TP, OVERLAPPING = {"tensor_parallel": {"tensor_parallel_size": 2}}, {"zero1": {"overlap_gather": True}}
+COMPOSITIONS = {
+    "dp2": (2, [OVERLAPPING], 1),
+    "accumulates": (2, [OVERLAPPING], 2),
+    "tp2-dp2": (4, [TP, OVERLAPPING], 1),
+    "tp2-sp-dp2-recomputes": (4, [TP, "sequence_parallel", "activation_checkpointing", OVERLAPPING], 2),
+    "pp2-dp2": (4, [{"pipeline_parallel": {"pipeline_parallel_size": 2, "num_microbatches": 2}}, OVERLAPPING], 1),
+    "guards": (2, [OVERLAPPING, "finite_guard", "replica_check", "sum_check"], 1),
+}
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_trains_like_one_process(composition):
+    ranks, plugins, accumulation = COMPOSITIONS[composition]
+    training = Training(max_norm=0.5, accumulation=accumulation)
+    batches = token_batches(3 * accumulation, size=8)
+    assert_parallel_equivalence(llama, batches, plugins, ranks=ranks, training=training)
+
+
+def two_models():
+    """Two models in turn, of which one is used twice and generates text in between."""
+    from neuron_accel import NeuronAccelerator, Zero1Plugin
+
+    results = []
+    for overlap_gather in (False, True):
+        accelerator = NeuronAccelerator(plugins=[Zero1Plugin(overlap_gather=overlap_gather, bucket_cap_mb=0.01)])
+        torch.manual_seed(0)
+        models = [llama(), llama()]
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+        *models, one, other = accelerator.prepare(*models, *optimizers)
+        batch, texts = token_batches(1, size=2)[0], []
+        for _ in range(2):
+            for model, optimizer in zip(models, (one, other), strict=True):
+                accelerator.backward(model(**batch).loss + models[0](**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                one.zero_grad()
+            texts.append(accelerator.unwrap_model(models[0]).generate(batch["input_ids"][:, :4], max_new_tokens=3))
+        results.append(([accelerator.get_state_dict(model) for model in models], texts))
+        accelerator.free_memory()
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+def test_two_models_and_generated_text():
+    run_ranks(two_models, 2)
+
+
 # ---- where weights are not awaited -----------------------------------------------------------------------------------
+def of_a_third_party(*provides):
+    from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
+
+    class OfAThirdParty(StrategyPlugin):
+        spec = PluginSpec(name="of_a_third_party", phase=Phase.OPTIMIZER, provides=frozenset(provides))
+
+    return OfAThirdParty()
+
+
 def count_waiting(kind):
     plugins = []
+    if kind == "a plugin that does not say when it reads weights":
+        plugins = [of_a_third_party("gathered-weights")]
+    if kind == "a plugin that reads weights in passes":
+        from neuron_accel.strategies.guards import FiniteGuard, RecompileGuard
+
+        plugins = [of_a_third_party("weights-in-passes"), FiniteGuard(), RecompileGuard()]
     if kind == "replica check":
         from neuron_accel.strategies.guards import ReplicaCheck
 
@@ -260,7 +325,11 @@ def count_waiting(kind):
     return network.waiting
 
 
-@pytest.mark.parametrize("kind", ["replica check", "compiled"])
+def test_plugins_that_read_weights_in_passes_leave_it_on():
+    assert min(run_ranks(count_waiting, 2, "a plugin that reads weights in passes")) > 0
+
+
+@pytest.mark.parametrize("kind", ["replica check", "compiled", "a plugin that does not say when it reads weights"])
 def test_weights_are_gathered_at_the_end_of_the_step(kind):
     assert run_ranks(count_waiting, 2, kind) == [0, 0]
 
