@@ -8,6 +8,7 @@ store of several machines: any program that reaches the port can read and write 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -64,14 +65,7 @@ class LoopbackRendezvous(RendezvousHandler):
         except OSError as error:
             raise RendezvousConnectionError(f"port {self._port} cannot be used: {error.strerror}") from error
         port = listener.getsockname()[1]
-        self._store = TCPStore(
-            LOOPBACK,
-            port,
-            is_master=True,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        self._store = _serve(listener, self._timeout)
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
 
     def is_closed(self) -> bool:
@@ -178,15 +172,8 @@ class ElasticRendezvous(RendezvousHandler):
             listener = listen(host, port, interface=interface)
         except OSError as error:
             raise RendezvousConnectionError(f"port {port} cannot be used: {error.strerror}") from error
-        bound, port = listener.getsockname()[:2]
-        self._store = TCPStore(
-            LOOPBACK if bound in ("0.0.0.0", "::") else bound,
-            port,
-            is_master=True,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        port = listener.getsockname()[1]
+        self._store = _serve(listener, self._timeout)
         return host, port
 
     def is_closed(self) -> bool:
@@ -204,6 +191,19 @@ class ElasticRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         self._store = None
         return True
+
+
+def _serve(listener: socket.socket, timeout: timedelta) -> TCPStore:
+    """Returns a store that serves at a listening socket, which it takes over."""
+    host, port = listener.getsockname()[:2]
+    return TCPStore(
+        LOOPBACK if host in ("0.0.0.0", "::") else host,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def register() -> str:
