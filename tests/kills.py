@@ -186,7 +186,10 @@ def kill_training(folder: Path, plugins: list[Any], number: int, seed: int) -> R
             (chaos / DONE.format(index)).write_text("not reached")
             continue
         report.kills[strike.point] += 1
-        report.faults += [f"{where}: {fault}" for fault in (*leftovers.found(), *_checkpoints(folder, chaos))]
+        report.faults += [
+            f"{where}: {fault}"
+            for fault in (*leftovers.found(last=index == len(strikes) - 1), *_checkpoints(folder, chaos))
+        ]
         for path in temporary.iterdir():  # what a rank that was killed could not remove
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     history = History(strikes).follow(read_journal(chaos))

@@ -2,12 +2,12 @@
 
     python -m tests.soak --minutes 60 [--backend xla] [--ranks 4]
 
-Every start of the ranks continues from the latest checkpoint of the one before, with the next of several compositions,
-and repeats a few rounds: train, evaluate, save (every other time while training goes on), and load, which goes back
-some steps. A step that is repeated must have the loss that it had. After every other round a rank writes down what it
-uses: memory that malloc has handed out, file descriptors, threads, process groups, and, on XLA, compiled graphs. After
-some rounds to warm up none of it may grow. Between starts no process, temporary file, shared memory or old checkpoint
-may be left.
+Every start of the ranks continues from the latest checkpoint of the one before, with the next of several
+compositions, and repeats a few rounds: train, evaluate, save (every other time while training goes on), and load,
+which goes back some steps. A step that is repeated must have the loss that it had. After every other round a rank
+writes down what it uses: memory that malloc has handed out, file descriptors, threads, process groups, and, on XLA,
+compiled graphs. After some rounds to warm up none of it may grow; on XLA, where a loop by hand grows too, memory by
+no more than that. Between starts no process, temporary file, shared memory or old checkpoint may be left.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,18 @@ SAMPLES = 8  # of a step, over all ranks
 STEPS = 4  # of a round
 KEPT = 2  # checkpoints
 LOSS_TOLERANCE = 1e-5  # relative: a step is repeated on the same ranks from bits that are the same
+MARGIN = 1.25
+"""By how much more memory may grow for each execution than with torch_xla alone, whose graphs are smaller."""
 MEMORY = 96 * 1024
 """Bytes by which memory may grow after the warm-up: malloc counts pieces that it caches for threads as handed out."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a rank uses at the end of a round. ``memory`` is in bytes, the others are numbers of things."""
+    """What a rank uses at the end of a round. ``memory`` is in bytes, the others are numbers of things; ``executions``
+    are those of graphs so far, by all ranks of the process."""
 
+    executions: int
     memory: int
     descriptors: int
     threads: int
@@ -66,19 +70,47 @@ class Round:
         process = psutil.Process()
         groups = len(dist.distributed_c10d._world.pg_map) if dist.is_available() and dist.is_initialized() else 0
         return cls(
+            executions=_count("UncachedCompile") + _count("CachedCompile"),
             memory=allocated_bytes(),
             descriptors=process.num_fds(),
             threads=process.num_threads(),
             groups=groups,
-            graphs=_graphs(),
+            graphs=_count("UncachedCompile"),
         )
 
 
-def _graphs() -> int:
-    """Number of graphs that torch_xla has compiled in this process."""
+def _count(name: str) -> int:
+    """A counter of torch_xla: graphs that it has compiled in this process, or executed again."""
     metrics = sys.modules.get("torch_xla.debug.metrics")
-    found = metrics.metric_data("CompileTime") if metrics else None
-    return int(found[0]) if found else 0
+    return int(metrics.counter_value(name) or 0) if metrics else 0
+
+
+def by_hand(steps: int, every: int) -> list[Round]:
+    """What a rank uses that trains with torch_xla alone, after each ``every`` steps."""
+    import torch
+    import torch_xla.core.xla_model as xm
+
+    from neuron_accel.backends.xla import XlaBackend
+    from neuron_accel.testing.xla_ranks import one_at_a_time
+    from tests.distributed.models import VOCABULARY, llama
+
+    backend, found = XlaBackend.connect(), []
+    with one_at_a_time():
+        torch.manual_seed(0)
+        model = llama().to(backend.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for step in range(steps):
+        tokens = torch.randint(VOCABULARY, (2, 16)).to(backend.device)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        xm.optimizer_step(optimizer, pin_layout=False)
+        optimizer.zero_grad()
+        backend.step_boundary()
+        if step % every == every - 1:
+            backend.barrier()
+            with one_at_a_time():
+                found.append(Round.now())
+            backend.barrier()
+    return found
 
 
 @dataclass
@@ -208,22 +240,41 @@ class Losses:
 # ---- What must not grow ----------------------------------------------------------------------------------------------
 
 
-def growth(rounds: Sequence[Round], memory: int = MEMORY) -> list[str]:
+def growth(rounds: Sequence[Round], memory: int = MEMORY, per_execution: float = 0.0) -> list[str]:
     """Describes each resource that grew in the second half of the rounds: the median of the last third is above that
     of the first.
 
     Args:
         memory: bytes by which memory may grow.
+        per_execution: further bytes for each graph that was executed.
     """
+    first, last = _ends(rounds)
+    faults = []
+    for name in ("memory", "descriptors", "threads", "groups", "graphs"):
+        before, after = (statistics.median(getattr(r, name) for r in part) for part in (first, last))
+        if after > before + (memory + per_execution * _executions(first, last) if name == "memory" else 0):
+            count = len(rounds) - len(rounds) // 2
+            faults.append(f"{name} grew from {before:,.0f} to {after:,.0f} in {count} measurements")
+    return faults
+
+
+def growth_per_execution(rounds: Sequence[Round]) -> float:
+    """Bytes by which memory grew in the second half of the rounds, for each graph that was executed."""
+    first, last = _ends(rounds)
+    before, after = (statistics.median(r.memory for r in part) for part in (first, last))
+    return max(0.0, after - before) / max(1, _executions(first, last))
+
+
+def _ends(rounds: Sequence[Round]) -> tuple[Sequence[Round], Sequence[Round]]:
+    """The first and the last third of the second half."""
     kept = rounds[len(rounds) // 2 :]
     third = max(1, len(kept) // 3)
-    faults = []
-    for each in fields(Round):
-        values = [getattr(r, each.name) for r in kept]
-        before, after = statistics.median(values[:third]), statistics.median(values[-third:])
-        if after > before + (memory if each.name == "memory" else 0):
-            faults.append(f"{each.name} grew from {before:,.0f} to {after:,.0f} in {len(kept)} measurements")
-    return faults
+    return kept[:third], kept[-third:]
+
+
+def _executions(first: Sequence[Round], last: Sequence[Round]) -> int:
+    before, after = (statistics.median(r.executions for r in part) for part in (first, last))
+    return round(after - before)
 
 
 class Leftovers:
@@ -236,6 +287,7 @@ class Leftovers:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._before = self._now()
+        self._seen = set[str]()
 
     def _now(self) -> set[str]:
         servers = psutil.Process().children()  # what run_ranks keeps to fork ranks from
@@ -245,10 +297,15 @@ class Leftovers:
         files |= set(shared.iterdir()) if shared.is_dir() else set()
         return ranks | {str(path) for path in files}
 
-    def found(self) -> list[str]:
+    def found(self, *, last: bool = False) -> list[str]:
+        """What is left. Shared memory is reported if it is there at two calls, or at the last: other programs have some
+        for a while."""
         deadline = time.monotonic() + 5  # a process that was just reaped may still be listed
         while (left := self._now() - self._before) and time.monotonic() < deadline:
             time.sleep(0.1)
+        shared = {each for each in left if each.startswith("/dev/shm/")}
+        left -= set() if last else shared - self._seen
+        self._seen = shared
         return [f"left behind: {each}" for each in sorted(left)]
 
 
@@ -292,6 +349,10 @@ def soak(
     chosen = [name for name in names if COMPOSITIONS[name][0] in ("", backend)]
     end, starts = time.monotonic() + 60 * minutes, list[Start]()
     run_ranks(_nothing, 1, backend=backend, timeout=120)  # starts the server, which stays
+    per_execution = 0.0
+    if backend == "xla":
+        per_execution = growth_per_execution(run_ranks(by_hand, ranks, 800, 10, backend="xla", timeout=600)[0])
+        print(f"     with torch_xla alone memory grows by {per_execution:.0f} bytes for each graph that is executed")
     temporary = folder / "tmp"
     temporary.mkdir()
     leftovers, threads = Leftovers(temporary), threading.active_count()
@@ -312,7 +373,9 @@ def soak(
         if starts and start.first_step <= starts[-1].first_step:
             start.faults.append(f"it continued from step {start.first_step}, and the one before had done more")
         for rank, (_, found, faults) in enumerate(results):
-            start.faults += [f"rank {rank}: {fault}" for fault in (*faults, *growth(found, memory))]
+            start.faults += [
+                f"rank {rank}: {fault}" for fault in (*faults, *growth(found, memory, MARGIN * per_execution))
+            ]
         start.faults += [*leftovers.found(), *checkpoints_left(folder)]
         if threading.active_count() > threads:
             start.faults.append(f"{threading.active_count() - threads} more threads in the process that starts ranks")
@@ -324,6 +387,7 @@ def soak(
             *(f"\n     {fault}" for fault in start.faults),
             flush=True,
         )
+    starts[-1].faults += leftovers.found(last=True)
     return starts
 
 

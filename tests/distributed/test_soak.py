@@ -9,7 +9,7 @@ import pytest
 from tests import soak
 from tests.soak import Round
 
-STEADY = Round(memory=10_000_000, descriptors=18, threads=6, groups=3, graphs=0)
+STEADY = Round(executions=0, memory=10_000_000, descriptors=18, threads=6, groups=3, graphs=0)
 
 
 @pytest.mark.timeout(120)
@@ -22,7 +22,7 @@ def test_restarts_with_saves_loads_and_evaluations_leave_nothing(tmp_path):
     assert starts[1].first_step > starts[0].first_step == 0
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Round)])
+@pytest.mark.parametrize("name", ["memory", "descriptors", "threads", "groups", "graphs"])
 def test_what_grows_is_named(name):
     rounds = [dataclasses.replace(STEADY, **{name: getattr(STEADY, name) + 20_000 * n}) for n in range(20)]
     (fault,) = soak.growth(rounds)
@@ -32,6 +32,27 @@ def test_what_grows_is_named(name):
 def test_what_grows_at_first_only_is_no_fault():
     rounds = [dataclasses.replace(STEADY, memory=STEADY.memory + 500_000 * min(n, 8)) for n in range(20)]
     assert soak.growth(rounds) == []
+
+
+def test_memory_may_grow_as_with_torch_xla_alone():
+    alone = [dataclasses.replace(STEADY, memory=10_000_000 + 20_000 * n, executions=40 * n) for n in range(20)]
+    assert soak.growth_per_execution(alone) == 500
+    assert soak.growth(alone, memory=0, per_execution=500) == []
+    (fault,) = soak.growth(alone, memory=0, per_execution=400)
+    assert fault.startswith("memory grew from")
+
+
+def test_shared_memory_that_others_have_for_a_while_is_no_fault(tmp_path, monkeypatch):
+    leftovers, there = soak.Leftovers(tmp_path), set()
+    monkeypatch.setattr(leftovers, "_now", lambda: {*leftovers._before, *there})
+    monkeypatch.setattr(soak.time, "monotonic", iter(range(0, 1000, 10)).__next__)
+    there.add("/dev/shm/of-another-program")
+    assert leftovers.found() == []
+    there.clear()
+    assert leftovers.found() == []
+    there.add("/dev/shm/ours")
+    assert leftovers.found() == []
+    assert leftovers.found() == ["left behind: /dev/shm/ours"] == leftovers.found(last=True)
 
 
 def test_a_file_that_is_left_is_named(tmp_path):
