@@ -291,7 +291,7 @@ def test_a_rank_reads_its_shard_of_a_model_that_was_built_without_memory(tmp_pat
     size = (tmp_path / "model.safetensors").stat().st_size
     for _, read, kept in found:
         assert size / 2 - 20_000 < kept < size / 2
-        # Beside its shard it reads lists of files and mappings, and headers; parts of some weights are mapped, not read.
+        # It also reads lists of files and mappings, and headers; parts of some weights are mapped, and not read.
         assert 0.8 * kept < read < kept + 400_000
     for name, value in expected[0][0].items():
         torch.testing.assert_close(found[0][0][name], value, rtol=0, atol=0, msg=name)

@@ -248,7 +248,7 @@ class _Run:
 
     # ---- state -------------------------------------------------------------------------------------------------------
     def _put(self, name: str, value: Any, state: Any) -> None:
-        """Sets an entry that is no tensor."""
+        """Sets an entry that is not a tensor."""
         for parameter, known in zip(self._parameters, self._known, strict=True):
             state[parameter][name] = known[name] = value
         for entries in self._entries:
