@@ -18,9 +18,16 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-_SLICE = 1 << 18
+_SLICE = 1 << 17
 """Elements of a slice for each thread: with gradient, state and temporaries of AdamW a few MB in float32. Smaller
 slices cost more calls."""
+
+_LONG = 16
+"""Slices from which a tensor is cut. The temporaries of a shorter one do not cost as much as the calls for its slices.
+"""
+
+_MANY, _SMALL = 6, 1 << 16
+"""Parameters from which they are joined, if they have at most so many elements on average."""
 
 _DTYPES = (torch.float32, torch.float64)
 """Their operations round alike wherever in a tensor an element is; those of narrower dtypes do not, since a vector is
@@ -37,7 +44,8 @@ these, may look at its parameters."""
 class FlatStep:
     """Steps an optimizer, on flat tensors where that gives the same result to the bit.
 
-    That is the case for torch's element-wise optimizers and dense float32 or float64 parameters on a CPU. With
+    That is done for torch's element-wise optimizers and dense float32 or float64 parameters on a CPU, where it is
+    faster: if many small parameters or a large number of elements are adjacent. With
     ``foreach=True`` parameters are joined and not cut into slices. With ``fused=True`` they are stepped as they are:
     the kernel has no temporaries, and rounds differently at the end of a tensor. So are other parameters, and other
     optimizers, and those with hooks on their step, which would see other parameters.
@@ -144,8 +152,12 @@ def _runs(parameters: Iterable[torch.Tensor], state: Any, cut: int | None) -> It
     last: Any = None
 
     def finished() -> Iterator[_Run | torch.Tensor]:
-        pays = len(neighbours) > 1 or (cut is not None and any(p.numel() > cut for p in neighbours))
-        yield from [_Run(neighbours, state, cut)] if pays else neighbours
+        elements = sum(parameter.numel() for parameter in neighbours)
+        is_long = cut is not None and elements >= _LONG * cut
+        if is_long or (len(neighbours) >= _MANY and elements <= _SMALL * len(neighbours)):
+            yield _Run(neighbours, state, cut)
+        else:
+            yield from neighbours
 
     kinds = [(parameter, _kind(parameter, state.get(parameter, {}))) for parameter in parameters]
     yield from (parameter for parameter, kind in kinds if kind is None)

@@ -64,6 +64,7 @@ class Flat:
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
     monkeypatch.setattr(flat_step, "_SLICE", 1024)
+    monkeypatch.setattr(flat_step, "_LONG", 1)
 
 
 @pytest.fixture
@@ -183,6 +184,32 @@ def test_groups_and_parameters_that_are_apart_are_stepped_as_they_are():
             run.backward()
         step(), runs[1].optimizer.step()
     assert_equal(*runs)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tensors"),
+    [
+        ([100] * 5, 5),
+        ([100] * 6, 1),
+        ([70_000] * 6, 6),
+        ([20_000_000], 153),
+        ([2_000_000], 1),
+        ([1_000_000, 1_200_000], 17),
+        ([1_000_000, 1_000_000], 2),
+    ],
+)
+def test_it_is_done_where_it_is_faster(monkeypatch, sizes, tensors):
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    weights, gradients = torch.zeros(sum(sizes)), torch.zeros(sum(sizes))
+    parameters = [nn.Parameter(part) for part in weights.split(sizes)]
+    for parameter, gradient in zip(parameters, gradients.split(sizes), strict=True):
+        parameter.grad = gradient
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    counts = []
+    monkeypatch.setattr(optimizer, "step", lambda: counts.append(len(optimizer.param_groups[0]["params"])))
+    FlatStep(optimizer)()
+    assert counts == [tensors]
 
 
 def test_matrices_and_scalars_keep_their_shapes():
