@@ -12,6 +12,7 @@ import contextlib
 import gc
 import importlib
 import os
+import sys
 
 MODULES = (
     "numpy",
@@ -50,6 +51,11 @@ with contextlib.suppress(Exception):
 for _name in MODULES:
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
+
+with contextlib.suppress(Exception):
+    from neuron_accel.engine.plan.registry import installed_entry_points
+
+    installed_entry_points(tuple(sys.path))
 
 # Keeps the garbage collector from writing to the memory pages of these objects, which ranks share until then.
 gc.collect()

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint
+from importlib.metadata import Distribution, EntryPoint
 from typing import Any
 
 from neuron_accel.engine.plan.planner import module_of
@@ -150,16 +150,11 @@ class Registry:
         """
         environ = os.environ if environ is None else environ
         value, strict = environ.get(DISABLE_VARIABLE, ""), _trusts_entry_points_only(environ)
-        points = [
-            point
-            for group in (PLUGIN_GROUP, DEFAULT_OWNER_GROUP, SWITCH_GROUP)
-            for point in importlib.metadata.entry_points(group=group)
-        ]
         disabled = [name.strip() for name in value.split(",") if name.strip()]
-        return cls(points, disabled=disabled, only_entry_points=strict)
+        return cls(installed_entry_points(tuple(sys.path)), disabled=disabled, only_entry_points=strict)
 
     def _entry(self, point: EntryPoint) -> PluginEntry:
-        name, version = _distribution(point)
+        name, version = _distribution(point.dist)
         return PluginEntry(
             name=point.name,
             value=point.value.partition("[")[0].replace(" ", ""),
@@ -337,6 +332,16 @@ class Registry:
 
 
 @functools.cache
+def installed_entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Returns the entry points of this project's groups of the distributions that are installed in ``path``, which is
+    ``sys.path``. All distributions are read for them, once for each path."""
+    found = importlib.metadata.entry_points()
+    return tuple(
+        point for group in (PLUGIN_GROUP, DEFAULT_OWNER_GROUP, SWITCH_GROUP) for point in found.select(group=group)
+    )
+
+
+@functools.cache
 def default_registry() -> Registry:
     """Returns the registry of this process, which the first call creates."""
     return Registry.from_environment()
@@ -359,10 +364,13 @@ def _value(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _distribution(point: EntryPoint) -> tuple[str, str]:
-    """Returns name and version of the distribution of an entry point, whose metadata may be damaged."""
+@functools.cache
+def _distribution(distribution: Distribution | None) -> tuple[str, str]:
+    """Returns name and version of the distribution of an entry point, whose metadata may be damaged. Each reading of
+    either parses all metadata."""
     try:
-        name, version = (point.dist.name, point.dist.version) if point.dist else (None, None)
+        metadata = distribution.metadata if distribution else None
+        name, version = (metadata["Name"], metadata["Version"]) if metadata else (None, None)
     except Exception:  # parsers raise various types for damaged metadata
         name, version = None, None
     return name or "an unnamed distribution", version or "of unknown version"
