@@ -6,8 +6,10 @@ Every start of the ranks continues from the latest checkpoint of the one before,
 compositions, and repeats a few rounds: train, evaluate, save (every other time while training goes on), and load,
 which goes back some steps. A step that is repeated must have the loss that it had. After every other round a rank
 writes down what it uses: memory that malloc has handed out, file descriptors, threads, process groups, and, on XLA,
-compiled graphs. After some rounds to warm up none of it may grow; on XLA, where a loop by hand grows too, memory by
-no more than that. Between starts no process, temporary file, shared memory or old checkpoint may be left.
+compiled graphs. After some rounds to warm up none of it may grow. On XLA memory grows with torch_xla alone, too: with
+each graph that is executed, and with each tensor that is copied to the host, as a save does with all of them. Both are
+measured with torch_xla alone, and memory may grow by no more than that. Between starts no process, temporary file,
+shared memory or old checkpoint may be left.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ STEPS = 4  # of a round
 KEPT = 2  # checkpoints
 LOSS_TOLERANCE = 1e-5  # relative: a step is repeated on the same ranks from bits that are the same
 MARGIN = 1.75
-"""By how much more memory may grow for each execution than with torch_xla alone, whose graphs are smaller."""
+"""By how much more memory may grow for each execution or copy than with torch_xla alone, whose graphs are smaller."""
 MEMORY = 96 * 1024
 """Bytes by which memory may grow after the warm-up: malloc counts pieces that it caches for threads as handed out."""
 
@@ -53,9 +55,10 @@ MEMORY = 96 * 1024
 @dataclass(frozen=True)
 class Round:
     """What a rank uses at the end of a round. ``memory`` is in bytes, the others are numbers of things; ``executions``
-    are those of graphs so far, by all ranks of the process."""
+    are those of graphs so far, and ``copies`` those of tensors to the host, by all ranks of the process."""
 
     executions: int
+    copies: int
     memory: int
     descriptors: int
     threads: int
@@ -71,6 +74,7 @@ class Round:
         groups = len(dist.distributed_c10d._world.pg_map) if dist.is_available() and dist.is_initialized() else 0
         return cls(
             executions=_count("UncachedCompile") + _count("CachedCompile"),
+            copies=_samples("TransferFromDeviceTime"),
             memory=allocated_bytes(),
             descriptors=process.num_fds(),
             threads=process.num_threads(),
@@ -85,8 +89,16 @@ def _count(name: str) -> int:
     return int(metrics.counter_value(name) or 0) if metrics else 0
 
 
-def by_hand(steps: int, every: int) -> list[Round]:
-    """What a rank uses that trains with torch_xla alone, after each ``every`` steps."""
+def _samples(name: str) -> int:
+    """How often torch_xla has measured something in this process."""
+    metrics = sys.modules.get("torch_xla.debug.metrics")
+    data = metrics.metric_data(name) if metrics else None
+    return int(data[0]) if data else 0
+
+
+def by_hand(steps: int, every: int) -> tuple[list[Round], list[Round]]:
+    """What a rank uses that trains with torch_xla alone, after each ``every`` steps; and then, after it has copied all
+    parameters to the host, as often."""
     import torch
     import torch_xla.core.xla_model as xm
 
@@ -94,7 +106,14 @@ def by_hand(steps: int, every: int) -> list[Round]:
     from neuron_accel.testing.xla_ranks import one_at_a_time
     from tests.distributed.models import VOCABULARY, llama
 
-    backend, found = XlaBackend.connect(), []
+    backend, trained, copied = XlaBackend.connect(), list[Round](), list[Round]()
+
+    def measure(found: list[Round]) -> None:
+        backend.barrier()
+        with one_at_a_time():
+            found.append(Round.now())
+        backend.barrier()
+
     with one_at_a_time():
         torch.manual_seed(0)
         model = llama().to(backend.device)
@@ -106,11 +125,12 @@ def by_hand(steps: int, every: int) -> list[Round]:
         optimizer.zero_grad()
         backend.step_boundary()
         if step % every == every - 1:
-            backend.barrier()
-            with one_at_a_time():
-                found.append(Round.now())
-            backend.barrier()
-    return found
+            measure(trained)
+    for _ in range(steps // every):
+        for parameter in model.parameters():
+            parameter.detach().cpu()
+        measure(copied)
+    return trained, copied
 
 
 @dataclass
@@ -240,29 +260,32 @@ class Losses:
 # ---- What must not grow ----------------------------------------------------------------------------------------------
 
 
-def growth(rounds: Sequence[Round], memory: int = MEMORY, per_execution: float = 0.0) -> list[str]:
+def growth(
+    rounds: Sequence[Round], memory: int = MEMORY, per_execution: float = 0.0, per_copy: float = 0.0
+) -> list[str]:
     """Describes each resource that grew in the second half of the rounds: the median of the last third is above that
     of the first.
 
     Args:
         memory: bytes by which memory may grow.
         per_execution: further bytes for each graph that was executed.
+        per_copy: further bytes for each tensor that was copied to the host.
     """
     first, last = _ends(rounds)
+    memory += round(per_execution * _more(first, last, "executions") + per_copy * _more(first, last, "copies"))
     faults = []
     for name in ("memory", "descriptors", "threads", "groups", "graphs"):
         before, after = (statistics.median(getattr(r, name) for r in part) for part in (first, last))
-        if after > before + (memory + per_execution * _executions(first, last) if name == "memory" else 0):
+        if after > before + (memory if name == "memory" else 0):
             count = len(rounds) - len(rounds) // 2
             faults.append(f"{name} grew from {before:,.0f} to {after:,.0f} in {count} measurements")
     return faults
 
 
-def growth_per_execution(rounds: Sequence[Round]) -> float:
-    """Bytes by which memory grew in the second half of the rounds, for each graph that was executed."""
+def growth_per(what: str, rounds: Sequence[Round]) -> float:
+    """Bytes by which memory grew in the second half of the rounds, for each of the ``"executions"`` or ``"copies"``."""
     first, last = _ends(rounds)
-    before, after = (statistics.median(r.memory for r in part) for part in (first, last))
-    return max(0.0, after - before) / max(1, _executions(first, last))
+    return max(0.0, _more(first, last, "memory") / max(1, _more(first, last, what)))
 
 
 def _ends(rounds: Sequence[Round]) -> tuple[Sequence[Round], Sequence[Round]]:
@@ -272,9 +295,10 @@ def _ends(rounds: Sequence[Round]) -> tuple[Sequence[Round], Sequence[Round]]:
     return kept[:third], kept[-third:]
 
 
-def _executions(first: Sequence[Round], last: Sequence[Round]) -> int:
-    before, after = (statistics.median(r.executions for r in part) for part in (first, last))
-    return round(after - before)
+def _more(first: Sequence[Round], last: Sequence[Round], name: str) -> float:
+    """By how much a number was larger at the end."""
+    before, after = (statistics.median(getattr(r, name) for r in part) for part in (first, last))
+    return after - before
 
 
 class Leftovers:
@@ -349,10 +373,14 @@ def soak(
     chosen = [name for name in names if COMPOSITIONS[name][0] in ("", backend)]
     end, starts = time.monotonic() + 60 * minutes, list[Start]()
     run_ranks(_nothing, 1, backend=backend, timeout=120)  # starts the server, which stays
-    per_execution = 0.0
+    per_execution = per_copy = 0.0
     if backend == "xla":
-        per_execution = growth_per_execution(run_ranks(by_hand, ranks, 800, 10, backend="xla", timeout=600)[0])
-        print(f"     with torch_xla alone memory grows by {per_execution:.0f} bytes for each graph that is executed")
+        trained, copied = run_ranks(by_hand, ranks, 800, 10, backend="xla", timeout=600)[0]
+        per_execution, per_copy = growth_per("executions", trained), growth_per("copies", copied)
+        print(
+            f"     with torch_xla alone memory grows by {per_execution:.0f} bytes for each graph that is executed, and "
+            f"by {per_copy:.0f} for each tensor that is copied to the host"
+        )
     temporary = folder / "tmp"
     temporary.mkdir()
     leftovers, threads = Leftovers(temporary), threading.active_count()
@@ -374,7 +402,8 @@ def soak(
             start.faults.append(f"it continued from step {start.first_step}, and the one before had done more")
         for rank, (_, found, faults) in enumerate(results):
             start.faults += [
-                f"rank {rank}: {fault}" for fault in (*faults, *growth(found, memory, MARGIN * per_execution))
+                f"rank {rank}: {fault}"
+                for fault in (*faults, *growth(found, memory, MARGIN * per_execution, MARGIN * per_copy))
             ]
         start.faults += [*leftovers.found(), *checkpoints_left(folder)]
         if threading.active_count() > threads:

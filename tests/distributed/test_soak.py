@@ -9,7 +9,7 @@ import pytest
 from tests import soak
 from tests.soak import Round
 
-STEADY = Round(executions=0, memory=10_000_000, descriptors=18, threads=6, groups=3, graphs=0)
+STEADY = Round(executions=0, copies=0, memory=10_000_000, descriptors=18, threads=6, groups=3, graphs=0)
 
 
 @pytest.mark.timeout(120)
@@ -34,11 +34,12 @@ def test_what_grows_at_first_only_is_no_fault():
     assert soak.growth(rounds) == []
 
 
-def test_memory_may_grow_as_with_torch_xla_alone():
-    alone = [dataclasses.replace(STEADY, memory=10_000_000 + 20_000 * n, executions=40 * n) for n in range(20)]
-    assert soak.growth_per_execution(alone) == 500
-    assert soak.growth(alone, memory=0, per_execution=500) == []
-    (fault,) = soak.growth(alone, memory=0, per_execution=400)
+@pytest.mark.parametrize(("what", "allowance"), [("executions", "per_execution"), ("copies", "per_copy")])
+def test_memory_may_grow_as_with_torch_xla_alone(what, allowance):
+    alone = [dataclasses.replace(STEADY, memory=10_000_000 + 20_000 * n, **{what: 40 * n}) for n in range(20)]
+    assert soak.growth_per(what, alone) == 500
+    assert soak.growth(alone, memory=0, **{allowance: 500}) == []
+    (fault,) = soak.growth(alone, memory=0, **{allowance: 400})
     assert fault.startswith("memory grew from")
 
 
