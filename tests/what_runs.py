@@ -63,6 +63,7 @@ class Recorder(logging.Handler):
         self._found: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
         self._trained: list[tuple[str, int, set[str], int]] = []
         self._equal = False
+        self._of_workers: list[Record] = []
         self._logger = logging.getLogger("neuron_accel.testing")
 
     def pytest_sessionstart(self) -> None:
@@ -95,11 +96,19 @@ class Recorder(logging.Handler):
             if folder and pattern.search(report.nodeid):
                 self._found[subject][folder] |= {ranks for backend, ranks, _, _ in self._trained if backend == folder}
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self._logger.removeHandler(self)
         found = {row: {column: sorted(ranks) for column, ranks in kinds.items()} for row, kinds in self._found.items()}
+        if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist
+            session.config.workeroutput["runs"] = found
+            return
+        found = merge([found, *self._of_workers])
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._of_workers.append(getattr(node, "workeroutput", {}).get("runs", {}))
 
 
 def strategies_in(arguments: Any) -> tuple[set[str], int]:
