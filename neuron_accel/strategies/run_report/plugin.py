@@ -14,8 +14,9 @@ import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -209,10 +210,11 @@ class Report:
         self._has_header, self._closed, self._last = False, False, 0
         self._steps = 0
         with ExitStack() as stack:
-            traffic = stack.enter_context(backend.record())
+            traffic = stack.enter_context(backend.record_totals())
             self.recorder = Recorder(
                 backend, traffic, clock=self._clock, traced=frozenset(options.trace_steps), finished=self._finished
             )
+            stack.callback(self.recorder.close)
             stack.callback(run.ranges.observe(self.recorder))
             self._observing = stack.pop_all()
 
@@ -231,7 +233,7 @@ class Report:
         if not (torch.is_grad_enabled() and module.training):
             return
         began, seen = time.perf_counter(), self.recorder.observed
-        first = next((leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)), None)
+        first = _first_tensor(args, kwargs)
         if first is not None and first.dim():
             seen.samples = (seen.samples or 0) + first.shape[0]
             if first.dim() == 2 and not first.is_floating_point():
@@ -280,13 +282,13 @@ class Report:
         if measured.ready is not None:
             measured.ready.synchronize()
         scalars = Scalars.mean
-        step = dataclasses.replace(
-            measured.step,
-            loss=scalars(measured.losses),
-            grad_norm=None if measured.norm is None else scalars([measured.norm]),
-            flops=(flops := self._flops(measured.step)),
-            mfu=self._utilization(flops, measured.step),
-        )
+        values = {
+            "loss": scalars(measured.losses),
+            "grad_norm": None if measured.norm is None else scalars([measured.norm]),
+            "flops": (flops := self._flops(measured.step)),
+            "mfu": self._utilization(flops, measured.step),
+        }
+        step = Step(**{**vars(measured.step), **values})
         if not self._has_header:
             self._has_header = True
             self._file.write([self._header(measured.step.micro_batches)])
@@ -398,7 +400,7 @@ class ReportFile:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._path = folder, folder / rank_file(rank)
-        self._file: IO[str] | None = None
+        self._file: FileIO | None = None
         self._failed = False
 
     def move_earlier(self, name: str, run: str | None = None) -> None:
@@ -421,15 +423,14 @@ class ReportFile:
             self._give_up(error)
 
     def write(self, records: Iterable[Header | Step | Range | End]) -> None:
-        """Appends lines, and flushes them."""
+        """Appends lines, all of them in one write."""
         if self._failed:
             return
         try:
             if self._file is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._file = open(self._path, "w", encoding="utf-8")  # noqa: SIM115  it stays open
-            self._file.write("".join(f"{to_line(record)}\n" for record in records))
-            self._file.flush()
+                self._file = open(self._path, "wb", buffering=0)  # noqa: SIM115  it stays open
+            self._file.write("".join([f"{to_line(record)}\n" for record in records]).encode())
         except (OSError, ValueError) as error:
             self._give_up(error)
 
@@ -501,22 +502,36 @@ def _read_prediction(path: Path | None, rank: int) -> tuple[Prediction | None, i
 # ---- figures ---------------------------------------------------------------------------------------------------------
 def figures(step: Step) -> dict[str, float]:
     """Returns the figures of a step for trackers, those that are known."""
+    training = max(step.training_seconds, 1e-9)
     found: dict[str, float | None] = {
-        "seconds": step.seconds,
-        "tokens_per_second": None if step.tokens is None else step.tokens / max(step.training_seconds, 1e-9),
-        "samples_per_second": None if step.samples is None else step.samples / max(step.training_seconds, 1e-9),
-        "waiting": step.waiting,
-        "mfu": step.mfu,
-        "compilations": step.compilations,
-        "loss": step.loss,
-        "grad_norm": step.grad_norm,
-        "lr": step.lr[0] if step.lr else None,
-        **{f"parts/{part}": seconds for part, seconds in step.parts.items()},
-        **{f"memory/{name}": value for name, value in vars(step.memory).items()},
+        "run_report/seconds": step.seconds,
+        "run_report/tokens_per_second": None if step.tokens is None else step.tokens / training,
+        "run_report/samples_per_second": None if step.samples is None else step.samples / training,
+        "run_report/waiting": step.waiting,
+        "run_report/mfu": step.mfu,
+        "run_report/compilations": step.compilations,
+        "run_report/loss": step.loss,
+        "run_report/grad_norm": step.grad_norm,
+        "run_report/lr": step.lr[0] if step.lr else None,
     }
+    for part, seconds in step.parts.items():
+        found["run_report/parts/" + part] = seconds
+    for name, value in vars(step.memory).items():
+        found["run_report/memory/" + name] = value
     for each in step.collectives:
-        found[f"sent/{each.group}"] = (found.get(f"sent/{each.group}") or 0) + each.bytes
-    return {f"run_report/{name}": float(value) for name, value in found.items() if value is not None}
+        name = "run_report/sent/" + each.group
+        found[name] = (found.get(name) or 0) + each.bytes
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The first tensor of a model's inputs, also inside tuples, lists and dicts."""
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, torch.Tensor):
+            return each
+        if each is not None:
+            break
+    return next((leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)), None)
 
 
 def _memory_of(run: Run, optimizer: torch.optim.Optimizer) -> Memory:
