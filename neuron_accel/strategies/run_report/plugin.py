@@ -205,6 +205,8 @@ class Report:
         self._waiting_for_values: Measured | None = None
         self._compared: int | None = None  # a step whose times the ranks have exchanged
         self._late: list[Straggler] = []
+        self._replicas = run.data_parallel_size
+        self._sharers = run.world.size // self._replicas  # ranks that share the samples
         self._parameters: int | None = None
         self._flops_per_token = 0
         self._has_header, self._closed, self._last = False, False, 0
@@ -297,11 +299,11 @@ class Report:
         self._file.write([step, *measured.ranges])
         self._steps += 1
         self._compare(step)
-        if self._options.track and self._run.backend.rank == 0:
+        if self._options.track and self._run.has_trackers():
             self._run.log(figures(step), step.step)
         if self._display is not None:
             try:
-                self._display.show(step, self._late, self._run.data_parallel_size)
+                self._display.show(step, self._late, self._replicas)
             except (OSError, ValueError):  # standard output is closed
                 self._display = None
 
@@ -310,8 +312,7 @@ class Report:
             return float(self._operations)
         if step.tokens is None:
             return None
-        ranks = self._run.world.size // self._run.data_parallel_size  # that share the samples
-        return step.tokens * self._flops_per_token / ranks
+        return step.tokens * self._flops_per_token / self._sharers
 
     def _utilization(self, flops: float | None, step: Step) -> float | None:
         peak = None if self._run.hardware is None else self._run.hardware.peak_flops

@@ -25,9 +25,11 @@ _BEGINNINGS = ("loader", "forward")
 """Parts with which the first step begins."""
 
 
-_Entry = tuple[OpenRange, str, float, int]
-"""A range on the stack, the part of the step that its time belongs to, when it began by ``perf_counter``, and in which
-step."""
+_Open = list[Any]
+"""A range on the stack: the range, the part of the step that its time belongs to, when it began by ``perf_counter``, in
+which step, and its seconds so far in which no range inside it was open, since it began or since the step began. A list
+costs a quarter of what an object does."""
+_RANGE, _PART, _START, _STEP, _EXCLUSIVE = range(5)
 _CALIBRATION = (9, 40)
 """Rounds, and ranges in each, by which the time of a range is measured."""
 
@@ -102,10 +104,7 @@ class Recorder(RangeObserver):
         self._now = time.perf_counter
         self._unix = time.time() - time.perf_counter() + clock
         self._thread = get_ident()
-        self._stack: list[_Entry] = []
-        # Seconds in which each range of the stack was the innermost one, below them those without any, since they began
-        # or since the step began.
-        self._exclusive = [0.0]
+        self._stack: list[_Open] = [[None, "other", 0.0, -1, 0.0]]  # the lowest one stands for no range
         self._count = 0  # ranges that have ended in this step
         self._optimizer: Any = None  # the one whose steps are counted
         self._ranges: list[Range] = []
@@ -117,7 +116,7 @@ class Recorder(RangeObserver):
         """Seconds that the report itself has taken since the last step, without ranges."""
         self._begin_step(self._now())
         self._seconds_of_range = self._time_ranges()
-        self._exclusive, self._count = [0.0], 0
+        self._count = 0
         self._traced = traced
         self._begin_step(self._now())
 
@@ -147,44 +146,45 @@ class Recorder(RangeObserver):
 
     # ---- ranges ------------------------------------------------------------------------------------------------------
     def begin(self, opened: OpenRange) -> None:
-        now, stack, exclusive = self._now(), self._stack, self._exclusive
-        if get_ident() != self._thread and all(entry[1] != "backward" for entry in stack):
+        now, stack = self._now(), self._stack
+        if get_ident() != self._thread and all(each[_PART] != "backward" for each in stack):
             return
-        part = opened.part
+        part, around = opened.part, stack[-1]
         if not self._begun and part in _BEGINNINGS:
             self._begun = True
             self._began = self._last = now
             self._parts = dict.fromkeys(PARTS, 0.0)
-            exclusive[:] = [0.0] * len(exclusive)
-        exclusive[-1] += now - self._last
+            for each in stack:
+                each[_EXCLUSIVE] = 0.0
+        around[4] += now - self._last
         self._last = now
         if not part:
-            part = stack[-1][1] if stack else "other"
+            part = around[1]
         elif part not in self._parts:  # of a range that another plugin or the script has opened
             part = "other"
         elif part == "backward" and opened.category == "part":
             self._backward_passes += 1
-        stack.append((opened, part, now, self.step))
-        exclusive.append(0.0)
+        stack.append([opened, part, now, self.step, 0.0])
 
     def end(self, opened: OpenRange) -> None:
-        now, stack, exclusive = self._now(), self._stack, self._exclusive
-        if not stack or (stack[-1][0] is not opened and all(entry[0] is not opened for entry in stack)):
+        now, stack = self._now(), self._stack
+        innermost = stack[-1]
+        if innermost[0] is not opened and all(each[_RANGE] is not opened for each in stack):
             return
-        exclusive[-1] += now - self._last
+        innermost[4] += now - self._last
         self._last = now
         while True:
-            entry = stack.pop()
-            closed, spent = entry[0], exclusive.pop()
-            self._parts[entry[1]] += spent
+            ended = stack.pop()
+            closed, part, _, step, spent = ended
+            self._parts[part] += spent
             if closed.category == "collective":
                 found = closed.arguments
                 key = found["op"], found["group"]
                 self._collectives[key] = self._collectives.get(key, 0.0) + spent
                 if found.get("waits"):
                     self._waiting += spent
-            if self._traced and self._begun and entry[3] in self._traced:
-                self._keep(entry, now)
+            if self._traced and self._begun and step in self._traced:
+                self._keep(ended, now)
             self._count += 1
             if closed is opened:
                 break
@@ -193,9 +193,9 @@ class Recorder(RangeObserver):
             self._end_step(now)
             self.own += self._now() - now
 
-    def _keep(self, entry: _Entry, now: float) -> None:
+    def _keep(self, ended: _Open, now: float) -> None:
         """Keeps a range of a traced step."""
-        closed, _, start, step = entry
+        closed, start, step = ended[_RANGE], ended[_START], ended[_STEP]
         self._ranges.append(
             Range(
                 step=step,
@@ -209,10 +209,9 @@ class Recorder(RangeObserver):
 
     def _divide_open(self) -> None:
         """Adds the time of ranges that are still open to the parts of the step that ends, and that of no range."""
-        exclusive = self._exclusive
-        for part, spent in zip(["other", *(entry[1] for entry in self._stack)], exclusive, strict=True):
-            self._parts[part] += spent
-        exclusive[:] = [0.0] * len(exclusive)
+        for each in self._stack:
+            self._parts[each[_PART]] += each[_EXCLUSIVE]
+            each[_EXCLUSIVE] = 0.0
 
     # ---- steps -------------------------------------------------------------------------------------------------------
     def _end_step(self, now: float) -> None:
@@ -304,23 +303,16 @@ class Scalars:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        self.at_once = backend.reads_are_free
+        """Whether values are read in the step in which they are kept."""
+        self._copies_beside = backend.device.type == "cuda"
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor | float:
         """Returns the value where reading it is free, else a copy, which later changes of ``tensor`` leave alone."""
         if self.at_once:
-            return float(tensor)
+            return float(tensor.item())
         kept = tensor.detach()
         return kept.to("cpu", non_blocking=True) if self._copies_beside else kept.clone()
-
-    @property
-    def _copies_beside(self) -> bool:
-        return self._backend.device.type == "cuda"
-
-    @property
-    def at_once(self) -> bool:
-        """Whether copies can be read in the step in which they were made."""
-        return self._backend.reads_are_free
 
     def event(self) -> torch.Event | None:
         """Returns an event after which the copies so far can be read; None if they are read without one."""
