@@ -537,29 +537,30 @@ def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Ten
 
 def _memory_of(run: Run, optimizer: torch.optim.Optimizer) -> Memory:
     """Bytes of the parameters, gradients and optimizer state on this rank."""
-    parameters, gradients = 0, {}
-    owners: list[Any] = []
+    parameters = 0
+    gradients: dict[int, int] = {}
+    tensors: dict[int, int] = {}
+    owners: dict[int, Any] = {}
     for model in run.models:
         for record in model.parameters:
-            if record.weights is not None:
-                size = 0 if record.current is None else record.current.element_size()
-                parameters += (record.weights.stop - record.weights.start) * size
-            elif record.current is not None:
-                parameters += record.current.nbytes
-            if record.current is not None:
-                owners.append(record.current)
-    state = optimizer.state
-    owners += [key for key in state if isinstance(key, torch.Tensor)]
-    for owner in owners:
+            current, weights = record.current, record.weights
+            if current is not None:
+                owners[id(current)] = current
+            if weights is not None:
+                parameters += (weights.stop - weights.start) * (0 if current is None else current.element_size())
+            elif current is not None:
+                parameters += current.nbytes
+    for key, entries in optimizer.state.items():
+        if isinstance(key, torch.Tensor):
+            owners[id(key)] = key
+        if isinstance(entries, Mapping):
+            for value in entries.values():
+                if isinstance(value, torch.Tensor):
+                    tensors[id(value)] = value.nbytes
+    for owner in owners.values():
         gradient = owner.grad
         if type(gradient) is torch.Tensor:  # another type stands for a gradient that is sharded
             gradients[id(gradient)] = gradient.nbytes
-    tensors = {
-        id(value): value.nbytes
-        for entries in state.values()
-        for value in (entries.values() if isinstance(entries, Mapping) else ())
-        if isinstance(value, torch.Tensor)
-    }
     return Memory(parameters=parameters, gradients=sum(gradients.values()), optimizer=sum(tensors.values()))
 
 
