@@ -229,6 +229,7 @@ class NeuronAccelerator(Accelerator):
         self._keep_batch()
         self.run.backward_scale = self._backward_scale
         self.run.log, self.run.is_precompiling = self._log_figures, self.is_precompiling
+        self.run.has_trackers = lambda: bool(self.trackers) and self.is_main_process
         self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
         self._session = Session(self._source())
         self._watchdog = watch(self.run, self)

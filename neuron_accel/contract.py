@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         Group,
         Pending,
         Traffic,
+        TrafficTotals,
         Transfer,
     )
     from neuron_accel.backends.failures import reported
@@ -140,6 +141,7 @@ _NAMES = {
         "Group",
         "Pending",
         "Traffic",
+        "TrafficTotals",
         "Transfer",
     ),
     "backends.failures": ("reported",),
@@ -333,6 +335,7 @@ __all__ = [
     "StatePiece",
     "StrategyPlugin",
     "Traffic",
+    "TrafficTotals",
     "Transfer",
     "UnsupportedModelError",
     "UsageError",

@@ -271,6 +271,43 @@ class Traffic:
         return [t for t in self.transfers if op in (None, t.op) and group in (None, t.group)]
 
 
+class TrafficTotals:
+    """Number and bytes of the collectives that are issued inside :meth:`Backend.record_totals`. It costs less than
+    :class:`Traffic`, which describes each of them."""
+
+    def __init__(self) -> None:
+        self._totals: dict[tuple[str, str], list[int]] = {}
+
+    def __repr__(self) -> str:
+        totals = ", ".join(f"{op} over {group} {count}" for (op, group), (count, _) in self._totals.items())
+        return f"<{type(self).__name__}: {totals or 'none'}>"
+
+    def add(self, op: str, group: str, sent: int) -> None:
+        """Counts a collective.
+
+        Args:
+            op: its name.
+            group: name of the group.
+            sent: bytes that this rank sends.
+        """
+        total = self._totals.get((op, group))
+        if total is None:
+            self._totals[op, group] = [1, sent]
+        else:
+            total[0] += 1
+            total[1] += sent
+
+    def take(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Returns the totals since the last call, and begins again at zero.
+
+        Returns:
+            The number of collectives and the bytes that this rank has sent, by the name of the collective and that of
+            the group, in the order of first use.
+        """
+        totals, self._totals = self._totals, {}
+        return {key: (count, sent) for key, (count, sent) in totals.items()}
+
+
 class _Observed(Pending):
     """A :class:`Pending` whose wait is a range.
 
@@ -321,6 +358,7 @@ class Backend(ABC):
 
     def __init__(self) -> None:
         self._recordings: list[Traffic] = []
+        self._totals: list[TrafficTotals] = []
         self._observers: list[CollectiveObserver] = []
         self.ranges = Ranges()
         """Named ranges of time. Each collective is one, and each wait for a collective that was started; on a lazy
@@ -753,6 +791,17 @@ class Backend(ABC):
         finally:
             self._recordings.remove(traffic)
 
+    @contextmanager
+    def record_totals(self) -> Iterator[TrafficTotals]:
+        """Counts the collectives that :meth:`record` records, by collective and group, without keeping each of them:
+        for measurements that last as long as a training."""
+        totals = TrafficTotals()
+        self._totals.append(totals)
+        try:
+            yield totals
+        finally:
+            self._totals = [each for each in self._totals if each is not totals]
+
     def observe(self, observer: CollectiveObserver) -> Callable[[], None]:
         """Registers ``observer`` for all following collectives. Returns a function that removes it."""
         self._observers.append(observer)
@@ -769,8 +818,12 @@ class Backend(ABC):
         sys.audit("neuron_accel.collective", op)
         for observer in self._observers:
             observer.issued(op, group, sent, deferred=self.is_lazy)
-        if self.ranges.collective is not None:
-            self.ranges.collective.arguments.update(op=op, group=group.name, bytes=sent)
+        opened = self.ranges.collective
+        if opened is not None:
+            found = opened.arguments
+            found["op"], found["group"], found["bytes"] = op, group.name, sent
+        for totals in self._totals:
+            totals.add(op, group.name, sent)
         for traffic in self._recordings:
             traffic.transfers.append(
                 Transfer(op=op, group=group.name, size=group.size, sent=sent, dtype=dtype, ranks=group.ranks)
@@ -800,28 +853,36 @@ def _ignore(received: Sequence[torch.Tensor], scale: float) -> None:
 def _in_range(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a range of each call of a method in which other ranks take part."""
     op = name.removeprefix("start_").removesuffix("_into").removesuffix("_together")
+    on_tensors = op not in _ON_OBJECTS
 
     @functools.wraps(method)
     def call(self: Backend, *args: Any, **kwargs: Any) -> Any:
-        if not self.ranges.observers:
+        ranges = self.ranges
+        if not ranges.observers:
             return method(self, *args, **kwargs)
-        if op == "step_boundary" and self.is_lazy:
-            with self.ranges.open("execute the graph", "part", part="device"):
+        if op == "step_boundary":
+            if not self.is_lazy:
                 return method(self, *args, **kwargs)
-        group = next((each for each in (*args, *kwargs.values()) if isinstance(each, Group)), None)
-        alone = self.world_size == 1 if group is None else group.size == 1
-        if alone or op == "step_boundary" or (self.is_lazy and op not in _ON_OBJECTS):
+            with ranges.open("execute the graph", "part", part="device"):
+                return method(self, *args, **kwargs)
+        group = None
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, Group):
+                group = each
+                break
+        alone = self.world_size == 1 if group is None else len(group.ranks) == 1
+        if alone or (on_tensors and self.is_lazy):
             return method(self, *args, **kwargs)
-        outer, where = self.ranges.collective, "world" if group is None else group.name
+        outer, where = ranges.collective, "world" if group is None else group.name
         if outer is not None:  # a collective that is made of this one
             result = method(self, *args, **kwargs)
             found = outer.arguments
         else:
-            with self.ranges.open(op, "collective", part="communication", op=op, group=where) as opened:
+            with ranges.open(op, "collective", part="communication", op=op, group=where) as opened:
                 result = method(self, *args, **kwargs)
             found = opened.arguments
         if isinstance(result, Pending) and not isinstance(result, (Done, _Observed)):
-            return _Observed(result, self.ranges, found["op"], found["group"])
+            return _Observed(result, ranges, found["op"], found["group"])
         return result
 
     return call

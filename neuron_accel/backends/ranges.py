@@ -32,11 +32,12 @@ class OpenRange:
 
     __slots__ = ("_before", "_ranges", "arguments", "category", "name", "part")
 
+    _before: OpenRange | None
+
     def __init__(
         self, ranges: Ranges, name: str, category: Category, part: str | None, arguments: dict[str, Any]
     ) -> None:
         self._ranges = ranges
-        self._before: OpenRange | None = None
         self.name, self.category, self.part, self.arguments = name, category, part, arguments
 
     def __repr__(self) -> str:
@@ -57,7 +58,7 @@ class OpenRange:
         ranges = self._ranges
         if self.category == "collective":
             ranges.collective = self._before
-        for observer in reversed(ranges.observers):
+        for observer in ranges.last_first:
             observer.end(self)
 
 
@@ -82,11 +83,13 @@ class Ranges:
 
     Attributes:
         observers: those that are registered.
+        last_first: the same, in the order in which they are called when a range ends.
         collective: the collective that is under way on the host, if there is an observer.
     """
 
     def __init__(self) -> None:
         self.observers: tuple[RangeObserver, ...] = ()
+        self.last_first: tuple[RangeObserver, ...] = ()
         self.collective: OpenRange | None = None
 
     def __repr__(self) -> str:
@@ -100,12 +103,11 @@ class Ranges:
 
     def observe(self, observer: RangeObserver) -> Callable[[], None]:
         """Registers ``observer`` for all following ranges. Returns a function that removes it."""
-        self.observers = (*self.observers, observer)
+        self._set((*self.observers, observer))
+        return lambda: self._set(tuple(each for each in self.observers if each is not observer))
 
-        def remove() -> None:
-            self.observers = tuple(each for each in self.observers if each is not observer)
-
-        return remove
+    def _set(self, observers: tuple[RangeObserver, ...]) -> None:
+        self.observers, self.last_first = observers, observers[::-1]
 
     def open(
         self, name: str, category: Category = "user", *, part: str | None = None, **arguments: Any

@@ -129,6 +129,7 @@ class TorchBackend(Backend):
             "_hosts": {},
             "_memories": {},
             "_recordings": [],
+            "_totals": [],
             "_observers": [],
             "_closed": True,
             "_owns_default_group": False,

@@ -58,7 +58,7 @@ def objects(tmp_path_factory) -> list[object]:
     optimizer.step()
     prepared = run.models[0]
     records, parameter = list(prepared.parameters), next(model.parameters())
-    with run.backend.record() as traffic:
+    with run.backend.record() as traffic, run.backend.record_totals() as totals:
         pass
     traffic.transfers.append(transfer := contract.Transfer(op="all_reduce", group="dp", size=2, sent=64))
     reducer = contract.GradientReducer(prepared, run)
@@ -92,6 +92,7 @@ def objects(tmp_path_factory) -> list[object]:
         prepared.parameters,
         records[0],
         traffic,
+        totals,
         transfer,
         reducer,
         reducer._watcher,

@@ -147,8 +147,8 @@ class Session:
         except CheckpointError as error:
             self._memory.drop()
             self._say(
-                f"a snapshot in memory was not taken: {error.what} Training goes on with the one before it; if memory "
-                "is full, make /dev/shm larger, or save to a disk"
+                f"a snapshot in memory was not taken: {error.what} Training continues, and the previous snapshot is "
+                "kept; if memory is full, make /dev/shm larger, or save to a disk"
             )
             return ""
         return str(folder)

@@ -206,6 +206,8 @@ class Run:
     none."""
     is_precompiling: bool = False
     """Whether the run only collects graphs, and every value is zero."""
+    has_trackers: Callable[[], bool] = lambda: False
+    """Returns whether this rank has trackers, so that figures need not be made where :attr:`log` does nothing."""
     hooks: BoundHooks = field(init=False)
     """The plugins' hooks, called by the code that drives the run."""
     calling: Callable[[str], AbstractContextManager[None]] = field(init=False)

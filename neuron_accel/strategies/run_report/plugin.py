@@ -14,8 +14,9 @@ import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -204,15 +205,18 @@ class Report:
         self._waiting_for_values: Measured | None = None
         self._compared: int | None = None  # a step whose times the ranks have exchanged
         self._late: list[Straggler] = []
+        self._replicas = run.data_parallel_size
+        self._sharers = run.world.size // self._replicas  # ranks that share the samples
         self._parameters: int | None = None
         self._flops_per_token = 0
         self._has_header, self._closed, self._last = False, False, 0
         self._steps = 0
         with ExitStack() as stack:
-            traffic = stack.enter_context(backend.record())
+            traffic = stack.enter_context(backend.record_totals())
             self.recorder = Recorder(
                 backend, traffic, clock=self._clock, traced=frozenset(options.trace_steps), finished=self._finished
             )
+            stack.callback(self.recorder.close)
             stack.callback(run.ranges.observe(self.recorder))
             self._observing = stack.pop_all()
 
@@ -231,7 +235,7 @@ class Report:
         if not (torch.is_grad_enabled() and module.training):
             return
         began, seen = time.perf_counter(), self.recorder.observed
-        first = next((leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)), None)
+        first = _first_tensor(args, kwargs)
         if first is not None and first.dim():
             seen.samples = (seen.samples or 0) + first.shape[0]
             if first.dim() == 2 and not first.is_floating_point():
@@ -280,13 +284,13 @@ class Report:
         if measured.ready is not None:
             measured.ready.synchronize()
         scalars = Scalars.mean
-        step = dataclasses.replace(
-            measured.step,
-            loss=scalars(measured.losses),
-            grad_norm=None if measured.norm is None else scalars([measured.norm]),
-            flops=(flops := self._flops(measured.step)),
-            mfu=self._utilization(flops, measured.step),
-        )
+        values = {
+            "loss": scalars(measured.losses),
+            "grad_norm": None if measured.norm is None else scalars([measured.norm]),
+            "flops": (flops := self._flops(measured.step)),
+            "mfu": self._utilization(flops, measured.step),
+        }
+        step = Step(**{**vars(measured.step), **values})
         if not self._has_header:
             self._has_header = True
             self._file.write([self._header(measured.step.micro_batches)])
@@ -295,11 +299,11 @@ class Report:
         self._file.write([step, *measured.ranges])
         self._steps += 1
         self._compare(step)
-        if self._options.track and self._run.backend.rank == 0:
+        if self._options.track and self._run.has_trackers():
             self._run.log(figures(step), step.step)
         if self._display is not None:
             try:
-                self._display.show(step, self._late, self._run.data_parallel_size)
+                self._display.show(step, self._late, self._replicas)
             except (OSError, ValueError):  # standard output is closed
                 self._display = None
 
@@ -308,8 +312,7 @@ class Report:
             return float(self._operations)
         if step.tokens is None:
             return None
-        ranks = self._run.world.size // self._run.data_parallel_size  # that share the samples
-        return step.tokens * self._flops_per_token / ranks
+        return step.tokens * self._flops_per_token / self._sharers
 
     def _utilization(self, flops: float | None, step: Step) -> float | None:
         peak = None if self._run.hardware is None else self._run.hardware.peak_flops
@@ -398,7 +401,7 @@ class ReportFile:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._path = folder, folder / rank_file(rank)
-        self._file: IO[str] | None = None
+        self._file: FileIO | None = None
         self._failed = False
 
     def move_earlier(self, name: str, run: str | None = None) -> None:
@@ -421,15 +424,14 @@ class ReportFile:
             self._give_up(error)
 
     def write(self, records: Iterable[Header | Step | Range | End]) -> None:
-        """Appends lines, and flushes them."""
+        """Appends lines, all of them in one write."""
         if self._failed:
             return
         try:
             if self._file is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._file = open(self._path, "w", encoding="utf-8")  # noqa: SIM115  it stays open
-            self._file.write("".join(f"{to_line(record)}\n" for record in records))
-            self._file.flush()
+                self._file = open(self._path, "wb", buffering=0)  # noqa: SIM115  it stays open
+            self._file.write("".join([f"{to_line(record)}\n" for record in records]).encode())
         except (OSError, ValueError) as error:
             self._give_up(error)
 
@@ -501,49 +503,64 @@ def _read_prediction(path: Path | None, rank: int) -> tuple[Prediction | None, i
 # ---- figures ---------------------------------------------------------------------------------------------------------
 def figures(step: Step) -> dict[str, float]:
     """Returns the figures of a step for trackers, those that are known."""
+    training = max(step.training_seconds, 1e-9)
     found: dict[str, float | None] = {
-        "seconds": step.seconds,
-        "tokens_per_second": None if step.tokens is None else step.tokens / max(step.training_seconds, 1e-9),
-        "samples_per_second": None if step.samples is None else step.samples / max(step.training_seconds, 1e-9),
-        "waiting": step.waiting,
-        "mfu": step.mfu,
-        "compilations": step.compilations,
-        "loss": step.loss,
-        "grad_norm": step.grad_norm,
-        "lr": step.lr[0] if step.lr else None,
-        **{f"parts/{part}": seconds for part, seconds in step.parts.items()},
-        **{f"memory/{name}": value for name, value in vars(step.memory).items()},
+        "run_report/seconds": step.seconds,
+        "run_report/tokens_per_second": None if step.tokens is None else step.tokens / training,
+        "run_report/samples_per_second": None if step.samples is None else step.samples / training,
+        "run_report/waiting": step.waiting,
+        "run_report/mfu": step.mfu,
+        "run_report/compilations": step.compilations,
+        "run_report/loss": step.loss,
+        "run_report/grad_norm": step.grad_norm,
+        "run_report/lr": step.lr[0] if step.lr else None,
     }
+    for part, seconds in step.parts.items():
+        found["run_report/parts/" + part] = seconds
+    for name, value in vars(step.memory).items():
+        found["run_report/memory/" + name] = value
     for each in step.collectives:
-        found[f"sent/{each.group}"] = (found.get(f"sent/{each.group}") or 0) + each.bytes
-    return {f"run_report/{name}": float(value) for name, value in found.items() if value is not None}
+        name = "run_report/sent/" + each.group
+        found[name] = (found.get(name) or 0) + each.bytes
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The first tensor of a model's inputs, also inside tuples, lists and dicts."""
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, torch.Tensor):
+            return each
+        if each is not None:
+            break
+    return next((leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)), None)
 
 
 def _memory_of(run: Run, optimizer: torch.optim.Optimizer) -> Memory:
     """Bytes of the parameters, gradients and optimizer state on this rank."""
-    parameters, gradients = 0, {}
-    owners: list[Any] = []
+    parameters = 0
+    gradients: dict[int, int] = {}
+    tensors: dict[int, int] = {}
+    owners: dict[int, Any] = {}
     for model in run.models:
         for record in model.parameters:
-            if record.weights is not None:
-                size = 0 if record.current is None else record.current.element_size()
-                parameters += (record.weights.stop - record.weights.start) * size
-            elif record.current is not None:
-                parameters += record.current.nbytes
-            if record.current is not None:
-                owners.append(record.current)
-    state = optimizer.state
-    owners += [key for key in state if isinstance(key, torch.Tensor)]
-    for owner in owners:
+            current, weights = record.current, record.weights
+            if current is not None:
+                owners[id(current)] = current
+            if weights is not None:
+                parameters += (weights.stop - weights.start) * (0 if current is None else current.element_size())
+            elif current is not None:
+                parameters += current.nbytes
+    for key, entries in optimizer.state.items():
+        if isinstance(key, torch.Tensor):
+            owners[id(key)] = key
+        if isinstance(entries, Mapping):
+            for value in entries.values():
+                if isinstance(value, torch.Tensor):
+                    tensors[id(value)] = value.nbytes
+    for owner in owners.values():
         gradient = owner.grad
         if type(gradient) is torch.Tensor:  # another type stands for a gradient that is sharded
             gradients[id(gradient)] = gradient.nbytes
-    tensors = {
-        id(value): value.nbytes
-        for entries in state.values()
-        for value in (entries.values() if isinstance(entries, Mapping) else ())
-        if isinstance(value, torch.Tensor)
-    }
     return Memory(parameters=parameters, gradients=sum(gradients.values()), optimizer=sum(tensors.values()))
 
 

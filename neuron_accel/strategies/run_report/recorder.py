@@ -3,20 +3,21 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.contract import OpenRange, RangeObserver
+from neuron_accel.contract import OpenRange, RangeObserver, Ranges
 from neuron_accel.run_report.records import PARTS, Collectives, Memory, Range, Step
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Backend, Traffic
+    from neuron_accel.contract import Backend, TrafficTotals
 
 STEP = "optimizer step"
 """Name of the range whose end is the end of a step."""
@@ -24,23 +25,13 @@ _BEGINNINGS = ("loader", "forward")
 """Parts with which the first step begins."""
 
 
-@dataclass(slots=True)
-class _Open:
-    """A range on the stack.
-
-    Args:
-        opened: the range.
-        part: the part of the step that its time belongs to.
-        start: when it began, by ``perf_counter``.
-        step: number of the step in which it began.
-        exclusive: its seconds so far in which no range inside it was open.
-    """
-
-    opened: OpenRange
-    part: str
-    start: float
-    step: int
-    exclusive: float = 0.0
+_Open = list[Any]
+"""A range on the stack: the range, the part of the step that its time belongs to, when it began by ``perf_counter``, in
+which step, and its seconds so far in which no range inside it was open, since it began or since the step began. A list
+costs a quarter of what an object does."""
+_RANGE, _PART, _START, _STEP, _EXCLUSIVE = range(5)
+_CALIBRATION = (9, 40)
+"""Rounds, and ranges in each, by which the time of a range is measured."""
 
 
 @dataclass
@@ -48,15 +39,15 @@ class Observed:
     """What plugin hooks have seen since the last step.
 
     Args:
-        losses: of each micro-batch, 0-dim.
-        norm: gradient norm, 0-dim.
+        losses: of each micro-batch, 0-dim; a number where reading is free.
+        norm: gradient norm, likewise.
         samples, tokens: of the batches; None if not known.
         lr: learning rates.
         stepped: whether an optimizer has updated weights.
     """
 
-    losses: list[torch.Tensor] = field(default_factory=list)
-    norm: torch.Tensor | None = None
+    losses: list[torch.Tensor | float] = field(default_factory=list)
+    norm: torch.Tensor | float | None = None
     samples: int | None = None
     tokens: int | None = None
     lr: tuple[float, ...] = ()
@@ -70,14 +61,14 @@ class Measured:
     Args:
         step: everything else.
         ranges: ranges of traced steps that ended in it.
-        losses, norm: still to be read.
+        losses, norm: still to be read; numbers where reading is free.
         ready: an event to wait for before they are read; None if there is none.
     """
 
     step: Step
     ranges: list[Range]
-    losses: list[torch.Tensor]
-    norm: torch.Tensor | None
+    losses: list[torch.Tensor | float]
+    norm: torch.Tensor | float | None
     ready: torch.Event | None = None
 
 
@@ -88,9 +79,13 @@ class Recorder(RangeObserver):
     Ranges of other threads are left out, unless the thread of the loop is in a backward pass, which autograd may run in
     another thread.
 
+    A step has up to hundreds of ranges, so :meth:`begin` and :meth:`end` do little: they read the clock once, and do
+    not measure themselves. What ranges cost is estimated from their number and the time of one, which is measured at
+    the start.
+
     Args:
         backend: of the run.
-        traffic: a recording of the run's collectives; is emptied.
+        traffic: totals of the run's collectives; the recorder takes them.
         clock: seconds to add to this machine's clock.
         traced: numbers of the steps whose ranges are kept.
         finished: called at the end of each step.
@@ -99,99 +94,128 @@ class Recorder(RangeObserver):
     def __init__(
         self,
         backend: Backend,
-        traffic: Traffic,
+        traffic: TrafficTotals,
         *,
         clock: float,
         traced: frozenset[int],
         finished: Callable[[Measured], None],
     ) -> None:
-        self._backend, self._traffic, self._traced, self._finished = backend, traffic, traced, finished
+        self._backend, self._traffic, self._traced, self._finished = backend, traffic, frozenset[int](), finished
+        self._now = time.perf_counter
         self._unix = time.time() - time.perf_counter() + clock
-        self._thread = threading.get_ident()
-        self._stack: list[_Open] = []
+        self._thread = get_ident()
+        self._stack: list[_Open] = [[None, "other", 0.0, -1, 0.0]]  # the lowest one stands for no range
+        self._count = 0  # ranges that have ended in this step
         self._optimizer: Any = None  # the one whose steps are counted
         self._ranges: list[Range] = []
         self._compiled = backend.compilations
-        self._resident = resident_memory()
+        self._resident = ResidentMemory()
         self._begun = False
         self.step, self.observed, self.memory = 0, Observed(), Memory()
         self.own = 0.0
-        """Seconds that the report itself has taken since the last step."""
-        self._begin_step(time.perf_counter())
+        """Seconds that the report itself has taken since the last step, without ranges."""
+        self._begin_step(self._now())
+        self._seconds_of_range = self._time_ranges()
+        self._count = 0
+        self._traced = traced
+        self._begin_step(self._now())
+
+    def _time_ranges(self) -> float:
+        """Returns the seconds that the recorder takes for a range."""
+        ranges = Ranges()
+        ranges.observe(self)
+        rounds, count = _CALIBRATION
+        times = []
+        for _ in range(rounds):
+            began = self._now()
+            for _ in range(count):
+                with ranges.open("", "collective", part="communication", op="", group=""):
+                    pass
+            times.append(self._now() - began)
+        return min(times) / count
 
     def _begin_step(self, now: float) -> None:
         self._began = self._last = now
         self._parts = dict.fromkeys(PARTS, 0.0)
-        self._collectives: Counter[tuple[str, str]] = Counter()  # seconds
+        self._collectives: dict[tuple[str, str], float] = {}  # seconds
         self._waiting, self._backward_passes = 0.0, 0
+
+    def close(self) -> None:
+        """Ends recording."""
+        self._resident.close()
 
     # ---- ranges ------------------------------------------------------------------------------------------------------
     def begin(self, opened: OpenRange) -> None:
-        now = time.perf_counter()
-        stack = self._stack
-        if threading.get_ident() != self._thread and all(each.part != "backward" for each in stack):
+        now, stack = self._now(), self._stack
+        if get_ident() != self._thread and all(each[_PART] != "backward" for each in stack):
             return
-        if not self._begun and opened.part in _BEGINNINGS:
+        part, around = opened.part, stack[-1]
+        if not self._begun and part in _BEGINNINGS:
             self._begun = True
             self._began = self._last = now
             self._parts = dict.fromkeys(PARTS, 0.0)
-        self._charge(now)
-        part = opened.part or (stack[-1].part if stack else "other")
-        if part not in self._parts:  # of a range that another plugin or the script has opened
+            for each in stack:
+                each[_EXCLUSIVE] = 0.0
+        around[4] += now - self._last
+        self._last = now
+        if not part:
+            part = around[1]
+        elif part not in self._parts:  # of a range that another plugin or the script has opened
             part = "other"
-        stack.append(_Open(opened, part, now, self.step))
-        if opened.part == "backward" and opened.category == "part":
+        elif part == "backward" and opened.category == "part":
             self._backward_passes += 1
-        self.own += time.perf_counter() - now
+        stack.append([opened, part, now, self.step, 0.0])
 
     def end(self, opened: OpenRange) -> None:
-        now = time.perf_counter()
-        stack = self._stack
-        if not stack or (stack[-1].opened is not opened and all(each.opened is not opened for each in stack)):
+        now, stack = self._now(), self._stack
+        innermost = stack[-1]
+        if innermost[0] is not opened and all(each[_RANGE] is not opened for each in stack):
             return
-        self._charge(now)
+        innermost[4] += now - self._last
+        self._last = now
         while True:
-            closed = stack.pop()
-            self._close(closed, now)
-            if closed.opened is opened:
+            ended = stack.pop()
+            closed, part, _, step, spent = ended
+            self._parts[part] += spent
+            if closed.category == "collective":
+                found = closed.arguments
+                key = found["op"], found["group"]
+                self._collectives[key] = self._collectives.get(key, 0.0) + spent
+                if found.get("waits"):
+                    self._waiting += spent
+            if self._traced and self._begun and step in self._traced:
+                self._keep(ended, now)
+            self._count += 1
+            if closed is opened:
                 break
         if opened.name == STEP and self._optimizer in (None, opened.arguments["optimizer"]):
             self._optimizer = opened.arguments["optimizer"]
             self._end_step(now)
-        self.own += time.perf_counter() - now
+            self.own += self._now() - now
 
-    def _charge(self, now: float) -> None:
-        """Adds the time since the last change of the stack to the innermost range and its part."""
-        spent = now - self._last
-        self._last = now
-        if self._stack:
-            innermost = self._stack[-1]
-            innermost.exclusive += spent
-            self._parts[innermost.part] += spent
-        else:
-            self._parts["other"] += spent
-
-    def _close(self, closed: _Open, now: float) -> None:
-        opened = closed.opened
-        if opened.category == "collective":
-            key = (opened.arguments["op"], opened.arguments["group"])
-            self._collectives[key] += closed.exclusive  # type: ignore[assignment]  # a counter of seconds
-            if opened.arguments.get("waits"):
-                self._waiting += closed.exclusive
-        if closed.step in self._traced and self._begun:
-            self._ranges.append(
-                Range(
-                    step=closed.step,
-                    name=opened.name,
-                    category=opened.category,
-                    start=self._unix + closed.start,
-                    seconds=now - closed.start,
-                    arguments={key: value for key, value in opened.arguments.items() if key != "optimizer"},
-                )
+    def _keep(self, ended: _Open, now: float) -> None:
+        """Keeps a range of a traced step."""
+        closed, start, step = ended[_RANGE], ended[_START], ended[_STEP]
+        self._ranges.append(
+            Range(
+                step=step,
+                name=closed.name,
+                category=closed.category,
+                start=self._unix + start,
+                seconds=now - start,
+                arguments={key: value for key, value in closed.arguments.items() if key != "optimizer"},
             )
+        )
+
+    def _divide_open(self) -> None:
+        """Adds the time of ranges that are still open to the parts of the step that ends, and that of no range."""
+        for each in self._stack:
+            self._parts[each[_PART]] += each[_EXCLUSIVE]
+            each[_EXCLUSIVE] = 0.0
 
     # ---- steps -------------------------------------------------------------------------------------------------------
     def _end_step(self, now: float) -> None:
+        self._divide_open()
         seen, compiled = self.observed, self._backend.compilations
         before = self._compiled
         used = self._backend.device_memory or (None, None)
@@ -216,33 +240,26 @@ class Recorder(RangeObserver):
             compilations=None if compiled is None or before is None else compiled - before,
             lr=seen.lr,
             skipped=not seen.stepped,
-            own_seconds=self.own,
+            own_seconds=self.own + self._count * self._seconds_of_range,
         )
         ranges, self._ranges, self._compiled = self._ranges, [], compiled
-        self.observed, self.own = Observed(), 0.0
+        self.observed, self.own, self._count = Observed(), 0.0, 0
         self.step += 1
         self._begin_step(now)
         self._finished(Measured(step, ranges, seen.losses, seen.norm))
 
     def _take_traffic(self) -> tuple[Collectives, ...]:
         """The collectives since the last step, by kind and group."""
-        count: Counter[tuple[str, str]] = Counter()
-        sent: Counter[tuple[str, str]] = Counter()
-        for transfer in self._traffic.transfers:
-            key = (transfer.op, transfer.group)
-            count[key] += 1
-            sent[key] += transfer.sent
-        self._traffic.transfers.clear()
-        lazy = self._backend.is_lazy
+        lazy, seconds = self._backend.is_lazy, self._collectives
         return tuple(
             Collectives(
                 op=op,
                 group=group,
-                count=number,
-                bytes=sent[op, group],
-                seconds=None if lazy else float(self._collectives.get((op, group), 0.0)),
+                count=count,
+                bytes=sent,
+                seconds=None if lazy else seconds.get((op, group), 0.0),
             )
-            for (op, group), number in count.items()
+            for (op, group), (count, sent) in self._traffic.take().items()
         )
 
     def rest(self) -> list[Range]:
@@ -251,13 +268,28 @@ class Recorder(RangeObserver):
         return ranges
 
 
-def resident_memory() -> Callable[[], int]:
-    """Returns a function that returns the bytes of resident memory of this process. Reading them costs a tenth of
-    finding the process."""
-    import psutil
+class ResidentMemory:
+    """Returns the bytes of resident memory of this process when it is called. On Linux it keeps the file open in which
+    the kernel writes them, since finding and opening it takes ten times as long as reading it."""
 
-    process = psutil.Process()
-    return lambda: int(process.memory_info().rss)
+    def __init__(self) -> None:
+        self._file: int | None = None
+        with contextlib.suppress(OSError):
+            self._file = os.open("/proc/self/statm", os.O_RDONLY)
+        self._page = os.sysconf("SC_PAGE_SIZE")
+
+    def __call__(self) -> int:
+        if self._file is not None:
+            return int(os.pread(self._file, 256, 0).split(maxsplit=2)[1]) * self._page
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
+
+    def close(self) -> None:
+        """Closes the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
 
 
 class Scalars:
@@ -271,21 +303,16 @@ class Scalars:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        self.at_once = backend.reads_are_free
+        """Whether values are read in the step in which they are kept."""
+        self._copies_beside = backend.device.type == "cuda"
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy, which later changes of ``tensor`` leave alone."""
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor | float:
+        """Returns the value where reading it is free, else a copy, which later changes of ``tensor`` leave alone."""
+        if self.at_once:
+            return float(tensor.item())
         kept = tensor.detach()
         return kept.to("cpu", non_blocking=True) if self._copies_beside else kept.clone()
-
-    @property
-    def _copies_beside(self) -> bool:
-        return self._backend.device.type == "cuda"
-
-    @property
-    def at_once(self) -> bool:
-        """Whether copies can be read in the step in which they were made."""
-        return self._backend.reads_are_free
 
     def event(self) -> torch.Event | None:
         """Returns an event after which the copies so far can be read; None if they are read without one."""
@@ -296,6 +323,6 @@ class Scalars:
         return event
 
     @staticmethod
-    def mean(kept: Sequence[torch.Tensor]) -> float | None:
-        """Mean of copies; None without any."""
-        return sum(float(tensor.cpu()) for tensor in kept) / len(kept) if kept else None
+    def mean(kept: Sequence[torch.Tensor | float]) -> float | None:
+        """Mean of copies and values; None without any."""
+        return sum(map(float, kept)) / len(kept) if kept else None

@@ -123,3 +123,23 @@ def test_recordings_nest(alone):
     assert outer.sent(op="all_reduce") == 3
     assert outer.sent() == 7
     assert outer.count(group="dp") == 1
+
+
+def test_totals_are_those_of_the_recorded_collectives(alone):
+    dp, tp = alone.new_group([[0]], "dp"), alone.new_group([[0]], "tp")
+    with alone.record_totals() as outer, alone.record() as traffic:
+        alone._note("all_reduce", tp, 3)
+        with alone.record_totals() as inner:
+            alone._note("all_gather", dp, 4)
+            alone._note("all_reduce", tp, 5)
+        assert repr(outer) == "<TrafficTotals: all_reduce over tp 2, all_gather over dp 1>"
+        found = outer.take()
+        assert list(found.items()) == [(("all_reduce", "tp"), (2, 8)), (("all_gather", "dp"), (1, 4))]
+        assert {op: sent for (op, _), (_, sent) in found.items()} == {
+            op: traffic.sent(op=op) for op in ("all_reduce", "all_gather")
+        }
+        alone._note("all_gather", dp, 6)
+    alone._note("all_gather", dp, 7)  # after the contexts
+    assert outer.take() == {("all_gather", "dp"): (1, 6)}
+    assert outer.take() == {}
+    assert inner.take() == {("all_gather", "dp"): (1, 4), ("all_reduce", "tp"): (1, 5)}

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,14 +16,16 @@ import pytest
 import torch
 
 from neuron_accel import NeuronAccelerator, RunReportPlugin
-from neuron_accel.backends.base import Traffic, Transfer
+from neuron_accel.backends.base import TrafficTotals
 from neuron_accel.backends.ranges import Ranges
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.run_report.records import Collectives, Memory, Step, Straggler, read_run
 from neuron_accel.strategies.run_report.live import Dashboard, Lines, make_display, render
 from neuron_accel.strategies.run_report.plugin import ReportFile, figures
-from neuron_accel.strategies.run_report.recorder import Recorder
+from neuron_accel.strategies.run_report.recorder import Recorder, ResidentMemory
 
+RANGE_CALLS, STEP_CALLS = 18, 80
+"""Calls of functions that a range, and a step without ranges, take at most."""
 STEP = Step(
     step=120,
     time=0.0,
@@ -205,7 +208,7 @@ def test_nothing_is_left_when_the_run_ends(tmp_path):
     assert run.ranges.observers
     train(accelerator)
     assert not run.ranges.observers
-    assert not run.backend._recordings
+    assert not run.backend._totals
 
 
 # ---- ranges ----------------------------------------------------------------------------------------------------------
@@ -216,10 +219,11 @@ class Backend:
 def record(body):
     """Steps that a recorder sees while ``body(ranges)`` runs."""
     ranges, found = Ranges(), []
-    recorder = Recorder(Backend(), Traffic(), clock=0.0, traced=frozenset({0, 1}), finished=found.append)
+    recorder = Recorder(Backend(), TrafficTotals(), clock=0.0, traced=frozenset({0, 1}), finished=found.append)
     remove = ranges.observe(recorder)
     body(ranges)
     remove()
+    recorder.close()
     return found
 
 
@@ -270,6 +274,24 @@ def test_time_belongs_to_the_innermost_range(monkeypatch):
     spans = {span.name: (span.start, span.seconds) for span in measured.ranges}
     assert spans["forward"] == (150, 10)
     assert spans["wait"] == (156, 4)
+
+
+def test_the_time_of_a_range_around_several_steps_belongs_to_each_of_them(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("neuron_accel.strategies.run_report.recorder.time", clock)
+
+    def body(ranges):
+        with ranges.open("forward", "part", part="forward"):
+            pass
+        with ranges.open("my loop", part="evaluation"):
+            for seconds in (1, 2):
+                clock.pass_by(seconds)
+                with step_in(ranges):
+                    clock.pass_by(10)
+
+    for seconds, measured in zip((1, 2), record(body), strict=True):
+        assert (measured.step.parts["evaluation"], measured.step.parts["optimizer"]) == (seconds, 10)
+        assert measured.step.seconds == sum(measured.step.parts.values()) == seconds + 10
 
 
 def fail(ranges):
@@ -351,23 +373,82 @@ def test_a_closed_output_does_not_end_the_training(tmp_path, monkeypatch):
 
 
 # ---- what it costs ---------------------------------------------------------------------------------------------------
-def test_a_step_of_twenty_ranges_costs_less_than_a_hundredth_of_twenty_milliseconds(tmp_path):
+@contextlib.contextmanager
+def measured_ranges(folder):
+    """A function that makes a step of so many collectives, which a recorder measures and a file gets."""
     backend = SimpleNamespace(compilations=None, device_memory=None, is_lazy=False)
-    traffic, file = Traffic(), ReportFile(tmp_path, 0)
+    traffic, file, ranges = TrafficTotals(), ReportFile(folder, 0), Ranges()
     recorder = Recorder(
         backend, traffic, clock=0.0, traced=frozenset(), finished=lambda measured: file.write([measured.step])
     )
-    ranges = Ranges()
-    ranges.observe(recorder)
-    times = []
-    for _ in range(100):
-        began = time.thread_time()  # other work on the machine does not count
-        for _ in range(20):
+    remove = ranges.observe(recorder)
+
+    def step(count):
+        for _ in range(count):
             with ranges.open("all_gather", "collective", part="communication", op="all_gather", group="dp"):
-                traffic.transfers.append(Transfer(op="all_gather", group="dp", size=2, sent=64))
-        with ranges.open("optimizer step", "part", part="optimizer", optimizer=1):
+                traffic.add("all_gather", "dp", 64)
+        with step_in(ranges):
             pass
-        times.append(time.thread_time() - began)
-    file.close()
+
+    try:
+        yield step
+    finally:
+        remove()
+        recorder.close()
+        file.close()
+
+
+def test_a_step_of_fifty_ranges_costs_less_than_a_hundredth_of_twenty_milliseconds(tmp_path):
+    times = []
+    with measured_ranges(tmp_path) as step:
+        for _ in range(100):
+            began = time.thread_time()  # other work on the machine does not count
+            step(50)
+            times.append(time.thread_time() - began)
     assert len((tmp_path / "rank-00000.jsonl").read_text().splitlines()) == 100
     assert min(times) < 200e-6, sorted(times)[:3]
+
+
+def calls(body):
+    """Number of functions, of Python and of C, that ``body()`` calls."""
+    found = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, argument: found.append(event) if event in ("call", "c_call") else None)
+    try:
+        body()
+    finally:
+        sys.setprofile(before)
+    return len(found)
+
+
+def test_a_range_costs_few_calls_of_functions(tmp_path):
+    """What a range costs, counted so that it does not depend on the machine."""
+    with measured_ranges(tmp_path) as step:
+        step(1)
+        few, many = calls(lambda: step(10)), calls(lambda: step(110))
+    assert many - few <= 100 * RANGE_CALLS, (many - few) / 100
+    assert few - 10 * RANGE_CALLS <= STEP_CALLS, few - 10 * RANGE_CALLS
+
+
+def test_the_time_of_the_report_grows_with_the_number_of_ranges():
+    def body(ranges):
+        for count in (0, 0, 400):
+            for _ in range(count):
+                with ranges.open("mine"):
+                    pass
+            with step_in(ranges):
+                pass
+
+    _, few, many = (each.step for each in record(body))
+    assert 0 < few.own_seconds < many.own_seconds
+
+
+def test_resident_memory_is_that_of_this_process():
+    import psutil
+
+    resident = ResidentMemory()
+    try:
+        assert resident() == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
+    finally:
+        resident.close()
+    assert resident() > 0  # where the system has no such file
