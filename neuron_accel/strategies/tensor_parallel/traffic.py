@@ -68,7 +68,7 @@ def _overlap(region: nn.Module, architecture: Architecture) -> str:
     """Returns which layers compute while the input of a region is being gathered."""
     layers = overlapping_layers(region, architecture.config.hidden_size)
     names = ", ".join(name or "this layer" for name, layer in layers if layer.reads_gathered)
-    return f"; those in overlap with {names}" if names else "; no overlap"
+    return f"; the first two during {names}" if names else "; no overlap"
 
 
 def _hidden(architecture: Architecture, module: nn.Module) -> int:
