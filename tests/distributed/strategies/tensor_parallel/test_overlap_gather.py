@@ -19,7 +19,15 @@ from neuron_accel.strategies.tensor_parallel.tp_region import SequenceFlow, TpRe
 from neuron_accel.testing import assert_parallel_equivalence, run_ranks
 from neuron_accel.testing.parity import Training
 from tests.distributed.models import MODELS, llama, token_batches
-from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import FAMILIES, batch, make_run, shard, step
+from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import (
+    FAMILIES,
+    batch,
+    compare_step,
+    make_run,
+    shard,
+    step,
+)
+from tests.sweeps.tiny import tiny_model
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Run
@@ -273,6 +281,32 @@ def test_frozen_weights(family, plugins):
 def test_key_value_heads_on_several_ranks():
     model = functools.partial(llama, kv_heads=1)
     assert_parallel_equivalence(model, token_batches(3), [TP4, OVERLAPPING, RECOMPUTE], ranks=4)
+
+
+OTHER_FAMILIES = {
+    "bert": {"query", "key", "value", "dense"},  # attention is a module in the region
+    "opt": {"q_proj", "k_proj", "v_proj", "fc1"},  # [batch x sequence, hidden]; fc1 is a region itself
+    "qwen2_moe": {"q_proj", "k_proj", "v_proj"},  # the shared expert is called with a view of the input
+    "phi3": {"qkv_proj", "gate_up_proj"},
+}
+
+
+def overlapping(names: list[str]) -> dict[str, tuple[dict[str, Any], set[str]]]:
+    found = {}
+    for name in names:
+        model = tiny_model(name)
+        compared = compare_step(model, batch(7), degree=2, sequence_parallel=True, overlap_gather=True)
+        layers = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, ColumnWise)]
+        found[name] = compared, {fqn.rpartition(".")[2] for fqn, layer in layers if layer.reads_gathered}
+    return found
+
+
+def test_other_families():
+    for found in run_ranks(overlapping, 2, list(OTHER_FAMILIES)):
+        for name, (compared, layers) in found.items():
+            assert compared["loss"] == pytest.approx(compared["expected"], rel=1e-5), name
+            assert compared["error"] < 1e-4, (name, compared["where"])
+            assert layers == OTHER_FAMILIES[name], name
 
 
 # ---- where nothing overlaps ------------------------------------------------------------------------------------------
