@@ -71,8 +71,9 @@ class Module(nn.Module):
 
 
 CASES = (
-    "plain", "one frozen", "frozen", "no gradient of the input", "one frozen, no gradient of the input", "read directly", "another input", "unused product",
-    "changed in place", "autocast", "no grad", "flat", "gradient of the gradient", "float64",
+    "plain", "one frozen", "frozen", "no gradient of the input", "one frozen, no gradient of the input",
+    "read directly", "another input", "unused product", "changed in place", "autocast", "no grad", "flat",
+    "gradient of the gradient", "float64",
 )  # fmt: skip
 
 
