@@ -84,11 +84,14 @@ def measured(model: nn.Module, step: Callable[[], float], memory: PeakMemory, st
     return Measurement(rate=BATCH * LENGTH / seconds, peak_bytes=memory.bytes(), counts=counts)
 
 
-def ours(folder: str, small: bool, steps: int, sequence_parallel: bool = False) -> Measurement | None:
+def ours(
+    folder: str, small: bool, steps: int, sequence_parallel: bool = False, overlap_gather: bool = False
+) -> Measurement | None:
     from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, SequenceParallelPlugin
 
-    plugins = [ModelParallelismPlugin(tensor_parallel_size=dist.get_world_size())]
-    accelerator = NeuronAccelerator(plugins=[*plugins, SequenceParallelPlugin()] if sequence_parallel else plugins)
+    plugins: list[Any] = [ModelParallelismPlugin(tensor_parallel_size=dist.get_world_size())]
+    plugins += [SequenceParallelPlugin(overlap_gather=overlap_gather)] if sequence_parallel else []
+    accelerator = NeuronAccelerator(plugins=plugins)
     memory = PeakMemory()
     model = accelerator.prepare(build(small))
     ids = tokens(config(small).vocab_size)
@@ -103,6 +106,10 @@ def ours(folder: str, small: bool, steps: int, sequence_parallel: bool = False) 
 
 def ours_with_sequence_parallel(folder: str, small: bool, steps: int) -> Measurement | None:
     return ours(folder, small, steps, sequence_parallel=True)
+
+
+def ours_with_overlapping_gathers(folder: str, small: bool, steps: int) -> Measurement | None:
+    return ours(folder, small, steps, sequence_parallel=True, overlap_gather=True)
 
 
 def torch_dtensor(folder: str, small: bool, steps: int) -> Measurement | None:
@@ -187,6 +194,7 @@ PEERS: dict[str, Callable[..., Measurement | None]] = {
     'tp_plan="auto"': tp_plan_auto,
     "ModelParallelismPlugin": ours,
     "ModelParallelismPlugin, SequenceParallelPlugin": ours_with_sequence_parallel,
+    "ModelParallelismPlugin, SequenceParallelPlugin(overlap_gather=True)": ours_with_overlapping_gathers,
     "bound": bound,
 }
 

@@ -106,6 +106,14 @@ class TestSequenceParallel(PluginConformance):
         return SequenceParallelPlugin()
 
 
+class TestSequenceParallelOverlapping(TestSequenceParallel):
+    @pytest.fixture
+    def plugin(self):
+        return SequenceParallelPlugin(overlap_gather=True)
+
+    conflicts: ClassVar = {"xla": "cannot be gathered while the layer computes"}
+
+
 class TestDesyncGuard(PluginConformance):
     @pytest.fixture
     def plugin(self):

@@ -54,12 +54,23 @@ def whereabouts():
         (["zero1"], 2),
         ([TENSOR], 2),
         ([TENSOR, "sequence_parallel"], 2),
+        ([TENSOR, {"sequence_parallel": {"overlap_gather": True}}], 2),
         ([PIPELINE], 2),
         ([TENSOR, "zero1"], 4),
         ([TENSOR, "sequence_parallel", "zero1", "activation_checkpointing"], 4),
         ([PIPELINE, "zero1"], 4),
     ],
-    ids=["dp2", "zero1", "tp2", "tp2-sp", "pp2", "tp2-dp2-zero1", "tp2-sp-dp2-zero1-ac", "pp2-dp2-zero1"],
+    ids=[
+        "dp2",
+        "zero1",
+        "tp2",
+        "tp2-sp",
+        "tp2-sp-overlapping",
+        "pp2",
+        "tp2-dp2-zero1",
+        "tp2-sp-dp2-zero1-ac",
+        "pp2-dp2-zero1",
+    ],
 )
 def test_training_is_that_of_one_process(plugins, ranks):
     batch = {"input_ids": ROWS, "labels": ROWS}

@@ -50,6 +50,9 @@ COMPOSITIONS = {
     "zero1 x 2 + guards": Composition(ranks=2, plugins=("zero1", *GUARDS)),
     "tp2": Composition(ranks=2, plugins=({"model_parallelism": TP2},), holders=2),
     "tp2 + sp": Composition(ranks=2, plugins=({"model_parallelism": TP2}, "sequence_parallel"), holders=2),
+    "tp2 + sp, overlapping gathers": Composition(
+        ranks=2, plugins=({"model_parallelism": TP2}, {"sequence_parallel": {"overlap_gather": True}}), holders=2
+    ),
     "tp2 x dp2": Composition(ranks=4, plugins=({"model_parallelism": TP2},), holders=2),
     "tp2 x dp2 + zero1": Composition(ranks=4, plugins=({"model_parallelism": TP2}, "zero1"), holders=2),
     "tp2 x dp2 + sp + zero1": Composition(

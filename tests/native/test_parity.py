@@ -13,6 +13,7 @@ FLASH = {"flash_attention": {"block_size": 5}}
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
 COMPOSITIONS = {
     "zero1-flash": ("gpt2-tied", ["zero1", FLASH]),
+    "tp2-sp-overlapping": ("llama", [TP2, {"sequence_parallel": {"overlap_gather": True}}]),
     "tp2-sp-flash-chunked": ("llama", [TP2, "sequence_parallel", FLASH, {"chunked_loss": {"chunks": 3}}]),
 }
 

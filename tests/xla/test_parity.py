@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from neuron_accel.testing import run_ranks
+from neuron_accel.testing import RanksError, run_ranks
 from neuron_accel.testing.parity import Training, compare, train_alone
 from tests.distributed.models import MODELS, token_batches
 from tests.xla.parity import train_on_xla_rank
@@ -67,3 +67,16 @@ def test_tied_and_untied(model, composition):
 @pytest.mark.parametrize("model", ["llama", pytest.param("gpt2-tied", marks=pytest.mark.slow)])
 def test_eight_ranks(model, composition):
     check(model, composition, Training(max_norm=0.5), size=8)
+
+
+def prepare_overlapping():
+    from neuron_accel import NeuronAccelerator
+
+    plugins = [TP2, {SP: {"overlap_gather": True}}]
+    NeuronAccelerator(config={"plugins": plugins, "backend": "xla"}).prepare(MODELS["llama"]())
+
+
+def test_gathers_are_left_to_the_compiler():
+    with pytest.raises(RanksError, match="cannot be gathered while the layer computes") as caught:
+        run_ranks(prepare_overlapping, 2, backend="xla", timeout=110)
+    assert type(caught.value.errors[0]).__name__ == "PlanError"

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from neuron_accel.contract import WithProductHooks, copy_to_group
+from neuron_accel.strategies.tensor_parallel.overlap import ColumnWise, Operands
 from neuron_accel.strategies.tensor_parallel.tp_region import TpRegion
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def take_over(cls: type[M], source: nn.Module) -> M:
     return module
 
 
-class ColumnParallelLinear(nn.Linear):
+class ColumnParallelLinear(ColumnWise, nn.Linear):
     """A linear layer with sharded output features. Input [..., in], output [..., out / degree].
 
     The input enters the region once for all its column-wise layers, so this layer does not communicate, unless several
@@ -70,11 +71,14 @@ class ColumnParallelLinear(nn.Linear):
     replica_group: Group | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.product(input)
+
+    def operands(self) -> Operands:
         if self.replica_group is None:
-            return F.linear(input, self.weight, self.bias)
+            return self.weight, self.bias
         backend = self.tp_region.backend
         bias = None if self.bias is None else copy_to_group(self.bias, backend, self.replica_group)
-        return F.linear(input, copy_to_group(self.weight, backend, self.replica_group), bias)
+        return copy_to_group(self.weight, backend, self.replica_group), bias
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, degree={self.tp_region.group.size}"
@@ -169,7 +173,7 @@ class OwnRowsLinear(WithProductHooks, nn.Linear):
         return f"{super().extra_repr()}, rows={sum(block.local for block in self.blocks)}"
 
 
-class ColumnParallelConv1D(nn.Module):
+class ColumnParallelConv1D(ColumnWise):
     """:class:`ColumnParallelLinear` for a layer whose weight is [in, out], as GPT-2's are."""
 
     tp_region: TpRegion
@@ -179,7 +183,10 @@ class ColumnParallelConv1D(nn.Module):
     nf: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return F.linear(input, self.weight.t(), self.bias)
+        return self.product(input)
+
+    def operands(self) -> Operands:
+        return self.weight.t(), self.bias
 
     def extra_repr(self) -> str:
         return f"in={self.weight.shape[0]}, out={self.weight.shape[1]}, degree={self.tp_region.group.size}"

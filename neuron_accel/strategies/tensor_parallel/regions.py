@@ -70,10 +70,11 @@ class _Region:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         draws = self._dropouts.active
-        return replace_hidden(args, kwargs, lambda hidden: self._tp_region.enter(hidden, draws=draws))
+        return replace_hidden(args, kwargs, lambda hidden: self._tp_region.enter(hidden, draws=draws, region=module))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._tp_region.leave()  # needed after an error, or if the region does not end in a row-wise projection
+        self._tp_region.flow.left(module, completed=output is not None)
 
     def sum(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return change_first(output, self._tp_region.exit)

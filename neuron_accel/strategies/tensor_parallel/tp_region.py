@@ -24,6 +24,12 @@ from neuron_accel.contract import (
     reduce_from_group,
     reduce_scatter_to_group,
 )
+from neuron_accel.strategies.tensor_parallel.overlap import (
+    ColumnWise,
+    forget_products,
+    gather_and_multiply,
+    overlapping_layers,
+)
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Backend, Group
@@ -37,8 +43,17 @@ class Flow(ABC):
     """Whether ranks already draw different random numbers outside regions."""
 
     @abstractmethod
-    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Converts the activations between regions to the input of a region, which is the full tensor on every rank."""
+    def enter(self, hidden: torch.Tensor, region: nn.Module | None = None) -> torch.Tensor:
+        """Converts the activations between regions to the input of a region, which is the full tensor on every rank.
+
+        Args:
+            hidden: the activations.
+            region: the module that receives the result.
+        """
+
+    @abstractmethod
+    def left(self, region: nn.Module, *, completed: bool) -> None:
+        """Is called when the module of a region returns, or raises an error: then it was not ``completed``."""
 
     @abstractmethod
     def exit(self, partial: torch.Tensor, *, given_up: bool = False) -> torch.Tensor:
@@ -54,8 +69,11 @@ class ReplicatedFlow(Flow):
     def __init__(self, backend: Backend, group: Group) -> None:
         self._backend, self._group = backend, group
 
-    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+    def enter(self, hidden: torch.Tensor, region: nn.Module | None = None) -> torch.Tensor:
         return copy_to_group(hidden, self._backend, self._group)
+
+    def left(self, region: nn.Module, *, completed: bool) -> None:
+        """Has no effect."""
 
     def exit(self, partial: torch.Tensor, *, given_up: bool = False) -> torch.Tensor:
         return reduce_from_group(partial, self._backend, self._group, given_up=given_up)
@@ -67,12 +85,18 @@ class SequenceFlow(Flow):
 
     Between regions, a sequence whose length is not divisible is padded at its end; inside a region it has its true
     length. In some models the input and output of regions are [batch x sequence, hidden].
+
+    Args:
+        backend, group: of the collectives.
+        overlap_gather: whether column-wise layers compute while the input of their region is being gathered, see
+            :mod:`~neuron_accel.strategies.tensor_parallel.overlap`. torch.compile, which ends its graph at a
+            collective, traces the region without.
     """
 
     ranks_draw_apart = True
 
-    def __init__(self, backend: Backend, group: Group) -> None:
-        self._backend, self._group = backend, group
+    def __init__(self, backend: Backend, group: Group, *, overlap_gather: bool = False) -> None:
+        self._backend, self._group, self.overlap_gather = backend, group, overlap_gather
         self._length = 0
 
     def split(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -86,11 +110,31 @@ class SequenceFlow(Flow):
         self._remember_length(full)
         return full
 
-    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+    def enter(self, hidden: torch.Tensor, region: nn.Module | None = None) -> torch.Tensor:
+        if self.overlap_gather and region is not None and not torch.compiler.is_compiling():
+            layers = [layer for _, layer in overlapping_layers(region, hidden.shape[-1])]
+            if layers and hidden.dim() in (2, 3):
+                return self._enter_overlapping(hidden, layers)
         if hidden.dim() == 2:
-            length = -(-self._length // self._group.size)
-            return self.enter(hidden.unflatten(0, (-1, length))).flatten(0, 1)
+            return self.enter(self._unflatten(hidden)).flatten(0, 1)
         return self._trim(gather_from_group(hidden, self._backend, self._group, 1, grad="reduce_scatter"))
+
+    def _enter_overlapping(self, hidden: torch.Tensor, layers: list[ColumnWise]) -> torch.Tensor:
+        flat = hidden.dim() == 2
+        shard = self._unflatten(hidden) if flat else hidden
+        full, products = gather_and_multiply(shard, layers, self._backend, self._group, self._length)
+        full = full.flatten(0, 1) if flat else full
+        for layer, product in products:
+            layer._ahead = full, product.flatten(0, 1) if flat else product
+        return full
+
+    def _unflatten(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Converts a shard [batch x positions, hidden] to [batch, positions, hidden]."""
+        return hidden.unflatten(0, (-1, -(-self._length // self._group.size)))
+
+    def left(self, region: nn.Module, *, completed: bool) -> None:
+        if self.overlap_gather and not torch.compiler.is_compiling():
+            forget_products(region, completed=completed)
 
     def exit(self, partial: torch.Tensor, *, given_up: bool = False) -> torch.Tensor:
         if partial.dim() == 2:
@@ -145,11 +189,12 @@ class TpRegion:
     def __deepcopy__(self, memo: dict[int, Any]) -> TpRegion:
         return self  # a copied model communicates in the same group
 
-    def enter(self, hidden: torch.Tensor, *, draws: bool) -> torch.Tensor:
-        """Is called at the entry of a region. ``draws``: whether random numbers are drawn inside."""
+    def enter(self, hidden: torch.Tensor, *, draws: bool, region: nn.Module | None = None) -> torch.Tensor:
+        """Is called at the entry of a region. ``draws``: whether random numbers are drawn inside; ``region``: the
+        module that receives the result."""
         if not self.flow.ranks_draw_apart:
             self.randomness.begin(draws)
-        return self.flow.enter(hidden)
+        return self.flow.enter(hidden, region)
 
     def exit(self, partial: torch.Tensor, *, given_up: bool = False) -> torch.Tensor:
         """Is called at the exit of a region, its row-wise projection. ``given_up``: whether ``partial`` is not used

@@ -11,6 +11,7 @@ from torch import nn
 from neuron_accel.strategies.tensor_parallel.embedding import VocabularyParallelEmbedding, VocabularyParallelHead
 from neuron_accel.strategies.tensor_parallel.head_split import head_splits
 from neuron_accel.strategies.tensor_parallel.linear import ColumnParallelLinear
+from neuron_accel.strategies.tensor_parallel.overlap import overlapping_layers
 from neuron_accel.strategies.tensor_parallel.tp_region import SequenceFlow, TpRegion, tp_region_of
 
 if TYPE_CHECKING:
@@ -38,11 +39,13 @@ def explain_traffic(model: nn.Module, tokens: int | None = None) -> str:
 def _rows(model: nn.Module, tp_region: TpRegion) -> Iterator[tuple[str, str, int | None]]:
     architecture = tp_region.architecture
     assert architecture is not None
-    sharded = isinstance(tp_region.flow, SequenceFlow)
+    flow = tp_region.flow
+    sharded = isinstance(flow, SequenceFlow)
     each = "all-gather and reduce-scatter in, reduce-scatter and all-gather out" if sharded else "all-reduce in and out"
     for fqn, module in architecture.regions:
         width = _hidden(architecture, module)
-        yield fqn, each, (4 if sharded else 2) * width
+        overlap = _overlap(module, architecture) if isinstance(flow, SequenceFlow) and flow.overlap_gather else ""
+        yield fqn, each + overlap, (4 if sharded else 2) * width
     for fqn, module in model.named_modules():
         if isinstance(module, VocabularyParallelEmbedding):
             yield fqn, "all-reduce out", module.weight.shape[1] * module.weight.element_size()
@@ -59,6 +62,13 @@ def _rows(model: nn.Module, tp_region: TpRegion) -> Iterator[tuple[str, str, int
                 f"gradients summed over {split.replicas} ranks that hold the same heads",
                 None,
             )
+
+
+def _overlap(region: nn.Module, architecture: Architecture) -> str:
+    """Returns which layers compute while the input of a region is being gathered."""
+    layers = overlapping_layers(region, architecture.config.hidden_size)
+    names = ", ".join(name or "this layer" for name, layer in layers if layer.reads_gathered)
+    return f"; the first two during {names}" if names else "; no overlap"
 
 
 def _hidden(architecture: Architecture, module: nn.Module) -> int:

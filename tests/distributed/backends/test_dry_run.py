@@ -18,6 +18,7 @@ COMPOSITIONS = {
     "dp2": (2, ()),
     "tp2": (2, ("tp",)),
     "tp2 + sp": (2, ("tp", "sp")),
+    "tp2 + overlapping sp": (2, ("tp", "sp-overlap")),
     "zero1": (2, ("zero1",)),
     "tp2 + recomputation": (2, ("tp", "recompute")),
     "tp2 x dp2 + zero1": (4, ("tp", "zero1")),
@@ -41,6 +42,7 @@ def plugins_of(names: Sequence[str]):
     made = {
         "tp": lambda: TensorParallelPlugin(tensor_parallel_size=2),
         "sp": SequenceParallelPlugin,
+        "sp-overlap": lambda: SequenceParallelPlugin(overlap_gather=True),
         "zero1": Zero1Plugin,
         "stage 3": FullyShardedPlugin,
         "stage 2": lambda: FullyShardedPlugin(reshard_after_forward=False),

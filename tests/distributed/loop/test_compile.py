@@ -22,6 +22,7 @@ COMPOSITIONS = {
     "dp2-flash": [FLASH],
     "zero1-recompute": ["zero1", "activation_checkpointing"],
     "tp2-sp": [TP2, "sequence_parallel"],
+    "tp2-sp-overlapping": [TP2, {"sequence_parallel": {"overlap_gather": True}}],
     "pp2": [PP2],
 }
 

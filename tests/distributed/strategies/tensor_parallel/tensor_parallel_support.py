@@ -55,12 +55,12 @@ def gpt2(**options: Any) -> GPT2LMHeadModel:
 FAMILIES = {"llama": llama, "gpt2": gpt2}
 
 
-def make_run(*, degree: int, sequence_parallel: bool = False, **options: Any) -> Run:
+def make_run(*, degree: int, sequence_parallel: bool = False, overlap_gather: bool = False, **options: Any) -> Run:
     """A run of the ranks there are, with tensor parallelism of ``degree``."""
     backend = TorchBackend.connect("cpu")
     plugins = [ModelParallelismPlugin(tensor_parallel_size=degree, **options)]
     if sequence_parallel:
-        plugins.append(SequenceParallelPlugin())
+        plugins.append(SequenceParallelPlugin(overlap_gather=overlap_gather))
     plan = make_plan(
         plugins,
         world_size=backend.world_size,

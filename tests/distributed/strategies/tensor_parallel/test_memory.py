@@ -23,11 +23,12 @@ MODELS = {
 }  # fmt: skip
 
 
-def _saved(family: str, layers: int, degree: int, sequence_parallel: bool) -> int:
+def _saved(family: str, layers: int, degree: int, sequence_parallel: bool, overlap_gather: bool) -> int:
     """Bytes that autograd keeps, each memory once; weights are there anyway."""
     model = MODELS[family](layers)
     if degree > 1:
-        shard(model, make_run(degree=degree, sequence_parallel=sequence_parallel))
+        run = make_run(degree=degree, sequence_parallel=sequence_parallel, overlap_gather=overlap_gather)
+        shard(model, run)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -44,9 +45,9 @@ def _saved(family: str, layers: int, degree: int, sequence_parallel: bool) -> in
     return total
 
 
-def _of_one_layer(family: str, degree: int, sequence_parallel: bool) -> float:
+def _of_one_layer(family: str, degree: int, sequence_parallel: bool, overlap_gather: bool = False) -> float:
     """In units of the hidden states."""
-    one, two = (_saved(family, layers, degree, sequence_parallel) for layers in (1, 2))
+    one, two = (_saved(family, layers, degree, sequence_parallel, overlap_gather) for layers in (1, 2))
     return (two - one) / HIDDEN_STATES
 
 
@@ -54,6 +55,7 @@ def _measure(family: str) -> dict[str, float]:
     return {
         "replicated": _of_one_layer(family, 4, False),
         "sequence": _of_one_layer(family, 4, True),
+        "overlapping": _of_one_layer(family, 4, True, overlap_gather=True),
         "alone": _of_one_layer(family, 1, False),
     }
 
@@ -70,4 +72,5 @@ def test_activations_of_a_layer(family):
         assert found["replicated"] == between + (found["alone"] - between) / 4
         # everything is sharded but the inputs of attention and feed-forward, which are gathered once and kept
         assert found["sequence"] == found["alone"] / 4 + 2 * 3 / 4
+        assert found["overlapping"] == found["sequence"]
         assert found["sequence"] < 0.81 * found["replicated"]
