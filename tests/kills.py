@@ -220,7 +220,8 @@ def kill_training(folder: Path, plugins: list[Any], number: int, seed: int) -> R
             report.kills[fault.point] += 1
             wrong = how_it_ended(ended, fault)
             report.named[fault.point] += not wrong
-            wrong += processes.left() + leftovers.found(last=index == len(faults) - 1) + _checkpoints(folder, chaos)
+            wrong += processes.left() + _checkpoints(folder, chaos)
+            wrong += [each for each in leftovers.found(last=index == len(faults) - 1) if not is_in_use(each)]
             report.problems += [f"{where}: {problem}" for problem in wrong]
             for path in training.temporary.iterdir():  # what a rank that was killed could not remove
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -275,6 +276,18 @@ class Processes:
                 elif child.ppid() == os.getpid():
                     with contextlib.suppress(ChildProcessError):
                         os.waitpid(child.pid, os.WNOHANG)
+
+
+def is_in_use(left: str) -> bool:
+    """Whether shared memory that was found is open in some process: it is that of another program, since no process of
+    this one is left."""
+    name = left.rpartition(" ")[2]
+    for process in Path("/proc").glob("[0-9]*") if name.startswith("/dev/shm/") else ():
+        with contextlib.suppress(OSError):
+            opened = [os.readlink(link) for link in (process / "fd").iterdir()]
+            if any(path.startswith(name) for path in opened) or name in (process / "maps").read_text():
+                return True
+    return False
 
 
 def _checkpoints(folder: Path, chaos: Path) -> list[str]:
