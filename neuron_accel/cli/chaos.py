@@ -522,10 +522,13 @@ class History:
         self._named = named
         self._saved: dict[Checkpoint, int] = {}
         self._start: str | None = None
+        self._starts: list[str] = []
         self._pending: list[int] = []  # faults after which nothing was resumed so far
+        self._injected: list[int] = []  # faults of this start
         self._ended_at: int | None = None  # position when the start of the first of them ended
 
     def follow(self, journal: Sequence[Line]) -> History:
+        self._starts = list(dict.fromkeys(line["start"] for line in journal))
         for line in journal:
             self._follow(line)
         self._name(math.inf)
@@ -533,8 +536,8 @@ class History:
 
     def _follow(self, line: Line) -> None:
         if line["start"] != self._start:
-            self._start = line["start"]
             self._name(line["time"])
+            self._start = line["start"]
             if self._pending and self._ended_at is None:
                 self._ended_at = self.position
             self.position = 0
@@ -543,6 +546,7 @@ class History:
         if event == "fault":
             number = line["number"]
             self._pending.append(number)
+            self._injected.append(number)
             self._set(number, at=line["point"], rank_hit=line["rank"], when=line["time"])
         elif event == "saving":
             self._saved[key] = self.position
@@ -568,11 +572,20 @@ class History:
         self._pending, self._ended_at = [], None
 
     def _name(self, until: float) -> None:
-        """Records which rank the launcher named after each fault of the start that ended at ``until``."""
-        for number in self._pending if self.faults else ():
-            when = self.faults[number].when
-            if self.faults[number].named is None and when is not None:
-                self._set(number, named=next((rank for at, rank in self._named if when <= at < until), None))
+        """Records which rank the launcher named after each fault of the start that ended at ``until``.
+
+        The launcher names one for each start that fails. The times are those at which its messages were read, and may
+        be later than the next start; they are used only if there are not as many messages as starts that have failed.
+        """
+        in_turn = len(self._starts) - len(self._named) in (0, 1)  # the last start may have succeeded
+        for number in self._injected if self.faults else ():
+            when = self.faults[number].when or 0.0
+            if in_turn and self._start is not None:
+                named = [rank for _, rank in self._named][self._starts.index(self._start) :]
+            else:
+                named = [rank for at, rank in self._named if when <= at < until]
+            self._set(number, named=named[0] if named else None)
+        self._injected = []
 
     def _set(self, number: int, **came: Any) -> None:
         if self.faults:

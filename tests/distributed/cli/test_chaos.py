@@ -16,8 +16,8 @@ def inject(start, tmp_path):
     """Runs the script of the matrix of kills; returns the exit code, what is said of it and the messages."""
     (tmp_path / "train.py").write_text(kills.SCRIPT)
 
-    def run(*options, steps=8, launch=(), timeout=100):
-        words = ["--json", "--timeout", "90", *options, "--", "launch", "--nproc-per-node", "2", "--cpu", "--quiet"]
+    def run(*options, steps=8, launch=(), timeout=250):
+        words = ["--json", "--timeout", "240", *options, "--", "launch", "--nproc-per-node", "2", "--cpu", "--quiet"]
         words += ["--grace", "5", *launch, str(tmp_path / "train.py"), str(tmp_path), str(steps)]
         code, out, err = start(*words, command="chaos").finish(timeout=timeout)
         return code, json.loads(out), err
@@ -25,6 +25,7 @@ def inject(start, tmp_path):
     return run
 
 
+@pytest.mark.timeout(260)  # three starts of ranks, each of which imports torch
 def test_killed_ranks_are_named_and_only_steps_are_lost(inject, tmp_path):
     """The launcher restarts once; after that the command itself is started again, as by a scheduler."""
     points = ["--point", "step:3", "--rank", "1", "--point", "worker:2"]
@@ -33,12 +34,12 @@ def test_killed_ranks_are_named_and_only_steps_are_lost(inject, tmp_path):
     assert outcome["is_good"]
     assert (outcome["exit_code"], outcome["starts"], outcome["steps"]) == (0, 2, 8)
     first, second = outcome["faults"]
-    assert [s["at"] for s in outcome["faults"]] == ["step", "worker"]
-    assert [s["rank_hit"] for s in outcome["faults"]] == [1, 1]
-    assert [s["named"] for s in outcome["faults"]] == [1, 1]
+    assert [f["at"] for f in outcome["faults"]] == ["step", "worker"]
+    assert [f["rank_hit"] for f in outcome["faults"]] == [1, 1]
+    assert [f["named"] for f in outcome["faults"]] == [1, 1]
     assert first["resumed"] == "checkpoint_1"  # of two steps
     assert second["resumed"] >= "checkpoint_1"
-    assert all(s["started_again"] and not s["is_older"] for s in (first, second))
+    assert all(f["started_again"] and not f["is_older"] for f in (first, second))
     assert outcome["steps_lost"] <= 3
     assert err.count("neuron-accel: restart 1 of 1\n") == 1
     assert "DataLoader worker" in err
@@ -47,6 +48,7 @@ def test_killed_ranks_are_named_and_only_steps_are_lost(inject, tmp_path):
     assert repeated == outcome["steps_lost"]
 
 
+@pytest.mark.timeout(260)
 def test_a_rank_that_is_stopped_goes_on(inject):
     """A rank that is stopped stays stopped for the given time."""
     actions = ["--point", "collective:20", "--action", "stop", "--seconds", "1.5"]
@@ -60,6 +62,7 @@ def test_a_rank_that_is_stopped_goes_on(inject):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(260)
 @pytest.mark.parametrize("action", ["slow", "cpu", "memory", "descriptors"])
 def test_starved_ranks_lose_no_checkpoint(inject, tmp_path, action):
     """Without memory or descriptors a rank fails; the next start has both."""

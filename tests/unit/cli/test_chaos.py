@@ -216,12 +216,20 @@ KILLED = Fault(point="step", count=1, rank=1)
 def test_steps_since_the_checkpoint_that_was_resumed_are_lost():
     saved = [("saving", "a"), ("saved", "a")]
     lines = journal(0, "stepped", *saved, "stepped", "stepped", ("fault", 0), 1, ("loaded", "a"), "stepped")
-    history = History([KILLED], [(7.5, 1)]).follow(lines)
+    history = History([KILLED]).follow(lines)
     (fault,) = history.faults
     assert (fault.resumed, fault.steps_lost, fault.is_older, fault.started_again) == ("a", 2, False, True)
-    assert (fault.at, fault.rank_hit, fault.named) == ("step", 1, None)  # named after the next start had begun
+    assert (fault.at, fault.rank_hit, fault.named) == ("step", 1, None)
     assert history.position == 2
-    assert History([KILLED], [(6.5, 1)]).follow(lines).faults[0].named == 1
+
+
+def test_the_rank_that_is_named_is_that_of_the_start_also_if_the_message_is_read_late():
+    lines = journal(0, ("fault", 0), 1, ("fault", 1), 2, "stepped")
+    for read_at in (1.5, 2.5, 3.5):  # before the next start, during it, and after its fault
+        faults = History([KILLED] * 2, [(read_at, 1), (3.5, 0)]).follow(lines).faults
+        assert [fault.named for fault in faults] == [1, 0]
+    faults = History([KILLED] * 2, [(3.5, 0)]).follow(lines).faults  # one message is missing
+    assert [fault.named for fault in faults] == [None, 0]
 
 
 def test_a_position_is_that_of_the_moment_of_the_copy_of_a_save_in_the_background():
