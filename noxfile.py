@@ -195,7 +195,7 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def chaos(session: nox.Session) -> None:
-    """Kills ranks and tools at every point, some hundred times, after which no checkpoint may be lost (20 minutes):
+    """Kills ranks and tools at every point, some hundred times, after which no checkpoint may be lost (40 minutes):
     nox -s chaos -- --kills 50 --launches 10"""
     install(session, NATIVE_TORCH, ".[test]")
     session.run("python", "-m", "tests.kills", *session.posargs)

@@ -2,23 +2,26 @@
 
     python -m tests.kills --kills 400
 
-One training after another is killed again and again, always in a place that is drawn from all that a start of it
-reaches, and resumed from its latest checkpoint. After each kill: the place was reached; the rank that was killed is
-named; the newest complete checkpoint is undamaged and not older than the last whose save had returned; no process and
-no shared memory is left; a step that is repeated has the loss that it had. `consolidate` and `reshard` are killed
-before each of their operations on files, and run again.
+One training after another is launched, killed, and launched again, hundreds of times, always in a place that is drawn
+from all that a start of it reaches. Each launch is one of the project's launcher, which has to end it. After each: the
+place was reached; the launcher has named the rank that was killed as the first that failed, and has ended with its exit
+code; the newest complete checkpoint is undamaged and not older than the last whose save had returned; no process, no
+temporary file and no shared memory is left; a step that is repeated has the loss that it had. `consolidate` and
+`reshard` are killed before each of their operations on files, and run again.
 
-Most ranks are forked by ``run_ranks`` from a process that has imported torch. The last part uses the launcher itself,
-with workers of a data loader.
+Ranks of these launches are forked from a process that has imported torch (tests/forked_launch.py). The last part runs
+`neuron-accel chaos -- launch --max-restarts` as it is, with workers of a data loader and restarts by the launcher.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -27,10 +30,12 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from neuron_accel.checkpoint.format.manifest import NAME, has_manifest
 from neuron_accel.checkpoint.state.resume import latest
@@ -38,10 +43,10 @@ from neuron_accel.checkpoint.tools.consolidate import consolidate
 from neuron_accel.checkpoint.tools.report import verify
 from neuron_accel.checkpoint.tools.reshard import Sharding, reshard
 from neuron_accel.cli import _chaos_points
-from neuron_accel.cli._chaos_points import DONE, JOURNAL, PLAN, POINTS
-from neuron_accel.cli.chaos import History, Strike, read_journal
+from neuron_accel.cli._chaos_points import DONE, JOURNAL, PLAN, POINTS, VARIABLE
+from neuron_accel.cli.chaos import LEFT_SECONDS, Fault, History, read_journal
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
-from neuron_accel.testing import RanksError, run_ranks
+from tests.forked_launch import Ended, adopting, launch
 from tests.soak import Leftovers
 
 RANKS = 2
@@ -50,9 +55,8 @@ COMPOSITIONS: Mapping[str, list[Any]] = {
     "fully sharded": [{"fully_sharded": {"modules": ["0", "2"]}}],
     "data parallel": [],
 }
+TOOLS = ("consolidate", "reshard")
 LOOKED_AT = 4  # steps of the start in which points are counted; a checkpoint a step, of which two are kept
-FIRST = ("start", "rendezvous", "load", "save.remove")
-"""Points that a start may not reach before there are some checkpoints, or only at its beginning."""
 TOLERANCE = 1e-5  # relative, of the loss of a repeated step
 
 
@@ -62,21 +66,24 @@ class Report:
 
     Args:
         kills: number of kills by point.
-        faults: what was wrong.
+        named: kills after which the launcher ended with the exit code of the rank that was killed, and named it.
+        problems: what was wrong.
         steps_lost: that had to be repeated.
         resumed: starts that continued from a checkpoint.
         repeated: steps whose loss was compared with that of an earlier start.
     """
 
     kills: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
+    named: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
     steps_lost: int = 0
     resumed: int = 0
     repeated: int = 0
 
     def add(self, other: Report) -> None:
         self.kills += other.kills
-        self.faults += other.faults
+        self.named += other.named
+        self.problems += other.problems
         self.steps_lost += other.steps_lost
         self.resumed += other.resumed
         self.repeated += other.repeated
@@ -86,119 +93,201 @@ class Report:
         missed = [point for point in POINTS if not self.kills[point]]
         total = f"{sum(self.kills.values())} kills, {len(rows)} of {len(POINTS)} points"
         total += f" (not: {', '.join(missed)})" if missed else ""
-        rows.append(f"{total}; {self.resumed} starts resumed, {self.steps_lost} steps lost, {self.repeated} repeated")
-        return "\n".join([*rows, f"{len(self.faults)} faults", *self.faults])
+        ranks = sum(count for point, count in self.kills.items() if not point.startswith(TOOLS))
+        rows += [total, f"{ranks} of ranks under the launcher, which named the rank after {self.named.total()}"]
+        rows.append(f"{self.resumed} starts resumed, {self.steps_lost} steps lost, {self.repeated} repeated")
+        return "\n".join([*rows, f"{len(self.problems)} problems", *self.problems])
 
 
 # ---- A training that is killed ---------------------------------------------------------------------------------------
-def train(root: str, chaos: str, plugins: list[Any], steps: float) -> None:
-    """Continues the training in ``root``, struck by the plan in ``chaos``; called on every rank."""
-    _chaos_points.install(chaos).reach("start")
-    import torch
-    from accelerate.utils import ProjectConfiguration
+SCRIPT = """
+import json, sys
 
-    from neuron_accel import NeuronAccelerator
+import torch
+from accelerate.utils import ProjectConfiguration
+from neuron_accel import NeuronAccelerator
 
-    project = ProjectConfiguration(project_dir=root, automatic_checkpoint_naming=True, total_limit=2)
-    accelerator = NeuronAccelerator(project_config=project, config={"plugins": plugins})
-    torch.manual_seed(0)
-    model: Any = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.003)
-    data: Any = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
-    loader: Any = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    accelerator.load_state(resume="latest")
-    done = accelerator.save_iteration
-    while done < steps:
-        for batch in loader:
-            loss = model(batch).square().mean()
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            value, done = accelerator.reduce(loss.detach(), "mean").item(), done + 1
-            if accelerator.is_main_process:
-                with open(Path(root, "losses"), "a") as file:
-                    file.write(f"{done} {value!r}\n")
-            accelerator.save_state(async_save=done % 3 == 0)
-            if done >= steps:
-                break
-    accelerator.end_training()
+folder, steps = sys.argv[1], float(sys.argv[2])
+given = {"plugins": ["zero1"], "workers": 1, "saves_in_background": False}
+given.update(json.loads(sys.argv[3]) if len(sys.argv) > 3 else {})
+project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
+accelerator = NeuronAccelerator(project_config=project, config={"plugins": given["plugins"]})
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+data = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, num_workers=given["workers"])
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+accelerator.load_state(resume="latest")
+done = accelerator.save_iteration
+while done < steps:
+    for batch in loader:
+        loss = model(batch).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        value, done = accelerator.reduce(loss.detach(), "mean").item(), done + 1
+        if accelerator.is_main_process:
+            with open(f"{folder}/losses", "a") as file:
+                file.write(f"{done} {value!r}\\n")
+        accelerator.save_state(async_save=given["saves_in_background"] and done % 3 == 0)
+        if done >= steps:
+            break
+accelerator.end_training()
+"""
 
 
-def make_plan(folder: Path, strikes: Sequence[Strike], *, counts: bool = False) -> None:
+class Training:
+    """A training that is launched, again and again.
+
+    Args:
+        folder: for its checkpoints and losses; it may exist.
+        plugins: its strategies.
+        ranks: how many there are.
+    """
+
+    def __init__(self, folder: Path, plugins: list[Any], ranks: int = RANKS) -> None:
+        self.folder, self.ranks = folder, ranks
+        self.temporary = Path(f"{folder}-tmp")
+        self._logs, self._script = Path(f"{folder}-logs"), Path(f"{folder}.py")
+        self._options = json.dumps({"plugins": plugins, "workers": 0, "saves_in_background": True})
+        folder.mkdir(exist_ok=True)
+        self.temporary.mkdir()
+        self._script.write_text(SCRIPT)
+
+    def start(self, chaos: Path, steps: float) -> Ended:
+        """Launches it with the faults of the plan in ``chaos``, until it has done so many steps."""
+        shutil.rmtree(self._logs, ignore_errors=True)
+        words = ["--nproc-per-node", str(self.ranks), "--cpu", "--quiet", "--grace", "5", "--log-dir", str(self._logs)]
+        words += [str(self._script), str(self.folder), str(steps), self._options]
+        environ = {VARIABLE: str(chaos), "TMPDIR": str(self.temporary)}
+        return launch(words, environ, Path(f"{self.folder}.output"), timeout=90)
+
+
+def make_plan(folder: Path, faults: Sequence[Fault], *, counts: bool = False) -> None:
     folder.mkdir()
-    (folder / PLAN).write_text(json.dumps({"strikes": [asdict(strike) for strike in strikes], "counts": counts}))
+    (folder / PLAN).write_text(json.dumps({"faults": [asdict(fault) for fault in faults], "counts": counts}))
     (folder / JOURNAL).touch()
 
 
-def places(folder: Path, plugins: list[Any]) -> list[Strike]:
+def places(folder: Path, plugins: list[Any]) -> list[Fault]:
     """Every place that a start which resumes reaches on either rank until it has done some steps."""
-    folder.mkdir()
-    make_plan(folder / "first", [])
-    run_ranks(train, RANKS, str(folder), str(folder / "first"), plugins, 2, backend=None)
-    make_plan(folder / "second", [], counts=True)
-    run_ranks(train, RANKS, str(folder), str(folder / "second"), plugins, 2 + LOOKED_AT, backend=None)
+    training = Training(folder, plugins)
+    for name, steps in (("first", 2), ("second", 2 + LOOKED_AT)):
+        make_plan(folder / name, [], counts=True)
+        ended = training.start(folder / name, steps)
+        if ended.exit_code != 0:
+            raise RuntimeError(f"the training fails by itself: {ended.output[-4000:]}")
     counts = Counter((r["point"], r["rank"]) for r in read_journal(folder / "second") if r["event"] == "point")
     return [
-        Strike(point=point, rank=rank, count=number)
+        Fault(point=point, rank=rank, count=number)
         for (point, rank), count in sorted(counts.items())
         for number in range(1, count + 1)
     ]
 
 
-def choose(found: Iterable[Strike], number: int, seed: int) -> list[Strike]:
+def choose(found: Iterable[Fault], number: int, seed: int) -> list[Fault]:
     """Chooses places, as many of each point and rank as possible, and then in the order that the seed says."""
-    random_, groups = random.Random(seed), dict[tuple[str, int | None], list[Strike]]()
-    for strike in found:
-        groups.setdefault((strike.point, strike.rank), []).append(strike)
+    random_, groups = random.Random(seed), dict[tuple[str, int | None], list[Fault]]()
+    for fault in found:
+        groups.setdefault((fault.point, fault.rank), []).append(fault)
     for group in groups.values():
         random_.shuffle(group)
-    chosen: list[Strike] = []
+    chosen: list[Fault] = []
     while len(chosen) < number and any(groups.values()):
         chosen += [group.pop() for group in groups.values() if group]
     chosen = chosen[:number]
     random_.shuffle(chosen)
-    chosen.sort(key=lambda strike: strike.point in ("load", "save.remove"))  # after there are checkpoints
+    chosen.sort(key=lambda fault: fault.point in ("load", "save.remove"))  # after there are checkpoints
     return chosen
 
 
 def kill_training(folder: Path, plugins: list[Any], number: int, seed: int) -> Report:
-    """Kills a training ``number`` times."""
-    strikes = choose(places(Path(f"{folder}-places"), plugins), number, seed)
-    chaos = Path(f"{folder}-chaos")
-    folder.mkdir()
-    make_plan(chaos, strikes)
-    report, temporary = Report(), Path(f"{folder}-tmp")
-    temporary.mkdir()
-    leftovers = Leftovers(temporary)
-    for index, strike in enumerate(strikes):
-        where = f"{folder.name}, kill {index + 1}, {strike.point}:{strike.count} on rank {strike.rank}"
-        env = {"TORCHELASTIC_RESTART_COUNT": str(index), "TMPDIR": str(temporary)}
-        try:
-            run_ranks(
-                train, RANKS, str(folder), str(chaos), plugins, math.inf, backend=None, env=env, timeout=60, grace=3
-            )
-        except RanksError as error:
-            if f"rank {strike.rank} of {RANKS}: RankExit: ended with signal SIGKILL" not in str(error).splitlines()[0]:
-                report.faults.append(f"{where}: another rank is named: {str(error)[:2000]}")
-        if not (chaos / DONE.format(index)).exists():
-            report.faults.append(f"{where}: not reached")
-            (chaos / DONE.format(index)).write_text("not reached")
-            continue
-        report.kills[strike.point] += 1
-        report.faults += [
-            f"{where}: {fault}"
-            for fault in (*leftovers.found(last=index == len(strikes) - 1), *_checkpoints(folder, chaos))
-        ]
-        for path in temporary.iterdir():  # what a rank that was killed could not remove
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    history = History(strikes).follow(read_journal(chaos))
-    report.faults += [f"{s.point}:{s.count}: an older checkpoint was resumed" for s in history.strikes if s.is_older]
-    report.steps_lost = sum(strike.steps_lost for strike in history.strikes)
+    """Launches and kills a training ``number`` times."""
+    report = Report()
+    with adopting():
+        faults = choose(places(Path(f"{folder}-places"), plugins), number, seed)
+        chaos, training = Path(f"{folder}-chaos"), Training(folder, plugins)
+        make_plan(chaos, faults)
+        leftovers, processes = Leftovers(training.temporary), Processes()
+        for index, fault in enumerate(faults):
+            where = f"{folder.name}, kill {index + 1}, {fault.point}:{fault.count} on rank {fault.rank}"
+            ended = training.start(chaos, math.inf)
+            if not (chaos / DONE.format(index)).exists():
+                report.problems.append(f"{where}: not reached: {ended.output[-2000:]}")
+                (chaos / DONE.format(index)).write_text("not reached")
+                continue
+            report.kills[fault.point] += 1
+            wrong = how_it_ended(ended, fault)
+            report.named[fault.point] += not wrong
+            wrong += processes.left() + _checkpoints(folder, chaos)
+            wrong += [each for each in leftovers.found(last=index == len(faults) - 1) if not is_in_use(each)]
+            report.problems += [f"{where}: {problem}" for problem in wrong]
+            for path in training.temporary.iterdir():  # what a rank that was killed could not remove
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    history = History(faults).follow(read_journal(chaos))
+    report.problems += [f"{f.point}:{f.count}: an older checkpoint was resumed" for f in history.faults if f.is_older]
+    report.steps_lost = sum(fault.steps_lost for fault in history.faults)
     report.resumed = sum(line["event"] == "loaded" for line in read_journal(chaos))
-    faults, report.repeated = check_losses(folder / "losses")
-    report.faults += faults
+    problems, report.repeated = check_losses(folder / "losses")
+    report.problems += problems
     return report
+
+
+def how_it_ended(ended: Ended, fault: Fault) -> list[str]:
+    """What is wrong with the end of a launch of which a rank was killed."""
+    problems = []
+    if ended.exit_code is None:
+        problems.append("the launcher did not end")
+    elif ended.exit_code != 128 + signal.SIGKILL:
+        problems.append(f"the launcher ended with exit code {ended.exit_code}")
+    named = re.findall(r"^(?:neuron-accel: )?rank (\d+) failed first: (.*)$", ended.output, re.MULTILINE)
+    if named != [(str(fault.rank), "ended by SIGKILL")]:
+        problems.append(f"the launcher has named {named}: {ended.output[-2000:]}")
+    return problems
+
+
+class Processes:
+    """Finds processes below this one that were started after this object was created. This process has to adopt those
+    whose parent has ended."""
+
+    def __init__(self) -> None:
+        self._before = {child.pid for child in psutil.Process().children(recursive=True)}
+
+    def left(self) -> list[str]:
+        """Those that still run, some seconds after they should have ended. They are killed."""
+        deadline = time.monotonic() + LEFT_SECONDS
+        while (left := list(self._running())) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        found = []
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                found.append(f"left behind: process {process.pid} ({' '.join(process.cmdline())[:60]})")
+                process.kill()
+        return found
+
+    def _running(self) -> Iterator[psutil.Process]:
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if child.pid in self._before:
+                    continue
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    yield child
+                elif child.ppid() == os.getpid():
+                    with contextlib.suppress(ChildProcessError):
+                        os.waitpid(child.pid, os.WNOHANG)
+
+
+def is_in_use(left: str) -> bool:
+    """Whether shared memory that was found is open in some process: it is that of another program, since no process of
+    this one is left."""
+    name = left.rpartition(" ")[2]
+    for process in Path("/proc").glob("[0-9]*") if name.startswith("/dev/shm/") else ():
+        with contextlib.suppress(OSError):
+            opened = [os.readlink(link) for link in (process / "fd").iterdir()]
+            if any(path.startswith(name) for path in opened) or name in (process / "maps").read_text():
+                return True
+    return False
 
 
 def _checkpoints(folder: Path, chaos: Path) -> list[str]:
@@ -207,10 +296,10 @@ def _checkpoints(folder: Path, chaos: Path) -> list[str]:
     newest = latest(folder / "checkpoints")
     if newest is None:
         return [] if returned is None else [f"there is no checkpoint, and {returned[0]} had been saved"]
-    faults = [f"{newest.name} is damaged: {problem}" for problem in verify(newest)]
+    problems = [f"{newest.name} is damaged: {problem}" for problem in verify(newest)]
     if returned is not None and number_of(newest) < number_of(Path(returned[0])):
-        faults.append(f"the newest is {newest.name}, and {returned[0]} had been saved")
-    return faults
+        problems.append(f"the newest is {newest.name}, and {returned[0]} had been saved")
+    return problems
 
 
 def number_of(folder: Path) -> int:
@@ -218,17 +307,17 @@ def number_of(folder: Path) -> int:
 
 
 def check_losses(path: Path) -> tuple[list[str], int]:
-    """Compares the losses of steps that were repeated; returns faults and the number of steps compared."""
+    """Compares the losses of steps that were repeated; returns problems and the number of steps compared."""
     first: dict[int, float] = {}
-    faults, repeated = [], 0
+    problems, repeated = [], 0
     for line in path.read_text().splitlines() if path.exists() else []:
         step, loss = int(line.split()[0]), float(line.split()[1])
         if step in first:
             repeated += 1
             if not math.isclose(first[step], loss, rel_tol=TOLERANCE):
-                faults.append(f"step {step} had loss {first[step]}, and {loss} when it was repeated")
+                problems.append(f"step {step} had loss {first[step]}, and {loss} when it was repeated")
         first.setdefault(step, loss)
-    return faults, repeated
+    return problems, repeated
 
 
 # ---- Tools that are killed -------------------------------------------------------------------------------------------
@@ -243,7 +332,7 @@ def run_tool(tool: str, checkpoint: Path, output: Path) -> None:
 
 
 def run_killed(tool: str, checkpoint: Path, output: Path, chaos: Path) -> int:
-    """Runs a tool in a process of its own, struck by the plan in ``chaos``; returns its exit code."""
+    """Runs a tool in a process of its own, with the faults of the plan in ``chaos``; returns its exit code."""
     child = os.fork()
     if child == 0:
         try:
@@ -269,28 +358,28 @@ def kill_tool(tool: str, checkpoint: Path, folder: Path, *, every: int = 1) -> R
     expected = contents(folder / "expected")
     make_plan(folder / "chaos", [], counts=True)
     if run_killed(tool, checkpoint, folder / "counted", folder / "chaos"):
-        report.faults.append(f"{tool} fails")
+        report.problems.append(f"{tool} fails")
     points = [line["point"] for line in read_journal(folder / "chaos") if line["event"] == "point"]
     for number in range(1, len(points) + 1, every):
         again = None
         for second in (None, number):  # the second run is killed too, perhaps while it removes what the first has left
             where = f"{tool}, operation {number}" + (f", run again and killed at {second}" if second else "")
             output = folder / f"{number}-{second}"
-            kills = [Strike(point=tool, rank=None, count=n) for n in (number, second) if n]
+            kills = [Fault(point=tool, rank=None, count=n) for n in (number, second) if n]
             make_plan(folder / f"chaos-{number}-{second}", kills)
             chaos = folder / f"chaos-{number}-{second}"
             for _ in kills:
                 code = run_killed(tool, checkpoint, output, chaos)
                 if code != -signal.SIGKILL:
-                    report.faults.append(f"{where}: exit code {code}")
+                    report.problems.append(f"{where}: exit code {code}")
                 if tool == "reshard" and has_manifest(output) and (problems := verify(output)):
-                    report.faults.append(f"{where}: looks complete, and is not: {problems[0]}")
+                    report.problems.append(f"{where}: looks complete, and is not: {problems[0]}")
             again = run_killed(tool, checkpoint, output, chaos)
             if again:
-                report.faults.append(f"{where}: the next run ended with {again}")
+                report.problems.append(f"{where}: the next run ended with {again}")
             elif without_manifest(contents(output)) != without_manifest(expected):
-                report.faults.append(f"{where}: the next run wrote something else: {sorted(contents(output))}")
-            report.kills += Counter(r["point"] for r in read_journal(chaos) if r["event"] == "strike")
+                report.problems.append(f"{where}: the next run wrote something else: {sorted(contents(output))}")
+            report.kills += Counter(r["point"] for r in read_journal(chaos) if r["event"] == "fault")
     return report
 
 
@@ -300,38 +389,6 @@ def without_manifest(files: dict[str, bytes]) -> dict[str, bytes]:
 
 
 # ---- The launcher ----------------------------------------------------------------------------------------------------
-SCRIPT = """
-import sys
-
-import torch
-from accelerate.utils import ProjectConfiguration
-from neuron_accel import NeuronAccelerator
-
-project = ProjectConfiguration(project_dir=sys.argv[1], automatic_checkpoint_naming=True, total_limit=2)
-accelerator = NeuronAccelerator(project_config=project, config={"plugins": ["zero1"]})
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
-data = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
-loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, num_workers=1)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-accelerator.load_state(resume="latest")
-while accelerator.save_iteration < int(sys.argv[2]):
-    for batch in loader:
-        loss = model(batch).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        value = accelerator.reduce(loss.detach(), "mean").item()
-        if accelerator.is_main_process:
-            with open(f"{sys.argv[1]}/losses", "a") as file:
-                file.write(f"{accelerator.save_iteration + 1} {value!r}\\n")
-        accelerator.save_state()
-        if accelerator.save_iteration >= int(sys.argv[2]):
-            break
-accelerator.end_training()
-"""
-
 LAUNCHED = [
     *("worker:1", "start:1", "rendezvous:1", "rendezvous:2", "load:2", "worker:3"),
     *("forward:3", "backward:4", "collective:30", "step:2", "save.write:9", "save.fsync:4", "save.rename:2"),
@@ -355,47 +412,50 @@ def kill_launches(folder: Path, number: int, seed: int) -> Report:
     try:
         outcome = json.loads(done.stdout)
     except ValueError:
-        report.faults.append(f"chaos ended with {done.returncode}: {done.stderr[-4000:]}")
+        report.problems.append(f"chaos ended with {done.returncode}: {done.stderr[-4000:]}")
         return report
-    for strike in outcome["strikes"]:
-        where = f"launch, {strike['point']}:{strike['count']} on rank {strike['rank']}"
-        if strike["at"] is None:
-            report.faults.append(f"{where}: not reached")
+    for fault in outcome["faults"]:
+        where = f"launch, {fault['point']}:{fault['count']} on rank {fault['rank']}"
+        if fault["at"] is None:
+            report.problems.append(f"{where}: not reached")
             continue
-        report.kills[strike["at"]] += 1
-        if strike["named"] != strike["struck"]:
-            report.faults.append(f"{where}: rank {strike['struck']} was struck, rank {strike['named']} is named")
-        if strike["is_older"]:
-            report.faults.append(f"{where}: an older checkpoint was resumed")
-        report.resumed += strike["resumed"] is not None
+        report.kills[fault["at"]] += 1
+        report.named[fault["at"]] += fault["named"] == fault["rank_hit"]
+        if fault["named"] != fault["rank_hit"]:
+            report.problems.append(f"{where}: rank {fault['rank_hit']} was killed, rank {fault['named']} is named")
+        if fault["is_older"]:
+            report.problems.append(f"{where}: an older checkpoint was resumed")
+        report.resumed += fault["resumed"] is not None
     report.steps_lost = outcome["steps_lost"]
-    report.faults += [f"launch: {each}" for name in ("lost", "processes", "shared_memory") for each in outcome[name]]
+    report.problems += [f"launch: {each}" for name in ("lost", "processes", "shared_memory") for each in outcome[name]]
     if not outcome["is_good"] or done.returncode:
-        report.faults.append(f"launch: exit code {outcome['exit_code']}: {done.stderr[-2000:]}")
-    faults, report.repeated = check_losses(folder / "losses")
-    report.faults += faults
+        report.problems.append(f"launch: exit code {outcome['exit_code']}: {done.stderr[-2000:]}")
+    problems, report.repeated = check_losses(folder / "losses")
+    report.problems += problems
     return report
 
 
 # ---- All of it -------------------------------------------------------------------------------------------------------
 def kill_all(folder: Path, *, kills: int, launches: int, seed: int = 0, names: Iterable[str] = COMPOSITIONS) -> Report:
-    """Kills trainings ``kills`` times, tools at every operation, and ``launches`` times under the launcher."""
+    """Kills trainings ``kills`` times, tools at every operation, and ``launches`` times ranks that are executed."""
     report, names = Report(), list(names)
     for index, name in enumerate(names):
         began = time.monotonic()
         number = kills // len(names) + (index < kills % len(names))
         found = kill_training(folder / name.replace(" ", "-"), COMPOSITIONS[name], number, seed + index)
         report.add(found)
-        print(f"{name}: {sum(found.kills.values())} kills in {time.monotonic() - began:.0f} s", *found.faults, sep="\n")
+        print(
+            f"{name}: {sum(found.kills.values())} kills in {time.monotonic() - began:.0f} s", *found.problems, sep="\n"
+        )
         sys.stdout.flush()
     checkpoint = latest(folder / names[0].replace(" ", "-") / "checkpoints")
     if checkpoint is None:
-        report.faults.append("there is no checkpoint for the tools")
+        report.problems.append("there is no checkpoint for the tools")
         return report
-    for tool in ("consolidate", "reshard"):
+    for tool in TOOLS:
         found = kill_tool(tool, checkpoint, folder / tool)
         report.add(found)
-        print(f"{tool}: {sum(found.kills.values())} kills", *found.faults, sep="\n", flush=True)
+        print(f"{tool}: {sum(found.kills.values())} kills", *found.problems, sep="\n", flush=True)
     if launches:
         report.add(kill_launches(folder / "launched", launches, seed))
     return report
@@ -403,14 +463,16 @@ def kill_all(folder: Path, *, kills: int, launches: int, seed: int = 0, names: I
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kills", description="Kills, and checks what is lost.")
-    parser.add_argument("--kills", type=int, default=320, help="of ranks that are forked (default: %(default)s)")
-    parser.add_argument("--launches", type=int, default=40, help="of ranks of a launcher (default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=420, help="of ranks that are forked (default: %(default)s)")
+    parser.add_argument(
+        "--launches", type=int, default=28, help="further kills, of ranks that are executed (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
         report = kill_all(Path(folder), kills=options.kills, launches=options.launches, seed=options.seed)
     print(report)
-    return 1 if report.faults or not all(report.kills[point] for point in POINTS) else 0
+    return 1 if report.problems or not all(report.kills[point] for point in POINTS) else 0
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 """Kills, stops, slows or starves a process at a named point of a run: the part of ``neuron-accel chaos`` that is in the
 process itself.
 
-The package raises audit events (PEP 578) ``neuron_accel.POINT`` where a process may be struck, such as
+The package raises audit events (PEP 578) ``neuron_accel.POINT`` where a fault may be injected, such as
 ``neuron_accel.save.fsync``; without an audit hook such a call takes some 35 ns. If ``neuron-accel chaos`` has started
 the process, which :data:`VARIABLE` says, an audit hook receives them, so that no script has to be changed.
 
-The folder that :data:`VARIABLE` names has the plan, a list of strikes that take place one after another; a file for
-each that has taken place; and the journal, a JSON object a line, of what has happened. What a process has written into
-it before it is killed is kept by the kernel.
+The folder that :data:`VARIABLE` names has the plan, a list of faults that are injected one after another; a file for
+each that has been injected; and the journal, a JSON object a line, of what has happened. What a process has written
+into it before it is killed is kept by the kernel.
 
 This module imports the standard library only, and is also loaded from its file, see ``_rank.py``.
 """
@@ -72,15 +72,16 @@ RECORDED = ("run", "stepped", "saving", "saved", "loaded")
 """Further events, which are written into the journal only."""
 
 
-def install(folder: str) -> Struck:
-    """Has this process struck by the plan in ``folder``, from now until it ends: an audit hook cannot be removed."""
-    struck = Struck(folder)
-    sys.addaudithook(struck.audit)
-    return struck
+def install(folder: str) -> FaultInjector:
+    """Injects the faults of the plan in ``folder`` into this process, from now until it ends: an audit hook cannot be
+    removed."""
+    injector = FaultInjector(folder)
+    sys.addaudithook(injector.audit)
+    return injector
 
 
-class Struck:
-    """A process that is struck where the plan says, and keeps the journal.
+class FaultInjector:
+    """Injects faults into this process where the plan says, and keeps the journal.
 
     Args:
         folder: see this module.
@@ -90,7 +91,7 @@ class Struck:
         self._folder = folder
         with open(os.path.join(folder, PLAN)) as file:
             plan = json.load(file)
-        self._strikes: list[dict[str, Any]] = plan["strikes"]
+        self._faults: list[dict[str, Any]] = plan["faults"]
         self._counts_points: bool = plan["counts"]
         self._rank, self._size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._journal = os.open(os.path.join(folder, JOURNAL), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -99,7 +100,7 @@ class Struck:
         self._next, self._seen = 0, 0
         self._slow_until, self._is_worker = 0.0, False
         self._steps: Counter[int] = Counter()
-        wanted = {strike["point"] for strike in self._strikes}
+        wanted = {fault["point"] for fault in self._faults}
         self._forward, self._worker = (self._counts_points or point in wanted for point in ("forward", "worker"))
         if self._worker:
             os.register_at_fork(after_in_child=self._forked)
@@ -139,19 +140,19 @@ class Struck:
             self.write("point", point=point)
         if time.monotonic() < self._slow_until:
             time.sleep(SLOW_SECONDS)
-        while self._next < len(self._strikes) and (started := self._struck_in(self._next)) is not None:
-            if self._strikes[self._next]["action"] == KILL and started == self._start:
-                return  # a rank of this start was killed, and the next strike is for the next start
+        while self._next < len(self._faults) and (started := self._injected_in(self._next)) is not None:
+            if self._faults[self._next]["action"] == KILL and started == self._start:
+                return  # a rank of this start was killed, and the next fault is for the next start
             self._next, self._seen = self._next + 1, 0
-        if self._next == len(self._strikes):
+        if self._next == len(self._faults):
             return
-        strike = self._strikes[self._next]
-        if not (point == strike["point"] or point.startswith(f"{strike['point']}.")):
+        fault = self._faults[self._next]
+        if not (point == fault["point"] or point.startswith(f"{fault['point']}.")):
             return
-        if strike["rank"] is not None and strike["rank"] % self._size != self._rank:
+        if fault["rank"] is not None and fault["rank"] % self._size != self._rank:
             return
         self._seen += 1
-        if self._seen != strike["count"]:
+        if self._seen != fault["count"]:
             return
         done = os.path.join(self._folder, DONE.format(self._next))
         with open(own := f"{done}.{os.getpid()}.{threading.get_ident()}", "w") as file:
@@ -162,11 +163,11 @@ class Struck:
             return
         finally:
             os.unlink(own)
-        self.write("strike", number=self._next, point=point)
-        self._act(strike)
+        self.write("fault", number=self._next, point=point)
+        self._inject(fault)
 
-    def _struck_in(self, number: int) -> str | None:
-        """The start in which a strike took place; None if it has not."""
+    def _injected_in(self, number: int) -> str | None:
+        """The start in which a fault was injected; None if it has not been."""
         try:
             with open(os.path.join(self._folder, DONE.format(number))) as file:
                 return file.read()
@@ -198,15 +199,15 @@ class Struck:
             self.reach("worker")
 
     # ---- what is done to this process --------------------------------------------------------------------------------
-    def _act(self, strike: dict[str, Any]) -> None:
-        action = strike["action"]
+    def _inject(self, fault: dict[str, Any]) -> None:
+        action = fault["action"]
         if action == KILL:
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)  # it is delivered to one of the threads; this one must not go on
         elif action == STOP:  # the command continues it
             os.kill(os.getpid(), signal.SIGSTOP)
         elif action == SLOW:
-            self._slow_until = time.monotonic() + strike["seconds"]
+            self._slow_until = time.monotonic() + fault["seconds"]
         elif action == MEMORY:
             with open("/proc/self/statm") as file:
                 used = int(file.read().split()[0]) * resource.getpagesize()

@@ -93,9 +93,9 @@ def _run_as_main(code: types.CodeType, **attributes: object) -> None:
     exec(code, main.__dict__)
 
 
-def strike_by(folder: str) -> None:
-    """Has this rank struck by the plan in ``folder``: see ``_chaos_points.py``, which is loaded from its file, since
-    importing the package is left to the target."""
+def install_faults(folder: str) -> None:
+    """Injects the faults of the plan in ``folder`` into this rank: see ``_chaos_points.py``, which is loaded from its
+    file, since importing the package is left to the target."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_chaos_points.py")
     spec = importlib.util.spec_from_file_location("neuron_accel.cli._chaos_points", path)
     if spec is None or spec.loader is None:
@@ -168,7 +168,7 @@ def main() -> None:
     faulthandler.enable()
     note_start()
     if folder := os.environ.get(CHAOS):
-        strike_by(folder)
+        install_faults(folder)
     sys.argv = [target, *arguments]
     try:
         run_script(target) if kind == "script" else run_module(target)

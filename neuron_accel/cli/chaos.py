@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``neuron-accel chaos``: runs a command, injects faults into its processes at named points, and reports what was lost.
 
-A fault is called a strike. How it is injected without a change of the script is in ``_chaos_points.py``. This module
-draws the strikes from a seed, starts the command (again after it has failed, as a scheduler would), and reads the state
-of steps and checkpoints from the journal.
+How a fault is injected without a change of the script is in ``_chaos_points.py``. This module draws the faults from a
+seed, starts the command (again after it has failed, as a scheduler would), and reads the state of steps and checkpoints
+from the journal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from neuron_accel.cli.terminal import format_pairs, format_table, show, table_wi
 from neuron_accel.errors import UsageError
 
 TOOLS = ("consolidate", "reshard")
-"""Commands beside launch that can be struck. They run in one process."""
+"""Commands beside launch that faults can be injected into. They run in one process."""
 COMMANDS = ("launch", *TOOLS)
 WITHIN = 32
 SECONDS = 5.0
@@ -50,10 +50,10 @@ _MOST = {"start": 1, "rendezvous": 2, "load": 3, "save.mkdir": 8, "save.lock": 3
 
 SUMMARY = "kill, stop, slow or starve ranks, and see what is lost"
 DESCRIPTION = """\
-Run a command and inject faults (strikes) into its processes at named points, chosen by a seed, without a change of the
-script. If the command fails after a strike and its own launcher does not restart it, it is started again, as a
-scheduler would. At the end a table shows what was lost: optimizer steps since the checkpoint that was resumed, and
-checkpoints (none should be lost).
+Run a command and inject faults into its processes at named points, chosen by a seed, without a change of the script.
+If the command fails after a fault and its own launcher does not restart it, it is started again, as a scheduler would.
+At the end a table shows what was lost: optimizer steps since the checkpoint that was resumed, and checkpoints (none
+should be lost).
 
 The command is launch, consolidate or reshard. A script has to resume by itself, as with
 accelerator.load_state(resume="latest"). Use a copy of your data: this trains, and writes where the script writes.
@@ -73,7 +73,7 @@ examples:
     neuron-accel chaos --point save.write:2 --rank 1 -- launch --nproc-per-node 2 train.py
   a rank that stops for a minute in a collective:
     neuron-accel chaos --action stop --seconds 60 --point collective -- launch --nproc-per-node 4 train.py
-  how often each point is reached, without a strike:
+  how often each point is reached, without a fault:
     neuron-accel chaos --count -- launch --nproc-per-node 2 train.py
   twenty seeds, one run each:
     neuron-accel chaos --repeat 20 --json -- launch --nproc-per-node 2 train.py
@@ -84,17 +84,17 @@ examples:
 
 def add_arguments(parser: Parser) -> None:
     parser.rest, parser.rest_usage = "words", "-- COMMAND ..."
-    what = parser.add_argument_group("what is struck")
-    what.add_argument("--kills", type=_positive, metavar="N", help="number of strikes (default: one for each --point)")
+    what = parser.add_argument_group("faults")
+    what.add_argument("--kills", type=_positive, metavar="N", help="number of faults (default: one for each --point)")
     what.add_argument(
         "--point",
         action="append",
         default=[],
         metavar="NAME[:N]",
-        help="strike the N-th time that a process reaches this point, counted from its start or the strike before; "
+        help="inject a fault when a process reaches this point for the N-th time since its start or the fault before; "
         "repeated: one after another, or in turn; save means every save.* (default: drawn)",
     )
-    what.add_argument("--rank", type=int, metavar="R", help="the rank that is struck (default: drawn)")
+    what.add_argument("--rank", type=int, metavar="R", help="the rank that a fault is injected into (default: drawn)")
     what.add_argument(
         "--action",
         action="append",
@@ -112,7 +112,7 @@ def add_arguments(parser: Parser) -> None:
     runs.add_argument("--repeat", type=_positive, default=1, metavar="N", help="run N times, each with the next seed")
     runs.add_argument("--timeout", type=float, metavar="S", help="end the command S seconds after a start of it")
     runs.add_argument("--list", action="store_true", help="list the points")
-    runs.add_argument("--count", action="store_true", help="strike nothing, and count how often points are reached")
+    runs.add_argument("--count", action="store_true", help="inject nothing, and count how often points are reached")
     runs.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -122,8 +122,8 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def strike_this_process(environ: Mapping[str, str]) -> None:
-    """Has this process struck if ``neuron-accel chaos`` has started it."""
+def install_faults(environ: Mapping[str, str]) -> None:
+    """Installs the injector of faults if ``neuron-accel chaos`` has started this process."""
     if folder := environ.get(VARIABLE):
         install(folder)
 
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     words: list[str] = args.words
     if not words or words[0] not in COMMANDS:
         raise UsageError(
-            f"{words[0]!r} cannot be struck." if words else "A command is missing.",
+            f"Faults cannot be injected into {words[0]!r}." if words else "A command is missing.",
             where="neuron-accel chaos",
             fix=f"write it after --, as `-- launch train.py`; possible are {', '.join(COMMANDS)}",
         )
@@ -144,8 +144,8 @@ def run(args: argparse.Namespace) -> int:
     points = [_parse_point(text, words[0]) for text in args.point]
     outcomes, output = [], sys.stderr if args.json else sys.stdout
     for seed in range(args.seed, args.seed + args.repeat):
-        strikes = [] if args.count else draw(seed, args, words[0], points, ranks)
-        outcome = run_command(words, strikes, counts=args.count, timeout=args.timeout, output=output)
+        faults = [] if args.count else draw(seed, args, words[0], points, ranks)
+        outcome = run_command(words, faults, counts=args.count, timeout=args.timeout, output=output)
         outcome = dataclasses.replace(outcome, seed=seed)
         outcomes.append(outcome)
         if not args.json:
@@ -157,8 +157,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found[0] if args.repeat == 1 else found, indent=2))
     elif args.repeat > 1:
         good = sum(outcome.is_good for outcome in outcomes)
-        reached = sum(strike.was_reached for outcome in outcomes for strike in outcome.strikes)
-        show(f"{good} of {len(outcomes)} runs ended with success and without a loss but of steps, {reached} strikes")
+        reached = sum(fault.was_reached for outcome in outcomes for fault in outcome.faults)
+        show(f"{good} of {len(outcomes)} runs ended with success and without a loss but of steps, {reached} faults")
     if outcomes[-1].signal is not None:
         return 128 + outcomes[-1].signal
     return 0 if all(outcome.is_good for outcome in outcomes) else 1
@@ -166,18 +166,18 @@ def run(args: argparse.Namespace) -> int:
 
 # ---- Drawing ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
-class Strike:
+class Fault:
     """What is done to a process when it reaches a point.
 
     Args:
         point: the point, or the part of its name before a dot.
-        count: the number of times that the process has reached it then, since its start or the strike before.
+        count: the number of times that the process has reached it then, since its start or the fault before.
         rank: the rank; None: whichever is first.
         action: see :data:`~neuron_accel.cli._chaos_points.ACTIONS`.
         seconds: of an action that ends.
         at: the point that was reached; None if it was not.
         when: when it was, in seconds since the epoch.
-        struck: the rank that was struck.
+        rank_hit: the rank that it was injected into.
         named: the rank that the launcher named as the one that failed first; None if it named none.
         resumed: the checkpoint that was resumed after it; None: there was no further start, or it resumed nothing.
         started_again: whether there was a further start.
@@ -192,7 +192,7 @@ class Strike:
     seconds: float = SECONDS
     at: str | None = None
     when: float | None = None
-    struck: int | None = None
+    rank_hit: int | None = None
     named: int | None = None
     resumed: str | None = None
     started_again: bool = False
@@ -206,11 +206,11 @@ class Strike:
 
 def draw(
     seed: int, args: argparse.Namespace, command: str, points: Sequence[tuple[str, int | None]], ranks: int | None
-) -> list[Strike]:
-    """The strikes of one run, which depend on the arguments only."""
+) -> list[Fault]:
+    """The faults of one run, which depend on the arguments only."""
     random_ = random.Random(seed)
     number = args.kills or max(1, len(points))
-    strikes = []
+    faults = []
     for index in range(number):
         if points:
             point, count = points[index % len(points)]
@@ -223,8 +223,8 @@ def draw(
             rank = args.rank
         action = random_.choice(args.action or [KILL])
         anyone = args.rank is None and (point in _ONE_RANK or ranks is None)
-        strikes.append(
-            Strike(
+        faults.append(
+            Fault(
                 point=point,
                 count=drawn if count is None else count,
                 rank=None if anyone else rank,
@@ -232,7 +232,7 @@ def draw(
                 seconds=args.seconds,
             )
         )
-    return strikes
+    return faults
 
 
 def _draw_point(random_: random.Random, command: str, ranks: int | None, *, is_first: bool) -> str:
@@ -282,7 +282,7 @@ class Outcome:
     """The outcome of a command with injected faults.
 
     Args:
-        strikes: the strikes, each with its consequences.
+        faults: the faults, each with its consequences.
         exit_code: of the last start of the command.
         starts: how often the command was started.
         counts: with ``counts``: how often a rank reached each point at most, in one start of the ranks.
@@ -292,10 +292,10 @@ class Outcome:
         shared_memory: files of shared memory that were left.
         signal: the signal that ended the runs.
         timed_out: whether a start took longer than it may.
-        seed: of the strikes.
+        seed: of the faults.
     """
 
-    strikes: Sequence[Strike]
+    faults: Sequence[Fault]
     exit_code: int
     starts: int
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -310,12 +310,12 @@ class Outcome:
     @property
     def is_good(self) -> bool:
         """Whether the command succeeded, and nothing but steps was lost."""
-        older = any(strike.is_older for strike in self.strikes)
+        older = any(fault.is_older for fault in self.faults)
         return not (self.exit_code or older or self.lost or self.processes or self.shared_memory or self.timed_out)
 
     @property
     def steps_lost(self) -> int:
-        return sum(strike.steps_lost for strike in self.strikes)
+        return sum(fault.steps_lost for fault in self.faults)
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "steps_lost": self.steps_lost, "is_good": self.is_good}
@@ -327,12 +327,12 @@ class Outcome:
             rows = [row for row in rows if self.counts.get(row[0])]
             return format_table(("point", "times", "a process"), rows, width)
         headers = ("", "point", "rank", "action", "launcher named", "resumed", "steps lost")
-        table = format_table(headers, [_row(number, strike) for number, strike in enumerate(self.strikes, 1)], width)
-        reached, older = sum(s.was_reached for s in self.strikes), sum(s.is_older for s in self.strikes)
+        table = format_table(headers, [_row(number, fault) for number, fault in enumerate(self.faults, 1)], width)
+        reached, older = sum(f.was_reached for f in self.faults), sum(f.is_older for f in self.faults)
         how = "success" if self.exit_code == 0 else f"exit code {self.exit_code}"
         how += ", ended since it took too long" if self.timed_out else ""
         lines = [
-            ("strikes", f"{reached} of {len(self.strikes)} reached, seed {self.seed}"),
+            ("faults", f"{reached} of {len(self.faults)} reached, seed {self.seed}"),
             ("command", f"{how}, started {self.starts} time{'s' * (self.starts != 1)}"),
             ("steps", f"{self.steps} done in the end, {self.steps_lost} of them more than once"),
             ("checkpoints", ", ".join(f"lost: {each}" for each in self.lost) or "none lost"),
@@ -342,30 +342,30 @@ class Outcome:
         return f"\n{table}\n\n{format_pairs(lines, indent='', width=width)}"
 
 
-def _row(number: int, strike: Strike) -> tuple[str, ...]:
-    where = f"{strike.at or strike.point}:{strike.count}"
-    if not strike.was_reached:
-        return (str(number), where, "-", strike.action, "not reached", "", "")
-    named = "-" if strike.named is None else f"rank {strike.named}"
-    resumed = strike.resumed or ("nothing" if strike.started_again else "-")
-    if strike.is_older:
+def _row(number: int, fault: Fault) -> tuple[str, ...]:
+    where = f"{fault.at or fault.point}:{fault.count}"
+    if not fault.was_reached:
+        return (str(number), where, "-", fault.action, "not reached", "", "")
+    named = "-" if fault.named is None else f"rank {fault.named}"
+    resumed = fault.resumed or ("nothing" if fault.started_again else "-")
+    if fault.is_older:
         resumed += ", which is older than the last one saved"
-    return (str(number), where, str(strike.struck), strike.action, named, resumed, str(strike.steps_lost))
+    return (str(number), where, str(fault.rank_hit), fault.action, named, resumed, str(fault.steps_lost))
 
 
 def run_command(
     words: Sequence[str],
-    strikes: Sequence[Strike],
+    faults: Sequence[Fault],
     *,
     counts: bool = False,
     timeout: float | None = None,
     output: TextIO,
 ) -> Outcome:
-    """Runs a command of ``neuron-accel``, struck, until it ends with success or fails without having been struck.
+    """Runs a command of ``neuron-accel`` with faults, until it ends with success or fails without a fault.
 
     Args:
         words: the command and its arguments.
-        strikes: what is done, one after another.
+        faults: what is done, one after another.
         counts: whether all points that are reached are counted.
         timeout: seconds after which a start of the command is ended.
         output: a file for the standard output of the command.
@@ -374,19 +374,19 @@ def run_command(
         ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0)
     with tempfile.TemporaryDirectory(prefix="neuron_accel_chaos_") as name:
         folder = Path(name)
-        plan = {"strikes": [dataclasses.asdict(strike) for strike in strikes], "counts": counts}
+        plan = {"faults": [dataclasses.asdict(fault) for fault in faults], "counts": counts}
         (folder / PLAN).write_text(json.dumps(plan))
         (folder / JOURNAL).touch()
         shared, began = _shared_memory(), time.time()
-        runs = [Command(words, folder, strikes).run(timeout, output)]
-        while runs[-1].failed_by_strike and len(runs) <= len(strikes):
-            runs.append(Command(words, folder, strikes).run(timeout, output))
+        runs = [Command(words, folder, faults).run(timeout, output)]
+        while runs[-1].failed_by_fault and len(runs) <= len(faults):
+            runs.append(Command(words, folder, faults).run(timeout, output))
         journal = read_journal(folder)
-        history = History(strikes, [named for each in runs for named in each.named]).follow(journal)
+        history = History(faults, [named for each in runs for named in each.named]).follow(journal)
         last = runs[-1]
         processes = _left_processes(began)
         return Outcome(
-            strikes=history.strikes,
+            faults=history.faults,
             exit_code=last.exit_code,
             starts=len(runs),
             counts=_counted(journal),
@@ -402,8 +402,8 @@ def run_command(
 class Command:
     """One start of the command."""
 
-    def __init__(self, words: Sequence[str], folder: Path, strikes: Sequence[Strike]) -> None:
-        self._words, self._folder, self._strikes = words, folder, strikes
+    def __init__(self, words: Sequence[str], folder: Path, faults: Sequence[Fault]) -> None:
+        self._words, self._folder, self._faults = words, folder, faults
         self.exit_code, self.timed_out = 0, False
         self.signal: int | None = None
         self.named: list[tuple[float, int]] = []
@@ -412,12 +412,12 @@ class Command:
         self._signals: list[int] = []
 
     @property
-    def failed_by_strike(self) -> bool:
+    def failed_by_fault(self) -> bool:
         ended = self.signal is not None or self.timed_out
         return self.exit_code != 0 and not ended and self._done() > self._before
 
     def _done(self) -> int:
-        return sum((self._folder / DONE.format(number)).exists() for number in range(len(self._strikes)))
+        return sum((self._folder / DONE.format(number)).exists() for number in range(len(self._faults)))
 
     def run(self, timeout: float | None, output: TextIO) -> Command:
         """Starts the command, with its standard output in ``output``, and waits for it. Signals to this process are
@@ -445,7 +445,7 @@ class Command:
 
     def _wait(self, process: subprocess.Popen[bytes], timeout: float | None) -> None:
         began, killed_at = time.monotonic(), None
-        stopped = Stopped(self._folder, self._strikes)
+        stopped = Stopped(self._folder, self._faults)
         while process.poll() is None:
             time.sleep(0.05)
             stopped.go_on()
@@ -471,18 +471,18 @@ class Command:
 class Stopped:
     """Continues stopped processes after their time."""
 
-    def __init__(self, folder: Path, strikes: Sequence[Strike]) -> None:
-        self._folder, self._strikes = folder, strikes
+    def __init__(self, folder: Path, faults: Sequence[Fault]) -> None:
+        self._folder, self._faults = folder, faults
         self._continued: set[int] = set()
 
     def go_on(self) -> None:
-        if not any(strike.action == STOP for strike in self._strikes):
+        if not any(fault.action == STOP for fault in self._faults):
             return
         for line in read_journal(self._folder):
-            if line["event"] != "strike" or line["number"] in self._continued:
+            if line["event"] != "fault" or line["number"] in self._continued:
                 continue
-            strike = self._strikes[line["number"]]
-            if strike.action == STOP and time.time() > line["time"] + strike.seconds:
+            fault = self._faults[line["number"]]
+            if fault.action == STOP and time.time() > line["time"] + fault.seconds:
                 self._continued.add(line["number"])
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(line["pid"], signal.SIGCONT)
@@ -512,20 +512,23 @@ class History:
     Attributes:
         position: optimizer steps that the run is away from where it was first started, as of rank 0.
         returned: the last checkpoint whose save has returned.
-        strikes: the strikes, each with its consequences.
+        faults: the faults, each with its consequences.
     """
 
-    def __init__(self, strikes: Sequence[Strike] = (), named: Sequence[tuple[float, int]] = ()) -> None:
+    def __init__(self, faults: Sequence[Fault] = (), named: Sequence[tuple[float, int]] = ()) -> None:
         self.position = 0
         self.returned: Checkpoint | None = None
-        self.strikes = list(strikes)
+        self.faults = list(faults)
         self._named = named
         self._saved: dict[Checkpoint, int] = {}
         self._start: str | None = None
-        self._pending: list[int] = []  # strikes after which nothing was resumed so far
+        self._starts: list[str] = []
+        self._pending: list[int] = []  # faults after which nothing was resumed so far
+        self._injected: list[int] = []  # faults of this start
         self._ended_at: int | None = None  # position when the start of the first of them ended
 
     def follow(self, journal: Sequence[Line]) -> History:
+        self._starts = list(dict.fromkeys(line["start"] for line in journal))
         for line in journal:
             self._follow(line)
         self._name(math.inf)
@@ -533,17 +536,18 @@ class History:
 
     def _follow(self, line: Line) -> None:
         if line["start"] != self._start:
-            self._start = line["start"]
             self._name(line["time"])
+            self._start = line["start"]
             if self._pending and self._ended_at is None:
                 self._ended_at = self.position
             self.position = 0
         event = line["event"]
         key: Checkpoint = tuple(line.get("checkpoint", ()))  # type: ignore[assignment]
-        if event == "strike":
+        if event == "fault":
             number = line["number"]
             self._pending.append(number)
-            self._set(number, at=line["point"], struck=line["rank"], when=line["time"])
+            self._injected.append(number)
+            self._set(number, at=line["point"], rank_hit=line["rank"], when=line["time"])
         elif event == "saving":
             self._saved[key] = self.position
         elif event == "saved":
@@ -556,7 +560,7 @@ class History:
             self.position += 1
 
     def _settle(self, resumed: Checkpoint | None) -> None:
-        """Records which checkpoint was resumed after the strikes before this start."""
+        """Records which checkpoint was resumed after the faults before this start."""
         if self._ended_at is None:
             return
         back = 0 if resumed is None else self._saved.get(resumed, 0)
@@ -568,15 +572,24 @@ class History:
         self._pending, self._ended_at = [], None
 
     def _name(self, until: float) -> None:
-        """Records which rank the launcher named after each strike of the start that ended at ``until``."""
-        for number in self._pending if self.strikes else ():
-            when = self.strikes[number].when
-            if self.strikes[number].named is None and when is not None:
-                self._set(number, named=next((rank for at, rank in self._named if when <= at < until), None))
+        """Records which rank the launcher named after each fault of the start that ended at ``until``.
+
+        The launcher names one for each start that fails. The times are those at which its messages were read, and may
+        be later than the next start; they are used only if there are not as many messages as starts that have failed.
+        """
+        in_turn = len(self._starts) - len(self._named) in (0, 1)  # the last start may have succeeded
+        for number in self._injected if self.faults else ():
+            when = self.faults[number].when or 0.0
+            if in_turn and self._start is not None:
+                named = [rank for _, rank in self._named][self._starts.index(self._start) :]
+            else:
+                named = [rank for at, rank in self._named if when <= at < until]
+            self._set(number, named=named[0] if named else None)
+        self._injected = []
 
     def _set(self, number: int, **came: Any) -> None:
-        if self.strikes:
-            self.strikes[number] = dataclasses.replace(self.strikes[number], **came)
+        if self.faults:
+            self.faults[number] = dataclasses.replace(self.faults[number], **came)
 
 
 def _counted(journal: Sequence[Line]) -> dict[str, int]:

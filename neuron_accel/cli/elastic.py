@@ -45,6 +45,8 @@ from neuron_accel.neuron.environment import ROOT_VARIABLE, with_host
 
 ERROR_FILE = "error.json"
 SILENT_EXIT_SECONDS = 5.0
+AGENT_SECONDS = 30
+"""Time in seconds that the agent of torch 2.9 gives the other ranks after a failure."""
 MACHINE_SECONDS = 30.0
 """Time in seconds for which the launchers wait at a restart for a machine that is not known to be lost, in addition to
 heartbeat and grace."""
@@ -275,11 +277,12 @@ def _run_once(plan: LaunchPlan, logs: RankLogs, start: Start, membership: Member
 
     def report(failures: Failures, number: int) -> None:
         logs.are_named = True
-        described = describe(_failures(failures, logs), _successes(failures, logs))
+        described = describe(_failures(failures, logs, grace), _successes(failures, logs))
         print(f"neuron-accel: {described}", file=sys.stderr)
         print(f"neuron-accel: restart {number} of {plan.request.max_restarts}", file=sys.stderr, flush=True)
 
     config, command = _config(plan, logs, start.ranks), [sys.executable, *plan.command(os.getpid())]
+    grace = int(getattr(config, "shutdown_timeout", AGENT_SECONDS))
     try:
         if config.max_restarts:  # on several machines
             run_agent(config, command, report, None if membership is None else _rendezvous(plan, logs, membership))
@@ -289,8 +292,8 @@ def _run_once(plan: LaunchPlan, logs: RankLogs, start: Start, membership: Member
         print("neuron-accel: the run has ended well without this machine", file=sys.stderr, flush=True)
     except ChildFailedError as error:
         logs.are_named = True
-        failures = error.failures
-        return Outcome(failures=_failures(failures, logs), successes=_successes(failures, logs), log_dir=logs.root)
+        failed, successes = error.failures, _successes(error.failures, logs)
+        return Outcome(failures=_failures(failed, logs, grace), successes=successes, log_dir=logs.root)
     return Outcome()
 
 
@@ -344,7 +347,7 @@ def _config(plan: LaunchPlan, logs: RankLogs, ranks: int) -> LaunchConfig:
         logs_specs=logs,
         log_line_prefix_template="[rank ${rank}] ",
     )
-    if hasattr(config, "shutdown_timeout"):  # torch 2.9 always waits 30 s
+    if hasattr(config, "shutdown_timeout"):  # torch 2.9 always waits AGENT_SECONDS
         config.shutdown_timeout = int(request.grace)
     return config
 
@@ -355,15 +358,26 @@ def _silence_agent() -> None:
         logging.disable(logging.ERROR)
 
 
-def _failures(failed: Failures, logs: RankLogs) -> list[RankFailure]:
-    failures = []
+def _failures(failed: Failures, logs: RankLogs, grace: int) -> list[RankFailure]:
+    """The failures of ranks.
+
+    SIGKILL within the grace was not sent by this launcher. It is the cause, even if the launcher noticed it late, as
+    when a machine is overloaded, and the other ranks noticed before that their connections had closed.
+
+    Args:
+        failed: the failures that the agent reports.
+        logs: the output of the ranks.
+        grace: seconds after a failure when the agent kills the other ranks.
+    """
+    failures, first = [], min(failure.timestamp for failure in failed.values())
     for rank, failure in failed.items():
+        is_killed_by_another = failure.exitcode == -signal.SIGKILL and failure.timestamp < first + grace
         message: dict[str, Any] = failure.message if isinstance(failure.message, dict) else {}
         failures.append(
             RankFailure(
                 rank=rank,
                 exit_code=failure.exitcode,
-                noticed=failure.timestamp,
+                noticed=first if is_killed_by_another else failure.timestamp,
                 summary=message.get("message", "").partition("\n")[0] or None,
                 raised=message.get("extraInfo", {}).get("time"),
                 stderr=logs.stderr_of(rank),

@@ -26,7 +26,8 @@ class RankFailure:
     Args:
         rank: its global rank.
         exit_code: its exit code, or minus the signal that ended it.
-        noticed: when the launcher noticed, in seconds since the epoch (whole seconds).
+        noticed: when the launcher noticed, in seconds since the epoch (whole seconds); of a rank that got SIGKILL, not
+            from the launcher, when the launcher noticed the first failure.
         summary: the exception as one line; None if the rank ended without recording one.
         raised: when the exception was raised, in seconds since the epoch.
         stderr: the file with its error output; None if that went to the terminal.

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(no_command(words[0], COMMANDS))
     args = parser.parse_args(words)
     if args.command in chaos.TOOLS:
-        chaos.strike_this_process(os.environ)
+        chaos.install_faults(os.environ)
     try:
         return args.run(args)
     except NeuronAccelError as error:

@@ -101,6 +101,31 @@ print("err", rank, file=sys.stderr)
     assert err.count("OMP_NUM_THREADS=") == 1
 
 
+def test_a_killed_rank_is_named_by_a_launcher_that_notices_late(start, script):
+    """As on an overloaded machine: before the launcher runs again, the other rank has failed as a consequence."""
+    body = """
+import signal, time
+import torch.distributed as dist, torch
+dist.init_process_group("gloo")
+dist.barrier()
+if rank == 1:
+    os.kill(os.getppid(), signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(1))
+"""
+    launch = start("--nproc-per-node", "2", "--cpu", "--quiet", script(body))
+    launcher = psutil.Process(launch.process.pid)
+    deadline = time.monotonic() + 40
+    while launcher.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(3.5)  # the times in the agent's report are whole seconds
+    launch.signal(signal.SIGCONT)
+    code, _, err = launch.finish()
+    assert "rank 1 failed first: ended by SIGKILL" in err
+    assert "then rank 0: exit code 1" in err
+    assert code == 137
+
+
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(start, script):
     body = """
 import torch.distributed as dist, torch

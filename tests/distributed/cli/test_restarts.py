@@ -157,8 +157,8 @@ def test_an_elastic_restart_ends_as_a_run_that_was_not_interrupted(start, tmp_pa
     outcome = json.loads(out)
     assert outcome["is_good"]
     assert outcome["starts"] == 1  # all of it was one launch
-    assert [strike["named"] for strike in outcome["strikes"]] == [strike["struck"] for strike in outcome["strikes"]]
-    assert all(strike["at"] and strike["started_again"] for strike in outcome["strikes"])
+    assert [fault["named"] for fault in outcome["faults"]] == [fault["rank_hit"] for fault in outcome["faults"]]
+    assert all(fault["at"] and fault["started_again"] for fault in outcome["faults"])
     result = json.loads((tmp_path / "result.json").read_text())
     weights, rate = uninterrupted(ranks)
     assert result["ranks"] == last

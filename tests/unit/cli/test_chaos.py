@@ -1,4 +1,4 @@
-"""What ``neuron-accel chaos`` draws, where a process is struck, and what is read from the journal."""
+"""What ``neuron-accel chaos`` draws, where faults are injected, and what is read from the journal."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import neuron_accel
-from neuron_accel.cli._chaos_points import DONE, JOURNAL, PLAN, POINTS, RECORDED, VARIABLE, Struck
+from neuron_accel.cli._chaos_points import DONE, JOURNAL, PLAN, POINTS, RECORDED, VARIABLE, FaultInjector
 from neuron_accel.cli._rank import CHAOS
-from neuron_accel.cli.chaos import History, Outcome, Strike, draw, read_journal
+from neuron_accel.cli.chaos import Fault, History, Outcome, draw, read_journal
 from neuron_accel.cli.main import build_parser, main
 
 SOURCES = Path(neuron_accel.__file__).parent
@@ -46,36 +46,36 @@ def test_the_list(capsys):
 
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------
-def test_strikes_depend_on_the_seed_alone():
+def test_faults_depend_on_the_seed_alone():
     assert drawn(3, "--kills", "20") == drawn(3, "--kills", "20")
     assert drawn(3, "--kills", "20") != drawn(4, "--kills", "20")
 
 
 def test_every_point_of_a_training_is_drawn_but_those_that_it_may_not_have():
-    found = {strike.point for seed in range(60) for strike in drawn(seed, "--kills", "6")}
+    found = {fault.point for seed in range(60) for fault in drawn(seed, "--kills", "6")}
     tools = {point for point in POINTS if point.startswith(("consolidate", "reshard"))}
     assert found == POINTS.keys() - tools - {"worker", "save.remove"}
     assert "load" not in {drawn(seed)[0].point for seed in range(60)}  # nothing has been saved
-    alone = {strike.point for seed in range(60) for strike in drawn(seed, "--kills", "6", ranks=1)}
+    alone = {fault.point for seed in range(60) for fault in drawn(seed, "--kills", "6", ranks=1)}
     assert found - alone == {"rendezvous", "collective"}
 
 
 def test_counts_and_ranks_are_within_their_limits():
-    strikes = [strike for seed in range(60) for strike in drawn(seed, "--kills", "6", "--within", "20")]
-    assert {strike.count for strike in strikes if strike.point == "forward"} >= {1, 2, 20}
-    assert max(strike.count for strike in strikes) == 20
-    assert {strike.count for strike in strikes if strike.point == "start"} == {1}
-    assert {strike.rank for strike in strikes} == {None, 0, 1, 2, 3}
-    assert {strike.rank for strike in strikes if strike.point == "save.rename"} == {None}  # one rank renames
-    assert {strike.rank for strike in drawn(0, "--kills", "9", "--rank", "2")} == {2}
-    assert {strike.rank for strike in drawn(0, "--kills", "9", ranks=None)} == {None}
+    faults = [fault for seed in range(60) for fault in drawn(seed, "--kills", "6", "--within", "20")]
+    assert {fault.count for fault in faults if fault.point == "forward"} >= {1, 2, 20}
+    assert max(fault.count for fault in faults) == 20
+    assert {fault.count for fault in faults if fault.point == "start"} == {1}
+    assert {fault.rank for fault in faults} == {None, 0, 1, 2, 3}
+    assert {fault.rank for fault in faults if fault.point == "save.rename"} == {None}  # one rank renames
+    assert {fault.rank for fault in drawn(0, "--kills", "9", "--rank", "2")} == {2}
+    assert {fault.rank for fault in drawn(0, "--kills", "9", ranks=None)} == {None}
 
 
 def test_points_and_actions_that_are_given_are_taken_in_turn():
-    strikes = drawn(0, "--kills", "3", "--action", "stop", points=[("save", 4), ("step", None)])
-    assert [strike.point for strike in strikes] == ["save", "step", "save"]
-    assert (strikes[0].count, strikes[2].count) == (4, 4)
-    assert {strike.action for strike in strikes} == {"stop"}
+    faults = drawn(0, "--kills", "3", "--action", "stop", points=[("save", 4), ("step", None)])
+    assert [fault.point for fault in faults] == ["save", "step", "save"]
+    assert (faults[0].count, faults[2].count) == (4, 4)
+    assert {fault.action for fault in faults} == {"stop"}
     assert len(drawn(0, points=[("save", 4), ("step", None)])) == 2
 
 
@@ -83,7 +83,7 @@ def test_points_and_actions_that_are_given_are_taken_in_turn():
     ("words", "message"),
     [
         ("chaos", "A command is missing."),
-        ("chaos -- env", "'env' cannot be struck."),
+        ("chaos -- env", "Faults cannot be injected into 'env'."),
         ("chaos --point saves -- launch t.py", "There is no point 'saves'."),
         ("chaos --point save:0 -- launch t.py", "'0' is not a count."),
         ("chaos --point save:x -- launch t.py", "'x' is not a count."),
@@ -91,7 +91,7 @@ def test_points_and_actions_that_are_given_are_taken_in_turn():
         ("chaos --point step -- consolidate a b", "consolidate does not reach point 'step'."),
     ],
 )
-def test_what_cannot_be_struck_is_said_before_anything_is_started(words, message, capsys):
+def test_what_faults_cannot_be_injected_into_is_said_before_anything_is_started(words, message, capsys):
     assert main(words.split()) == 2
     assert message in capsys.readouterr().err
 
@@ -109,78 +109,78 @@ def test_wrong_usage_of_the_command_is_answered_by_it(capsys):
     assert "unknown option --nproc-per-nod; did you mean --nproc-per-node?" in capsys.readouterr().err
 
 
-# ---- where a process is struck ---------------------------------------------------------------------------------------
+# ---- where faults are injected ---------------------------------------------------------------------------------------
 @pytest.fixture
-def struck(tmp_path, monkeypatch):
-    """Makes a process that the plan strikes; an action that does no harm marks the place."""
+def injector(tmp_path, monkeypatch):
+    """Makes an injector of a plan of faults; an action that does no harm marks the place."""
 
-    def make(*strikes, rank=0, size=2, counts=False):
-        plan = {"strikes": [{**STRIKE, **strike} for strike in strikes], "counts": counts}
+    def make(*faults, rank=0, size=2, counts=False):
+        plan = {"faults": [{**FAULT, **fault} for fault in faults], "counts": counts}
         (tmp_path / PLAN).write_text(json.dumps(plan))
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", str(size))
-        return Struck(str(tmp_path))
+        return FaultInjector(str(tmp_path))
 
     return make
 
 
-STRIKE = {"point": "step", "count": 1, "rank": None, "action": "slow", "seconds": 0.0}
+FAULT = {"point": "step", "count": 1, "rank": None, "action": "slow", "seconds": 0.0}
 
 
-def struck_at(folder):
-    return [(line["number"], line["point"], line["rank"]) for line in read_journal(folder) if line["event"] == "strike"]
+def injected_at(folder):
+    return [(line["number"], line["point"], line["rank"]) for line in read_journal(folder) if line["event"] == "fault"]
 
 
-def test_a_process_is_struck_at_the_nth_time_once(struck, tmp_path):
-    process = struck({"count": 3})
+def test_a_fault_is_injected_at_the_nth_time_once(injector, tmp_path):
+    process = injector({"count": 3})
     for _ in range(6):
         process.audit("neuron_accel.step", ())
         process.audit("neuron_accel.collective", ("all_reduce",))
         process.audit("open", ("file",))
-        reached = struck_at(tmp_path)
+        reached = injected_at(tmp_path)
     assert reached == [(0, "step", 0)]
     assert (tmp_path / DONE.format(0)).exists()
 
 
-def test_a_part_of_a_name_means_all_its_points(struck, tmp_path):
-    process = struck({"point": "save", "count": 2})
+def test_a_part_of_a_name_means_all_its_points(injector, tmp_path):
+    process = injector({"point": "save", "count": 2})
     for name in ("saves", "saving", "saved", "save.open", "save.write", "save.fsync"):
         process.audit(f"neuron_accel.{name}", ("folder", 0))
-    assert struck_at(tmp_path) == [(0, "save.write", 0)]
+    assert injected_at(tmp_path) == [(0, "save.write", 0)]
 
 
-def test_strikes_follow_one_another_on_whichever_rank(struck, tmp_path):
-    strikes = [{"count": 2, "rank": 1}, {"count": 2, "rank": 0}, {"count": 1, "rank": 5}]  # 5 of two ranks is 1
-    ranks = [struck(*strikes, rank=rank) for rank in range(2)]
+def test_faults_follow_one_another_on_whichever_rank(injector, tmp_path):
+    faults = [{"count": 2, "rank": 1}, {"count": 2, "rank": 0}, {"count": 1, "rank": 5}]  # 5 of two ranks is 1
+    ranks = [injector(*faults, rank=rank) for rank in range(2)]
     for _ in range(4):
         for rank in ranks:
             rank.reach("step")
-    assert struck_at(tmp_path) == [(0, "step", 1), (1, "step", 0), (2, "step", 1)]
+    assert injected_at(tmp_path) == [(0, "step", 1), (1, "step", 0), (2, "step", 1)]
 
 
-def test_two_ranks_that_may_both_be_struck_are_not_both(struck, tmp_path):
-    first, second = struck({"count": 1}, rank=0), struck({"count": 1}, rank=1)
+def test_of_two_ranks_that_reach_a_fault_one_has_it(injector, tmp_path):
+    first, second = injector({"count": 1}, rank=0), injector({"count": 1}, rank=1)
     first.reach("load")  # both have looked
     second.reach("step")
     first.reach("step")
-    assert struck_at(tmp_path) == [(0, "step", 1)]
+    assert injected_at(tmp_path) == [(0, "step", 1)]
 
 
-def test_after_a_kill_no_further_rank_of_that_start_is_struck(struck, tmp_path, monkeypatch):
-    monkeypatch.setattr(Struck, "_act", lambda self, strike: None)  # not this process
+def test_after_a_kill_no_further_fault_is_injected_into_that_start(injector, tmp_path, monkeypatch):
+    monkeypatch.setattr(FaultInjector, "_inject", lambda self, fault: None)  # not this process
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    strikes = [{"action": "kill", "rank": 0}, {"action": "kill", "rank": 1}]
-    killed, other = (struck(*strikes, rank=rank) for rank in range(2))
+    faults = [{"action": "kill", "rank": 0}, {"action": "kill", "rank": 1}]
+    killed, other = (injector(*faults, rank=rank) for rank in range(2))
     killed.reach("step")
     other.reach("step")
-    assert struck_at(tmp_path) == [(0, "step", 0)]
+    assert injected_at(tmp_path) == [(0, "step", 0)]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    struck(*strikes, rank=1).reach("step")
-    assert struck_at(tmp_path) == [(0, "step", 0), (1, "step", 1)]
+    injector(*faults, rank=1).reach("step")
+    assert injected_at(tmp_path) == [(0, "step", 0), (1, "step", 1)]
 
 
-def test_points_are_counted_if_that_is_wanted(struck, tmp_path):
-    process = struck(counts=True)
+def test_points_are_counted_if_that_is_wanted(injector, tmp_path):
+    process = injector(counts=True)
     for point in ("step", "load", "step"):
         process.reach(point)
     found = [line["point"] for line in read_journal(tmp_path) if line["event"] == "point"]
@@ -202,7 +202,7 @@ def journal(*events):
             event = ("start",)
         name, *what = event if isinstance(event, tuple) else (event,)
         line = {"event": name, "start": f"{start}", "time": time, "rank": 0, "pid": start}
-        if name == "strike":
+        if name == "fault":
             line |= {"number": what[0], "point": "step", "rank": 1}
         elif what:
             line["checkpoint"] = [f"c/{what[0]}", 0]
@@ -210,53 +210,61 @@ def journal(*events):
     return lines
 
 
-KILLED = Strike(point="step", count=1, rank=1)
+KILLED = Fault(point="step", count=1, rank=1)
 
 
 def test_steps_since_the_checkpoint_that_was_resumed_are_lost():
     saved = [("saving", "a"), ("saved", "a")]
-    lines = journal(0, "stepped", *saved, "stepped", "stepped", ("strike", 0), 1, ("loaded", "a"), "stepped")
-    history = History([KILLED], [(7.5, 1)]).follow(lines)
-    (strike,) = history.strikes
-    assert (strike.resumed, strike.steps_lost, strike.is_older, strike.started_again) == ("a", 2, False, True)
-    assert (strike.at, strike.struck, strike.named) == ("step", 1, None)  # named after the next start had begun
+    lines = journal(0, "stepped", *saved, "stepped", "stepped", ("fault", 0), 1, ("loaded", "a"), "stepped")
+    history = History([KILLED]).follow(lines)
+    (fault,) = history.faults
+    assert (fault.resumed, fault.steps_lost, fault.is_older, fault.started_again) == ("a", 2, False, True)
+    assert (fault.at, fault.rank_hit, fault.named) == ("step", 1, None)
     assert history.position == 2
-    assert History([KILLED], [(6.5, 1)]).follow(lines).strikes[0].named == 1
+
+
+def test_the_rank_that_is_named_is_that_of_the_start_also_if_the_message_is_read_late():
+    lines = journal(0, ("fault", 0), 1, ("fault", 1), 2, "stepped")
+    for read_at in (1.5, 2.5, 3.5):  # before the next start, during it, and after its fault
+        faults = History([KILLED] * 2, [(read_at, 1), (3.5, 0)]).follow(lines).faults
+        assert [fault.named for fault in faults] == [1, 0]
+    faults = History([KILLED] * 2, [(3.5, 0)]).follow(lines).faults  # one message is missing
+    assert [fault.named for fault in faults] == [None, 0]
 
 
 def test_a_position_is_that_of_the_moment_of_the_copy_of_a_save_in_the_background():
-    lines = journal(0, "stepped", ("saving", "a"), "stepped", ("saved", "a"), ("strike", 0), 1, ("loaded", "a"))
-    assert History([KILLED]).follow(lines).strikes[0].steps_lost == 1
+    lines = journal(0, "stepped", ("saving", "a"), "stepped", ("saved", "a"), ("fault", 0), 1, ("loaded", "a"))
+    assert History([KILLED]).follow(lines).faults[0].steps_lost == 1
 
 
 def test_resuming_an_older_checkpoint_than_the_last_is_told():
-    lines = [("saving", "a"), ("saved", "a"), "stepped", ("saving", "b"), ("saved", "b"), ("strike", 0), 1]
-    assert History([KILLED]).follow(journal(0, "stepped", *lines, ("loaded", "a"))).strikes[0].is_older
-    assert not History([KILLED]).follow(journal(0, "stepped", *lines, ("loaded", "b"))).strikes[0].is_older
-    nothing = History([KILLED]).follow(journal(0, "stepped", *lines, "stepped")).strikes[0]
+    lines = [("saving", "a"), ("saved", "a"), "stepped", ("saving", "b"), ("saved", "b"), ("fault", 0), 1]
+    assert History([KILLED]).follow(journal(0, "stepped", *lines, ("loaded", "a"))).faults[0].is_older
+    assert not History([KILLED]).follow(journal(0, "stepped", *lines, ("loaded", "b"))).faults[0].is_older
+    nothing = History([KILLED]).follow(journal(0, "stepped", *lines, "stepped")).faults[0]
     assert (nothing.is_older, nothing.resumed, nothing.steps_lost) == (True, None, 2)
 
 
 def test_a_save_that_was_killed_before_it_returned_may_be_resumed_or_not():
-    lines = ["stepped", ("saving", "a"), ("saved", "a"), "stepped", ("saving", "b"), ("strike", 0), 1]
+    lines = ["stepped", ("saving", "a"), ("saved", "a"), "stepped", ("saving", "b"), ("fault", 0), 1]
     for resumed, lost in (("a", 1), ("b", 0)):
-        (strike,) = History([KILLED]).follow(journal(0, *lines, ("loaded", resumed))).strikes
-        assert (strike.is_older, strike.steps_lost) == (False, lost)
+        (fault,) = History([KILLED]).follow(journal(0, *lines, ("loaded", resumed))).faults
+        assert (fault.is_older, fault.steps_lost) == (False, lost)
 
 
 def test_starts_that_end_before_they_have_resumed_lose_no_further_steps():
-    begin = ["stepped", ("saving", "a"), ("saved", "a"), "stepped", ("strike", 0)]
-    lines = journal(0, *begin, 1, ("strike", 1), 2, ("strike", 2), 3, ("loaded", "a"), "stepped")
+    begin = ["stepped", ("saving", "a"), ("saved", "a"), "stepped", ("fault", 0)]
+    lines = journal(0, *begin, 1, ("fault", 1), 2, ("fault", 2), 3, ("loaded", "a"), "stepped")
     history = History([KILLED] * 3, [(5.5, 0), (7.5, 1), (9.5, 2)]).follow(lines)
-    assert [strike.steps_lost for strike in history.strikes] == [1, 0, 0]
-    assert [strike.named for strike in history.strikes] == [0, 1, 2]
-    assert {strike.resumed for strike in history.strikes} == {"a"}
+    assert [fault.steps_lost for fault in history.faults] == [1, 0, 0]
+    assert [fault.named for fault in history.faults] == [0, 1, 2]
+    assert {fault.resumed for fault in history.faults} == {"a"}
 
 
-def test_a_run_that_goes_on_after_a_strike_loses_nothing():
-    history = History([KILLED]).follow(journal(0, "stepped", ("strike", 0), "stepped"))
-    assert history.strikes[0].steps_lost == 0
-    assert not history.strikes[0].started_again
+def test_a_run_that_goes_on_after_a_fault_loses_nothing():
+    history = History([KILLED]).follow(journal(0, "stepped", ("fault", 0), "stepped"))
+    assert history.faults[0].steps_lost == 0
+    assert not history.faults[0].started_again
     assert history.position == 2
 
 
@@ -265,11 +273,11 @@ def test_a_run_that_goes_on_after_a_strike_loses_nothing():
     [{"exit_code": 1}, {"lost": ["c"]}, {"processes": ["p"]}, {"shared_memory": ["s"]}, {"timed_out": True}],
 )
 def test_what_is_not_good(wrong):
-    good = {"strikes": [KILLED], "exit_code": 0, "starts": 1}
+    good = {"faults": [KILLED], "exit_code": 0, "starts": 1}
     assert Outcome(**good).is_good
     assert not Outcome(**{**good, **wrong}).is_good
-    older = Strike(point="step", count=1, rank=1, is_older=True)
-    assert not Outcome(**{**good, "strikes": [older]}).is_good
+    older = Fault(point="step", count=1, rank=1, is_older=True)
+    assert not Outcome(**{**good, "faults": [older]}).is_good
 
 
 @pytest.mark.parametrize("columns", [60, 81, 84, 200])
