@@ -22,7 +22,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from neuron_accel import ModelParallelismPlugin, SequenceParallelPlugin, Zero1Plugin
+from neuron_accel import ModelParallelismPlugin, Zero1Plugin
 from neuron_accel.engine.plan.config import RunConfig, load_config, to_config
 from neuron_accel.engine.plan.plugin import Phase, PluginSpec, StrategyPlugin
 from neuron_accel.engine.plan.registry import Registry
@@ -607,6 +607,10 @@ def test_the_built_in_plugins_round_trip():
     assert load_config(yaml.safe_load(yaml.safe_dump(written)), registry=registry).plugins == plugins
 
 
+class WithoutOptions(StrategyPlugin):
+    spec = PluginSpec(name="without_options", phase=Phase.ACTIVATIONS)
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -616,7 +620,7 @@ def test_the_built_in_plugins_round_trip():
         ),
         (lambda: Zero1Plugin(1.0), r"no positional argument, but received 1.0(.|\n)*name it: "),
         (lambda: ModelParallelismPlugin(2, 3), r"arguments: tensor_parallel_size, but(.|\n)*pipeline_parallel_size"),
-        (lambda: SequenceParallelPlugin(2), "leave it out: there are no options"),
+        (lambda: WithoutOptions(2), "leave it out: there are no options"),
     ],
 )
 def test_a_plugin_is_not_made_from_what_it_does_not_have(make, expected):
@@ -625,7 +629,7 @@ def test_a_plugin_is_not_made_from_what_it_does_not_have(make, expected):
 
 
 def test_the_signature_of_a_plugin_is_that_of_its_options():
-    assert list(inspect.signature(SequenceParallelPlugin).parameters) == []
+    assert list(inspect.signature(WithoutOptions).parameters) == []
     assert "max_norm" in inspect.signature(Zero1Plugin).parameters
     plugin = Zero1Plugin(max_norm=1.0)
     assert plugin == copy.deepcopy(plugin) == pickle.loads(pickle.dumps(plugin))
